@@ -4,8 +4,8 @@ import socket
 from urllib.parse import urlsplit
 
 from app.context import context
-from slotkeeper.addresses import address_of, is_metadata, is_own_address
 from slotkeeper.errors import InvalidRequest
+from slotkeeper.urls import is_local_address, is_metadata_host, parse_host_address
 from tasks.servers.client import split_endpoint
 
 _WRONG = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
@@ -27,9 +27,9 @@ def check_endpoint(endpoint: str, field: str = "endpoint") -> None:
 
 def _check_host(host: str, port: int, field: str) -> None:
     """Raises InvalidRequest for addresses at which no inference server can stand."""
-    address = address_of(host)
+    address = parse_host_address(host)
     is_special = address is not None and (address.is_link_local or address.is_multicast or address.is_unspecified)
-    if is_special or is_metadata(host):
+    if is_special or is_metadata_host(host):
         raise InvalidRequest(field, f"{field} must not lead to {host}: it is no address of an inference server")
     if port == context().settings.port and _is_this_api(host):
         raise InvalidRequest(field, f"{field} must not lead to this API itself")
@@ -38,11 +38,11 @@ def _check_host(host: str, port: int, field: str) -> None:
 def _is_this_api(host: str) -> bool:
     """Return whether the API listens on this host, if the port is the API's."""
     settings, name = context().settings, host.lower().rstrip(".")
-    address, listening = address_of(name), address_of(settings.host)
+    address, listening = parse_host_address(name), parse_host_address(settings.host)
     if name in settings.own_names or f".{name}".endswith(".localhost"):
         return True
     if address is None:
         return name == socket.gethostname().lower()
     if listening is not None and listening.is_unspecified:
-        return is_own_address(address)
+        return is_local_address(address)
     return address.is_loopback or address == listening

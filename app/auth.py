@@ -24,7 +24,7 @@ from app.errors import ProblemError, problem
 from slotkeeper import logs
 from slotkeeper.audit import acts
 from slotkeeper.audit.acts import Actor
-from slotkeeper.registry.tenants import LOCAL, Tenant, Tenants, hash_key
+from slotkeeper.registry.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key
 
 View = TypeVar("View", bound=Callable[..., object])
 
@@ -45,7 +45,7 @@ class _Bearer(HTTPTokenAuth):
     """Flask-HTTPAuth's token scheme, for which everybody is LOCAL while no keys are asked for."""
 
     def authenticate(self, auth: Any, stored_password: Any) -> Any:
-        return LOCAL if keys() is None else super().authenticate(auth, stored_password)
+        return LOCAL_TENANT if keys() is None else super().authenticate(auth, stored_password)
 
 
 _scheme = _Bearer("Bearer", realm="slotkeeper")
@@ -82,7 +82,7 @@ class Keys:
         known = self._known.get(hashed)
         if known is not None and now < known[0]:
             return known[1]
-        found = self._tenants.by_hashed(hashed)
+        found = self._tenants.find_by_hash(hashed)
         with self._lock:
             if len(self._known) >= _MOST_CACHED:
                 self._known.clear()  # Somebody tries keys out; the good ones are soon back.
@@ -134,14 +134,14 @@ def come_in(whose: Tenant) -> None:
 def _come_in(whose: Tenant, door: str) -> None:
     """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
     g.flask_httpauth_user = whose
-    logs.about(tenant=whose.name)
-    acts.act_as(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
+    logs.bind_context(tenant=whose.name)
+    acts.set_actor(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
 
 
 def _leave(_: BaseException | None) -> None:
     """The next request of this thread is somebody else's."""
-    acts.act_as(acts.NOBODY)
-    logs.about()
+    acts.set_actor(acts.SYSTEM)
+    logs.bind_context()
 
 
 def tenant() -> Tenant:
@@ -168,7 +168,7 @@ def _guard() -> Response | None:
         _refuse_forms(seen)
     refused: Response | None = None if is_open else _identify()
     if refused is None and method != "OPTIONS":  # which nobody needs a key for
-        whose = LOCAL if is_open else tenant()
+        whose = LOCAL_TENANT if is_open else tenant()
         _come_in(whose, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
     return refused
 

@@ -7,9 +7,9 @@ from pydantic import Field, field_validator
 from app.answers import GIVEN, Answer, Read, Time
 from app.openapi import Model
 from app.schemas import MODEL_NAME, ConfigBody
-from slotkeeper.registry.catalog import Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.defaults import KIND, Defaults
+from slotkeeper.registry.model_config import ModelConfig
 
 
 class DefaultsBody(ConfigBody):
@@ -44,7 +44,7 @@ class KindPath(Model):
     kind: str = Field(json_schema_extra=MODEL_NAME)
 
 
-def shown_kind(it: Defaults, catalog: Snapshot) -> dict[str, Any]:
+def shown_kind(it: Defaults, catalog: CatalogSnapshot) -> dict[str, Any]:
     """KindView."""
     models = sorted(model.name for model in catalog.models.values() if model.overrides.get(KIND) == it.name)
     return KindView.of(it, models=models)

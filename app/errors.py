@@ -19,13 +19,13 @@ from werkzeug.exceptions import HTTPException
 
 from slotkeeper.errors import (
     Conflict,
+    DatabaseUnavailable,
     IdempotencyConflict,
     InvalidRequest,
     JobNotFound,
     NotFound,
-    RecordUnavailable,
     SlotkeeperError,
-    TooMany,
+    TooManyRequests,
 )
 
 log = structlog.get_logger(__name__)
@@ -43,8 +43,8 @@ _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
     (Conflict, 409),
     (JobNotFound, 404),
     (NotFound, 404),
-    (TooMany, 429),
-    (RecordUnavailable, 503),
+    (TooManyRequests, 429),
+    (DatabaseUnavailable, 503),
 )
 # Members of a problem that a fact must not replace.
 _RENAMED = {"status": "job_status", "type": "kind", "title": "name", "detail": "about", "instance": "where"}

@@ -11,10 +11,10 @@ from routing.maintenance import ledger
 from routing.queries import attempts, explain
 from routing.queries.interval import Estimate
 from routing.queries.places import Place
-from slotkeeper.addresses import masked_url
-from slotkeeper.jobs.record import Accepted, Job
-from slotkeeper.jobs.states import FINAL, State, Why
-from slotkeeper.outbox.tail import Entry
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.values import AcceptedJob, Job
+from slotkeeper.outbox.event_reader import OutboxEvent
+from slotkeeper.urls import mask_url
 
 Outlook = Literal["starting", "waiting", "later", "unknown"]
 
@@ -32,7 +32,7 @@ _POSITION: Any = Field(description="1: next.  null: it does not wait in line, or
 _NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
 
 # The two ways to be dead, as clients know them from elsewhere; the last attempt's own code stands beside it.
-_DEAD_CODES = {Why.RETRIES_EXHAUSTED: "max_retries_exceeded", Why.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
+_DEAD_CODES = {Reason.RETRIES_EXHAUSTED: "max_retries_exceeded", Reason.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
 
 
 def seconds(ms: int) -> float:
@@ -77,10 +77,10 @@ def error(it: Job) -> dict[str, Any] | None:
 
 def _where(it: Job, name: str | None) -> str | None:
     """A server or slot that a job has, or had at its end."""
-    return name if it.state is State.RUNNING or it.state in FINAL else None
+    return name if it.state is State.RUNNING or it.state in FINAL_STATES else None
 
 
-class Receipt(Answer, shows=Accepted):
+class Receipt(Answer, shows=AcceptedJob):
     """A job that was accepted: it is in the record."""
 
     job_id: Annotated[str, Read("id")]
@@ -94,7 +94,7 @@ class Receipt(Answer, shows=Accepted):
     links: Annotated[dict[str, str], GIVEN]
 
 
-class BatchReceiptItem(Answer, shows=Accepted):
+class BatchReceiptItem(Answer, shows=AcceptedJob):
     job_id: Annotated[str, Read("id")]
     status: Annotated[State, Read("state")]
     deduplicated: bool
@@ -133,14 +133,14 @@ class JobView(Answer, shows=Job):
     crashes: int = Field(description="Counts against max_crashes.")
     server: Annotated[str | None, Read(lambda it: _where(it, it.server))]
     slot: Annotated[str | None, Read(lambda it: _where(it, it.slot))]
-    error: Annotated[JobError | None, Read(lambda it: error(it) if it.state in FINAL else None)] = Field(
+    error: Annotated[JobError | None, Read(lambda it: error(it) if it.state in FINAL_STATES else None)] = Field(
         description="Why it ended without a result."
     )
-    last_error: Annotated[JobError | None, Read(lambda it: None if it.state in FINAL else error(it))] = Field(
+    last_error: Annotated[JobError | None, Read(lambda it: None if it.state in FINAL_STATES else error(it))] = Field(
         description="Of the last attempt of a job that has not ended."
     )
     cancel_requested: Annotated[bool, Read(lambda it: it.cancel_requested_ms is not None)]
-    callback_url: Annotated[str | None, Read(lambda it: it.callback_url and masked_url(it.callback_url))] = Field(
+    callback_url: Annotated[str | None, Read(lambda it: it.callback_url and mask_url(it.callback_url))] = Field(
         description="Without a user, a password and the values of its query, which may be keys."
     )
     created_at: Time
@@ -249,7 +249,7 @@ class Alive(Answer):
     status: Literal["ok"]
 
 
-class StreamEvent(Answer, shows=Entry):
+class StreamEvent(Answer, shows=OutboxEvent):
     job_id: Annotated[str, Read("event.job_id")]
     model: str
     tenant: str
@@ -263,7 +263,7 @@ class StreamEvent(Answer, shows=Entry):
     )
 
 
-def happened(it: Entry) -> dict[str, Any]:
+def happened(it: OutboxEvent) -> dict[str, Any]:
     """StreamEvent, without what it has nothing to say of."""
     told = StreamEvent.of(it)
     if told["retry_in_ms"] is None:

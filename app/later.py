@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from routing.queries.said import NOWHERE, Place
-from slotkeeper.outbox.tail import Entry
+from slotkeeper.outbox.event_reader import OutboxEvent
 
 TAKES_OVER = "slotkeeper.takes_over"
 """In the WSGI environment: whether the server goes on where a view leaves off."""
@@ -34,7 +34,7 @@ class Wanted:
     batches: frozenset[str] = frozenset()
     job_id: str | None = None
 
-    def includes(self, entry: Entry) -> bool:
+    def includes(self, entry: OutboxEvent) -> bool:
         return (
             self.tenant in (None, entry.tenant)
             and self.job_id in (None, entry.event.job_id)

@@ -22,11 +22,11 @@ from routing.queries.history import MOST_MODELS, OTHER, History
 from routing.queries.processes import Process, Processes
 from routing.queries.servers import standings_of
 from routing.queries.tallies import HANDED_ON, REFUSED, Tallies
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.outbox.relays import Relays
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.catalog import CatalogSnapshot
 from tasks.config import EventSettings
 
 log = structlog.get_logger(__name__)
@@ -49,7 +49,7 @@ class Figures(Collector):
             try:
                 for read in reads:
                     yield from list(read())
-            except (RecordUnavailable, RedisError) as error:
+            except (DatabaseUnavailable, RedisError) as error:
                 log.warning("figures_missing", part=part, error=str(error))
                 up.samples.pop()
                 up.add_metric([part], 0)
@@ -108,11 +108,11 @@ class Figures(Collector):
         yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are still owed.", owed.pending)
         told = "By how much the oldest message that is due is late."
         yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", told, owed.late_ms / 1000)
-        sinks = Relays(database).lags(EventSettings().sinks, now_ms())
+        sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         told = "Age of the oldest event that a sink has not got."
         yield _gauge("slotkeeper_event_lag_seconds", told, ["sink"], ((it.sink, it.seconds) for it in sinks))
         withheld = standings.withheld_slots(database)
-        named = _named(self._dispatcher.catalog.snapshot())
+        named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in withheld.items():
             by_model[(named(model), reason)] += count
@@ -122,7 +122,7 @@ class Figures(Collector):
     # -- from Redis --------------------------------------------------------------------------------------------
 
     def _rooms(self) -> Iterator[Metric]:
-        catalog = self._dispatcher.catalog.snapshot()
+        catalog = self._dispatcher.catalog.get()
         fleets = catalog.fleets()
         rooms = depths_of(self._scripts, fleets)
         yield _waiting(catalog, rooms)
@@ -139,7 +139,7 @@ class Figures(Collector):
         )
         yield self._model_breakers(catalog)
 
-    def _model_breakers(self, catalog: Snapshot) -> Metric:
+    def _model_breakers(self, catalog: CatalogSnapshot) -> Metric:
         """Of the models that have a name of their own here."""
         models = [catalog.models[name] for name in sorted(catalog.models)[:MOST_MODELS]]
         found = overview.breakers_of(self._dispatcher, models)
@@ -148,7 +148,7 @@ class Figures(Collector):
         return _gauge("slotkeeper_model_breaker_open", told, ["model"], open_.items())
 
     def _lanes(self) -> Iterator[Metric]:
-        catalog = self._dispatcher.catalog.snapshot()
+        catalog = self._dispatcher.catalog.get()
         named = _named(catalog)
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
@@ -206,7 +206,7 @@ def _sums(found: History) -> Iterator[Metric]:
     yield _counter("slotkeeper_attempts_ended", told, ["model", "reason"], found.attempts.items())
 
 
-def _waiting(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
+def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
     named = _named(catalog)
     waiting: Counter[str] = Counter()
     for model in catalog.models.values():
@@ -215,7 +215,7 @@ def _waiting(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
     return _gauge("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", ["model"], waiting.items())
 
 
-def _slots(catalog: Snapshot, rooms: Mapping[str, Depths]) -> Metric:
+def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
     named = _named_fleet(catalog)
     slots: Counter[tuple[str, str]] = Counter()
     for fleet, depths in rooms.items():
@@ -232,19 +232,19 @@ def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
     return found
 
 
-def _folded(catalog: Snapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
+def _folded(catalog: CatalogSnapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
     named, found = _named_fleet(catalog), Counter[str]()
     for fleet, value in values:
         found[named(fleet)] += value
     return found
 
 
-def _named(catalog: Snapshot) -> Callable[[str], str]:
+def _named(catalog: CatalogSnapshot) -> Callable[[str], str]:
     """The label of a model."""
     return _among(sorted(catalog.models))
 
 
-def _named_fleet(catalog: Snapshot) -> Callable[[str], str]:
+def _named_fleet(catalog: CatalogSnapshot) -> Callable[[str], str]:
     return _among(sorted(catalog.fleets()))
 
 

@@ -15,8 +15,8 @@ from app.errors import CONTENT_TYPE, of_validation
 from app.reading import Request
 from routing.admission.placement import NAME
 from routing.admission.submission import LONGEST_KEY
-from slotkeeper import exact
-from slotkeeper.registry.tenants import SHOWN
+from slotkeeper import json_text
+from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
 _REASONS = {
     400: "The body is not valid JSON",
@@ -78,7 +78,7 @@ class _OrjsonProvider(JSONProvider):
         return orjson.dumps(obj, default=str).decode()
 
     def loads(self, s: str | bytes, **_: Any) -> Any:
-        return exact.loads(s)
+        return json_text.loads(s)
 
 
 class _JobId(BaseConverter):
@@ -147,7 +147,9 @@ def described(model: type[BaseModel], description: str, kinds: Iterable[str] = (
     return {"description": description, "content": dict.fromkeys(kinds, schema)}
 
 
-def headers(longest: int = LONGEST_KEY, form: str = SHOWN, shortest: int = 1, **described: str) -> dict[str, Any]:
+def headers(
+    longest: int = LONGEST_KEY, form: str = PRINTABLE_PATTERN, shortest: int = 1, **described: str
+) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
     schema = {"type": "string", "minLength": shortest, "maxLength": longest, "pattern": f"^{form}$"}
     return {

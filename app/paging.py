@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from routing.admission.submission import check_model_name
 from routing.queries.said import NOWHERE, Place
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.values import Job
 
 CURSOR = "s[1-9][0-9]{0,18}"
 BATCH = "[0-9a-f-]{36}"

@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 
 from migrations import migrate
 from routing.maintenance import pulse
-from slotkeeper.clock import TOLERATED_MS, clock
+from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.redis.suitability import unsuited
+from slotkeeper.redis.suitability import explain_unsuitable
 from tasks import ready
 from tasks.celery_app import celery
 from tasks.wiring import catalog, processes, scripts
@@ -33,7 +33,7 @@ _right_schemas: set[str] = set()
 def database() -> str | None:
     """It answers, and has the schema that this release needs."""
     try:
-        catalog().version()
+        catalog().get_version()
         return _schema_problem(record().url)
     except SlotkeeperError as error:
         log.warning("database_away", error=error.detail)
@@ -43,7 +43,7 @@ def database() -> str | None:
 def redis() -> str | None:
     """It answers, is a single Redis, and throws nothing away."""
     try:
-        return unsuited(scripts().redis)
+        return explain_unsuitable(scripts().redis)
     except RedisError as error:
         log.warning("redis_away", error=str(error))
         return "Redis does not answer; jobs are accepted, and start when it is back."
@@ -94,14 +94,14 @@ def secret() -> str | None:
 
 def clocks() -> str | None:
     """This host's clock, and Redis', go with the record's."""
-    if abs(clock.skew_ms) > TOLERATED_MS:
+    if abs(clock.skew_ms) > MAX_SKEW_MS:
         return f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
     try:
         seconds, microseconds = scripts().redis.time()
     except RedisError:
         return None  # It is said elsewhere.
     apart_s = seconds + microseconds / 1e6 - clock.now_ms() / 1000
-    return f"Redis' clock is {apart_s:+.1f} s from the record's." if abs(apart_s) * 1000 > TOLERATED_MS else None
+    return f"Redis' clock is {apart_s:+.1f} s from the record's." if abs(apart_s) * 1000 > MAX_SKEW_MS else None
 
 
 def _schema_problem(url: str) -> str | None:

@@ -16,7 +16,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.context import asked
 from app.errors import ProblemError, printable
-from slotkeeper import exact
+from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 
 WHOLE = "slotkeeper.whole_body"
@@ -45,7 +45,7 @@ def _constant(name: str) -> NoReturn:
 
 
 _quick = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_exact = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=exact.whole)
+_exact = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=json_text.whole)
 
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
@@ -83,7 +83,7 @@ def is_array(text: bytes) -> bool:
 
 
 def _decoder(text: bytes) -> json.JSONDecoder:
-    return _exact if exact.may_hold_long_numbers(text) else _quick
+    return _exact if json_text.may_hold_big_integers(text) else _quick
 
 
 def _value(decoder: json.JSONDecoder, text: str, at: int, longest: int) -> tuple[Any, int]:
@@ -181,7 +181,7 @@ def refuse_nul_in(field: str, *texts: str) -> None:
 
 def _with_plain_settings(body: dict[str, Any]) -> dict[str, Any]:
     """Only what is passed on keeps its long numbers as they were written; the rest is for us to judge."""
-    return {name: it if name == "payload" else exact.unwritten(it) for name, it in body.items()}
+    return {name: it if name == "payload" else json_text.unwritten(it) for name, it in body.items()}
 
 
 class Request(flask.Request):
@@ -196,7 +196,7 @@ class Request(flask.Request):
         body = parse(text)
         if not isinstance(body, dict):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
-        if not exact.may_hold_long_numbers(text):
+        if not json_text.may_hold_big_integers(text):
             return body
         with _told({}):  # It may be nested more deeply than is taken anyway.
             return _with_plain_settings(body)

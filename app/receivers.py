@@ -10,14 +10,14 @@ from app.answers import GIVEN, Answer, Read, Time, time
 from app.openapi import Model
 from app.paging import cursor_of, number
 from app.schemas import Asked
-from slotkeeper import exact
-from slotkeeper.addresses import masked_url
+from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.outbox.callbacks import GivenUp
-from slotkeeper.outbox.messages import Message, Try
-from slotkeeper.outbox.receivers import Receiver
-from slotkeeper.registry.tenants import LONGEST_NAME, SHOWN
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.outbox.redelivery import GivenUpCallback
+from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.webhook_messages import DeliveryAttempt, Message
+from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
+from slotkeeper.urls import mask_url
 from tasks.bodies import FIELDS, MOST_NAMES, MOST_TEMPLATE_BYTES
 from tasks.outbound import URL_MAX
 
@@ -31,7 +31,7 @@ _GIVEN_UP_CURSOR = re.compile(r"(we_[0-9a-f]{32})\.([0-9]{1,19})")
 if TYPE_CHECKING:
     EventType = str
 else:
-    EventType = Literal[tuple(sorted(TYPES.values()))]
+    EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
 
 _URL: Any = Field(max_length=URL_MAX, examples=["https://hooks.example.com/slotkeeper"])
 _EVENTS: Any = Field(
@@ -62,7 +62,7 @@ class ReceiverBody(Asked):
     tenant: str | None = Field(
         None,
         description="Whose events it is told; of others than oneself for administrators.",
-        json_schema_extra={"maxLength": LONGEST_NAME, "pattern": f"^{SHOWN}$"},
+        json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
 
@@ -106,7 +106,7 @@ class ReplayBody(Asked):
 
 
 class CallbacksQuery(Model):
-    tenant: str | None = Field(None, max_length=LONGEST_NAME, description="Only this tenant's; for administrators.")
+    tenant: str | None = Field(None, max_length=MAX_NAME_LENGTH, description="Only this tenant's; for administrators.")
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=441, json_schema_extra={"pattern": f"^{_CALLBACK_CURSOR.pattern}$"})
 
@@ -117,7 +117,7 @@ class CallbacksReplayBody(ReplayBody):
     message: str | None = Field(
         None,
         description="One callback, by its webhook-id; also one that was delivered.",
-        json_schema_extra={"maxLength": 400, "pattern": f"^{SHOWN}$"},
+        json_schema_extra={"maxLength": 400, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
     since: str | None = Field(
         None, max_length=40, description="All given up of jobs that ended since then; ISO 8601 with its zone."
@@ -125,7 +125,7 @@ class CallbacksReplayBody(ReplayBody):
     tenant: str | None = Field(
         None,
         description="Of several, those of this tenant's jobs; for administrators.",
-        json_schema_extra={"maxLength": LONGEST_NAME, "pattern": f"^{SHOWN}$"},
+        json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
 
@@ -140,7 +140,7 @@ class ReceiverPath(Model):
 
 
 class ReceiverQuery(Model):
-    tenant: str | None = Field(None, max_length=LONGEST_NAME, description="Only this tenant's; for administrators.")
+    tenant: str | None = Field(None, max_length=MAX_NAME_LENGTH, description="Only this tenant's; for administrators.")
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=60, json_schema_extra=_ID)
 
@@ -156,14 +156,14 @@ class GivenUpQuery(Model):
     cursor: str | None = Field(None, max_length=60, json_schema_extra={"pattern": f"^{_GIVEN_UP_CURSOR.pattern}$"})
 
 
-class ReceiverView(Answer, shows=Receiver):
+class ReceiverView(Answer, shows=Subscription):
     """A webhook of a tenant."""
 
     webhook: Annotated[str, Read("id")]
     tenant: str
-    url: Annotated[str, Read(lambda it: masked_url(it.url))] = _SHOWN_URL
+    url: Annotated[str, Read(lambda it: mask_url(it.url))] = _SHOWN_URL
     events: Annotated[list[str], Read(lambda it: sorted(it.types))]
-    template: Annotated[dict[str, Any] | None, Read(lambda it: it.template and exact.loads(it.template))]
+    template: Annotated[dict[str, Any] | None, Read(lambda it: it.template and json_text.loads(it.template))]
     description: str
     max_per_s: float | None = Field(description="Messages that it is sent in a second; null: as many as there are.")
     state: Literal["enabled", "disabled"]
@@ -210,7 +210,7 @@ class ReplayView(Answer):
     given_up: int | None = Field(description="How many messages are tried once more.")
 
 
-class TryView(Answer, shows=Try):
+class TryView(Answer, shows=DeliveryAttempt):
     """One try of a message."""
 
     message: str = Field(description="Its webhook-id.")
@@ -251,14 +251,14 @@ class GivenUpList(Answer):
     next_cursor: str | None
 
 
-class CallbackView(Answer, shows=GivenUp):
+class CallbackView(Answer, shows=GivenUpCallback):
     """A message to a job's `callback_url` that was given up."""
 
     message: Annotated[str, Read("message.id")] = Field(description="Its webhook-id.")
     job_id: Annotated[str, Read("message.job_id")]
     model: str
     tenant: str
-    url: Annotated[str, Read(lambda it: masked_url(it.url))] = _SHOWN_URL
+    url: Annotated[str, Read(lambda it: mask_url(it.url))] = _SHOWN_URL
     status: Annotated[str, Read("status")] = Field(description="How its job had ended.")
     ended_at: Annotated[Time, Read("message.at_ms")]
     given_up_at: Annotated[Time | None, Read("message.ended_ms")]
@@ -280,7 +280,7 @@ class CallbacksReplayView(Answer):
     sent: int = Field(description="How many are sent once more.")
 
 
-def standing(it: Receiver, waiting: int, now_ms: int) -> dict[str, Any]:
+def standing(it: Subscription, waiting: int, now_ms: int) -> dict[str, Any]:
     """How a receiver does at this moment: what ReceiverView is given."""
     return {
         "waiting": waiting,
@@ -289,7 +289,7 @@ def standing(it: Receiver, waiting: int, now_ms: int) -> dict[str, Any]:
     }
 
 
-def tried(it: Try, *, shows_inside: bool) -> dict[str, Any]:
+def tried(it: DeliveryAttempt, *, shows_inside: bool) -> dict[str, Any]:
     """TryView."""
     return TryView.of(it, answer=it.answer if shows_inside or not it.inside else None)
 
@@ -302,7 +302,7 @@ def event_of(message: str) -> int:
     return number(found[1])
 
 
-def after_try(page: Sequence[Try], limit: int) -> str | None:
+def after_try(page: Sequence[DeliveryAttempt], limit: int) -> str | None:
     return f"t{page[-1].id}" if len(page) == limit else None
 
 
@@ -321,7 +321,7 @@ def before_message(cursor: str | None) -> tuple[str, int] | None:
     return found and (found[1], number(found[2]))
 
 
-def after_callback(page: Sequence[GivenUp], limit: int) -> str | None:
+def after_callback(page: Sequence[GivenUpCallback], limit: int) -> str | None:
     if len(page) < limit:
         return None
     last = page[-1].message

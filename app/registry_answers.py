@@ -13,15 +13,15 @@ from routing.maintenance.rooms import Depths
 from routing.queries import servers as insight
 from routing.queries.load import Load
 from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
-from slotkeeper.addresses import masked_url
-from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog as registered
-from slotkeeper.registry.catalog import Snapshot
-from slotkeeper.registry.config import ModelConfig, understood
-from slotkeeper.registry.defaults import Source, behind
-from slotkeeper.registry.rotations import Rotation
+from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.defaults import ConfigSource, resolve_inherited
+from slotkeeper.registry.model_config import ModelConfig, parse_overrides
+from slotkeeper.registry.rotations import SecretRotation
 from slotkeeper.registry.tenants import Tenant
 from slotkeeper.registry.values import AdminState, Server, TenantState
+from slotkeeper.urls import mask_url
 from tasks.descriptions import effective, is_behind
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
@@ -40,9 +40,9 @@ def leaving_of(it: Server) -> dict[str, Any] | None:
     return Leaving.of(since=time(it.leaving_ms), by=it.leaving_by, left=None)
 
 
-def removal(model: str, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any] | None:
+def removal(model: str, catalog: CatalogSnapshot, left: Mapping[str, int] | None) -> dict[str, Any] | None:
     """Of a model that is being removed.  `left`: its jobs that have not ended; None: they were not counted."""
-    if not catalog.is_leaving(model):
+    if not catalog.is_being_removed(model):
         return None
     closed = catalog.closed[model]
     return Leaving.of(since=time(closed.changed_ms), by=closed.changed_by, left=left and dict(left))
@@ -78,7 +78,7 @@ class ServerView(StateView, shows=Server):
         dict[str, Any], Read(lambda it: {name: plain(own) for name, own in it.attributes.items()})
     ] = Field(description="`<model>:<name>` is that of one model alone.")
     models: Annotated[
-        dict[str, str], Read(lambda it: {model: masked_url(url) for model, url in it.endpoints.items()})
+        dict[str, str], Read(lambda it: {model: mask_url(url) for model, url in it.endpoints.items()})
     ] = Field(description="Model -> endpoint.")
     described: Annotated[dict[str, dict[str, Any]], Read("overrides")] = Field(
         description="Model -> how it is spoken to for that, where the model's configuration does not say it."
@@ -117,7 +117,7 @@ class ServerStatus(Answer, shows=insight.ServerStatus):
     scores: dict[str, Score] = Field(description="By model.")
 
 
-class WithheldSlot(Answer, shows=Withheld):
+class WithheldSlot(Answer, shows=QuarantinedSlot):
     """A slot whose run has ended here, and of which its server has not let go."""
 
     slot: str
@@ -237,7 +237,7 @@ class ConfigView(Answer, shows=registered.Model):
     defaults: Annotated[dict[str, Any], GIVEN] = Field(description="What holds where the model says nothing.")
     sources: Annotated[
         dict[str, str],
-        Read(lambda it: {name: str(it.sources.get(name, Source.RELEASE)) for name in ModelConfig.model_fields}),
+        Read(lambda it: {name: str(it.sources.get(name, ConfigSource.RELEASE)) for name in ModelConfig.model_fields}),
     ] = Field(description="Of each field: model, kind, installation, built-in.")
     description: Annotated[dict[str, Any] | None, Read(lambda it: effective(it.config, it.described_by))] = Field(
         description="How its servers are spoken to, with all defaults; null: it cannot be read."
@@ -248,33 +248,33 @@ class ConfigView(Answer, shows=registered.Model):
     )
 
 
-def model(it: registered.Model, catalog: Snapshot, depths: Depths | None) -> dict[str, Any]:
+def model(it: registered.Model, catalog: CatalogSnapshot, depths: Depths | None) -> dict[str, Any]:
     """ModelView.  `depths`: of its fleet; None: not known now."""
     waiting = None if depths is None else depths.waiting.get(it.name, 0)
     return ModelView.of(it, **_in_catalog(it, catalog, None), waiting=waiting)
 
 
 def model_detail(
-    it: registered.Model, catalog: Snapshot, load: Load | None, left: Mapping[str, int] | None = None
+    it: registered.Model, catalog: CatalogSnapshot, load: Load | None, left: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """ModelDetail.  `load` None: not known now."""
     shown = load and ModelLoad.of(load)
     return ModelDetail.of(it, **_in_catalog(it, catalog, left), waiting=load and load.waiting, load=shown)
 
 
-def _in_catalog(it: registered.Model, catalog: Snapshot, left: Mapping[str, int] | None) -> dict[str, Any]:
+def _in_catalog(it: registered.Model, catalog: CatalogSnapshot, left: Mapping[str, int] | None) -> dict[str, Any]:
     """What the catalog says of a model."""
     return {
         "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
         "leaving": removal(it.name, catalog, left),
-        "slots": catalog.slots_of(it.name),
+        "slots": catalog.count_slots(it.name),
     }
 
 
-def config(it: registered.Model, catalog: Snapshot) -> dict[str, Any]:
+def config(it: registered.Model, catalog: CatalogSnapshot) -> dict[str, Any]:
     """ConfigView."""
-    known = behind(it.overrides, catalog.defaults)
-    return ConfigView.of(it, defaults=understood(known.values)[0].model_dump())
+    known = resolve_inherited(it.overrides, catalog.defaults)
+    return ConfigView.of(it, defaults=parse_overrides(known.values)[0].model_dump())
 
 
 def tenant(name: str, known: Tenant | None, stands: TenantState | None) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def tenant(name: str, known: Tenant | None, stands: TenantState | None) -> dict[
     )
 
 
-def webhook_secret(name: str, rotation: Rotation, secrets: list[str], now_ms: int) -> dict[str, Any]:
+def webhook_secret(name: str, rotation: SecretRotation, secrets: list[str], now_ms: int) -> dict[str, Any]:
     """WebhookSecretView."""
-    until = time(rotation.former_until_ms) if len(rotation.valid(now_ms)) > 1 else None
+    until = time(rotation.former_until_ms) if len(rotation.list_valid(now_ms)) > 1 else None
     return WebhookSecretView.of(tenant=name, secrets=secrets, rotation=rotation.number, former_until=until)

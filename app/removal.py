@@ -6,7 +6,7 @@ from pydantic import Field
 
 from app.answers import Answer, Read
 from app.openapi import Model
-from slotkeeper.registry.removal import Removal
+from slotkeeper.registry.catalog_removal import Removal
 
 
 class RemovalQuery(Model):

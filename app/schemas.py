@@ -14,8 +14,8 @@ from app.paging import BATCH, CURSOR
 from routing.admission.placement import VALUE
 from routing.admission.submission import MODEL
 from slotkeeper.jobs.states import State
-from slotkeeper.registry.config import ModelConfig
-from slotkeeper.registry.tenants import LONGEST_NAME, SHOWN
+from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from tasks.servers import for_model
 
 AdminStateName = Literal["online", "paused", "draining", "frozen"]
@@ -137,7 +137,7 @@ class BatchItem(SubmitBody):
     idempotency_key: str | None = Field(
         None,
         description="Like the header Idempotency-Key, for this job.",
-        json_schema_extra={"minLength": 1, "maxLength": 255, "pattern": f"^{SHOWN}$"},
+        json_schema_extra={"minLength": 1, "maxLength": 255, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
 
@@ -245,7 +245,7 @@ class ModelPath(Model):
 
 
 class TenantPath(Model):
-    tenant: str = Field(json_schema_extra={"maxLength": LONGEST_NAME, "pattern": f"^{SHOWN}$"})
+    tenant: str = Field(json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"})
 
 
 class ConfigBody(ModelConfig):

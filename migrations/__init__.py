@@ -3,5 +3,5 @@
 
     alembic -c migrations/alembic.ini -x url=sqlite:///var/record.db revision --autogenerate -m "what it does"
 
-Steps may import slotkeeper.jobs.models and nothing else of the product.
+Steps may import slotkeeper.jobs.tables and nothing else of the product.
 """

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Engine, NullPool, create_engine, inspect, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from migrations.current import STEPS, revisions
-from slotkeeper.db.connections import CONNECT_S
-from slotkeeper.errors import Conflict, RecordUnavailable
-from slotkeeper.home import private_file, private_folder
+from migrations.revisions import STEPS, read_revisions
+from slotkeeper.db.time_limits import CONNECT_TIMEOUT_S
+from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.state_folder import make_private_file, make_private_folder
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -47,7 +47,7 @@ def upgrade(url: str) -> None:
 
 def check(url: str) -> str | None:
     """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
-    known, followed = revisions(STEPS)
+    known, followed = read_revisions(STEPS)
     needed = known - followed
     found = _revisions(url)
     if found == needed:
@@ -88,7 +88,7 @@ def _answered() -> Iterator[None]:
         yield
     except (OperationalError, InterfaceError) as error:
         reason = (str(error.orig).strip().splitlines() or ["no reason given"])[0]
-        raise RecordUnavailable(f"The schema could not be read or changed ({reason}); try again.") from error
+        raise DatabaseUnavailable(f"The schema could not be read or changed ({reason}); try again.") from error
 
 
 def _alone(url: str) -> AbstractContextManager[None]:
@@ -100,10 +100,10 @@ def _alone(url: str) -> AbstractContextManager[None]:
 def _file_lock(database: Path) -> Iterator[None]:
     """Hold `<database>.migrate-lock`.  The file stays: removing it could let two in."""
     if not database.parent.exists():
-        private_folder(database.parent)
+        make_private_folder(database.parent)
     lock = database.with_name(f"{database.name}.migrate-lock")
     for path in (database, lock):
-        private_file(path)
+        make_private_file(path)
     with open(lock, "w") as file:
         _wait_for(lambda: _locked(file.fileno()))
         yield
@@ -135,7 +135,7 @@ def _wait_for(lock: Callable[[], bool]) -> None:
     until = time.monotonic() + _PATIENCE_S
     while not lock():
         if time.monotonic() > until:
-            raise RecordUnavailable(
+            raise DatabaseUnavailable(
                 f"Another process has been migrating this database for over {_PATIENCE_S:.0f} s; "
                 "wait for it to end, or end it, and try again."
             )
@@ -151,7 +151,7 @@ def _patient(url: str) -> str:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" or "connect_timeout" in parsed.query:
         return url
-    patient = parsed.update_query_dict({"connect_timeout": str(CONNECT_S)})
+    patient = parsed.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
     return patient.render_as_string(hide_password=False)
 
 

@@ -21,11 +21,11 @@ class ClientError(click.ClickException):
     """It did not work; the text says what is wrong and what to do."""
 
 
-class Unreachable(ClientError):
+class ApiUnreachable(ClientError):
     """Nothing answers at the address."""
 
 
-class Refused(ClientError):
+class ApiError(ClientError):
     """The API has answered with a problem."""
 
     def __init__(self, status: int, problem: Mapping[str, Any], retry_after_s: float | None) -> None:
@@ -48,12 +48,12 @@ class Client:
             self._session.headers["Authorization"] = f"Bearer {key}"
 
     def get(self, path: str, **params: Any) -> Any:
-        return self.call("GET", path, params={name: value for name, value in params.items() if value is not None})
+        return self.request("GET", path, params={name: value for name, value in params.items() if value is not None})
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        return self.call("POST", path, body=body, headers=headers)
+        return self.request("POST", path, body=body, headers=headers)
 
-    def call(
+    def request(
         self,
         method: str,
         path: str,
@@ -73,18 +73,18 @@ class Client:
                 method, self.url + path, data=data, params=params, headers=sent, timeout=(5, timeout_s)
             )
         except requests.Timeout as error:
-            raise Unreachable(
+            raise ApiUnreachable(
                 f"No answer from {self.url} in time: look whether it is overloaded, and try again."
             ) from error
         except requests.ConnectionError as error:
-            raise Unreachable(
+            raise ApiUnreachable(
                 f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL."
             ) from error
         except (requests.RequestException, ValueError) as error:
             raise ClientError(f"{self.url} cannot be asked: {error}") from error
         return _read(answer, self.url)
 
-    def patiently(self, ask: Callable[[], Any], patience_s: float = 300.0) -> Any:
+    def retry(self, ask: Callable[[], Any], patience_s: float = 300.0) -> Any:
         """Ask again while the answer is "not now", as long as it says, for at most `patience_s` in all.
 
         For requests that may be sent twice: reads, and submits under an Idempotency-Key.
@@ -94,17 +94,17 @@ class Client:
         while True:
             try:
                 return ask()
-            except (Refused, Unreachable) as error:
-                if isinstance(error, Refused) and error.status not in _AGAIN:
+            except (ApiError, ApiUnreachable) as error:
+                if isinstance(error, ApiError) and error.status not in _AGAIN:
                     raise
-                told_s = error.retry_after_s if isinstance(error, Refused) else None
+                told_s = error.retry_after_s if isinstance(error, ApiError) else None
                 pause_s = wait_s if told_s is None else told_s
                 if time.monotonic() + pause_s > until:
                     raise
             time.sleep(pause_s)
             wait_s = min(wait_s * 2, 15.0)
 
-    def wait_for(
+    def wait_for_job(
         self, job_id: str, timeout_s: float | None = None, notify: Callable[[dict[str, Any]], object] | None = None
     ) -> dict[str, Any]:
         """The job once it has ended, or as it is after `timeout_s`.  `notify`: gets the job every few seconds."""
@@ -113,13 +113,13 @@ class Client:
         while True:
             left_s = longest_s if until is None else min(until - time.monotonic(), longest_s)
             job: dict[str, Any] = self.get(f"/queue/jobs/{job_id}", wait=max(left_s, 0))
-            if has_ended(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
+            if is_final(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
                 return job
             if notify is not None:
                 notify(job)
             time.sleep(_PAUSE_S)  # The API does not let everybody wait when too many do.
 
-    def pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
+    def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
         """What stands under `items` in a list that comes in pages, `limit` of them at most."""
         cursor = None
         while limit > 0:
@@ -131,7 +131,7 @@ class Client:
                 return
 
 
-def has_ended(job: Mapping[str, Any]) -> bool:
+def is_final(job: Mapping[str, Any]) -> bool:
     return job["status"] not in _GOING_ON
 
 
@@ -150,4 +150,4 @@ def _read(answer: requests.Response, url: str) -> Any:
 
 def _refuse(answer: requests.Response, problem: Mapping[str, Any]) -> Any:
     after = answer.headers.get("Retry-After", "")
-    raise Refused(answer.status_code, problem, float(after) if after.isdigit() else None)
+    raise ApiError(answer.status_code, problem, float(after) if after.isdigit() else None)

@@ -3,7 +3,7 @@
 Deadlines, due times and retries stand in the record, and processes on several hosts compare them with the time.  So
 all go by one clock, PostgreSQL's, measured by whoever asks for the catalog's version (once a second at most), and
 counted on by this process's own steady clock while the database is away.  For a record on SQLite, which lies on one
-machine, see slotkeeper/registry/steady_time.py.
+machine, see slotkeeper/db/shared_clock.py.
 """
 
 import time
@@ -14,14 +14,14 @@ import structlog
 log = structlog.get_logger(__name__)
 
 # How far this host's clock may be from the common one before somebody should set it.
-TOLERATED_MS = 2_000
+MAX_SKEW_MS = 2_000
 _KEPT = 8  # measurements, of which the one with the quickest answer is believed
 _SET_MS = 500
 _SAY_EVERY_S = 60.0
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def steady_s() -> float:
+def boottime_s() -> float:
     """Seconds of a clock that nobody sets and that, where the system has one, also counts while the host sleeps."""
     return time.clock_gettime(_STEADY)
 
@@ -40,14 +40,14 @@ class Clock:
             return time.time_ns() // 1_000_000
         return round(time.monotonic() * 1000 + self._ahead_ms)
 
-    def note(self, common_ms: float, asked_s: float, answered_s: float) -> None:
+    def adjust(self, common_ms: float, asked_s: float, answered_s: float) -> None:
         """The common clock said `common_ms` between two moments of the steady one."""
         took_s, ahead_ms = answered_s - asked_s, common_ms - (asked_s + answered_s) * 500
         if self._ahead_ms is not None and abs(ahead_ms - self._ahead_ms) > _SET_MS + took_s * 1000:
             self._measured.clear()  # One of the two was set: what was measured before is worth nothing.
         self._measured.append((took_s, ahead_ms))
         self._ahead_ms = min(self._measured)[1]
-        if abs(self.skew_ms) > TOLERATED_MS and answered_s - self._said_at > _SAY_EVERY_S:
+        if abs(self.skew_ms) > MAX_SKEW_MS and answered_s - self._said_at > _SAY_EVERY_S:
             self._said_at = answered_s
             log.warning("host_clock_differs", by_ms=self.skew_ms)
 

@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class Limits(BaseSettings):
+class DatabaseTimeouts(BaseSettings):
     """How long the record may keep anybody waiting, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
 
     A write is answered within `turn_s + transaction_s + inquiry_s`, whatever the database does.
@@ -30,7 +30,7 @@ class Limits(BaseSettings):
     """How long a transaction may stand still before the server ends it (PostgreSQL); 0: no limit."""
 
 
-class RecordSettings(BaseSettings):
+class StorageSettings(BaseSettings):
     """Where the record lies.  Environment: SLOTKEEPER_HOME, SLOTKEEPER_DATABASE_URL, …"""
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
@@ -49,5 +49,5 @@ class RecordSettings(BaseSettings):
     """How long an act of an operator stays there."""
 
     @property
-    def record_url(self) -> str:
+    def sqlalchemy_url(self) -> str:
         return self.database_url or f"sqlite:///{(self.home / 'record.db').absolute()}"

@@ -60,7 +60,7 @@ class IdempotencyConflict(Conflict):
     code = "idempotency_conflict"
 
 
-class TooMany(SlotkeeperError):
+class TooManyRequests(SlotkeeperError):
     """More than the limits allow at present."""
 
     code = "too_many_requests"
@@ -70,14 +70,14 @@ class TooMany(SlotkeeperError):
         self.retry_after_s = retry_after_s
 
 
-class RecordUnavailable(SlotkeeperError):
+class DatabaseUnavailable(SlotkeeperError):
     """The database cannot be reached; nothing was stored."""
 
     code = "record_unavailable"
     retry_after_s = 2.0
 
 
-class RecordUncertain(RecordUnavailable):
+class CommitUnknown(DatabaseUnavailable):
     """The database did not answer; whether it stored the request is not known."""
 
     code = "record_uncertain"

@@ -2,13 +2,13 @@
 
 import gc
 
-from slotkeeper.once import once
+from slotkeeper.process import singleton
 
 _COLLECT_AFTER = 20_000  # new objects
 
 
-@once
-def collect_rarely() -> None:
+@singleton
+def tune_garbage_collection() -> None:
     """Exclude what has been imported from garbage collection, and collect the rest less often.
 
     A collection stops all threads and visits every object that is not frozen.  Call once, when the imports are done:

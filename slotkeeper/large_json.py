@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import orjson
 
-from slotkeeper import exact
+from slotkeeper import json_text
 
-LARGE = 256 * 1024
+LARGE_BYTES = 256 * 1024
 """Bytes of a text above which it is not made into objects."""
 _MANY_PARTS = 200_000
 _MOST_MEMORY = 640 << 20  # bytes, of the process that reads an answer
@@ -30,7 +30,7 @@ _BEGINNING = re.compile(rb"[ \t\r\n]*(.)", re.DOTALL)
 Pointer = tuple[str, ...]
 
 
-class File:
+class AnonymousFile:
     """A file without a name, which is gone with this object."""
 
     __slots__ = ("_fd", "size")
@@ -53,7 +53,7 @@ class File:
         """Raises OSError."""
         return os.pread(self._fd, length, begin)
 
-    def at_beginning(self) -> int:
+    def rewind(self) -> int:
         """Return the descriptor, for a process that reads all of it."""
         os.lseek(self._fd, 0, os.SEEK_SET)
         return self._fd
@@ -63,32 +63,32 @@ class File:
             os.close(self._fd)
 
 
-def read(text: bytes) -> Any:
+def parse(text: bytes) -> Any:
     """Return the JSON value: of a large text an `exact.Unparsed`.  Raises ValueError, as `exact.loads`.
 
     In a large text a number beyond doubles stays as it is.
     """
-    if len(text) <= LARGE:
-        return exact.loads(text)
+    if len(text) <= LARGE_BYTES:
+        return json_text.loads(text)
     text.decode()
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    return exact.Unparsed(text, member)
+    return json_text.RawJson(text, get_member)
 
 
-def stored(text: str) -> Any:
+def parse_stored(text: str) -> Any:
     """Return the JSON value of a text that was accepted before; of a large one an `exact.Unparsed`."""
-    return exact.loads(text) if len(text) <= LARGE else exact.Unparsed(text.encode(), member)
+    return json_text.loads(text) if len(text) <= LARGE_BYTES else json_text.RawJson(text.encode(), get_member)
 
 
-def has_many_parts(text: str) -> bool:
+def is_expensive_to_parse(text: str) -> bool:
     """Return whether making objects of a JSON text would take long, and much memory."""
-    return len(text) > LARGE and text.count("[") + text.count("{") + text.count(",") > _MANY_PARTS
+    return len(text) > LARGE_BYTES and text.count("[") + text.count("{") + text.count(",") > _MANY_PARTS
 
 
-def is_too_deep(text: bytes) -> bool:
+def is_nested_too_deeply(text: bytes) -> bool:
     """Return whether a text, or its beginning, is nested too deeply to be read."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
@@ -99,7 +99,7 @@ def is_too_deep(text: bytes) -> bool:
     return False
 
 
-def member(text: bytes, token: str) -> Any:
+def get_member(text: bytes, token: str) -> Any:
     """Return the member of an object, or an element of a list, by a token of a JSON pointer.  Raises KeyError."""
     first = _BEGINNING.match(text)
     kind = b"" if first is None else first[1]
@@ -113,7 +113,7 @@ def member(text: bytes, token: str) -> Any:
     if raw is msgspec.UNSET:
         raise KeyError(token)
     found = bytes(raw)
-    return exact.loads(found) if len(found) <= LARGE else exact.Unparsed(found, member)
+    return json_text.loads(found) if len(found) <= LARGE_BYTES else json_text.RawJson(found, get_member)
 
 
 @lru_cache(maxsize=256)
@@ -131,31 +131,33 @@ def _element(index: int) -> tuple[msgspec.json.Decoder[Any], str]:
 # -- in a process of its own -----------------------------------------------------------------------------------
 
 
-def told(text: bytes, pointers: Iterable[Pointer]) -> bytes:
+def report_pointers(text: bytes, pointers: Iterable[Pointer]) -> bytes:
     """Return what stands at these pointers, for `heard`.  Raises ValueError."""
-    value = read(text)
+    value = parse(text)
     found: list[list[Any]] = []
     for pointer in pointers:
         at = _resolved(value, pointer)
-        if isinstance(at, exact.Unparsed):
+        if isinstance(at, json_text.RawJson):
             found.append([pointer, "at", text.find(at.text), len(at.text)])
         elif at is not _NOTHING:
-            found.append([pointer, "is", exact.dumps(at).decode()])
+            found.append([pointer, "is", json_text.dumps(at).decode()])
     return orjson.dumps(found)
 
 
-def heard(text: bytes | File, answer: bytes) -> Any:
+def apply_report(text: bytes | AnonymousFile, answer: bytes) -> Any:
     """Return the value of a text about which another process has `told` this.  Of a file it is read when it is used."""
     found: dict[Pointer, Any] = {}
     for pointer, how, *what in orjson.loads(answer):
-        found[tuple(pointer)] = exact.loads(what[0]) if how == "is" else exact.Unparsed(_part(text, *what), member)
-    size = text.size if isinstance(text, File) else len(text)
-    return exact.Unparsed(_part(text, 0, size), member, found)
+        found[tuple(pointer)] = (
+            json_text.loads(what[0]) if how == "is" else json_text.RawJson(_part(text, *what), get_member)
+        )
+    size = text.size if isinstance(text, AnonymousFile) else len(text)
+    return json_text.RawJson(_part(text, 0, size), get_member, found)
 
 
-def _part(text: bytes | File, begin: int, length: int) -> bytes | exact.Later:
-    if isinstance(text, File):
-        return exact.Later(length, partial(text.read, begin))
+def _part(text: bytes | AnonymousFile, begin: int, length: int) -> bytes | json_text.FilePart:
+    if isinstance(text, AnonymousFile):
+        return json_text.FilePart(length, partial(text.read, begin))
     return text[begin : begin + length]
 
 
@@ -165,7 +167,7 @@ _NOTHING = object()
 def _resolved(value: Any, pointer: Pointer) -> Any:
     for token in pointer:
         try:
-            value = value.at(token) if isinstance(value, exact.Unparsed) else _in(value, token)
+            value = value.get(token) if isinstance(value, json_text.RawJson) else _in(value, token)
         except (KeyError, IndexError, ValueError):
             return _NOTHING
     return value
@@ -184,7 +186,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     pointers = [tuple(pointer) for pointer in orjson.loads(sys.argv[1])]
     try:
-        sys.stdout.buffer.write(told(sys.stdin.buffer.read(), pointers))
+        sys.stdout.buffer.write(report_pointers(sys.stdin.buffer.read(), pointers))
     except (ValueError, MemoryError):
         return 1
     return 0

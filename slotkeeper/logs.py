@@ -23,10 +23,10 @@ from typing import Any, Literal, TextIO, TypeAlias
 import orjson
 import structlog
 
-Form: TypeAlias = Literal["console", "json"]
+LogFormat: TypeAlias = Literal["console", "json"]
 
-LONGEST_VALUE = 300  # characters
-LONGEST_LINE = 4000
+MAX_VALUE_LENGTH = 300  # characters
+MAX_LINE_LENGTH = 4000
 _MOST_FACTS, _SHORT_VALUE = 20, 60  # of a line that would be too long
 _PLACES = 12  # of an error: the innermost, where it was raised
 _OURS = (
@@ -40,7 +40,7 @@ _SPEAK_OF_CODE = (OSError, ImportError, AttributeError, NameError, TypeError, Ru
 _about: ContextVar[Mapping[str, Any] | None] = ContextVar("about", default=None)
 
 
-def about(**facts: Any) -> None:
+def bind_context(**facts: Any) -> None:
     """What all lines of this context are about from now on, and no longer what was said before.
 
     What takes a while to find out is given as a function, which is called when a line is said.
@@ -48,7 +48,7 @@ def about(**facts: Any) -> None:
     _about.set(facts)
 
 
-def configure(level: int | str = logging.WARNING, form: Form = "console") -> None:
+def configure(level: int | str = logging.WARNING, form: LogFormat = "console") -> None:
     """Let all that this process logs leave as such lines: ours from INFO on, that of the libraries from `level` on."""
     handler = _StandardError()
     handler.setFormatter(_Lines() if form == "console" else _JsonLines())
@@ -83,7 +83,7 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         event, facts = _event(record)
         said = " ".join([event, *(f"{key}={_value(value)}" for key, value in facts.items())])
-        return _cut(f"{_at(record)} {record.levelname.lower():<7} {_visible(said)}", LONGEST_LINE)
+        return _cut(f"{_at(record)} {record.levelname.lower():<7} {_visible(said)}", MAX_LINE_LENGTH)
 
 
 class _JsonLines(logging.Formatter):
@@ -91,9 +91,9 @@ class _JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         event, facts = _event(record)
-        head = {"at": _at(record), "level": record.levelname.lower(), "event": _shown(event, LONGEST_VALUE)}
-        line = _json(head | {key: _plain(value, LONGEST_VALUE) for key, value in facts.items() if key not in head})
-        if len(line) > LONGEST_LINE:
+        head = {"at": _at(record), "level": record.levelname.lower(), "event": _shown(event, MAX_VALUE_LENGTH)}
+        line = _json(head | {key: _plain(value, MAX_VALUE_LENGTH) for key, value in facts.items() if key not in head})
+        if len(line) > MAX_LINE_LENGTH:
             few = list(facts.items())[:_MOST_FACTS]
             head["event"] = _shown(event, _SHORT_VALUE)
             line = _json(head | {key: _plain(value, _SHORT_VALUE) for key, value in few if key not in head})
@@ -112,7 +112,7 @@ def _event(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
         return record.getMessage(), facts
     said = record.getMessage() if _is_ours(record) or _is_verbose() else _said(record)
     error = record.exc_info[1] if record.exc_info else None
-    return said, {} if error is None else {"error": summary(error)}
+    return said, {} if error is None else {"error": summarize_error(error)}
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -143,9 +143,9 @@ def _said(record: logging.LogRecord) -> str:
     return record.getMessage().strip().partition("\n")[0]
 
 
-def summary(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The kind of an error, what it says if that speaks of our code, and the places, the innermost first."""
-    text = f": {_cut(str(error), LONGEST_VALUE)}" if isinstance(error, _SPEAK_OF_CODE) or _is_verbose() else ""
+    text = f": {_cut(str(error), MAX_VALUE_LENGTH)}" if isinstance(error, _SPEAK_OF_CODE) or _is_verbose() else ""
     frames = traceback.extract_tb(error.__traceback__)[-_PLACES:]
     places = " < ".join(f"{frame.name} ({_short(frame.filename)}:{frame.lineno})" for frame in reversed(frames))
     return f"{type(error).__name__}{text}" + (f" in {places}" if places else "")
@@ -159,7 +159,7 @@ def _summarize_error(_: object, __: str, event: MutableMapping[str, Any]) -> Mut
     found = event.pop("exc_info", None)
     error = sys.exc_info()[1] if found is True else found[1] if isinstance(found, tuple) else found
     if isinstance(error, BaseException):
-        event["error"] = summary(error)
+        event["error"] = summarize_error(error)
     return event
 
 
@@ -177,7 +177,7 @@ def _hand_over(_: object, __: str, event: MutableMapping[str, Any]) -> tuple[tup
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
     plain = text.isprintable() and not set(text) & set(" =\"'") and text
-    return text if plain and len(text) <= LONGEST_VALUE else repr(_cut(text, LONGEST_VALUE))
+    return text if plain and len(text) <= MAX_VALUE_LENGTH else repr(_cut(text, MAX_VALUE_LENGTH))
 
 
 def _cut(text: str, most: int) -> str:
@@ -194,4 +194,4 @@ def _is_verbose() -> bool:
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_value is not None and not issubclass(failed.exc_type, SystemExit):
-        logging.getLogger("jobs").error("thread_failed error=%r", summary(failed.exc_value))
+        logging.getLogger("jobs").error("thread_failed error=%r", summarize_error(failed.exc_value))

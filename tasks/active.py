@@ -15,7 +15,7 @@ _CELERYS: Any = control.active  # type: ignore[attr-defined]
 @control.inspect_command(name="active", alias="dump_active")
 def active(state: Any, safe: bool = False, **_: Any) -> list[dict[str, Any]]:
     """List of runs and of other tasks currently being executed."""
-    taken = this_worker().places.taken() if this_worker.made else []
+    taken = this_worker().places.taken() if this_worker.created else []
     return [*_CELERYS(state, safe=safe), *(_info(it, state.hostname) for it in taken)]
 
 

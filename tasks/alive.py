@@ -17,9 +17,9 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.queries.processes import SAY_EVERY_S, Processes
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.home import private_folder
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.state_folder import make_private_folder
 from tasks import touched
 from tasks.keyring import fingerprints
 
@@ -71,7 +71,7 @@ class Alive:
         """Once."""
         with suppress(OSError, SlotkeeperError):
             if self._file is not None:
-                private_folder(self._file.parent)  # Whoever left last has taken it away.
+                make_private_folder(self._file.parent)  # Whoever left last has taken it away.
                 self._file.touch(mode=0o600)
         try:
             self._processes.say(self.name, {**self._same, **self._facts()})

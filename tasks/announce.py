@@ -3,9 +3,9 @@
 from functools import partial
 
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import Waiting
-from slotkeeper.jobs.store import Moved, Store
-from slotkeeper.outbox.tellings import Telling
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.outbox.result_notifications import ResultNotification
 from tasks import messages
 from tasks.publisher import publisher
 from tasks.telling import Teller
@@ -14,20 +14,20 @@ from tasks.telling import Teller
 class CeleryAnnouncer:
     """Publishes wake-ups, and has Celery's clients told."""
 
-    def __init__(self, store: Store, teller: Teller) -> None:
+    def __init__(self, store: JobStore, teller: Teller) -> None:
         self._store, self._teller = store, teller
 
-    def offered(self, offer: Offer, new: Waiting | None) -> None:
+    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
         wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.priority, failures=0)
         publisher().soon(wake)
 
-    def ended(self, moved: Moved) -> None:
-        if moved.telling_id is not None:
-            self._teller.soon(Telling(moved.telling_id, moved.job.id))
+    def ended(self, moved: Transition) -> None:
+        if moved.notification_id is not None:
+            self._teller.soon(ResultNotification(moved.notification_id, moved.job.id))
 
     def _wake(self, offer: Offer) -> None:
         """Publish an offer of a job that has waited, and may have run."""
-        headers = self._store.headers(offer.job_id)
+        headers = self._store.get_message_headers(offer.job_id)
         if headers is not None:
             _, priority, failures, _ = headers
             messages.publish(offer, priority, failures)

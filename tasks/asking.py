@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from routing.admission.submission import Submission
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.record import now_ms
 from tasks import messages
 
 _LONGEST_TENANT = 200

@@ -7,8 +7,8 @@ import structlog
 from celery import bootsteps
 from celery.signals import worker_shutting_down
 
-from slotkeeper.garbage import collect_rarely
-from slotkeeper.once import once
+from slotkeeper.garbage import tune_garbage_collection
+from slotkeeper.process import singleton
 from tasks import alive, messages
 from tasks.canary import Canary, listen
 from tasks.celery_app import celery
@@ -39,7 +39,7 @@ class _QueueWatch(threading.Thread):
     def _look(self) -> None:
         # Compared with what is really consumed, so that nothing that went wrong once stays so.
         consumed = {queue.name for queue in self._consumer.task_consumer.queues}
-        wanted = {messages.queue_of(model) for model in dispatcher().catalog.snapshot().models}
+        wanted = {messages.queue_of(model) for model in dispatcher().catalog.get().models}
         # Not from here: the connection belongs to the thread of the loop.
         for queue in sorted(wanted - consumed):
             self._consumer.hub.call_soon(_consume, self._consumer, queue)
@@ -61,12 +61,12 @@ def _delete_queue(consumer: Any, queue: str) -> None:
         log.info("queue_not_deleted", queue=queue, error=str(error))
 
 
-@once
+@singleton
 def _canary() -> Canary:
     return Canary(this_worker().engine, workers())
 
 
-@once
+@singleton
 def _say_that_it_lives() -> alive.Alive:
     return alive.begin("worker", processes(), _facts)
 
@@ -91,7 +91,7 @@ class RunsJobs(bootsteps.StartStopStep):
             return  # A worker for maintenance or webhooks alone.
         this_worker().capacity = parent.pool.limit  # as the worker's options or the settings say
         this_worker().attend(parent)
-        collect_rarely()
+        tune_garbage_collection()
         listen(_canary(), parent)
         _say_that_it_lives()
         self._watch = _QueueWatch(parent)
@@ -107,5 +107,5 @@ celery.steps["consumer"].add(RunsJobs)
 
 @worker_shutting_down.connect
 def _drain(**_: object) -> None:
-    if this_worker.made:
+    if this_worker.created:
         this_worker().drain()

@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from slotkeeper import exact, large_json
+from slotkeeper import json_text, large_json
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import Job
-from slotkeeper.jobs.states import FINAL
-from slotkeeper.outbox.messages import Message
-from slotkeeper.outbox.receivers import Receiver
-from slotkeeper.outbox.tail import Entry
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES
+from slotkeeper.jobs.values import Job
+from slotkeeper.outbox.event_reader import OutboxEvent
+from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.webhook_messages import Message
 
 MOST_TEMPLATE_BYTES = 4096
 MOST_NAMES = 20
@@ -39,7 +39,7 @@ _SLACK = "|slack"
 _SLACKS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _SLACK_HOSTS = frozenset({"hooks.slack.com", "hooks.slack-gov.com"})
 _SLACK_TEMPLATE = '{"text": "{{model}}: {{type}}, job {{job_id|slack}} {{error.message|slack}}"}'
-_ENDS = {TYPES[state]: state for state in FINAL}
+_ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}
 _TEST_JOB = "00000000-0000-7000-8000-000000000000"
 
 
@@ -53,7 +53,7 @@ def told_of_end(message: Message, job: Job) -> dict[str, Any]:
     return told
 
 
-def told_of_event(entry: Entry, job: Job | None) -> dict[str, Any]:
+def told_of_event(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:
     """What is said of an event.  `job`: as it stands now, where its end is told; it may have gone on since."""
     event = entry.event
     told: dict[str, Any] = {
@@ -93,7 +93,7 @@ def told_of_test(tenant: str) -> dict[str, Any]:
     }
 
 
-def template_of(receiver: Receiver) -> str | None:
+def template_of(receiver: Subscription) -> str | None:
     """Return the template of a subscription; Slack takes its own form alone.  None: the body is ours."""
     if receiver.template is None and urlsplit(receiver.url).hostname in _SLACK_HOSTS:
         return _SLACK_TEMPLATE
@@ -105,10 +105,10 @@ def body(message: Message, told: Mapping[str, Any], template: str | None) -> byt
     data alone."""
     at = _time(message.at_ms)
     if template is None and message.of_job:
-        return exact.dumps(dict(told))
+        return json_text.dumps(dict(told))
     if template is None:
-        return exact.dumps({"type": message.type, "timestamp": at, "data": dict(told)})
-    return exact.dumps(_filled(exact.loads(template), {"type": message.type, "at": at, **told}))
+        return json_text.dumps({"type": message.type, "timestamp": at, "data": dict(told)})
+    return json_text.dumps(_filled(json_text.loads(template), {"type": message.type, "at": at, **told}))
 
 
 def checked_template(template: Any) -> str:
@@ -116,7 +116,7 @@ def checked_template(template: Any) -> str:
     if not isinstance(template, dict):
         raise _wrong('is a JSON object, such as {"text": "{{model}}: {{status}}"}')
     try:
-        text = exact.dumps(template)
+        text = json_text.dumps(template)
     except (ValueError, RecursionError):
         raise _wrong("is no JSON that can be stored") from None
     if len(text) > MOST_TEMPLATE_BYTES:
@@ -186,9 +186,9 @@ def _value(name: str, told: Mapping[str, Any]) -> Any:
             found = found.get(step)
         elif isinstance(found, list) and step.isdecimal() and len(step) < 10:
             found = found[int(step)] if int(step) < len(found) else None
-        elif isinstance(found, exact.Unparsed):
+        elif isinstance(found, json_text.RawJson):
             try:
-                found = found.at(step)
+                found = found.get(step)
             except KeyError:
                 return None
         else:
@@ -199,13 +199,13 @@ def _value(name: str, told: Mapping[str, Any]) -> Any:
 def _as_text(value: Any) -> str:
     if value is None:
         return ""
-    text = value if isinstance(value, str) else exact.dumps(value).decode()
+    text = value if isinstance(value, str) else json_text.dumps(value).decode()
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
 def _end(job: Job) -> dict[str, Any]:
     return {
-        "result": large_json.stored(job.result) if job.result else None,
+        "result": large_json.parse_stored(job.result) if job.result else None,
         "error": {"code": job.error_code, "message": job.error_message} if job.error_code else None,
     }
 

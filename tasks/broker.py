@@ -11,7 +11,7 @@ import structlog
 from kombu.transport import redis
 from redis.exceptions import DataError
 
-from slotkeeper.redis.full import FullClient
+from slotkeeper.redis.full import OomTolerantRedis
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class Channel(redis.Channel):
 
     def _get_client(self) -> Any:
         """Return the class of clients: messages and bindings go on when Redis is full."""
-        return FullClient
+        return OomTolerantRedis
 
     def _brpop_read(self, **options: Any) -> Any:
         try:

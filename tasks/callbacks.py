@@ -3,7 +3,7 @@
 import hmac
 from functools import lru_cache
 
-from slotkeeper.once import once
+from slotkeeper.process import singleton
 from tasks.config import TaskSettings
 from tasks.keyring import callback_keys
 
@@ -32,6 +32,6 @@ def url(job_id: str) -> str:
     return f"{_base()}/tasks/callback/{job_id}"
 
 
-@once
+@singleton
 def _base() -> str:
     return TaskSettings().callback_base  # Settings take a while to read, and this is asked for every run.

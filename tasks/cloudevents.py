@@ -6,16 +6,16 @@ from typing import Any
 
 import orjson
 
-from slotkeeper.jobs.states import Why
-from slotkeeper.outbox.tail import Entry
+from slotkeeper.jobs.states import Reason
+from slotkeeper.outbox.event_reader import OutboxEvent
 
 CONTENT_TYPE = "application/cloudevents+json; charset=utf-8"
 # A run that went wrong and is tried again: a job's failure in the words of other queues, where ours only ends a job.
 _FAILED = "job.failed"
-_TRIED_AGAIN = frozenset({Why.SERVER_ERROR, Why.SERVER_LOST, Why.LEASE_EXPIRED})
+_TRIED_AGAIN = frozenset({Reason.SERVER_ERROR, Reason.SERVER_LOST, Reason.LEASE_EXPIRED})
 
 
-def subject_of(it: Entry) -> str:
+def subject_of(it: OutboxEvent) -> str:
     """What it is about: a job's id, else the kind and name of what an act changes."""
     if it.event.job_id:
         return it.event.job_id
@@ -25,7 +25,7 @@ def subject_of(it: Entry) -> str:
     return "slotkeeper"
 
 
-def of(it: Entry, source: str) -> dict[str, Any]:
+def of(it: OutboxEvent, source: str) -> dict[str, Any]:
     """An event as a CloudEvent.  `source` and its `id` tell it from all others."""
     event, subject = it.event, subject_of(it)
     at = moment(event.at_ms)
@@ -45,17 +45,17 @@ def of(it: Entry, source: str) -> dict[str, Any]:
     return made
 
 
-def text(it: Entry, source: str) -> str:
+def text(it: OutboxEvent, source: str) -> str:
     """The same as JSON."""
     return orjson.dumps(of(it, source)).decode()
 
 
-def told(it: Entry) -> dict[str, Any]:
+def told(it: OutboxEvent) -> dict[str, Any]:
     """What an event says: of a transition, of an act, or of what was noticed."""
     return _told(it, moment(it.event.at_ms))
 
 
-def _told(it: Entry, at: str) -> dict[str, Any]:
+def _told(it: OutboxEvent, at: str) -> dict[str, Any]:
     event = it.event
     if it.actor is not None:
         about = {"job_id": event.job_id, "model": it.model, "server": it.server, "tenant": it.tenant}

@@ -85,7 +85,7 @@ class Consumer(CeleryConsumer):
 
 def _tell(request: Context, error: Exception) -> None:
     """Tell who waits for a message that came to nothing; a job of that id has an end of its own."""
-    if dispatcher().store.state_of(str(request.id)) is None:
+    if dispatcher().store.get_state(str(request.id)) is None:
         celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 
 

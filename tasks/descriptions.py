@@ -1,7 +1,7 @@
 """What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
 compiled once by whoever speaks to them.
 
-A version of a description never changes (slotkeeper/registry/descriptions.py), so what was compiled of it is right for good.
+A version of a description never changes (slotkeeper/registry/server_descriptions.py), so what was compiled of it is right for good.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from typing import Any, Literal
 import structlog
 from pydantic import ValidationError
 
-from slotkeeper import exact
-from slotkeeper.registry import descriptions
+from slotkeeper import json_text
+from slotkeeper.registry import server_descriptions
 from slotkeeper.registry import values as registered
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
-from slotkeeper.registry.values import place_of
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.values import parse_location
 from tasks import vault
 from tasks.servers import Description, Plan, Server, compile_plan, for_model, presets
 from tasks.servers.pointers import texts_in, write
@@ -127,7 +127,7 @@ def _preset(name: str) -> dict[str, Any]:
 def _check_size(own: Any) -> None:
     if not _is_shallow(own):
         raise Unfit([Fault("/description", f"a description is at most {MAX_DEPTH} levels deep")])
-    if own is not None and len(exact.dumps(own)) > MAX_BYTES:
+    if own is not None and len(json_text.dumps(own)) > MAX_BYTES:
         raise Unfit([Fault("/description", f"a description has at most {MAX_BYTES} bytes")])
 
 
@@ -192,15 +192,15 @@ def _sentence(error: Any) -> str:
     return message[:1].lower() + message[1:] if error["type"] not in ("value_error", "placed") else message
 
 
-def models_naming(secret: str, catalog: Snapshot) -> list[str]:
+def models_naming(secret: str, catalog: CatalogSnapshot) -> list[str]:
     """Models whose servers are spoken to, now, by a description that puts this secret in.  Raises RecordUnavailable."""
     named = [(it.name, it.described_by) for it in catalog.models.values()]
     for server in catalog.servers.values():
-        named += [(model, descriptions.named_in(own)) for model, own in server.overrides.items()]
+        named += [(model, server_descriptions.find_version(own)) for model, own in server.overrides.items()]
     return sorted({model for model, version in named if version is not None and _puts_in(version, secret)})
 
 
-def defaults_naming(secret: str, catalog: Snapshot) -> list[str]:
+def defaults_naming(secret: str, catalog: CatalogSnapshot) -> list[str]:
     """The same of defaults: kinds, and "" for those of the installation.  A model may be added that is spoken to so."""
     return [it.name for it in catalog.defaults.values() if it.described_by and _puts_in(it.described_by, secret)]
 
@@ -231,7 +231,7 @@ def learn(version: str | None) -> None:
     """Read and compile a description, unless it is known.  Raises RecordUnavailable, Misconfigured."""
     if version is None or version in _plans:
         return
-    body = descriptions.read(database(), version)
+    body = server_descriptions.read_description(database(), version)
     if body is None:
         raise Misconfigured(f"the description {version} is not in the record any more")
     try:
@@ -268,7 +268,7 @@ def server_for(url: str, model: Model, described_by: str | None) -> Server:
         raise Misconfigured(str(error)) from error
 
 
-def speaker_of(catalog: Snapshot, server: registered.Server) -> Server | None:
+def speaker_of(catalog: CatalogSnapshot, server: registered.Server) -> Server | None:
     """Return what asks for a server's health: by a model that describes how, if there is one.
 
     None: no description of its models can be used.
@@ -276,7 +276,7 @@ def speaker_of(catalog: Snapshot, server: registered.Server) -> Server | None:
     found = None
     for model, url in sorted(server.endpoints.items()):
         try:
-            speaker = server_for(url, catalog.models[model], catalog.described_by(server.name, model))
+            speaker = server_for(url, catalog.models[model], catalog.find_description(server.name, model))
         except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
             log.warning("server_not_asked", server=server.name, model=model, error=str(error))
             continue
@@ -286,7 +286,7 @@ def speaker_of(catalog: Snapshot, server: registered.Server) -> Server | None:
     return found
 
 
-def address_of(catalog: Snapshot, server: str, model: str, sent_to: str | None) -> str | None:
+def address_of(catalog: CatalogSnapshot, server: str, model: str, sent_to: str | None) -> str | None:
     """Where a run is asked for; None: its server, or its endpoint, was removed.
 
     At the address to which it was sent.  Where only a password or the query has changed, that of now holds.
@@ -294,11 +294,15 @@ def address_of(catalog: Snapshot, server: str, model: str, sent_to: str | None) 
     if server not in catalog.servers:
         return None
     now = catalog.endpoint(server, model)
-    return now if sent_to in (None, now) or (now is not None and place_of(now) == place_of(sent_to or "")) else sent_to
+    return (
+        now
+        if sent_to in (None, now) or (now is not None and parse_location(now) == parse_location(sent_to or ""))
+        else sent_to
+    )
 
 
 def server_of(
-    catalog: Snapshot, name: str, model_name: str, described_by: str | None, sent_to: str | None = None
+    catalog: CatalogSnapshot, name: str, model_name: str, described_by: str | None, sent_to: str | None = None
 ) -> Server | None:
     """Speaks to a server as a run of this model and version began, at the address to which that was sent.
 

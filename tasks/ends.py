@@ -6,7 +6,7 @@ It is told by maintenance, from the record and some seconds later: workers have 
 import structlog
 
 from routing.queries.history import End
-from slotkeeper.traces import trace_of
+from slotkeeper.trace_context import find_trace
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,7 @@ def log_end(end: End) -> None:
         "job_ended",
         job_id=event.job_id,
         tenant=entry.tenant,
-        trace_id=trace_of(event.job_id, entry.traceparent).id,
+        trace_id=find_trace(event.job_id, entry.traceparent).id,
         model=entry.model,
         state=end.state.value,
         why=event.data.get("why"),

@@ -16,9 +16,9 @@ from celery.result import AsyncResult
 from celery.worker.request import Request
 
 from routing.admission.submission import Submission
-from slotkeeper import traces
+from slotkeeper import trace_context
 from slotkeeper.errors import IdempotencyConflict, SlotkeeperError
-from slotkeeper.jobs.record import new_job_id
+from slotkeeper.jobs.values import new_job_id
 from tasks import asking, messages
 from tasks.celery_app import celery
 from tasks.retries import RetriedTask
@@ -114,13 +114,16 @@ def _trace(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
     taken = {"headers": left or None} if headers else {}
     if "traceparent" in options or "traceparent" in kwargs:
         return taken
-    return {**taken, "traceparent": headers.get("traceparent") or traces.under_way() or _trace_of_caller()}
+    return {
+        **taken,
+        "traceparent": headers.get("traceparent") or trace_context.get_current_traceparent() or _trace_of_caller(),
+    }
 
 
 def _trace_of_caller() -> str | None:
     """A worker's own environment says nothing of the tasks that run in it."""
     caller = celery.current_worker_task
-    return traces.of_process() if caller is None else _traceparent(caller.request)
+    return trace_context.get_process_traceparent() if caller is None else _traceparent(caller.request)
 
 
 def _described_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -179,7 +182,7 @@ def _refuse(request: Any, refusal: SlotkeeperError) -> None:
 
 
 def _is_known(job_id: str) -> bool:
-    return dispatcher().store.state_of(job_id) is not None
+    return dispatcher().store.get_state(job_id) is not None
 
 
 def _patiently(act: Callable[[], T]) -> T:

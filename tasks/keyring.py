@@ -19,10 +19,10 @@ from functools import lru_cache
 
 import orjson
 
-from slotkeeper.config import RecordSettings
-from slotkeeper.home import kept_text
-from slotkeeper.once import once
-from slotkeeper.registry.rotations import Rotation
+from slotkeeper.config import StorageSettings
+from slotkeeper.process import singleton
+from slotkeeper.registry.rotations import SecretRotation
+from slotkeeper.state_folder import read_or_create
 from tasks.config import TaskSettings
 
 _SHORTEST = 24  # bytes
@@ -68,12 +68,12 @@ def session_keys() -> Iterator[bytes]:
     return (derive(secret, Purpose.SESSION) for secret in installation_secrets())
 
 
-def webhook_secrets(tenant: str, rotation: Rotation, now_ms: int) -> list[str]:
+def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[str]:
     """With which a tenant's messages are signed at `now_ms`, the newest first, as Standard Webhooks writes them."""
     return [
         _written(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
         for secret in installation_secrets()
-        for number in rotation.valid(now_ms)
+        for number in rotation.list_valid(now_ms)
     ]
 
 
@@ -82,14 +82,14 @@ def fingerprints() -> list[str]:
     return [derive(secret, Purpose.FINGERPRINT).hex()[:16] for secret in installation_secrets()]
 
 
-@once
+@singleton
 def installation_secrets() -> tuple[bytes, ...]:
     """The present secret, from the settings or else from `home`, and the former one if it is still told.
 
     Raises ValueError for one that is none.
     """
     settings = TaskSettings()
-    present = settings.secret or kept_text(RecordSettings().home / "secret", _new_secret)
+    present = settings.secret or read_or_create(StorageSettings().home / "secret", _new_secret)
     former = [decoded(settings.former_secret, "SLOTKEEPER_FORMER_SECRET")] if settings.former_secret else []
     return (decoded(present, "SLOTKEEPER_SECRET"), *former)
 

@@ -19,18 +19,18 @@ from routing.maintenance.identity import ServerReport
 from routing.maintenance.reconcile import removal
 from routing.queries import invariants, listing
 from routing.queries.history import Historian
-from slotkeeper.addresses import refuses
-from slotkeeper.config import RecordSettings
+from slotkeeper.clock import now_ms
+from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.withheld import Withheld
-from slotkeeper.once import once
-from slotkeeper.outbox.ageing import Ageing
-from slotkeeper.outbox.relays import Relays
-from slotkeeper.registry import descriptions
+from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.outbox.sink_cursors import SinkCursors
+from slotkeeper.process import singleton
+from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.values import Server as ServerRow
+from slotkeeper.urls import refuses_connections
 from tasks import vault
 from tasks.beat import EVERY_S
 from tasks.celery_app import celery
@@ -155,7 +155,7 @@ def check_servers() -> None:
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
-    _check(dispatcher().catalog.snapshot().servers)
+    _check(dispatcher().catalog.get().servers)
 
 
 @_task("check_urgent_servers")
@@ -166,7 +166,7 @@ def check_urgent_servers() -> None:
 
 def _check(names: Iterable[str]) -> None:
     global _awaited
-    servers, _awaited = dispatcher().catalog.snapshot().servers, frozenset(draining.servers(dispatcher()))
+    servers, _awaited = dispatcher().catalog.get().servers, frozenset(draining.servers(dispatcher()))
     _ask_about_runs()
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
         reconcile.note_health(dispatcher(), reports)
@@ -176,7 +176,7 @@ def _check(names: Iterable[str]) -> None:
 @_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
-    catalog = dispatcher().catalog.snapshot()
+    catalog = dispatcher().catalog.get()
     suspects = reconcile.suspects(dispatcher(), _reports(catalog.servers.values()))
     if suspects:
         time.sleep(_SECOND_LOOK_S)
@@ -209,24 +209,24 @@ def count() -> None:
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = listing.count(dispatcher().store.database, State.DEAD)
-    removed = reconcile.purge(dispatcher(), RecordSettings().retention_s, _PURGE_S)
-    _remove_old_events(RecordSettings(), EventSettings().lasting_sinks)
-    descriptions.purge(database(), now_ms())
+    removed = reconcile.purge(dispatcher(), StorageSettings().retention_s, _PURGE_S)
+    _remove_old_events(StorageSettings(), EventSettings().lasting_sinks)
+    server_descriptions.delete_unused(database(), now_ms())
     vault.seal_anew()
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
-@once
-def _ageing() -> Ageing:
-    return Ageing(database())
+@singleton
+def _ageing() -> EventRetention:
+    return EventRetention(database())
 
 
-def _remove_old_events(settings: RecordSettings, sinks: list[str]) -> None:
+def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
     """Those that have come of age, slice by slice, and none that a sink has not got yet."""
     until, now = time.monotonic() + _PURGE_S, now_ms()
     events_ms, acts_ms = now - settings.events_retention_s * 1000, now - settings.acts_retention_s * 1000
-    last = Relays(database()).slowest(sinks)
-    while _ageing().remove(events_ms, acts_ms, last) is not None:
+    last = SinkCursors(database()).find_slowest(sinks)
+    while _ageing().delete_next(events_ms, acts_ms, last) is not None:
         if time.monotonic() >= until:
             break
 
@@ -234,7 +234,7 @@ def _remove_old_events(settings: RecordSettings, sinks: list[str]) -> None:
 @_task("check_invariants")
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
-    servers = dispatcher().catalog.snapshot().servers.values()
+    servers = dispatcher().catalog.get().servers.values()
     findings = invariants.look(dispatcher(), _reports(servers))
     if findings:
         time.sleep(_SECOND_LOOK_S)
@@ -245,7 +245,7 @@ def check_invariants() -> None:
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
 
 
-@once
+@singleton
 def _historian() -> Historian:
     return Historian(database(), log_end)
 
@@ -253,7 +253,7 @@ def _historian() -> Historian:
 # -- asking servers --------------------------------------------------------------------------------------------
 
 
-@once
+@singleton
 def _rounds() -> Rounds:
     return Rounds(_report)
 
@@ -293,7 +293,7 @@ def _taken(asked: Asked) -> Mapping[str, ServerReport]:
 
 def _report(server: ServerRow) -> ServerReport:
     asked_ms = now_ms()
-    speaker = speaker_of(dispatcher().catalog.snapshot(), server)
+    speaker = speaker_of(dispatcher().catalog.get(), server)
     if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
     health = call_server(speaker, Live.health)
@@ -304,7 +304,7 @@ def _report(server: ServerRow) -> ServerReport:
         job_ids=health.job_ids,
         asked_ms=asked_ms,
         endpoints=server.endpoints,
-        refused=is_awaited and refuses(speaker.endpoint),
+        refused=is_awaited and refuses_connections(speaker.endpoint),
         started=health.started,
         is_idle=health.is_idle,
     )
@@ -316,7 +316,7 @@ _awaited: frozenset[str] = frozenset()
 
 def _ask_about_runs() -> None:
     """Ask for the status of runs whose slots are withheld, where their servers have given them ids."""
-    for row in withheld.read(database()):
+    for row in quarantine.list_all(database()):
         if row.remote_id is not None and (row.job_id, row.attempt) not in _asked_about:
             _asked_about.add((row.job_id, row.attempt))
             threading.Thread(target=_ask_about, args=(row,), name="ask", daemon=True).start()
@@ -326,14 +326,14 @@ _asked_about: set[tuple[str, int]] = set()
 _ENDED = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED, Kind.LOST})
 
 
-def _ask_about(row: Withheld) -> None:
+def _ask_about(row: QuarantinedSlot) -> None:
     try:
         job = dispatcher().store.get(row.job_id)
-        server = dispatcher().catalog.snapshot().servers.get(row.server)
+        server = dispatcher().catalog.get().servers.get(row.server)
         url = None if server is None else server.endpoints.get(row.model)
         if job is None or url is None or row.remote_id is None:
             return
-        speaker = server_for(url, dispatcher().catalog.model(row.model), job.described_by)
+        speaker = server_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
         if speaker.description.mode in ("async", "auto"):
             call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S)
             outcome = call_server(speaker, partial(Live.status, call=call, remote_id=row.remote_id))

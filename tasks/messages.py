@@ -11,7 +11,7 @@ from kombu.utils import json
 
 from routing.queries.spans import JOB
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.values import Job
 from tasks import tracing
 from tasks.celery_app import celery
 from tasks.wake_up import HEADER

@@ -46,7 +46,7 @@ from ssrfguard import (
 )
 from standardwebhooks import Webhook
 
-from slotkeeper.addresses import METADATA, NAT64, address_of
+from slotkeeper.urls import METADATA_ADDRESSES, NAT64_NETWORK, parse_host_address
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ _LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
 # services (192.0.0.9 is the nearest NAT), no receivers.  And WireServer looks public but is not.
 _TABLE = AddressTable(
     (
-        *(b if b.network == NAT64 else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
+        *(b if b.network == NAT64_NETWORK else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
         Block(ip_network("168.63.129.16/32"), "Azure WireServer", "Azure documentation", Reach.DENIED),
     )
 )
@@ -317,7 +317,7 @@ def _host_checked(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> T
         if isinstance(no.__cause__, BlockedAddressError):
             return f"{parts.hostname} is not public ({no.reason}): {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
         return _NO_HOST
-    if target.address is None and address_of(target.host) is not None:
+    if target.address is None and parse_host_address(target.host) is not None:
         return _NO_HOST
     if _is_localhost(target.host) and not any(a in network for a in _LOOPBACK for network in allow):
         return f"{target.host} is this machine: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
@@ -363,7 +363,7 @@ def _refuse_carrier(network: Network) -> None:
 
 def _without_metadata(network: Network) -> list[Network]:
     left = [network]
-    for hole in METADATA:
+    for hole in METADATA_ADDRESSES:
         if network.num_addresses > 1 and hole in network:
             left = [piece for whole in left for piece in _split_off(whole, ip_network(hole))]
     return left

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from kombu import compression
 
-from slotkeeper.registry.config import MOST_PAYLOAD_BYTES
+from slotkeeper.registry.model_config import MOST_PAYLOAD_BYTES
 
 _GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
 _HEADERS_BYTES = 1 << 20

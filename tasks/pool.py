@@ -60,7 +60,7 @@ class Pool(TaskPool):
     def on_stop(self) -> None:
         from tasks.worker.process import this_worker
 
-        if this_worker.made:
+        if this_worker.created:
             this_worker().end()
         super().on_stop()
 
@@ -79,4 +79,4 @@ def _run(task_id: str, request: Any) -> None:
 def _runs() -> int:
     from tasks.worker.process import this_worker
 
-    return this_worker().runs if this_worker.made else 0
+    return this_worker().runs if this_worker.created else 0

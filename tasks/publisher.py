@@ -11,7 +11,7 @@ from queue import Full, Queue
 
 import structlog
 
-from slotkeeper.once import once
+from slotkeeper.process import singleton
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Publisher:
             self._empty.notify_all()
 
 
-@once
+@singleton
 def publisher() -> Publisher:
     """The process's Publisher, made on first use; before the process ends, it has a moment to send what is left."""
     made = Publisher()

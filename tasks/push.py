@@ -10,11 +10,11 @@ from routing.dispatch.dispatcher import active_run
 from routing.dispatch.outcome import Kind, Outcome
 from routing.dispatch.steps import settle
 from routing.maintenance import draining
-from slotkeeper import exact, large_json
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import Job
+from slotkeeper import json_text, large_json
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import Job
 from tasks import callbacks, retries
 from tasks.descriptions import Misconfigured, address_of, server_for
 from tasks.servers import Call, Live, call_server
@@ -28,13 +28,13 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 def read(job: Job, body: bytes) -> Outcome | None:
     """What the push says; None: not the end of the run, or its server is not known any more."""
-    url = address_of(dispatcher().catalog.snapshot(), job.server or "", job.model, job.sent_to)
+    url = address_of(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
     if url is None:
         return None
     if _names_another(job, body):
         return None
     try:
-        server = server_for(url, dispatcher().catalog.model(job.model), job.described_by)
+        server = server_for(url, dispatcher().catalog.resolve(job.model), job.described_by)
     except Misconfigured:  # The worker that watches the run says so.
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
@@ -51,7 +51,7 @@ def release(job: Job, body: bytes) -> bool:
 
     Raises RecordUnavailable.
     """
-    if withheld.of_run(dispatcher().store.database, job.id, job.attempt) is None or read(job, body) is None:
+    if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None or read(job, body) is None:
         return False
     return draining.release_run(dispatcher(), job.id, job.attempt)
 
@@ -59,12 +59,12 @@ def release(job: Job, body: bytes) -> bool:
 def _names_another(job: Job, body: bytes) -> bool:
     """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
     try:
-        named = resolve(large_json.read(body), ("job_id",))
+        named = resolve(large_json.parse(body), ("job_id",))
     except ValueError:
         return False
     if not isinstance(named, str) or named in (job.id, job.remote_id) or not named.isprintable():
         return False
-    return dispatcher().store.state_of(named) is not None
+    return dispatcher().store.get_state(named) is not None
 
 
 def is_token_of(job: Job, shown: str) -> bool:
@@ -84,7 +84,7 @@ def _earlier(job: Job) -> range:
 
 def _attempt_at_server(job: Job) -> int:
     """The attempt whose token the server has, where another worker goes on with the run."""
-    starts = (it for it in dispatcher().store.events_of(job.id) if it.type == TYPES[State.RUNNING])
+    starts = (it for it in dispatcher().store.list_events(job.id) if it.type == EVENT_TYPES[State.RUNNING])
     return max((it.attempt for it in starts if it.at_ms <= (job.sent_ms or 0)), default=job.attempt)
 
 
@@ -101,7 +101,7 @@ def push(job: Job, outcome: Outcome) -> bool:
     active = active_run(dispatcher(), job)
     if active is None:
         return False
-    config, canceling = dispatcher().catalog.model(job.model).config, active.run.cancel_requested
+    config, canceling = dispatcher().catalog.resolve(job.model).config, active.run.cancel_requested
     decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
     return settle(dispatcher(), active, decision) is not None
 
@@ -110,7 +110,7 @@ def _call(job: Job) -> Call:
     return Call(
         job_id=job.id,
         attempt=job.attempt,
-        payload=exact.loads(job.payload or "{}"),
+        payload=json_text.loads(job.payload or "{}"),
         callback_url=callbacks.url(job.id),
         callback_token=callbacks.token(job.id, job.attempt),
         deadline_s=_FETCH_S,

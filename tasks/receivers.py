@@ -1,7 +1,7 @@
 """What subscriptions are told, as the process of webhooks sends it.
 
 A message that its receiver refuses is tried until it is too old.  A webhook that takes nothing is left alone, longer
-each time, and what it is owed waits; see slotkeeper/outbox/receivers.py.  One that answers 410 is disabled.  Where the receiver is
+each time, and what it is owed waits; see slotkeeper/outbox/subscriptions.py.  One that answers 410 is disabled.  Where the receiver is
 a job's `callback_url`, its message is given up instead: nobody could enable it again.
 """
 
@@ -13,17 +13,23 @@ from datetime import UTC, datetime
 import structlog
 
 from routing.queries.spans import JOB, webhook
-from slotkeeper.crash import crash_at
-from slotkeeper.db.db import Database
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import NotFound
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import tail
-from slotkeeper.outbox.callbacks import Callbacks, Due
-from slotkeeper.outbox.messages import Answered, Key, Message, Messages
-from slotkeeper.outbox.receivers import ENDS, GONE, Receiver, Receivers, subscription_of
-from slotkeeper.outbox.spreading import Spreading
-from slotkeeper.registry.rotations import Rotations
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox import event_reader
+from slotkeeper.outbox.fan_out import EventFanOut
+from slotkeeper.outbox.redelivery import Callbacks, DueCallback
+from slotkeeper.outbox.subscriptions import (
+    END_EVENT_TYPES,
+    REASON_GONE,
+    Subscription,
+    Subscriptions,
+    subscription_of_job,
+)
+from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
+from slotkeeper.registry.rotations import SecretRotations
 from tasks import tracing, vault
 from tasks.bodies import body, template_of, told_of_end, told_of_event, told_of_test
 from tasks.keyring import webhook_secrets
@@ -42,9 +48,9 @@ _LOGGED_UNTIDIED = 200  # tries of one receiver after which its log is trimmed
 _TIDIED = 20  # receivers, between two steps of what is new
 _SEALED = "Its signing secret cannot be opened with this installation's secret; rotate it."
 
-Send = Callable[[Receiver, Message, bytes, str | None], Sent]
+Send = Callable[[Subscription, Message, bytes, str | None], Sent]
 """The last: the traceparent that it is told of."""
-Told = tuple[Receiver, bytes, str | None]
+Told = tuple[Subscription, bytes, str | None]
 """Whom, what, and the traceparent."""
 
 
@@ -53,10 +59,14 @@ class ReceiverMessages:
 
     def __init__(self, database: Database, send: Send, claim_ms: int, keep_s: float) -> None:
         self._database, self._send = database, send
-        self._store, self._receivers, self._messages = Store(database), Receivers(database), Messages(database)
-        self._callbacks, self._spreading = Callbacks(database), Spreading(database)
+        self._store, self._receivers, self._messages = (
+            JobStore(database),
+            Subscriptions(database),
+            MessageQueue(database),
+        )
+        self._callbacks, self._spreading = Callbacks(database), EventFanOut(database)
         self._claim_ms, self._keep_ms = claim_ms, round(keep_s * 1000)
-        self._last: Due | None = None  # of the jobs' messages, up to where the last look has come
+        self._last: DueCallback | None = None  # of the jobs' messages, up to where the last look has come
         self.has_more = False
         """Whether the last look has not come to the end of what is due."""
         self.owes = True
@@ -66,13 +76,13 @@ class ReceiverMessages:
         self._tidy_at = 0.0
 
     @staticmethod
-    def sender(sender: Sender, rotations: Rotations) -> Send:
+    def sender(sender: Sender, rotations: SecretRotations) -> Send:
         """Signs with a webhook's own secrets; to a job's `callback_url` with those of its tenant."""
 
-        def send(receiver: Receiver, message: Message, content: bytes, trace: str | None) -> Sent:
+        def send(receiver: Subscription, message: Message, content: bytes, trace: str | None) -> Sent:
             now = now_ms()
             if message.of_job:
-                secrets = webhook_secrets(receiver.tenant, rotations.of(receiver.tenant), now)
+                secrets = webhook_secrets(receiver.tenant, rotations.get(receiver.tenant), now)
             else:
                 opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.seals(now)]
                 secrets = [secret for secret in opened if secret is not None]
@@ -85,7 +95,7 @@ class ReceiverMessages:
     @property
     def gathers(self) -> bool:
         """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
-        return self._spreading.waits or bool(self._untidy)
+        return self._spreading.must_poll or bool(self._untidy)
 
     def gather(self) -> bool:
         """Make messages of some of what is new; keep the logs short.  Returns whether there may be more of it."""
@@ -101,22 +111,22 @@ class ReceiverMessages:
         """Some of what is due; webhooks that `admits` says no to are not read, as nothing can be sent to them now."""
         now = now_ms()
         of_jobs = self._look_at_jobs(now)
-        ready = self._messages.ready(now, _READY)
-        self.owes = bool(of_jobs or ready) or self._messages.owes()
+        ready = self._messages.list_ready(now, _READY)
+        self.owes = bool(of_jobs or ready) or self._messages.has_pending()
         admitted = [it for it in ready if admits(it.receiver, it.tenant)]
         self.has_more = self._last is not None or len(admitted) > _RECEIVERS or len(ready) == _READY
         for due in of_jobs:
-            yield Owed(Key(due.job_id, due.event, of_job=True), host_of(due.url), due.tenant)
+            yield Owed(MessageKey(due.job_id, due.event, of_job=True), host_of(due.url), due.tenant)
         for it in admitted[:_RECEIVERS]:
-            for event in self._messages.due(it.receiver, now, it.most):
-                yield Owed(Key(it.receiver, event), it.receiver, it.tenant)
+            for event in self._messages.list_due(it.receiver, now, it.most):
+                yield Owed(MessageKey(it.receiver, event), it.receiver, it.tenant)
 
-    def _look_at_jobs(self, now_ms: int) -> list[Due]:
+    def _look_at_jobs(self, now_ms: int) -> list[DueCallback]:
         """One page of jobs' messages, from where the last look stopped, so that nobody's pile hides another's; and
         what has become due just now, so that it does not wait until the pile has been read."""
-        page = self._callbacks.due(now_ms, _PAGE, self._last)
+        page = self._callbacks.list_due_callbacks(now_ms, _PAGE, self._last)
         self._last = page[-1] if len(page) == _PAGE else None
-        return page if self._last is None else [*self._callbacks.newest_due(now_ms, _NEWEST), *page]
+        return page if self._last is None else [*self._callbacks.list_newest_due_callbacks(now_ms, _NEWEST), *page]
 
     def _tidy(self, now_ms: int) -> None:
         """A few receivers at a time: what is new does not wait until all logs are trimmed."""
@@ -127,12 +137,12 @@ class ReceiverMessages:
                 self._untidy = list(touched)
                 self._tidy_at = time.monotonic() + _TIDY_EVERY_S
             some, self._untidy = self._untidy[:_TIDIED], self._untidy[_TIDIED:]
-            self._messages.tidy(some, now_ms, self._keep_ms)
+            self._messages.trim(some, now_ms, self._keep_ms)
 
-    def claim(self, ids: Sequence[Key]) -> dict[Key, Message]:
+    def claim(self, ids: Sequence[MessageKey]) -> dict[MessageKey, Message]:
         """Begin a try of each of these that is due and that nobody else is at."""
         now = now_ms()
-        claimed = self._messages.claim_all(ids, now, now + self._claim_ms)
+        claimed = self._messages.claim(ids, now, now + self._claim_ms)
         crash_at("message_claimed")
         return {message.key: message for message in claimed}
 
@@ -142,7 +152,7 @@ class ReceiverMessages:
             time.sleep(early_ms / 1000)
         told = self._told_of_job(message) if message.of_job else self._told(message)
         if told is None:
-            self._messages.dropped(message)
+            self._messages.drop(message)
             return None
         began = time.monotonic()
         sent = self._send(told[0], message, *told[1:])
@@ -155,13 +165,13 @@ class ReceiverMessages:
         """Note that it could not be sent."""
         receiver = self._receiver_of(message)
         if receiver is not None:
-            self._note(message, receiver, Answered(False, None, 0, why))
+            self._note(message, receiver, DeliveryResult(False, None, 0, why))
 
-    def _receiver_of(self, message: Message) -> Receiver | None:
+    def _receiver_of(self, message: Message) -> Subscription | None:
         """None: it has been removed meanwhile."""
         if message.of_job:
             job = self._store.get(message.job_id)
-            return None if job is None else subscription_of(job)
+            return None if job is None else subscription_of_job(job)
         try:
             return self._receivers.get(message.receiver)
         except NotFound:
@@ -173,10 +183,10 @@ class ReceiverMessages:
             return None
         if message.is_test:
             return receiver, body(message, told_of_test(receiver.tenant), template_of(receiver)), None
-        found = tail.page(self._database, message.event - 1, 1, message.job_id).entries
+        found = event_reader.read_page(self._database, message.event - 1, 1, message.job_id).entries
         if not found or found[0].event.id != message.event:
             return None
-        job = self._store.get(message.job_id) if message.type in ENDS else None
+        job = self._store.get(message.job_id) if message.type in END_EVENT_TYPES else None
         trace = tracing.told(message.job_id, found[0].traceparent, JOB)
         return receiver, body(message, told_of_event(found[0], job), template_of(receiver)), trace
 
@@ -184,24 +194,24 @@ class ReceiverMessages:
         """None: the job is no longer in the record."""
         if (job := self._store.get(message.job_id)) is None:
             return None
-        receiver = subscription_of(job)
+        receiver = subscription_of_job(job)
         trace = tracing.told(job.id, job.traceparent, webhook(message.id))
         return receiver, body(message, told_of_end(message, job), template_of(receiver)), trace
 
-    def _note(self, message: Message, receiver: Receiver, answered: Answered) -> None:
+    def _note(self, message: Message, receiver: Subscription, answered: DeliveryResult) -> None:
         now = now_ms()
         if not message.of_job:
             self._touched[receiver.id] = self._touched.get(receiver.id, 0) + 1
         if answered.ok:
-            self._messages.delivered(message, receiver, answered, now)
+            self._messages.note_delivered(message, receiver, answered, now)
             return
-        self._messages.failed(message, receiver, answered, now, self._next_ms(message, answered, now))
+        self._messages.note_failed(message, receiver, answered, now, self._next_ms(message, answered, now))
         if answered.status == 410 and receiver.enabled and not message.is_test and not message.of_job:
-            if not self._receivers.disable_at(receiver.url, receiver.id, GONE, now):
+            if not self._receivers.disable_if_url(receiver.url, receiver.id, REASON_GONE, now):
                 return
-            log.warning("webhook_disabled", webhook=receiver.id, tenant=receiver.tenant, reason=GONE)
+            log.warning("webhook_disabled", webhook=receiver.id, tenant=receiver.tenant, reason=REASON_GONE)
 
-    def _next_ms(self, message: Message, answered: Answered, now_ms: int) -> int | None:
+    def _next_ms(self, message: Message, answered: DeliveryResult, now_ms: int) -> int | None:
         """When to try again; None: that was the last time."""
         if message.is_test or now_ms - message.owed_ms >= self._keep_ms or (message.of_job and answered.permanent):
             return None
@@ -209,6 +219,8 @@ class ReceiverMessages:
         return now_ms + max(round(wait_ms * random.uniform(0.9, 1.1)), answered.cooldown_ms)
 
 
-def _answered(sent: Sent, latency_ms: int) -> Answered:
+def _answered(sent: Sent, latency_ms: int) -> DeliveryResult:
     cooldown_ms = round(sent.retry_after_s * 1000)
-    return Answered(sent.ok, sent.status, latency_ms, sent.error, sent.answer, sent.inside, cooldown_ms, sent.permanent)
+    return DeliveryResult(
+        sent.ok, sent.status, latency_ms, sent.error, sent.answer, sent.inside, cooldown_ms, sent.permanent
+    )

@@ -3,8 +3,8 @@
     python -m tasks.relay                        # a process of its own
     python -m tasks.webhooks --embedded-relay    # threads of that process, where one of each is enough
 
-It reads the events as streams do (slotkeeper/outbox/tail.py): none is passed over, and none is told that a power cut could take
-back.  A sink's cursor stands in the record (slotkeeper/outbox/relays.py) and is moved when the sink keeps what was published, so
+It reads the events as streams do (slotkeeper/outbox/event_reader.py): none is passed over, and none is told that a power cut could take
+back.  A sink's cursor stands in the record (slotkeeper/outbox/sink_cursors.py) and is moved when the sink keeps what was published, so
 each event is published at least once.  A sink that is away holds up nobody: what it has not got waits in the record.
 Any number of these processes may run; one of them at a time relays to a sink.
 """
@@ -18,14 +18,14 @@ import uuid
 
 import structlog
 
-from slotkeeper.config import RecordSettings
-from slotkeeper.crash import crash_at
-from slotkeeper.db.db import Database
-from slotkeeper.db.lookout import Lookout
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.outbox.relays import Lag, Relays
-from slotkeeper.outbox.tail import Entry, Tail
+from slotkeeper.clock import now_ms
+from slotkeeper.config import StorageSettings
+from slotkeeper.crash_points import crash_at
+from slotkeeper.db.change_listener import ChangeListener
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
+from slotkeeper.outbox.sink_cursors import SinkCursors, SinkLag
 from slotkeeper.registry.catalog import Catalog
 from tasks import alive, cloudevents, sinks, startup, wiring
 from tasks.config import EventSettings
@@ -49,13 +49,13 @@ class Relay:
     def __init__(self, name: str, database: Database, sink: Sink, holder: str = "") -> None:
         """`holder`: who it is; empty: nobody else's name."""
         self._name, self._database, self._sink = name, database, sink
-        self._relays, self._catalog = Relays(database), Catalog(database)
+        self._relays, self._catalog = SinkCursors(database), Catalog(database)
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._stopped = threading.Event()
         self._news = threading.Event()  # It is to look, or to stop.
         self._is_told = False  # whether somebody wakes it
         self._source = ""
-        self._tail: Tail | None = None  # None: it is not known where to go on
+        self._tail: EventReader | None = None  # None: it is not known where to go on
         self._position = 0  # of the cursor
         self._at_once = _FIRST_AT_ONCE
         self._has_more = False  # The last batch was as large as it may be.
@@ -70,7 +70,7 @@ class Relay:
                 published = self.turn()
                 retry_after_s = _SHORTEST_S if published else min(retry_after_s * _GROWTH, _LONGEST_S)
                 self._away_s = 0.0
-            except (SinkAway, RecordUnavailable) as error:
+            except (SinkAway, DatabaseUnavailable) as error:
                 retry_after_s = self._wait_longer(error)
             except Exception as error:
                 log.exception("relay_failed", sink=self._name)
@@ -82,10 +82,10 @@ class Relay:
         self._stopped.set()
         self._news.set()
 
-    def be_told(self, lookout: Lookout) -> None:
+    def be_told(self, lookout: ChangeListener) -> None:
         """Look when something was written, and hardly ever while nothing is."""
         self._is_told = True
-        lookout.wake(self._news.set)
+        lookout.on_change(self._news.set)
 
     def _wait(self, seconds: float) -> None:
         """Until it is time to look again, `seconds` being how long that is where nobody tells of news."""
@@ -98,7 +98,7 @@ class Relay:
     @property
     def _rests(self) -> bool:
         """Whether there is nothing to do until somebody writes: all that can be told is, and the cursor is its own."""
-        return self._is_told and self._tail is not None and not self._tail.withholds
+        return self._is_told and self._tail is not None and not self._tail.has_gap
 
     def turn(self) -> int:
         """Publish what is new, up to a batch; answers how many.  Raises SinkAway, RecordUnavailable."""
@@ -133,24 +133,24 @@ class Relay:
         took_long = time.monotonic() - began > _LONG_S
         self._at_once = smaller if took_long else min(self._at_once * 2, _MOST_AT_ONCE)
 
-    def _published(self, it: Entry) -> Published:
+    def _published(self, it: OutboxEvent) -> Published:
         event = cloudevents.of(it, self._source)
         return Published(it.event.id, event["subject"], it.event.type, event)
 
-    def _held(self) -> Tail | None:
+    def _held(self) -> EventReader | None:
         """Where to read on; None: somebody else relays.  Whoever has not held it for a while asks first."""
         if self._tail is not None and time.monotonic() < self._hold_at:
             return self._tail
         self._hold_at = time.monotonic() + _HOLD_EVERY_S
         now = now_ms()
-        position = self._relays.hold(self._name, self._holder, now, now + _HELD_MS, self._sink.keeps)
+        position = self._relays.acquire(self._name, self._holder, now, now + _HELD_MS, self._sink.keeps)
         if position is None:
             self._tail = None
         elif self._tail is None or position != self._position:
             self._position = position
-            self._source = self._source or f"/slotkeeper/{self._catalog.identity()}"
+            self._source = self._source or f"/slotkeeper/{self._catalog.get_database_id()}"
             begins = self._sink.begin(position)
-            self._tail = Tail(self._database, after=begins, transitions_only=False)
+            self._tail = EventReader(self._database, after=begins, transitions_only=False)
         return self._tail
 
     def _moved(self, to: int) -> bool:
@@ -158,7 +158,7 @@ class Relay:
         if to <= self._position:  # It had lost some, which it has again.
             return True
         until = now_ms() + _HELD_MS
-        moved = self._relays.move(self._name, self._holder, self._position, to, until)
+        moved = self._relays.advance(self._name, self._holder, self._position, to, until)
         if moved:
             self._position = to
         return moved
@@ -172,7 +172,7 @@ class Relay:
     def _leave(self) -> None:
         try:
             self._sink.close()
-            self._relays.let_go(self._name, self._holder)
+            self._relays.release(self._name, self._holder)
         except Exception as error:  # Its time will be over soon.
             log.warning("relay_not_ended_well", sink=self._name, error=str(error))
 
@@ -181,23 +181,23 @@ def relays(database: Database, settings: EventSettings, holder: str = "") -> lis
     """One for each sink that the settings name.  Raises ValueError: one of them says too little."""
 
     def known(number: int) -> str | None:
-        found = Tail(database, after=number - 1, transitions_only=False).read(1)
+        found = EventReader(database, after=number - 1, transitions_only=False).read(1)
         if not found or found[0].event.id != number:
             return None
-        return cloudevents.text(found[0], f"/slotkeeper/{Catalog(database).identity()}")
+        return cloudevents.text(found[0], f"/slotkeeper/{Catalog(database).get_database_id()}")
 
     return [Relay(name, database, sinks.make(name, settings, known), holder) for name in settings.sinks]
 
 
-def lags() -> list[Lag]:
+def lags() -> list[SinkLag]:
     """How far each sink is behind the record.  Raises RecordUnavailable."""
-    return Relays(wiring.database()).lags(EventSettings().sinks, now_ms())
+    return SinkCursors(wiring.database()).list_lags(EventSettings().sinks, now_ms())
 
 
 class Relaying:
     """All relays of one process, each in a thread."""
 
-    def __init__(self, database: Database, settings: EventSettings, lookout: Lookout) -> None:
+    def __init__(self, database: Database, settings: EventSettings, lookout: ChangeListener) -> None:
         """Raises ValueError: a sink's settings say too little."""
         self._relays = relays(database, settings)
         self._lookout = lookout
@@ -207,14 +207,14 @@ class Relaying:
         self._living: alive.Alive | None = None
 
     def begin(self) -> None:
-        self._lookout.begin()
+        self._lookout.start()
         for thread in self._threads:
             thread.start()
         self._living = alive.begin("relay", wiring.processes())
 
     def stop(self) -> None:
         """Have them end; for a signal's handler, too."""
-        self._lookout.end()
+        self._lookout.stop()
         for it in self._relays:
             it.stop()
 
@@ -233,8 +233,8 @@ def main() -> None:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    database = Database(RecordSettings().record_url)
-    relaying = Relaying(database, EventSettings(), Lookout(database))
+    database = Database(StorageSettings().sqlalchemy_url)
+    relaying = Relaying(database, EventSettings(), ChangeListener(database))
     relaying.begin()
     stopped.wait()
     relaying.end()

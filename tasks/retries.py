@@ -13,8 +13,9 @@ from celery.utils.time import get_exponential_backoff_interval
 from routing.dispatch.decision import Decision, decide
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.queue.config import RoutingSettings
-from slotkeeper.jobs.record import Run, now_ms
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.values import Run
+from slotkeeper.registry.model_config import ModelConfig
 from tasks.celery_app import celery
 from tasks.descriptions import keeps_results
 

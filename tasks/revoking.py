@@ -17,8 +17,8 @@ from celery.worker.state import revoked
 
 from slotkeeper.audit import acts
 from slotkeeper.audit.acts import Actor
-from slotkeeper.errors import Conflict, JobNotFound, RecordUnavailable
-from slotkeeper.once import once
+from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound
+from slotkeeper.process import singleton
 from tasks.celery_app import celery
 from tasks.wiring import dispatcher
 
@@ -56,12 +56,12 @@ class Cancels:
             try:
                 cancel(job_id)
                 return
-            except RecordUnavailable:
+            except DatabaseUnavailable:
                 self._pause.wait(_AGAIN_S)
-        raise RecordUnavailable(f"The record stayed away for {_TRIES * _AGAIN_S:.0f} s; revoke it again.")
+        raise DatabaseUnavailable(f"The record stayed away for {_TRIES * _AGAIN_S:.0f} s; revoke it again.")
 
 
-@once
+@singleton
 def cancels() -> Cancels:
     return Cancels()
 
@@ -69,7 +69,7 @@ def cancels() -> Cancels:
 def cancel(job_id: str) -> None:
     """Cancel a job; one that has ended stays as it is.  Raises RecordUnavailable."""
     try:
-        with acts.acting(_CLIENT):
+        with acts.acting_as(_CLIENT):
             dispatcher().cancel(job_id)
     except Conflict:
         log.debug("revoked_too_late", job_id=job_id)

@@ -12,7 +12,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.queries.said import Clock, Telling
-from slotkeeper import exact
+from slotkeeper import json_text
 from slotkeeper.redis.scripts import Command
 from tasks.servers.pointers import MISSING
 from tasks.servers.stream import Piece
@@ -161,7 +161,7 @@ class _Words:
             self._send_soon()
 
     def _command(self, entry: "_Entry") -> Command[int]:
-        text = exact.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.said()})
+        text = json_text.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.said()})
         self._sizes.append(len(text))
         while sum(self._sizes) > MOST_KEPT and len(self._sizes) > 1:
             self._sizes.popleft()
@@ -192,4 +192,4 @@ class _Entry:
 
 
 def _size(value: Any) -> int:
-    return len(exact.dumps(value))
+    return len(json_text.dumps(value))

@@ -10,11 +10,11 @@ from redis.exceptions import RedisError
 
 from routing.queue.config import RoutingSettings
 from slotkeeper import logs
-from slotkeeper.config import RecordSettings
+from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.home import open_home
 from slotkeeper.redis.scripts import connect
-from slotkeeper.redis.suitability import UnsuitedRedis, forgets, not_single, unsuited
+from slotkeeper.redis.suitability import UnsuitableRedis, explain_no_persistence, explain_not_single, explain_unsuitable
+from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
 from tasks.keyring import fingerprints
 from tasks.wiring import scripts
@@ -61,8 +61,8 @@ def check_redis() -> None:
     """
     try:
         redis = scripts().redis
-        _refuse(unsuited(redis))
-        if (advice := forgets(redis)) is not None:
+        _refuse(explain_unsuitable(redis))
+        if (advice := explain_no_persistence(redis)) is not None:
             log.warning("redis_unsuited", advice=advice)
         _check_celerys()
     except RedisError as error:
@@ -77,18 +77,18 @@ def _check_celerys() -> None:
         if url == room or not url.startswith(_OF_REDIS) or ";" in url:  # another transport, or several brokers
             continue
         with connect(url, RoutingSettings().redis_timeout_s) as redis:
-            _refuse(not_single(redis, variable))
+            _refuse(explain_not_single(redis, variable))
 
 
 def _refuse(reason: str | None) -> None:
     if reason is not None:
-        raise UnsuitedRedis(reason)
+        raise UnsuitableRedis(reason)
 
 
 def begin() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used; UnsuitedRedis."""
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
-    open_home(RecordSettings())
+    restrict_state_folder(StorageSettings())
     check_redis()
     compare_secret()
 

@@ -1,7 +1,7 @@
 """How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
 
 The record owes it to every job that came by Celery, from its last transition until result backend and broker have
-taken it (slotkeeper/outbox/tellings.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
+taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
 waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
 A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
 be sent twice, with the same task id.
@@ -27,15 +27,16 @@ from kombu.exceptions import EncodeError, OperationalError
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from slotkeeper import exact
-from slotkeeper.crash import crash_at
-from slotkeeper.errors import RecordUnavailable, SlotkeeperError, TooMany
-from slotkeeper.jobs.record import Job, now_ms
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError, TooManyRequests
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
-from slotkeeper.large_json import has_many_parts
-from slotkeeper.once import once
-from slotkeeper.outbox.tellings import Telling, Tellings
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job
+from slotkeeper.large_json import is_expensive_to_parse
+from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
+from slotkeeper.process import singleton
 from tasks import messages
 from tasks.celery_app import celery
 
@@ -47,7 +48,7 @@ _MARKED_TOGETHER = 100
 _AGAIN_S = 1.0
 _FLUSH_S = 3.0  # of a worker that stops; the time that it gets is not much longer
 # The outside is away: the same will do later.
-AWAY = (RecordUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
+AWAY = (DatabaseUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
 # What a step is refused for, and what would be the same at every try.
 _WRONG = (SlotkeeperError, EncodeError, TypeError, ValueError, LookupError, AttributeError)
 
@@ -59,13 +60,13 @@ class JobFailed(Exception):
 class Teller:
     """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
 
-    def __init__(self, owed: Tellings, store: Store) -> None:
+    def __init__(self, owed: ResultNotifications, store: JobStore) -> None:
         self._owed, self._store = owed, store
-        self._waiting: Queue[Telling] = Queue(_MOST_WAITING)
+        self._waiting: Queue[ResultNotification] = Queue(_MOST_WAITING)
         self._pause = threading.Event()
         self._begun = threading.Lock()
 
-    def soon(self, telling: Telling) -> None:
+    def soon(self, telling: ResultNotification) -> None:
         """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
         try:
             self._begin()
@@ -115,23 +116,23 @@ class Teller:
             for telling in self._owed.claim_due(now_ms(), _AT_ONCE):
                 self.soon(telling)
 
-    def tell(self, batch: list[Telling]) -> None:
+    def tell(self, batch: list[ResultNotification]) -> None:
         """Tell these, whatever becomes of each, and remember which need not be told again."""
         told = [telling.id for telling in batch if self._told(telling)]
         try:
             if told:
                 crash_at("end_told")
-                self._owed.told(told)
-        except RecordUnavailable as error:
+                self._owed.delete(told)
+        except DatabaseUnavailable as error:
             log.warning("telling_not_marked", count=len(told), error=str(error))
 
-    def _told(self, telling: Telling) -> bool:
+    def _told(self, telling: ResultNotification) -> bool:
         """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
         while True:
             try:
                 job = self._store.get(telling.job_id)
-                if job is not None and self._owed.owed(telling.id):
-                    (_tell_elsewhere if has_many_parts(job.result or "") else tell)(job)
+                if job is not None and self._owed.is_pending(telling.id):
+                    (_tell_elsewhere if is_expensive_to_parse(job.result or "") else tell)(job)
                 return True
             except AWAY as error:
                 log.warning("telling_postponed", job_id=telling.job_id, error=str(error))
@@ -179,7 +180,7 @@ class _EndedJob(CeleryTask):
     name = messages.TASK
 
 
-@once
+@singleton
 def _ended_job() -> CeleryTask:
     _EndedJob.bind(celery)
     return _EndedJob()
@@ -200,7 +201,7 @@ def _as_its_task(request: Context) -> Iterator[None]:
 
 def _tell_result(job: Job, request: Context) -> None:
     """First what follows, then the result: with that there, nothing that follows is sent a second time."""
-    result = None if job.result is None else exact.plain(job.result)
+    result = None if job.result is None else json_text.plain(job.result)
     if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
         for link in _links(job, request.callbacks, "link"):
             _send(link, result, request)
@@ -224,7 +225,7 @@ def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> N
         celery.backend.mark_as_failure(
             job.id, error, request=request, store_result=not request.ignore_result, state=state
         )
-    except (RecordUnavailable, TooMany):
+    except (DatabaseUnavailable, TooManyRequests):
         raise
     except _WRONG as refusal:
         log.warning("errback_refused", job_id=job.id, error=str(refusal))
@@ -245,7 +246,7 @@ def _send(step: Signature, result: Any, request: Context, **options: Any) -> Non
     """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
     try:
         step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
-    except (RecordUnavailable, TooMany):
+    except (DatabaseUnavailable, TooManyRequests):
         raise
     except _WRONG as refusal:
         log.warning("step_refused", job_id=request.id, step=step.get("task"), error=str(refusal))

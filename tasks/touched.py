@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from slotkeeper.config import RecordSettings
-from slotkeeper.home import is_state_folder
+from slotkeeper.config import StorageSettings
+from slotkeeper.state_folder import is_state_folder
 
 STALE_S = 20.0
 """A file that was not touched for so long is that of a process which does not turn any more."""
@@ -65,6 +65,6 @@ def _name(role: str, pid: int | str) -> str:
 
 def _folders() -> tuple[Path, Path]:
     """Of this installation: in the state folder, and without one in the system's."""
-    home = RecordSettings().home.absolute()
+    home = StorageSettings().home.absolute()
     whose = hashlib.sha256(str(home).encode()).hexdigest()[:8]
     return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{whose}"

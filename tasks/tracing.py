@@ -1,11 +1,11 @@
 """The trace of a job, told to those who go on with it: its server, and the receiver of its webhook."""
 
-from slotkeeper.once import once
-from slotkeeper.traces import traceparent
+from slotkeeper.process import singleton
+from slotkeeper.trace_context import make_traceparent
 from tasks.config import EventSettings
 
 
-@once
+@singleton
 def is_exported() -> bool:
     """Whether this installation tells its own spans.
 
@@ -19,4 +19,4 @@ def is_exported() -> bool:
 
 def told(job_id: str, given: str | None, kind: str, attempt: int = 0) -> str | None:
     """The traceparent below which others go on; None: neither the client nor we want to see a trace."""
-    return traceparent(job_id, given, kind, attempt) if given is not None or is_exported() else None
+    return make_traceparent(job_id, given, kind, attempt) if given is not None or is_exported() else None

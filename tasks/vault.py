@@ -13,7 +13,7 @@ from functools import lru_cache
 import structlog
 
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.outbox.receivers import Receiver, Receivers
+from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
 from slotkeeper.registry.secrets import Secret
 from tasks.keyring import sealing_keys
 from tasks.wiring import catalog, database, dispatcher
@@ -79,27 +79,27 @@ def _opened_by(key: bytes, name: str, sealed: str) -> str | None:
 def seal_anew() -> int:
     """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
     changed = 0
-    for it in dispatcher().catalog.snapshot().secrets.values():
+    for it in dispatcher().catalog.get().secrets.values():
         value = opened(it.name, it.sealed)
         if value is not None and _opened_by(next(sealing_keys()), it.name, it.sealed) is None:
-            changed += catalog().replace_seal(it, seal(it.name, value))
-    changed += sum(_seal_receiver_anew(it) for it in Receivers(database()).of(limit=_ALL))
+            changed += catalog().reseal_secret(it, seal(it.name, value))
+    changed += sum(_seal_receiver_anew(it) for it in Subscriptions(database()).list_of_tenant(limit=_ALL))
     if changed:
         log.info("secrets_sealed_anew", secrets=changed)
     return changed
 
 
-def _seal_receiver_anew(it: Receiver) -> bool:
+def _seal_receiver_anew(it: Subscription) -> bool:
     """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
     name = _of_receiver(it.id)
     value = opened(name, it.sealed)
     if value is None or _opened_by(next(sealing_keys()), name, it.sealed) is not None:
         return False
     former = None if it.former_sealed is None else opened(name, it.former_sealed)
-    return Receivers(database()).reseal(it, _sealed(name, value), None if former is None else _sealed(name, former))
+    return Subscriptions(database()).reseal(it, _sealed(name, value), None if former is None else _sealed(name, former))
 
 
 def value_for(model: str, name: str) -> str | None:
     """The secret as it is set now, for requests of this model; None: there is none that it may use."""
-    found: Secret | None = dispatcher().catalog.known().secrets.get(name)
+    found: Secret | None = dispatcher().catalog.cached().secrets.get(name)
     return opened(name, found.sealed) if found is not None and found.is_for(model) else None

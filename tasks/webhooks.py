@@ -15,13 +15,13 @@ from typing import Any
 
 import structlog
 
-from slotkeeper.config import RecordSettings
-from slotkeeper.db.db import Database
-from slotkeeper.db.lookout import Lookout
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.outbox.messages import Message
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.change_listener import ChangeListener
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.rotations import Rotations
+from slotkeeper.registry.rotations import SecretRotations
 from tasks import alive, startup
 from tasks.berths import Berth, Berths
 from tasks.config import EventSettings, TaskSettings
@@ -49,10 +49,10 @@ class Deliveries:
     Both look rarely while nothing is owed and nobody writes to the record; `lookout` wakes them.
     """
 
-    def __init__(self, database: Database, messages: ReceiverMessages, lookout: Lookout | None = None) -> None:
+    def __init__(self, database: Database, messages: ReceiverMessages, lookout: ChangeListener | None = None) -> None:
         """`lookout`: one that others have, too; None: one of its own."""
         self._messages = messages
-        self._lookout = lookout or Lookout(database)
+        self._lookout = lookout or ChangeListener(database)
         self._berths, self._lines = Berths(), Lines()
         self._lock = threading.Lock()  # over the berths
         self._woken = threading.Event()
@@ -65,8 +65,8 @@ class Deliveries:
 
     def run(self) -> None:
         """Send what is owed until `stop`, then give the tries under way a moment to end."""
-        self._lookout.wake(self._hear)
-        self._lookout.begin()
+        self._lookout.on_change(self._hear)
+        self._lookout.start()
         gathering = threading.Thread(target=self._keep_gathering, name="gather", daemon=True)
         gathering.start()
         while not self._ended.is_set():
@@ -85,7 +85,7 @@ class Deliveries:
 
     def stop(self) -> None:
         self._ended.set()
-        self._lookout.end()
+        self._lookout.stop()
         self._woken.set()
         self._unread.set()
 
@@ -145,7 +145,7 @@ class Deliveries:
     def _look(self) -> None:
         began = time.monotonic()
         if began >= self._hear_at:
-            self._catalog.version()  # With it the common time is heard.
+            self._catalog.get_version()  # With it the common time is heard.
             self._hear_at = began + _HEAR_EVERY_S
         failed = False
         try:
@@ -188,7 +188,7 @@ class Deliveries:
         answered = None
         try:
             answered = self._messages.deliver(message)
-        except RecordUnavailable as error:  # It is sent again, under the same id, when its claim is over.
+        except DatabaseUnavailable as error:  # It is sent again, under the same id, when its claim is over.
             log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
         except Exception as error:
             log.exception("webhook_failed", webhook_id=message.id)
@@ -199,21 +199,21 @@ class Deliveries:
     def _give_back(self, message: Message, why: str) -> None:
         try:
             self._messages.give_back(message, why)
-        except RecordUnavailable as error:
+        except DatabaseUnavailable as error:
             log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
 
 
 def _postponed(error: Exception) -> None:
-    level = log.warning if isinstance(error, RecordUnavailable) else log.exception
+    level = log.warning if isinstance(error, DatabaseUnavailable) else log.exception
     level("webhooks_postponed", error=str(error))
 
 
-def deliveries(database: Database, lookout: Lookout | None = None) -> Deliveries:
+def deliveries(database: Database, lookout: ChangeListener | None = None) -> Deliveries:
     """As the settings say."""
     settings = TaskSettings()
     sender = Sender(parse_allow(settings.webhook_allow), settings.webhook_timeout_s)
     claim_ms = round(settings.webhook_timeout_s * 2000)
-    send = ReceiverMessages.sender(sender, Rotations(database))
+    send = ReceiverMessages.sender(sender, SecretRotations(database))
     messages = ReceiverMessages(database, send, claim_ms, settings.webhook_keep_s)
     return Deliveries(database, messages, lookout)
 
@@ -221,8 +221,8 @@ def deliveries(database: Database, lookout: Lookout | None = None) -> Deliveries
 def main() -> None:
     """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
     startup.begin_or_exit()
-    database = Database(RecordSettings().record_url)
-    lookout = Lookout(database)
+    database = Database(StorageSettings().sqlalchemy_url)
+    lookout = ChangeListener(database)
     relaying = Relaying(database, EventSettings(), lookout) if "--embedded-relay" in sys.argv[1:] else None
     found = deliveries(database, lookout)
 

@@ -16,19 +16,19 @@ from routing.queue.leases import Leases
 from routing.queue.queues import Queues
 from routing.queue.slots import Slots
 from routing.queue.workers import Workers
-from slotkeeper.config import RecordSettings
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.home import open_home
-from slotkeeper.jobs.store import Store
-from slotkeeper.lifetimes import Lifetimes
-from slotkeeper.once import once
-from slotkeeper.outbox.tellings import Tellings
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox.result_notifications import ResultNotifications
+from slotkeeper.process import singleton
+from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
-from slotkeeper.registry.cache import CatalogCache
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.rotations import Rotations
+from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.rotations import SecretRotations
+from slotkeeper.state_folder import restrict_state_folder
 from tasks.aside import Aside
 from tasks.config import TaskSettings
 from tasks.outbound import check_url, parse_allow
@@ -39,98 +39,98 @@ if TYPE_CHECKING:
 _TOGETHER_S = 0.02  # Promises of so long a time are remembered together; most jobs that wait start later.
 
 
-@once
+@singleton
 def database() -> Database:
     """The record of this installation.  Raises RecordUnavailable where there is none: only `migrate` makes one."""
-    settings = RecordSettings()
-    url = settings.record_url
+    settings = StorageSettings()
+    url = settings.sqlalchemy_url
     path = Path(url.removeprefix("sqlite:///"))
     if url.startswith("sqlite:///") and not path.exists():
-        raise RecordUnavailable(
+        raise DatabaseUnavailable(
             f"There is no Slotkeeper record at {path}: set SLOTKEEPER_HOME to the state folder of your installation, "
             "or SLOTKEEPER_DATABASE_URL; for a new one run `slotkeeper migrate`."
         )
-    open_home(settings)
+    restrict_state_folder(settings)
     return Database(url)
 
 
-@once
+@singleton
 def catalog() -> Catalog:
     return Catalog(database())
 
 
-@once
-def rotations() -> Rotations:
-    return Rotations(database())
+@singleton
+def rotations() -> SecretRotations:
+    return SecretRotations(database())
 
 
-@once
+@singleton
 def scripts() -> Scripts:
     settings = RoutingSettings()
     return Scripts(connect(settings.room_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
 
 
-@once
+@singleton
 def leases() -> Leases:
     return Leases(scripts(), RoutingSettings(), workers().room)
 
 
-@once
+@singleton
 def workers() -> Workers:
     return Workers(scripts())
 
 
-@once
-def lifetimes() -> Lifetimes:
+@singleton
+def lifetimes() -> ProcessLocks:
     """Of workers, by the owner of their leases."""
-    return Lifetimes(RecordSettings().home.absolute() / "workers")
+    return ProcessLocks(StorageSettings().home.absolute() / "workers")
 
 
-@once
+@singleton
 def processes() -> Processes:
     return Processes(scripts())
 
 
-@once
+@singleton
 def last_runs() -> pulse.LastRuns:
     return pulse.LastRuns(scripts())
 
 
-@once
+@singleton
 def tallies() -> Tallies:
     return Tallies(scripts())
 
 
-@once
+@singleton
 def telling() -> Telling:
     return Telling(scripts())
 
 
-@once
+@singleton
 def catalog_cache() -> CatalogCache:
     return CatalogCache(catalog(), RoutingSettings().catalog_refresh_s)
 
 
-@once
+@singleton
 def estimates() -> Estimates:
     forecasts = Forecasts(scripts())
     forecasts.remember_by(Aside("promises", forecasts.remember, _TOGETHER_S).ask)
     return Estimates(catalog_cache(), forecasts)
 
 
-@once
-def store() -> Store:
-    return Store(database(), RecordSettings().idempotency_window_s)
+@singleton
+def store() -> JobStore:
+    return JobStore(database(), StorageSettings().idempotency_window_s)
 
 
-@once
+@singleton
 def teller() -> "Teller":
     from tasks.telling import Teller  # Loads Celery, which not every process has a use for.
 
-    return Teller(Tellings(database()), store())
+    return Teller(ResultNotifications(database()), store())
 
 
-@once
+@singleton
 def dispatcher() -> Dispatcher:
     from tasks.announce import CeleryAnnouncer  # As above.
 

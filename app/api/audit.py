@@ -13,8 +13,8 @@ from app.openapi import Model, blueprint, problems
 from app.paging import CURSOR, before
 from app.reading import moment
 from slotkeeper.audit import search
-from slotkeeper.audit.acts import ACTS
-from slotkeeper.audit.search import Done, Wanted
+from slotkeeper.audit.acts import ACTIONS
+from slotkeeper.audit.search import AuditFilter, AuditRow
 
 api = blueprint("audit", "Audit", "/admin")
 api.before_request(auth.require_audit)
@@ -23,7 +23,7 @@ _LINES = "application/x-ndjson"
 _NEXT = "Next-Cursor"
 _Name = Annotated[str, Field(max_length=200)]
 _TIME: Any = {"format": "date-time"}
-_ACT: Any = {"examples": sorted(ACTS)}
+_ACT: Any = {"examples": sorted(ACTIONS)}
 
 
 class AuditQuery(Model):
@@ -39,7 +39,7 @@ class AuditQuery(Model):
     cursor: str | None = Field(None, max_length=20, json_schema_extra={"pattern": f"^{CURSOR}$"})
 
 
-class AuditedAct(Answer, shows=Done):
+class AuditedAct(Answer, shows=AuditRow):
     id: int = Field(description="Of the event.")
     act: str
     at: Time
@@ -65,7 +65,7 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
 
     With `Accept: application/x-ndjson` they come one a line, and the cursor of the next page in the header Next-Cursor.
     """
-    wanted = Wanted(
+    wanted = AuditFilter(
         query.actor,
         query.act,
         query.job_id,
@@ -75,7 +75,7 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
         None if query.since is None else moment("since", query.since),
         None if query.until is None else moment("until", query.until),
     )
-    found = search.find(dispatcher().store.database, wanted, before(query.cursor), query.limit)
+    found = search.find_entries(dispatcher().store.database, wanted, before(query.cursor), query.limit)
     cursor = f"s{found[-1].id}" if len(found) == query.limit else None
     if request.accept_mimetypes.best_match(["application/json", _LINES]) != _LINES:
         return AuditList.of(acts=[AuditedAct.of(it) for it in found], next_cursor=cursor)

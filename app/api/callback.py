@@ -11,8 +11,8 @@ from app.job_answers import PushAnswer
 from app.openapi import blueprint, described, headers, problems
 from app.reading import body_of
 from app.schemas import JobPath
-from slotkeeper.jobs.record import Job
-from slotkeeper.jobs.states import FINAL, State
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.values import Job
 from tasks import callbacks, push
 from tasks.servers import TOO_DEEP
 
@@ -43,14 +43,14 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
         raise ProblemError(503, "between_workers", "Not now", detail)
     request.max_content_length = context().settings.max_push_bytes
     outcome = push.read(job, body_of(request)) if job.state is State.RUNNING else None
-    if job.state in FINAL:
+    if job.state in FINAL_STATES:
         push.release(job, body_of(request))
     if outcome is None:
         return PushAnswer.of(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
     push.push(job, outcome)
     if outcome is TOO_DEEP:
         raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
-    now = dispatcher().store.state_of(job.id)
+    now = dispatcher().store.get_state(job.id)
     return PushAnswer.of(status=now or job.state), 200
 
 

@@ -9,8 +9,8 @@ from app.defaults import DefaultsBody, DefaultsView, KindList, KindPath, shown_k
 from app.describing import described_for_all
 from app.openapi import problems
 from routing.admission.submission import check_model_name
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
-from slotkeeper.jobs.record import now_ms
 from slotkeeper.registry.defaults import INSTALLATION, Defaults
 from tasks.wiring import catalog
 

@@ -14,7 +14,7 @@ from app.schemas import MODEL_NAME, DlqQuery, JobPath
 from routing.queries import listing
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
-from slotkeeper.outbox import removal
+from slotkeeper.outbox import retention
 
 api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
 
@@ -60,7 +60,7 @@ def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
 def delete_dead(path: JobPath) -> tuple[str, int]:
     """Remove a dead job for good.  The ledger keeps count of it."""
     job = own_job(path.job_id)
-    if not removal.delete_dead(dispatcher().store.database, job.id):
+    if not retention.delete_dead_job(dispatcher().store.database, job.id):
         raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
     return "", 204
 

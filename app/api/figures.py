@@ -41,7 +41,7 @@ def metrics() -> Response:
 @figures
 def stats(path: ModelPath) -> dict[str, Any]:
     """Give a model's load in flat numbers: `active` is what KEDA's metrics-api scaler can go by."""
-    catalog = dispatcher().catalog.snapshot()
+    catalog = dispatcher().catalog.get()
     model = catalog.models.get(path.model)
     if model is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=path.model)
@@ -51,5 +51,5 @@ def stats(path: ModelPath) -> dict[str, Any]:
     queued, running = standings.work_of(database, model.name, known=waiting is not None)
     if waiting is not None:
         queued = waiting.waiting.get(model.name, 0)
-    slots = catalog.slots_of(model.name)
+    slots = catalog.count_slots(model.name)
     return ModelStats.of(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)

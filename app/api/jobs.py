@@ -17,8 +17,8 @@ from routing.queries.explain import explain
 from routing.queries.places import Place
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs import short_ids
-from slotkeeper.jobs.record import Job
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import Job
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
@@ -72,7 +72,7 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
 def list_attempts(path: JobPath) -> dict[str, Any]:
     """List a job's starts, the oldest first, and what came of each."""
     job = own_job(path.job_id)
-    found = attempts(dispatcher().store.events_of(job.id))
+    found = attempts(dispatcher().store.list_events(job.id))
     return AttemptList.of(job_id=job.id, attempts=[Attempt.of(it) for it in found])
 
 
@@ -115,4 +115,4 @@ def _whole_id(short: str, whose: str | None) -> str | None:
 def _place(job: Job) -> Place:
     if job.state is not State.QUEUED:
         return Place()
-    return context().places.of(job.waiting)
+    return context().places.of(job.queued)

@@ -22,9 +22,9 @@ from routing.admission.submission import check_model_name
 from routing.maintenance.reconcile.removal import follow_model
 from routing.maintenance.rooms import Depths
 from routing.queries.load import load_of
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry import removal
+from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
@@ -56,8 +56,8 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     load = None
     with suppress(RedisError):
         load = dispatcher().queues.while_here(lambda: load_of(dispatcher(), known))
-    found = dispatcher().catalog.snapshot()
-    left = removal.left_of(database(), known.name) if found.is_leaving(known.name) else None
+    found = dispatcher().catalog.get()
+    left = catalog_removal.count_active_jobs(database(), known.name) if found.is_being_removed(known.name) else None
     return shape.model_detail(known, found, load, left)
 
 
@@ -90,7 +90,7 @@ def remove_model(path: ModelPath, query: RemovalQuery) -> tuple[dict[str, Any], 
     the last has ended.  Ended jobs stay readable under its name; dead ones cannot be queued again.
     """
     by = tenant().name
-    found = removal.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
+    found = catalog_removal.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
     if found.is_over:
         follow_model(dispatcher(), found)
     else:
@@ -102,7 +102,7 @@ def remove_model(path: ModelPath, query: RemovalQuery) -> tuple[dict[str, Any], 
 def keep_model(path: ModelPath) -> dict[str, Any]:
     """Call a removal off: the model takes jobs again."""
     known = _known(path.model)
-    removal.keep_model(database(), known.name)
+    catalog_removal.cancel_model_removal(database(), known.name)
     bring_to_redis(known.fleet)
     return _shown(_known(known.name))
 
@@ -110,7 +110,7 @@ def keep_model(path: ModelPath) -> dict[str, Any]:
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problems(404)})
 def get_config(path: ModelPath) -> dict[str, Any]:
     """Show how a model's jobs are treated, and what of it differs from the defaults."""
-    return shape.config(_known(path.model), dispatcher().catalog.snapshot())
+    return shape.config(_known(path.model), dispatcher().catalog.get())
 
 
 @api.get("/description-schema", responses={200: DescriptionSchema})
@@ -140,13 +140,13 @@ def _shown(model: Model) -> dict[str, Any]:
     depths = None
     with suppress(RedisError):
         depths = depths_of([model.fleet]).get(model.fleet)
-    return shape.model(model, dispatcher().catalog.snapshot(), depths)
+    return shape.model(model, dispatcher().catalog.get(), depths)
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     model = catalog().configure(name, overrides, now_ms(), described(name, overrides))
     bring_to_redis(model.fleet)
-    return shape.config(model, dispatcher().catalog.snapshot())
+    return shape.config(model, dispatcher().catalog.get())
 
 
 def _known(name: str) -> Model:

@@ -34,7 +34,7 @@ api = admin_blueprint("presets", "Kinds of servers", "/admin")
 @api.get("/presets", responses={200: PresetList})
 def list_presets() -> dict[str, Any]:
     """List the kinds of inference servers that come with Slotkeeper: each is a `preset` of a model's configuration."""
-    models = dispatcher().catalog.snapshot().models.values()
+    models = dispatcher().catalog.get().models.values()
     behind = [it for it in models if is_behind(it.config, it.described_by)]
     return PresetList.of(
         presets=[PresetView.of(presets.about(name), name=name) for name in presets.names()],

@@ -18,8 +18,8 @@ from routing.admission.submission import LONGEST_KEY, Submission, check_idempote
 from routing.dispatch.dispatcher import Receipt
 from routing.queries.places import Place, Places
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.record import new_job_id
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import new_job_id
 from slotkeeper.registry.tenants import Tenant
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
@@ -132,7 +132,9 @@ def _place(receipt: Receipt, places: Places) -> Place:
     if receipt.accepted.state is not State.QUEUED:
         return Place()
     return (
-        places.on_entry(receipt.waiting, receipt.position) if receipt.accepted.comes_in else places.of(receipt.waiting)
+        places.on_entry(receipt.waiting, receipt.position)
+        if receipt.accepted.enters_queue
+        else places.of(receipt.waiting)
     )
 
 

@@ -8,9 +8,9 @@ from app.context import dispatcher
 from app.openapi import described, kept_out_of_caches, problems
 from app.sealed import SecretBody, SecretList, SecretPath, SecretView
 from routing.admission.submission import check_model_name
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.defaults import INSTALLATION
 from slotkeeper.registry.secrets import Secret
 from tasks import descriptions, vault
@@ -60,7 +60,7 @@ def remove_secret(path: SecretPath) -> tuple[str, int]:
 
 def _check_unused(name: str, then: Secret | None) -> None:
     """Raises Conflict while a description puts the secret in that could not do so by what it is `then`."""
-    found = dispatcher().catalog.snapshot()
+    found = dispatcher().catalog.get()
     models = [it for it in descriptions.models_naming(name, found) if then is None or not then.is_for(it)]
     if models:
         raise Conflict(
@@ -72,7 +72,7 @@ def _check_unused(name: str, then: Secret | None) -> None:
         _check_no_defaults(name, found)
 
 
-def _check_no_defaults(name: str, found: Snapshot) -> None:
+def _check_no_defaults(name: str, found: CatalogSnapshot) -> None:
     kinds = descriptions.defaults_naming(name, found)
     if kinds:
         shown = ", ".join(f"of kind {it}" if it != INSTALLATION else "of all models" for it in kinds[:5])

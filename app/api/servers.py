@@ -22,10 +22,10 @@ from routing.maintenance.reconcile import removal as upkeep
 from routing.queries import servers as insight
 from routing.queries.idle import why_idle
 from slotkeeper.audit import acts
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.withheld import Withheld
-from slotkeeper.registry import removal
+from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.values import AdminState, Server
 from tasks.descriptions import speaker_of
 from tasks.servers import Live, call_server
@@ -116,7 +116,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     """
     known = _known(path.server)
     rooms.reset(dispatcher().slots.scripts, known.fleet, "server", known.name)
-    acts.record(dispatcher().store.database, acts.act("server.reset", server=known.name))
+    acts.write_entry(dispatcher().store.database, acts.make_entry("server.reset", server=known.name))
     bring_to_redis(known.fleet)
     return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
 
@@ -135,7 +135,7 @@ def release_server(path: ServerPath, body: ReleaseBody) -> dict[str, Any]:
     if not rows:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
         raise Conflict(f"Server {known.name!r} has {which} that is withheld; GET /admin/servers lists those that are.")
-    acts.record(dispatcher().store.database, acts.act("server.release", server=known.name, slots=rows))
+    acts.write_entry(dispatcher().store.database, acts.make_entry("server.release", server=known.name, slots=rows))
     draining.release_all(dispatcher(), known, body.slot)
     return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
 
@@ -145,7 +145,7 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
     known = _known(path.server)
     reasons = why_idle(dispatcher(), workers(), known)
-    speaker = speaker_of(dispatcher().catalog.snapshot(), known)
+    speaker = speaker_of(dispatcher().catalog.get(), known)
     return server_check(known, reasons, None if speaker is None else call_server(speaker, Live.health))
 
 
@@ -165,7 +165,7 @@ def remove_server(path: ServerPath, query: ServerRemovalQuery) -> tuple[dict[str
     their jobs nothing.
     """
     name, by = _known(path.server).name, tenant().name
-    found = removal.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
+    found = catalog_removal.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
     if found.is_over:
         upkeep.follow_server(dispatcher(), found)
         upkeep.end_runs_of(dispatcher(), found.lost)
@@ -178,7 +178,7 @@ def remove_server(path: ServerPath, query: ServerRemovalQuery) -> tuple[dict[str
 def keep_server(path: ServerPath) -> dict[str, Any]:
     """Call a removal off: the server gets jobs again."""
     known = _known(path.server)
-    removal.keep_server(database(), known.name)
+    catalog_removal.cancel_server_removal(database(), known.name)
     bring_to_redis(known.fleet)
     return ServerView.of(_known(known.name))
 
@@ -190,7 +190,7 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
 
 
 def _listed(
-    it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[Withheld]]
+    it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[QuarantinedSlot]]
 ) -> dict[str, Any]:
     standing, slots = standings.get(it.name), withheld.get(it.name, ())
     use = standing and insight.use_of(it.state, standing, len(slots))

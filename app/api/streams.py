@@ -13,15 +13,15 @@ from app.later import Following, Wanted, leave
 from app.openapi import Model, blueprint, headers, problems
 from app.paging import BATCH, HEARD, NUMBER, last_heard, last_seen, limits
 from app.schemas import MODEL_NAME, JobPath
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.outbox import tail
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.outbox import event_reader
 
 api = blueprint("streams", "Streams")
 
 if TYPE_CHECKING:
     EventType = str
 else:
-    EventType = Literal[tuple(sorted(TYPES.values()))]
+    EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
 _AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
 _Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
@@ -97,7 +97,7 @@ def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
     job, (after, heard) = own_job(path.job_id), last_heard(_said(query.after))
     if job.finished_ms is not None and after is not None:
         database = dispatcher().store.database
-        if not tail.page(database, after, 1, job.id).entries:
+        if not event_reader.read_page(database, after, 1, job.id).entries:
             return Response(status=204)  # A browser does not come again after this.
     return _stream(Following(Wanted(job_id=job.id), after, heard))
 

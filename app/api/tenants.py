@@ -9,8 +9,8 @@ from app.context import dispatcher
 from app.openapi import kept_out_of_caches, problems
 from app.registry_answers import TenantList, TenantView, WebhookSecretView
 from app.schemas import TenantBody, TenantPath
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry.rotations import Rotation
+from slotkeeper.clock import now_ms
+from slotkeeper.registry.rotations import SecretRotation
 from slotkeeper.registry.tenants import Tenant, Tenants, check_tenant_name
 from tasks.keyring import webhook_secrets
 from tasks.wiring import catalog, database, rotations
@@ -48,7 +48,7 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(404, 422)})
 def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
-    return _secret_view(path.tenant, rotations().of(check_tenant_name(path.tenant)))
+    return _secret_view(path.tenant, rotations().get(check_tenant_name(path.tenant)))
 
 
 @api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problems(404, 415, 422)})
@@ -61,10 +61,10 @@ def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     return _secret_view(path.tenant, rotations().rotate(check_tenant_name(path.tenant), now_ms()))
 
 
-def _secret_view(name: str, rotation: Rotation) -> dict[str, Any]:
+def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
     now = now_ms()
     return shape.webhook_secret(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
 def _keyed() -> dict[str, Tenant]:
-    return {it.name: it for it in Tenants(database()).all()}
+    return {it.name: it for it in Tenants(database()).list_all()}

@@ -33,12 +33,12 @@ from app.receivers import (
     TriesQuery,
     TryList,
 )
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.outbox import spreading
-from slotkeeper.outbox.callbacks import Callbacks
-from slotkeeper.outbox.messages import Messages
-from slotkeeper.outbox.receivers import ENDS, Receiver, Receivers, new_id
+from slotkeeper.outbox import fan_out
+from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
+from slotkeeper.outbox.webhook_messages import MessageQueue
 from slotkeeper.registry.tenants import check_tenant_name
 from tasks import bodies, vault
 from tasks.config import TaskSettings
@@ -52,7 +52,7 @@ api = kept_out_of_caches(blueprint("webhooks", "Webhooks", "/webhooks"))
 def list_webhooks(query: ReceiverQuery) -> dict[str, Any]:
     """List webhooks, the oldest first."""
     mine = tenant()
-    found = _receivers().of(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
+    found = _receivers().list_of_tenant(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
     return ReceiverList.of(webhooks=_views(found), next_cursor=cursor)
 
@@ -70,11 +70,11 @@ def add_webhook(body: ReceiverBody) -> tuple[dict[str, Any], int]:
         raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for administrators")
     id_ = new_id()
     secret, sealed = vault.new_signing_secret(id_)
-    new = Receiver(
+    new = Subscription(
         id=id_,
         tenant=whose,
         url=_checked_url(body.url),
-        types=frozenset(body.events or ENDS),
+        types=frozenset(body.events or END_EVENT_TYPES),
         sealed=sealed,
         created_ms=now_ms(),
         template=None if body.template is None else bodies.checked_template(body.template),
@@ -90,7 +90,9 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
     """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
     if query.webhook is not None:
         _own(query.webhook)
-    found = Messages(database()).given_up(_whose(), query.webhook, shape.before_message(query.cursor), query.limit)
+    found = MessageQueue(database()).list_given_up_webhooks(
+        _whose(), query.webhook, shape.before_message(query.cursor), query.limit
+    )
     cursor = shape.after_message(found, query.limit)
     return GivenUpList.of(messages=[GivenUpView.of(it) for it in found], next_cursor=cursor)
 
@@ -99,7 +101,7 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
 def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
     """List messages to jobs' `callback_url` that were given up, those whose jobs ended last first."""
     whose = query.tenant if tenant().admin else tenant().name
-    found = Callbacks(database()).given_up(whose, shape.before_callback(query.cursor), query.limit)
+    found = Callbacks(database()).list_given_up_callbacks(whose, shape.before_callback(query.cursor), query.limit)
     cursor = shape.after_callback(found, query.limit)
     return CallbackList.of(callbacks=[CallbackView.of(it) for it in found], next_cursor=cursor)
 
@@ -112,7 +114,7 @@ def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
     whose = whose if tenant().admin else tenant().name
     if body.message is None:
         since_ms = 0 if body.since is None else moment("since", body.since)
-        sent = callbacks.retry_given_up(whose, since_ms, now_ms())
+        sent = callbacks.retry_all(whose, since_ms, now_ms())
         return CallbacksReplayView.of(message=None, since=body.since, sent=sent), 202
     if not body.message.isprintable() or not callbacks.retry(body.message, whose, now_ms()):
         raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
@@ -164,7 +166,7 @@ def test_webhook(path: ReceiverPath) -> tuple[dict[str, Any], int]:
     found = _own(path.webhook)
     if not found.enabled:
         raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
-    return TestView.of(webhook=found.id, message=Messages(database()).test(found, now_ms())), 202
+    return TestView.of(webhook=found.id, message=MessageQueue(database()).send_test(found, now_ms())), 202
 
 
 @api.post("/<webhook>/rotate", responses={200: NewSecretView, **problems(404, 415)})
@@ -176,7 +178,7 @@ def rotate_webhook(path: ReceiverPath) -> dict[str, Any]:
     """
     found = _own(path.webhook)
     secret, sealed = vault.new_signing_secret(found.id)
-    changed = _view(_receivers().rotate(found.id, _whose(), sealed, now_ms()))
+    changed = _view(_receivers().rotate_secret(found.id, _whose(), sealed, now_ms()))
     return NewSecretView.of(webhook=found.id, secret=secret, former_until=changed["former_until"])
 
 
@@ -207,17 +209,17 @@ def replay_webhook(path: ReceiverPath, body: ReplayBody) -> tuple[dict[str, Any]
     found, now = _own(path.webhook), now_ms()
     given_up: int | None = None
     if body.message is not None:
-        if not spreading.replay_one(database(), found, shape.event_of(body.message), now):
+        if not fan_out.replay_one(database(), found, shape.event_of(body.message), now):
             raise NotFound("What this message tells of is not in the record, or no longer.", message=body.message)
     elif body.since is not None:
-        spreading.replay(database(), found, moment("since", body.since))
+        fan_out.replay(database(), found, moment("since", body.since))
     else:
-        given_up = Messages(database()).retry_given_up(found.id, now)
+        given_up = MessageQueue(database()).retry_all(found.id, now)
     return ReplayView.of(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
 
 
-def _receivers() -> Receivers:
-    return Receivers(database())
+def _receivers() -> Subscriptions:
+    return Subscriptions(database())
 
 
 def _whose() -> str | None:
@@ -225,23 +227,23 @@ def _whose() -> str | None:
     return None if tenant().admin else tenant().name
 
 
-def _own(receiver_id: str) -> Receiver:
+def _own(receiver_id: str) -> Subscription:
     """Raises NotFound, also for those of others."""
     return _receivers().get(receiver_id, _whose())
 
 
-def _view(found: Receiver) -> dict[str, Any]:
+def _view(found: Subscription) -> dict[str, Any]:
     return _views([found])[0]
 
 
-def _views(found: Sequence[Receiver]) -> list[dict[str, Any]]:
-    waiting, now = _receivers().backlog([it.id for it in found]), now_ms()
+def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
+    waiting, now = _receivers().count_pending([it.id for it in found]), now_ms()
     return [ReceiverView.of(it, **shape.standing(it, waiting.get(it.id, 0), now)) for it in found]
 
 
 def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
     """TryList."""
-    found = Messages(database()).tries_of(receiver_id, shape.before_try(cursor), limit)
+    found = MessageQueue(database()).list_attempts(receiver_id, shape.before_try(cursor), limit)
     shown = [shape.tried(it, shows_inside=tenant().admin) for it in found]
     return TryList.of(deliveries=shown, next_cursor=shape.after_try(found, limit))
 

@@ -38,7 +38,7 @@ def dlq() -> None:
 @json_option
 def list_dead(model: str | None, limit: int, as_json: bool) -> None:
     """List dead jobs."""
-    print_jobs(list(client().pages("/admin/dlq", "jobs", limit, model=model)), as_json)
+    print_jobs(list(client().iter_pages("/admin/dlq", "jobs", limit, model=model)), as_json)
 
 
 @dlq.command("show")
@@ -75,7 +75,7 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
     api, retried, more = client(), 0, True
     with console(stderr=True).status("") as status:
         while more:
-            answer = api.call("POST", "/admin/dlq/retry-all", params={"model": model})
+            answer = api.request("POST", "/admin/dlq/retry-all", params={"model": model})
             retried, more = retried + answer["retried"], answer["more"]
             status.update(f"{retried} jobs ...")
     say(f"{retried} jobs are queued again.")
@@ -86,7 +86,7 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
 def delete_dead(job_ids: tuple[str, ...]) -> None:
     """Remove dead jobs for good."""
     for job_id in job_ids:
-        client().call("DELETE", f"/admin/dlq/{quoted(job_id)}")
+        client().request("DELETE", f"/admin/dlq/{quoted(job_id)}")
         say(f"{job_id}  deleted")
 
 
@@ -334,7 +334,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
     """
     api, path = client(), f"/admin/model-configs/{quoted(model)}"
     changes = dict(read_setting(one) for one in settings)
-    answer = api.call("PUT", path, body={**_overrides(api, path), **changes})
+    answer = api.request("PUT", path, body={**_overrides(api, path), **changes})
     if as_json:
         print_json(answer)
         return
@@ -343,11 +343,11 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 
 def _overrides(api: Any, path: str) -> dict[str, Any]:
     """Those that are set now; none for a model that is not known yet."""
-    from slotkeeper.client import Refused
+    from slotkeeper.client import ApiError
 
     try:
         found: dict[str, Any] = api.get(path)["overrides"]
-    except Refused as error:
+    except ApiError as error:
         if error.status != 404:
             raise
         return {}
@@ -358,7 +358,7 @@ def _overrides(api: Any, path: str) -> dict[str, Any]:
 @click.argument("model")
 def reset_model(model: str) -> None:
     """Bring all settings of a model back to their defaults."""
-    client().call("DELETE", f"/admin/model-configs/{quoted(model)}")
+    client().request("DELETE", f"/admin/model-configs/{quoted(model)}")
     say(f"{model} has the default configuration.")
 
 
@@ -399,7 +399,7 @@ def watch(every: float) -> None:
 
     from rich.live import Live
 
-    from slotkeeper.client import Unreachable
+    from slotkeeper.client import ApiUnreachable
 
     api = client()
     screen = console()
@@ -411,7 +411,7 @@ def watch(every: float) -> None:
                 time.sleep(every)
                 try:
                     shows = _picture(api)
-                except Unreachable as error:
+                except ApiUnreachable as error:
                     shows = error.message
         except KeyboardInterrupt:
             return

@@ -31,7 +31,7 @@ def audit(limit: int, as_json: bool, export: Path | None, **wanted: str | None) 
     slotkeeper audit --export acts.jsonl
     """
     most = limit if export is None else _EVERYTHING
-    found = client().pages("/admin/audit", "acts", most, **wanted)
+    found = client().iter_pages("/admin/audit", "acts", most, **wanted)
     if export is not None:
         with export.open("w", encoding="utf-8") as file:
             count = sum(file.write(json.dumps(one, ensure_ascii=False) + "\n") > 0 for one in found)

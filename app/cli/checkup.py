@@ -52,7 +52,7 @@ _MODULES = (
     "slotkeeper.config",
     "routing.queries.processes",
     "routing.queries.servers",
-    "slotkeeper.jobs.models",
+    "slotkeeper.jobs.tables",
     "app.up.plan",
     "migrations.migrate",
     "slotkeeper.redis.suitability",
@@ -153,10 +153,10 @@ def _kinds() -> list[type[BaseSettings]]:
     from app.config import AppSettings
     from app.up.plan import UpSettings
     from routing.queue.config import RoutingSettings
-    from slotkeeper.config import Limits, RecordSettings
+    from slotkeeper.config import DatabaseTimeouts, StorageSettings
     from tasks.config import EventSettings, TaskSettings
 
-    return [AppSettings, Limits, RecordSettings, UpSettings, RoutingSettings, EventSettings, TaskSettings]
+    return [AppSettings, DatabaseTimeouts, StorageSettings, UpSettings, RoutingSettings, EventSettings, TaskSettings]
 
 
 def _variable(kind: type[BaseSettings], field: str) -> str:
@@ -201,7 +201,7 @@ def database() -> Iterator[Finding]:
     from sqlalchemy import insert, update
 
     from migrations.migrate import check
-    from slotkeeper.jobs.models import counters
+    from slotkeeper.jobs.tables import counters
     from tasks.wiring import database as record
 
     found = record()
@@ -236,9 +236,9 @@ def _best_s(act: Callable[[], object]) -> float:
 
 def disk() -> Iterator[Finding]:
     """There is room where the state lies."""
-    from slotkeeper.config import RecordSettings
+    from slotkeeper.config import StorageSettings
 
-    home = RecordSettings().home.absolute()
+    home = StorageSettings().home.absolute()
     place = next(it for it in (home, *home.parents) if it.exists())
     usage = shutil.disk_usage(place)
     said = f"{usage.free / _GIB:.1f} GiB are free of {usage.total / _GIB:.1f} GiB at {place}."
@@ -252,7 +252,7 @@ def disk() -> Iterator[Finding]:
 
 def redis() -> Iterator[Finding]:
     """It answers, is new enough, keeps what it is given, and its clock goes with this host's."""
-    from slotkeeper.redis.suitability import forgets, unsuited
+    from slotkeeper.redis.suitability import explain_no_persistence, explain_unsuitable
     from tasks.wiring import scripts
 
     client, problems = scripts().redis, 0
@@ -261,7 +261,7 @@ def redis() -> Iterator[Finding]:
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
         problems += 1
         yield Finding("redis", "fail", f"It is version {version}.", "Slotkeeper needs Redis 7.0 or Valkey.")
-    for check, level in ((unsuited, "fail"), (forgets, "warn")):
+    for check, level in ((explain_unsuitable, "fail"), (explain_no_persistence, "warn")):
         if (advice := check(client)) is not None:
             problems += 1
             said, _, remedy = advice.partition(": ")
@@ -314,7 +314,7 @@ def servers() -> Iterator[Finding]:
     """Each registered server answers its health check, and its slots can be used."""
     from tasks.wiring import catalog
 
-    snapshot = catalog().snapshot()
+    snapshot = catalog().read()
     if not snapshot.servers:
         remedy = "Register one: `slotkeeper servers register MODEL NAME URL --slots 1`."
         yield Finding("servers", "warn", "No inference server is registered: jobs are accepted, and wait.", remedy)
@@ -360,10 +360,10 @@ def _of_slots(snapshot: Any) -> Iterator[Finding]:
     from routing.queries.servers import standings_of
     from routing.queue.config import RoutingSettings
     from routing.queue.slots import Slots
-    from slotkeeper.jobs import withheld
+    from slotkeeper.jobs import quarantine
     from tasks.wiring import database, scripts
 
-    rows = Counter(row.server for row in withheld.read(database()))
+    rows = Counter(row.server for row in quarantine.list_all(database()))
     found = standings_of(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
     known = {name: it for its in found.values() for name, it in its.items()}
     for server in snapshot.servers.values():
@@ -405,13 +405,13 @@ def maintenance() -> Iterator[Finding]:
 
 def secret() -> Iterator[Finding]:
     """The installation's is there, for its owner's eyes only, and that of the other processes."""
-    from slotkeeper.config import RecordSettings
+    from slotkeeper.config import StorageSettings
     from tasks.config import TaskSettings
 
     if TaskSettings().secret:
         yield from _compared("It is set by SLOTKEEPER_SECRET")
         return
-    path = RecordSettings().home.absolute() / "secret"
+    path = StorageSettings().home.absolute() / "secret"
     if not path.exists():
         said = f"There is none yet at {path}; the first process makes one."
         remedy = "Where there are several hosts, give all the same SLOTKEEPER_SECRET."

@@ -31,7 +31,7 @@ def set_defaults(settings: tuple[str, ...], as_json: bool) -> None:
 @defaults.command("reset")
 def reset_defaults() -> None:
     """Let hold what is built in."""
-    client().call("PUT", "/admin/defaults", body={})
+    client().request("PUT", "/admin/defaults", body={})
     say("What is built in holds.")
 
 
@@ -78,21 +78,21 @@ def set_kind(kind: str, settings: tuple[str, ...], as_json: bool) -> None:
 @click.argument("kind")
 def remove_kind(kind: str) -> None:
     """Forget a kind of which no model is any more."""
-    client().call("DELETE", f"/admin/kinds/{quoted(kind)}")
+    client().request("DELETE", f"/admin/kinds/{quoted(kind)}")
     say(f"{kind} is removed.")
 
 
 def _change(path: str, settings: tuple[str, ...]) -> Any:
-    from slotkeeper.client import Refused
+    from slotkeeper.client import ApiError
 
     api = client()
     try:
         before = api.get(path)["overrides"]
-    except Refused as error:
+    except ApiError as error:
         if error.status != 404:
             raise
         before = {}
-    return api.call("PUT", path, body={**before, **dict(read_setting(one) for one in settings)})
+    return api.request("PUT", path, body={**before, **dict(read_setting(one) for one in settings)})
 
 
 def _print(it: Any, as_json: bool) -> None:

@@ -28,7 +28,7 @@ from app.cli.common import (
 from app.cli.conditions import read_constraints
 from app.cli.results import output_option, save_result, without_files
 from app.terminal import console, one_line, say
-from slotkeeper import traces
+from slotkeeper import trace_context
 
 if TYPE_CHECKING:
     from slotkeeper.client import Client
@@ -87,7 +87,7 @@ def submit(
         say(notice, err=True)
     if wait:
         jobs = _wait(jobs)
-    from slotkeeper.client import has_ended
+    from slotkeeper.client import is_final
 
     if output is not None:
         save_result(jobs[0], output)
@@ -96,7 +96,7 @@ def submit(
     else:
         for job in jobs:
             _print_submitted(job)
-    if any(has_ended(job) and job["status"] != "completed" for job in jobs):
+    if any(is_final(job) and job["status"] != "completed" for job in jobs):
         sys.exit(1)
 
 
@@ -110,20 +110,20 @@ def _submit(body: Job, count: int) -> list[Job]:
 
     if count == 1:
         return [one(0)]
-    return [api.patiently(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
+    return [api.retry(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
 
 
 def _trace() -> dict[str, str]:
     """The header of the trace that this command was called in."""
-    found = traces.checked(traces.of_process())
+    found = trace_context.parse_traceparent(trace_context.get_process_traceparent())
     return {} if found is None else {"traceparent": found}
 
 
 def _wait(jobs: list[Job]) -> list[Job]:
     api = client()
     if len(jobs) == 1:
-        return [api.wait_for(jobs[0]["job_id"], notify=_saying_changes(jobs[0]))]
-    return [api.wait_for(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
+        return [api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]))]
+    return [api.wait_for_job(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
 
 
 def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
@@ -291,14 +291,14 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 
     Raises ClientError: none of the lines that are left was accepted, or that is not known.
     """
-    from slotkeeper.client import Refused
+    from slotkeeper.client import ApiError
 
     headers = {"Content-Type": "application/x-ndjson", **_trace()}
     while lines:
         path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
         try:
-            answer = api.patiently(partial(api.post, path, b"\n".join(lines), headers))
-        except Refused as error:
+            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers))
+        except ApiError as error:
             index = error.problem.get("index")
             if not isinstance(index, int) or not 0 <= index < len(lines):
                 raise
@@ -320,7 +320,9 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 @json_option
 def list_jobs(status: str | None, model: str | None, batch: str | None, limit: int, as_json: bool) -> None:
     """List jobs, the newest first."""
-    print_jobs(list(client().pages("/queue/jobs", "jobs", limit, status=status, model=model, batch=batch)), as_json)
+    print_jobs(
+        list(client().iter_pages("/queue/jobs", "jobs", limit, status=status, model=model, batch=batch)), as_json
+    )
 
 
 def print_jobs(jobs: list[Job], as_json: bool) -> None:
@@ -355,7 +357,7 @@ def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> Non
     api = client()
     job = api.get(f"/queue/jobs/{quoted(job_id)}")
     if wait:
-        job = api.wait_for(quoted(job_id), notify=_saying_changes(job))
+        job = api.wait_for_job(quoted(job_id), notify=_saying_changes(job))
     if output is not None:
         save_result(job, output)
     if as_json:

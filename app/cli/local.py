@@ -46,8 +46,8 @@ def flower() -> None:
     """
     from app.up.home import flower_password
     from app.up.plan import UpSettings, read_settings
-    from slotkeeper.config import RecordSettings
-    from slotkeeper.garbage import collect_rarely
+    from slotkeeper.config import StorageSettings
+    from slotkeeper.garbage import tune_garbage_collection
 
     defaults = {
         "FLOWER_ADDRESS": "127.0.0.1",
@@ -58,14 +58,14 @@ def flower() -> None:
     }
     # Not on the command line: the list of processes is open to everybody.
     if "FLOWER_BASIC_AUTH" not in os.environ and "FLOWER_AUTH" not in os.environ:
-        defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(RecordSettings).home)}"
+        defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(StorageSettings).home)}"
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
 
     from tasks.__main__ import run
     from tasks.celery_app import celery
 
     _close_flower()
-    collect_rarely()
+    tune_garbage_collection()
     celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
     celery.conf.broker_transport = None  # Its page of the broker goes by the scheme of the URL.
     run(["flower"])
@@ -84,14 +84,14 @@ def _close_flower() -> None:
 def migrate() -> None:
     """Bring the schema of the record to what this release needs."""
     from migrations.migrate import upgrade
-    from slotkeeper.config import RecordSettings
-    from slotkeeper.home import private_folder
+    from slotkeeper.config import StorageSettings
+    from slotkeeper.state_folder import make_private_folder
 
-    settings = RecordSettings()
+    settings = StorageSettings()
     with _said():
         if not settings.database_url:
-            private_folder(settings.home)
-        upgrade(settings.record_url)
+            make_private_folder(settings.home)
+        upgrade(settings.sqlalchemy_url)
     say("The record has the schema that this release needs.")
 
 
@@ -109,7 +109,7 @@ def tenants() -> None:
 def list_tenants(as_json: bool) -> None:
     """List the tenants that have a key, and those that are paused, draining or frozen."""
     with _said():
-        found = {it.name: it for it in _tenants().all()}
+        found = {it.name: it for it in _tenants().list_all()}
         states = _states()
     facts = ("admin", "rate_per_s", "burst")
     listed = [
@@ -136,7 +136,7 @@ def list_tenants(as_json: bool) -> None:
 @json_option
 def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
     """Add a tenant and print its key, which cannot be read again."""
-    from slotkeeper.jobs.record import now_ms
+    from slotkeeper.clock import now_ms
     from slotkeeper.registry.tenants import Tenant
 
     if burst is not None and rate is None:
@@ -176,11 +176,11 @@ def rotate_key(name: str, overlap: str, as_json: bool) -> None:
     The key before stops working within seconds, or when --overlap is over.  Rotated again before that, only the two
     latest keys are valid.
     """
-    from slotkeeper.jobs.record import now_ms
+    from slotkeeper.clock import now_ms
 
     overlap_s = _seconds(overlap)
     with _said():
-        key = _tenants().rotate(name, overlap_s * 1000, now_ms())
+        key = _tenants().rotate_key(name, overlap_s * 1000, now_ms())
     if as_json:
         print_json({"name": name, "key": key, "overlap_s": overlap_s})
         return
@@ -205,18 +205,18 @@ def remove_tenant(name: str, yes: bool) -> None:
 
     It says what the tenant has, and asks.  Jobs stay, and those that wait go on.
     """
-    from slotkeeper.outbox.receivers import forget_tenant
+    from slotkeeper.outbox.subscriptions import delete_of_tenant
 
     with _said():
         found = _tenants()
-        if all(one.name != name for one in found.all()):
+        if all(one.name != name for one in found.list_all()):
             raise NotFound(f"There is no tenant {name!r}.")
         holds = _holdings(name)
     say(f"{one_line(name)} has {holds}. Its keys stop working, its webhooks are deleted, its jobs go on.", err=True)
     if not yes:
         click.confirm("Remove it?", abort=True, err=True)
     with _said():
-        found.remove(name, also=forget_tenant)
+        found.remove(name, also=delete_of_tenant)
     say(f"{one_line(name)} is removed.")
 
 
@@ -234,7 +234,7 @@ def _states() -> dict[str, str]:
     """Of those tenants that do not stand online."""
     from tasks.wiring import catalog
 
-    return {name: it.state for name, it in catalog().snapshot().tenants.items()}
+    return {name: it.state for name, it in catalog().read().tenants.items()}
 
 
 def _tenants():  # type: ignore[no-untyped-def]
@@ -261,7 +261,7 @@ def _said() -> Iterator[None]:
 
     logs.configure()
     try:
-        with acts.acting(acts.Actor(getpass.getuser(), "command line", socket.gethostname())):
+        with acts.acting_as(acts.Actor(getpass.getuser(), "command line", socket.gethostname())):
             yield
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error

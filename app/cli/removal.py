@@ -10,7 +10,7 @@ from app.terminal import one_line, say
 
 
 def remove(kind: str, name: str, params: Mapping[str, str]) -> dict[str, Any]:
-    answer: dict[str, Any] = client().call("DELETE", f"/admin/{kind}/{quoted(name)}", params=params)
+    answer: dict[str, Any] = client().request("DELETE", f"/admin/{kind}/{quoted(name)}", params=params)
     return answer
 
 
@@ -42,7 +42,7 @@ def keep_command(kind: str) -> click.Command:
     @click.argument("name", metavar=kind.upper())
     def keep(name: str) -> None:
         """Call its removal off."""
-        client().call("DELETE", f"/admin/{kind}s/{quoted(name)}/removal")
+        client().request("DELETE", f"/admin/{kind}s/{quoted(name)}/removal")
         say(one_line(f"{name} stays."))
 
     return click.command("keep")(keep)

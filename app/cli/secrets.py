@@ -29,7 +29,7 @@ def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bo
         raise click.UsageError("Say which models may use it: --model MODEL, or --all-models.")
     value = click.prompt("Value", hide_input=True) if sys.stdin.isatty() else sys.stdin.read().rstrip("\r\n")
     body = {"value": value, "models": None if all_models else list(models)}
-    answer = client().call("PUT", f"/admin/secrets/{quoted(name)}", body=body)
+    answer = client().request("PUT", f"/admin/secrets/{quoted(name)}", body=body)
     if as_json:
         print_json(answer)
     else:
@@ -52,7 +52,7 @@ def list_secrets(as_json: bool) -> None:
 @click.argument("name")
 def remove_secret(name: str) -> None:
     """Forget one that no description names any more."""
-    client().call("DELETE", f"/admin/secrets/{quoted(name)}")
+    client().request("DELETE", f"/admin/secrets/{quoted(name)}")
     say(f"{name} is removed.")
 
 

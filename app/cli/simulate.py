@@ -12,7 +12,7 @@ import click
 
 from app.cli.common import json_option, print_json
 from app.terminal import console, say
-from slotkeeper.registry.policies import one_of
+from slotkeeper.registry.policies import list_names
 
 if TYPE_CHECKING:
     from app.simulate.engine import Progress
@@ -56,7 +56,7 @@ class _Priorities(click.ParamType):
 
 
 _OPTIONS = (
-    click.option("--policy", "policies", multiple=True, metavar="NAME", help=f"{one_of()}; again: compare."),
+    click.option("--policy", "policies", multiple=True, metavar="NAME", help=f"{list_names()}; again: compare."),
     click.option("--slots", multiple=True, metavar="N", help="Slots in all, or SERVER=N,...; again: compare."),
     click.option("--speed-up", "speed_ups", multiple=True, metavar="X", help="Jobs run X times as fast; or MODEL=X."),
     click.option("--set", "settings", multiple=True, metavar="MODEL.FIELD=VALUE", help="Configure a model; * is all."),
@@ -159,14 +159,14 @@ def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
 
     from app.simulate import fleet, plan, recorded
     from app.simulate.scenario import Scenario
-    from slotkeeper.config import RecordSettings
+    from slotkeeper.config import StorageSettings
 
     given = sorted(set(_plan_fields(wishes)) - {"seed", "start_latency", "swap"}) + ["load"] * bool(wishes["file"])
     if given:
         raise click.UsageError(f"--from-record does not go with --{given[0].replace('_', '-')}: leave one out.")
     made = plan.read(None, _plan_fields(wishes))
     begin_ms, end_ms = recorded.window(wishes["from_record"], datetime.now(UTC))
-    with recorded.opened(RecordSettings().record_url) as record:
+    with recorded.opened(StorageSettings().sqlalchemy_url) as record:
         found = recorded.read(record, begin_ms, end_ms, made.seed)
     latency, swap = int(made.start_latency * 1000), int(made.swap * 1000)
     scenarios = []

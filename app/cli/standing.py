@@ -31,7 +31,7 @@ def _command(word: str, kind: str, state: str, text: str) -> click.Command:
     @click.option("--reason", default="", help="Why; it is shown to whoever waits.")
     def change(name: str, reason: str) -> None:
         body = {"state": state, "reason": reason} if reason else {"state": state}
-        client().call("PATCH", f"/admin/{kind}s/{quoted(name)}", body=body)
+        client().request("PATCH", f"/admin/{kind}s/{quoted(name)}", body=body)
         say(one_line(f"{name} is {state}{f' ({reason})' if reason else ''}."))
 
     return click.command(word, help=text)(change)

@@ -128,7 +128,7 @@ def change_webhook(
         body["max_per_s"] = None
     if not body:
         raise click.UsageError("Name what shall change.")
-    client().call("PATCH", f"/webhooks/{quoted(webhook)}", body=body)
+    client().request("PATCH", f"/webhooks/{quoted(webhook)}", body=body)
     say(one_line(f"{webhook} is changed."))
 
 
@@ -196,7 +196,7 @@ def disable_webhook(webhook: str, reason: str | None) -> None:
 @_webhook
 def remove_webhook(webhook: str) -> None:
     """Forget it, with what it is owed."""
-    client().call("DELETE", f"/webhooks/{quoted(webhook)}")
+    client().request("DELETE", f"/webhooks/{quoted(webhook)}")
     say(one_line(f"{webhook} is removed."))
 
 
@@ -285,7 +285,7 @@ def show_secret(tenant: str, as_json: bool) -> None:
 
 
 def _list_callbacks(tenant: str | None, limit: int, as_json: bool) -> None:
-    found = list(client().pages("/webhooks/callbacks/given-up", "callbacks", limit, tenant=tenant))
+    found = list(client().iter_pages("/webhooks/callbacks/given-up", "callbacks", limit, tenant=tenant))
     if as_json:
         print_json(found)
         return
@@ -299,7 +299,7 @@ def _refuse_tenant(tenant: str | None) -> None:
 
 
 def _show(method: str, tenant: str, as_json: bool) -> None:
-    answer = client().call(method, f"/admin/webhook-secrets/{quoted(tenant)}")
+    answer = client().request(method, f"/admin/webhook-secrets/{quoted(tenant)}")
     if as_json:
         print_json(answer)
         return

@@ -8,7 +8,7 @@ from app.api import audit as audit_api
 from app.api.audit import AuditQuery
 from app.page.entrance import screen
 from app.page.render import rendered
-from slotkeeper.audit.acts import ACTS
+from slotkeeper.audit.acts import ACTIONS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 
@@ -18,4 +18,4 @@ def audit() -> Any:
     wanted = {name: request.args.get(name, "").strip() for name in _FILTERS}
     asked = {name: value for name, value in wanted.items() if value}
     query = AuditQuery(**asked, limit=100, cursor=request.args.get("cursor") or None)
-    return rendered("audit.html", found=audit_api.list_acts(query), wanted=wanted, acts=sorted(ACTS))
+    return rendered("audit.html", found=audit_api.list_acts(query), wanted=wanted, acts=sorted(ACTIONS))

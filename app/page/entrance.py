@@ -20,9 +20,9 @@ from app.page.render import rendered
 from app.page.sessions import Visit
 from app.page.visitor import THEME_COOKIE, THEMES, form, is_known, may_audit
 from app.reading import refuse_nul_in
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry.tenants import LOCAL, hash_key
-from slotkeeper.registry.visits import Visits
+from slotkeeper.clock import now_ms
+from slotkeeper.registry.tenants import LOCAL_TENANT, hash_key
+from slotkeeper.registry.visits import RevokedSessions
 from tasks.config import TaskSettings
 from tasks.keyring import session_keys
 from tasks.wiring import database
@@ -86,7 +86,7 @@ def equip(app: Flask) -> None:
 def _receive() -> None:
     request.max_form_parts, request.max_content_length = _MOST_FIELDS, _MOST_FORM_BYTES
     visit = sessions.read(request.cookies.get(_cookie(), ""), session_keys())
-    if visit is not None and visit.key and Visits(database()).has_ended(visit.id):
+    if visit is not None and visit.key and RevokedSessions(database()).is_revoked(visit.id):
         visit = None
     g.visit = visit or sessions.new_visit("", _settings().session_s)
     g.is_new_visit = visit is None
@@ -99,7 +99,7 @@ def _receive() -> None:
 
 def _identify(visit: Visit) -> None:
     keys = auth.keys()
-    whose = LOCAL if keys is None else keys.of_hashed(visit.key) if visit.key else None
+    whose = LOCAL_TENANT if keys is None else keys.of_hashed(visit.key) if visit.key else None
     if whose is not None:
         come_in(whose)
 
@@ -174,7 +174,7 @@ def _refuse_key() -> Any:
 def log_out() -> Any:
     """Whoever has copied the cookie is out, too.  Raises RecordUnavailable: then nobody is, and it is said."""
     if g.visit.key:
-        Visits(database()).end(g.visit.id, g.visit.until_ms, now_ms())
+        RevokedSessions(database()).revoke(g.visit.id, g.visit.until_ms, now_ms())
     g.visit, g.is_new_visit = sessions.new_visit("", _settings().session_s), True
     return redirect(LOG_IN, 303)
 

@@ -15,10 +15,11 @@ from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import story
 from routing.queries.story import Part, Span, Story
-from slotkeeper import exact
-from slotkeeper.jobs.record import Event, Job, now_ms
-from slotkeeper.jobs.states import FINAL, State
-from slotkeeper.large_json import has_many_parts
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.values import Event, Job
+from slotkeeper.large_json import is_expensive_to_parse
 
 _WIDTH = 1000  # of a time line, in its own units
 _NARROWEST = 3
@@ -53,16 +54,16 @@ def job(job_id: str) -> Any:
     if known.id != job_id:
         return redirect(f"/page/jobs/{segment(known.id)}", 303)
     path = JobPath(job_id=job_id)
-    trail, now = dispatcher().store.events_of(job_id), now_ms()
+    trail, now = dispatcher().store.list_events(job_id), now_ms()
     result, files = _result_of(known)
-    life = story.tell(dispatcher().store, dispatcher().catalog.snapshot(), known, trail, now)
+    life = story.tell(dispatcher().store, dispatcher().catalog.get(), known, trail, now)
     return rendered(
         "job.html",
         job=jobs_api.get_job(path, WaitQuery(wait=0)),
         payload=known.payload,
         remote_id=known.remote_id,
         source=known.source,
-        explained=None if known.state in FINAL else jobs_api.explain_job(path),
+        explained=None if known.state in FINAL_STATES else jobs_api.explain_job(path),
         attempts=jobs_api.list_attempts(path)["attempts"],
         events=[_shown(event) for event in trail],
         life=life,
@@ -70,7 +71,7 @@ def job(job_id: str) -> Any:
         files=files,
         parts_of=[(part, life.total_ms(part, now)) for part in Part],
         bars=_bars(life, now),
-        has_ended=known.state in FINAL,
+        has_ended=known.state in FINAL_STATES,
         is_dead=known.state is State.DEAD,
         created_ms=known.created_ms,
     )
@@ -108,9 +109,9 @@ def _result_of(job: Job) -> tuple[Any, list[File]]:
     """Return a job's result, and the files in it."""
     if job.result is None:
         return None, []
-    if has_many_parts(job.result):
+    if is_expensive_to_parse(job.result):
         return f"{len(job.result):,} characters in very many parts: see them with `slotkeeper job {job.id} --json`.", []
-    result = exact.loads(job.result)
+    result = json_text.loads(job.result)
     return result, files_in(result) if may_hold_files(job.result) else []
 
 

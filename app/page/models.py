@@ -18,7 +18,7 @@ from app.schemas import ModelPath
 from routing.queries import overview as at_a_glance
 from routing.queries.explain import explain
 from routing.queries.lanes import lanes_of
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 
 _SIZES = ("within the first round of all slots", "within eight rounds", "later")
 
@@ -27,11 +27,11 @@ _SIZES = ("within the first round of all slots", "within eight rounds", "later")
 def model(model: str) -> Any:
     path = ModelPath(model=model)
     told, now = models_api.get_model(path), now_ms()
-    known = dispatcher().catalog.snapshot().models[model]
-    running = dispatcher().store.running()
+    known = dispatcher().catalog.get().models[model]
+    running = dispatcher().store.list_running()
     lanes, all_of_them = lanes_of(dispatcher(), known)
     at_present = at_a_glance.look(dispatcher(), last_hour(), [known], running, now)[model]
-    slots = at_a_glance.slots_of(list(dispatcher().catalog.snapshot().servers.values()), running, dispatcher())
+    slots = at_a_glance.slots_of(list(dispatcher().catalog.get().servers.values()), running, dispatcher())
     servers = [it for it in servers_api.list_servers()["servers"] if model in it["models"]]
     return rendered(
         "model.html",

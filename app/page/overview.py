@@ -17,7 +17,7 @@ from app.page.render import KINDS, content, rendered
 from routing.queries import overview as at_a_glance
 from routing.queries.last_hour import LastHour
 from routing.queries.overview import ModelNow, Slot
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from tasks.wiring import database
 
 _LAST_HOUR = "slotkeeper_last_hour"
@@ -66,7 +66,7 @@ def overview() -> Any:
 
 
 def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[Card]:
-    catalog, now, running = dispatcher().catalog.snapshot(), now_ms(), dispatcher().store.running()
+    catalog, now, running = dispatcher().catalog.get(), now_ms(), dispatcher().store.list_running()
     known = [catalog.models[model["model"]] for model in shown if model["model"] in catalog.models]
     found = at_a_glance.look(dispatcher(), last_hour(), known, running, now)
     slots = at_a_glance.slots_of(list(catalog.servers.values()), running, dispatcher())

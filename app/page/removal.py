@@ -15,8 +15,8 @@ from app.page.visitor import form
 from app.removal import RemovalQuery, ServerRemovalQuery
 from app.schemas import ModelPath, ServerPath
 from slotkeeper.errors import NotFound, SlotkeeperError
-from slotkeeper.jobs.record import Job
-from slotkeeper.registry import removal
+from slotkeeper.jobs.values import Job
+from slotkeeper.registry import catalog_removal
 from tasks.wiring import database
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -25,9 +25,9 @@ from tasks.wiring import database
 @screen("/page/remove/models/<path:model>", admin=True)
 def ask_to_remove_model(model: str, wrong: str = "") -> Any:
     told = models_api.get_model(ModelPath(model=model))
-    catalog = dispatcher().catalog.snapshot()
+    catalog = dispatcher().catalog.get()
     idle = {name for name in told["servers"] if set(catalog.servers[name].endpoints) == {model}}
-    left = removal.left_of(database(), model)
+    left = catalog_removal.count_active_jobs(database(), model)
     return rendered("remove_model.html", model=told, left=left, idle=idle, wrong=wrong)
 
 
@@ -51,7 +51,7 @@ def keep_model(model: str) -> Any:
 
 @screen("/page/remove/servers/<path:server>", admin=True)
 def ask_to_remove_server(server: str, wrong: str = "") -> Any:
-    catalog = dispatcher().catalog.snapshot()
+    catalog = dispatcher().catalog.get()
     others = {name for it in catalog.servers.values() if it.name != server for name in it.endpoints}
     told = _server(server)
     bereft = set(told["models"]) - others
@@ -84,7 +84,7 @@ def _server(name: str) -> Any:
 
 
 def _runs(server: str) -> list[Job]:
-    return [job for job in dispatcher().store.running() if job.server == server]
+    return [job for job in dispatcher().store.list_running() if job.server == server]
 
 
 # -- both --------------------------------------------------------------------------------------------------

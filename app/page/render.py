@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from app.page import frame
 from routing.queries.explain import failed
 from routing.queries.story import length
-from slotkeeper import exact
-from slotkeeper.jobs.record import now_ms
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
 
 _LONGEST_JSON = 20_000
 _STATIC = files("app.page") / "static"
@@ -144,12 +144,12 @@ def sentence(text: str) -> str:
 
 def pretty(text: str) -> str:
     """JSON text for people."""
-    return shown_json(exact.loads(text))
+    return shown_json(json_text.loads(text))
 
 
 def shown_json(value: Any) -> str:
     """A value as JSON; what is too long ends with how much is left out."""
-    text = exact.dumps(value, indent=True).decode()
+    text = json_text.dumps(value, indent=True).decode()
     left = len(text) - _LONGEST_JSON
     return text if left <= 0 else f"{text[:_LONGEST_JSON]}\n… and {number(left)} characters more"
 

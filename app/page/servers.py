@@ -29,10 +29,10 @@ def server(server: str) -> Any:
     """`?ask`: also what it says of itself just now, which may take as long as it lets us wait."""
     listed = servers_api.list_servers()["servers"]
     told = next((it for it in listed if it["server"] == server), None)
-    known = dispatcher().catalog.snapshot().servers.get(server)
+    known = dispatcher().catalog.get().servers.get(server)
     if told is None or known is None:
         raise NotFound("There is no such server.", server=server)
-    slots = at_a_glance.slots_of([known], dispatcher().store.running(), dispatcher())[server]
+    slots = at_a_glance.slots_of([known], dispatcher().store.list_running(), dispatcher())[server]
     asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
     return rendered(
         "server.html",

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry.visits import Visits
+from slotkeeper.clock import now_ms
+from slotkeeper.registry.visits import RevokedSessions
 from tasks.keyring import session_keys
 
 _MOST = 1000  # characters of a cookie that are looked at
@@ -60,7 +60,7 @@ class Visited:
     It knows of log-outs by what `read` has read.
     """
 
-    def __init__(self, port: int, visits: Visits) -> None:
+    def __init__(self, port: int, visits: RevokedSessions) -> None:
         self._mark = f"{cookie_name(port)}="
         self._visits = visits
         self._ended: frozenset[str] = frozenset()
@@ -73,7 +73,7 @@ class Visited:
 
     def read(self) -> None:
         """Raises RecordUnavailable."""
-        self._ended = self._visits.ended(now_ms())
+        self._ended = self._visits.list_revoked(now_ms())
 
 
 def form_token(visit: Visit, key: bytes) -> str:

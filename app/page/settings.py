@@ -12,12 +12,12 @@ from app.config import AppSettings
 from app.page.entrance import screen
 from app.page.render import rendered
 from routing.queue.config import RoutingSettings
-from slotkeeper.config import Limits, RecordSettings
+from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import TaskSettings
 
 _CHAPTERS: tuple[tuple[str, type[BaseSettings]], ...] = (
-    ("The record", RecordSettings),
-    ("How long the record may keep anybody waiting", Limits),
+    ("The record", StorageSettings),
+    ("How long the record may keep anybody waiting", DatabaseTimeouts),
     ("Redis, slots, offers and waiting", RoutingSettings),
     ("Workers, messages and webhooks", TaskSettings),
     ("The API and the page", AppSettings),

@@ -20,9 +20,9 @@ from app.server.connection import Connection
 from app.server.owners import Owners
 from routing.queries.said import Watching
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.garbage import collect_rarely
+from slotkeeper.garbage import tune_garbage_collection
 from slotkeeper.registry.tenants import Tenants
-from slotkeeper.registry.visits import Visits
+from slotkeeper.registry.visits import RevokedSessions
 from tasks import alive, wiring
 
 log = structlog.get_logger(__name__)
@@ -39,10 +39,10 @@ def main() -> NoReturn:
     except (SlotkeeperError, OSError) as error:
         raise SystemExit(f"Error: {error}") from error
     sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
-    collect_rarely()
+    tune_garbage_collection()
     living = alive.begin("web", wiring.processes())
     record = wiring.database()
-    owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, Visits(record)))
+    owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, RevokedSessions(record)))
     watching = Watching(wiring.scripts())
     web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
     for number in (signal.SIGTERM, signal.SIGINT):

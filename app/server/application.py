@@ -18,7 +18,7 @@ from app.server.stream import Stream
 from app.server.threads import FairPool, Full, Gone
 from app.server.wsgi import Refusal, Response, Wsgi, call, environ_of
 from routing.queries.said import Watching
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import SlotkeeperError
 
 log = structlog.get_logger(__name__)

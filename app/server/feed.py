@@ -11,12 +11,12 @@ import structlog
 
 from app.job_answers import happened
 from app.later import Wanted
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.states import FINAL
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.tail import Entry, Tail
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
 log = structlog.get_logger(__name__)
 
@@ -25,14 +25,14 @@ _SHORTEST_S, _LONGEST_S, _GROWTH = 0.050, 0.200, 1.3
 _REST_FACTOR = 4  # It is at least so many times as long as the streams have kept the event loop.
 _AFTER_FAILURE_S = 1.0
 _MOST_ASKED = 500  # jobs in one query
-_ENDS = frozenset(TYPES[state] for state in FINAL)
+_ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """An event, and its text in a stream (text/event-stream)."""
 
-    entry: Entry
+    entry: OutboxEvent
     text: bytes
 
     @property
@@ -48,7 +48,7 @@ class Rendered:
 Take: TypeAlias = Callable[[Sequence[Rendered]], None]
 
 
-def render(entry: Entry) -> Rendered:
+def render(entry: OutboxEvent) -> Rendered:
     event = entry.event
     text = b"id: %d\nevent: %b\ndata: %b\n\n" % (event.id, event.type.encode(), orjson.dumps(happened(entry)))
     return Rendered(entry, text)
@@ -58,7 +58,7 @@ class Feed:
     """Called in the event loop's thread only.  It reads, in a thread, while anybody follows or waits."""
 
     def __init__(self, database: Database) -> None:
-        self.database, self._store = database, Store(database)
+        self.database, self._store = database, JobStore(database)
         self._followers: dict[Wanted, list[Take]] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}  # by job
         self._asked: set[str] = set()  # jobs that may have ended before
@@ -122,9 +122,9 @@ class Feed:
 
     async def _read(self) -> None:
         """Raises SlotkeeperError while the database is away."""
-        loop, tail, pause_s = asyncio.get_running_loop(), Tail(self.database, after=self.position), _SHORTEST_S
+        loop, tail, pause_s = asyncio.get_running_loop(), EventReader(self.database, after=self.position), _SHORTEST_S
         if not self._begun.is_set():
-            self.position = await loop.run_in_executor(self._thread, tail.begin)
+            self.position = await loop.run_in_executor(self._thread, tail.skip_to_end)
             self._begun.set()
         while self._followers or self._waiters:
             asked = {self._asked.pop() for _ in range(min(len(self._asked), _MOST_ASKED))}
@@ -137,10 +137,10 @@ class Feed:
             pause_s = _SHORTEST_S if events else min(pause_s * _GROWTH, _LONGEST_S)
             await asyncio.sleep(max(pause_s, (loop.time() - began) * _REST_FACTOR))
 
-    def _look(self, tail: Tail, asked: set[str]) -> tuple[set[str], list[Rendered]]:
+    def _look(self, tail: EventReader, asked: set[str]) -> tuple[set[str], list[Rendered]]:
         """Return which of the jobs have ended or are gone, and what has happened: what ends later is read there."""
-        briefs = self._store.briefs(sorted(asked)) if asked else {}
-        ended = {it for it in asked if it not in briefs or briefs[it].state in FINAL}
+        briefs = self._store.get_statuses(sorted(asked)) if asked else {}
+        ended = {it for it in asked if it not in briefs or briefs[it].state in FINAL_STATES}
         return ended, [render(entry) for entry in tail.read()]
 
     def _hand_out(self, events: Sequence[Rendered]) -> None:

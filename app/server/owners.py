@@ -78,7 +78,7 @@ class Owners:
         """A database that does not answer leaves what is known."""
         with suppress(SlotkeeperError):
             self._visits.read()
-            self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.by_hash().items()}
+            self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()}
 
     def _shown(self, environ: Mapping[str, Any]) -> str:
         """Return the hash of the key that is shown, or "" where none is."""

@@ -11,7 +11,7 @@ import orjson
 from app.later import Following
 from app.server.feed import Feed, Rendered, render
 from routing.queries.said import Said, Watcher, Watching
-from slotkeeper.outbox import tail
+from slotkeeper.outbox import event_reader
 
 HEARTBEAT_S = 15.0
 _PAGE = 200  # events that are read at once
@@ -111,11 +111,11 @@ class Stream:
         self._target = None
         yield await self._kept_text()
 
-    def _look_back(self, is_first: bool) -> tuple[bool, tail.Page, list[Rendered]]:
+    def _look_back(self, is_first: bool) -> tuple[bool, event_reader.EventPage, list[Rendered]]:
         """In a thread.  Raises SlotkeeperError while the database is away."""
         database, job_id = self._feed.database, self.wanted.job_id
-        complete = not is_first or job_id is not None or tail.is_complete(database, self._cursor)
-        page = tail.page(database, self._cursor, _PAGE, job_id)
+        complete = not is_first or job_id is not None or event_reader.has_all_since(database, self._cursor)
+        page = event_reader.read_page(database, self._cursor, _PAGE, job_id)
         return complete, page, [render(entry) for entry in page.entries]
 
     # -- text ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from redis import Redis
 from app.simulate.room import Event, Ran, Room
 from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
 from app.simulate.valkey import private_valkey
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 
 _EVENTS = 1000  # in one round trip
 _ACTS = 4000  # in one round trip: a tenth of a second
@@ -90,8 +90,8 @@ def _joined(outages: Sequence[Outage]) -> list[Outage]:
     return joined
 
 
-def _waiting(number: int, arrival: Arrival) -> Waiting:
-    return Waiting(
+def _waiting(number: int, arrival: Arrival) -> QueuedJob:
+    return QueuedJob(
         str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
     )
 

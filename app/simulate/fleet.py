@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from app.simulate.plan import Plan, ServerPlan, sentence
 from app.simulate.scenario import Arrival, Wrong
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 
 _COUNT = re.compile(r"[1-9]\d{0,5}")
@@ -35,11 +35,11 @@ class Changes:
         return ", ".join(part for part in (self.policy, slots) if part) or "as configured"
 
 
-def from_plan(plan: Plan) -> Snapshot:
+def from_plan(plan: Plan) -> CatalogSnapshot:
     """The catalog of a plan.  Raises Wrong for a configuration that no model can have."""
     servers, fleets = plan.fleet(), _fleets(plan.fleet())
     models = {model.name: _model(model.name, fleets[model.name], model.config) for model in plan.models}
-    return Snapshot(
+    return CatalogSnapshot(
         1,
         models,
         {
@@ -56,7 +56,7 @@ def from_plan(plan: Plan) -> Snapshot:
     )
 
 
-def changed(catalog: Snapshot, changes: Changes) -> Snapshot:
+def changed(catalog: CatalogSnapshot, changes: Changes) -> CatalogSnapshot:
     """The catalog after a what-if.  Raises Wrong."""
     overrides = {name: dict(model.overrides) for name, model in catalog.models.items()}
     for setting in changes.settings:

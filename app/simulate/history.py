@@ -11,9 +11,9 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import jobs
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from app.simulate import history
 from app.simulate.history import Past
 from app.simulate.scenario import Arrival, Wrong
 from migrations import migrate
-from slotkeeper.db.db import Database
-from slotkeeper.registry.catalog import Catalog, Snapshot
+from slotkeeper.db.group_commit import Database
+from slotkeeper.registry.catalog import Catalog, CatalogSnapshot
 from slotkeeper.registry.values import AdminState
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -28,7 +28,7 @@ class Recorded:
     """What the record tells.  `drawn`: jobs whose run time is another's of their model, for they have not ended."""
 
     arrivals: list[Arrival]
-    catalog: Snapshot
+    catalog: CatalogSnapshot
     drawn: int
     unknown: int
     """Jobs left out, for their model is not in the catalog any more."""
@@ -55,7 +55,7 @@ def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorde
     Jobs that never ran are left out: they never asked for a slot's time.  Raises Wrong if there are no others;
     errors of the record pass through.
     """
-    catalog = _online(Catalog(database).snapshot())
+    catalog = _online(Catalog(database).read())
     rows = [row for row in history.read(database, since_ms, until_ms) if row.started_ms is not None]
     known = [row for row in rows if row.model in catalog.models]
     if not known:
@@ -114,7 +114,7 @@ def _ran_ms(row: Past) -> int | None:
     return max(row.finished_ms - row.started_ms, 1)
 
 
-def _online(catalog: Snapshot) -> Snapshot:
+def _online(catalog: CatalogSnapshot) -> CatalogSnapshot:
     return replace(
         catalog,
         models={name: replace(model, state=AdminState.ONLINE) for name, model in catalog.models.items()},

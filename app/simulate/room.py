@@ -17,10 +17,10 @@ from routing.queue.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Command, Scripts, assemble
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.catalog import CatalogSnapshot
 
 _PREFIX = "simulation"
 _TAKER = "simulator"
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 class Room:
     """One fleet's waiting room.  `play` is one round trip; redis errors pass through."""
 
-    def __init__(self, redis: Redis, fleet: str, catalog: Snapshot, start_latency_ms: int, swap_ms: int) -> None:
+    def __init__(self, redis: Redis, fleet: str, catalog: CatalogSnapshot, start_latency_ms: int, swap_ms: int) -> None:
         settings, keys = RoutingSettings(), Keys(_PREFIX)
         scripts = Scripts(redis, keys)
         self.fleet = fleet
@@ -59,7 +59,7 @@ class Room:
         self._queues, self._leases = Queues(scripts, settings), Leases(scripts, settings)
         self._slots = Slots(scripts, settings)
         own = [f"{_PREFIX}:{{{fleet}}}:simulator:{name}" for name in _OWN_KEYS]
-        self._keys = [*keys.fleet(fleet), *own]
+        self._keys = [*keys.fleet_keys(fleet), *own]
         acts = self._acts()
         self._order = orjson.dumps(
             {
@@ -73,19 +73,19 @@ class Room:
             }
         )
         self._sha = redis.script_load(_assembled({command.target.script for command in acts.values()}))
-        self._queues.begin_all([fleet], catalog.record)
+        self._queues.begin_all([fleet], catalog.database_id)
         self._queues.open_all([fleet])
 
     def opening(self, at_ms: int) -> Event:
         """The fleet's servers come up."""
         return self.changed(at_ms, "", self._catalog)
 
-    def arrival(self, job: Waiting, at_ms: int, run_ms: int) -> Event:
+    def arrival(self, job: QueuedJob, at_ms: int, run_ms: int) -> Event:
         """A job is submitted.  Its id is a number, as a text."""
         words = self._queues.entering(self.fleet, [job]).args
         return Event(at_ms, [at_ms, "arrive", job.id, run_ms, len(words), *words])
 
-    def changed(self, at_ms: int, down: str, catalog: Snapshot) -> Event:
+    def changed(self, at_ms: int, down: str, catalog: CatalogSnapshot) -> Event:
         """The catalog changes; `down`: the server whose runs it breaks off, if any."""
         self._version += 1
         known = replace(catalog, version=self._version)
@@ -106,7 +106,7 @@ class Room:
 
     def _acts(self) -> dict[str, Command[Any]]:
         """All that play.lua does, by the names that it has there; @job and the like stand for those of a run."""
-        job = Waiting("@job", 0, next(iter(self._catalog.models), ""), 1, "")
+        job = QueuedJob("@job", 0, next(iter(self._catalog.models), ""), 1, "")
         lease = Lease(self.fleet, "@job", "@lease", "@owner", "@slot")
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {

@@ -6,8 +6,8 @@ Times are integers, milliseconds since the epoch, simulated; their names end in 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slotkeeper.jobs.record import PRIORITY_DEFAULT
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.jobs.values import PRIORITY_DEFAULT
+from slotkeeper.registry.catalog import CatalogSnapshot
 
 
 class Wrong(ValueError):
@@ -44,7 +44,7 @@ class Scenario:
     """
 
     arrivals: Sequence[Arrival]
-    catalog: Snapshot
+    catalog: CatalogSnapshot
     begin_ms: int
     end_ms: int
     outages: Sequence[Outage] = ()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slotkeeper.home import private_file
+from slotkeeper.state_folder import make_private_file
 
 _LARGEST_LOG = 16 << 20
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b.*:|Error: |# Fatal|.*\bFATAL\b")
@@ -50,7 +50,7 @@ class Child:
 
     def start(self) -> int:
         """Answers its pid, which is also the number of its group.  Raises OSError."""
-        private_file(self.log)
+        make_private_file(self.log)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 # `exec`: the process is the program itself and no shell before it.
@@ -92,7 +92,7 @@ class Child:
         with suppress(OSError):
             if self.log.stat().st_size > _LARGEST_LOG:
                 older = self.log.with_suffix(".log.1")
-                private_file(older)
+                make_private_file(older)
                 shutil.copyfile(self.log, older)
                 os.truncate(self.log, 0)
 

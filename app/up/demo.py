@@ -13,7 +13,7 @@ from typing import Any
 from app.config import AppSettings
 from app.terminal import console, json_text, styled
 from app.up.plan import DemoServer
-from slotkeeper.client import Client, has_ended
+from slotkeeper.client import Client, is_final
 
 Job = dict[str, Any]
 
@@ -56,8 +56,8 @@ def key_for(settings: AppSettings) -> Iterator[str | None]:
     if given or not settings.require_keys:
         yield given
         return
+    from slotkeeper.clock import now_ms
     from slotkeeper.errors import NotFound
-    from slotkeeper.jobs.record import now_ms
     from slotkeeper.registry.tenants import Tenant, Tenants
     from tasks.wiring import database
 
@@ -80,7 +80,7 @@ def register(client: Client, servers: Sequence[DemoServer]) -> None:
         body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
         client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
     for model, config in _POLLED.items():
-        client.call("PUT", f"/admin/model-configs/{model}", body={"model_type": "async", **config})
+        client.request("PUT", f"/admin/model-configs/{model}", body={"model_type": "async", **config})
 
 
 def run_first(client: Client, command: str, say: Callable[[str], None], stop: threading.Event) -> int:
@@ -89,7 +89,7 @@ def run_first(client: Client, command: str, say: Callable[[str], None], stop: th
     `command`: our program, as it is called from a second terminal.
     """
     body: Job = {"model": "zimg", "payload": {"prompt": _SCENES[0]}}
-    submitted = client.patiently(partial(client.post, "/queue/submit", body), 30)
+    submitted = client.retry(partial(client.post, "/queue/submit", body), 30)
     job = next(_follow(client, [submitted["job_id"]], stop), None)
     if stop.is_set():
         return 1
@@ -118,7 +118,7 @@ def run_jobs(client: Client, count: int, stop: threading.Event) -> int:
     ended = []
     with Progress(*columns, console=screen) as progress:
         ids = [
-            client.patiently(partial(client.post, "/queue/submit", body), 60)["job_id"]
+            client.retry(partial(client.post, "/queue/submit", body), 60)["job_id"]
             for body in progress.track(mixed_jobs(count), description="submitted")
         ]
         for job in progress.track(_follow(client, ids, stop), total=count, description="ended    "):
@@ -141,7 +141,7 @@ def _follow(client: Client, ids: Sequence[str], stop: threading.Event) -> Iterat
     while left and time.monotonic() < until:
         for _ in range(min(len(left), _LOOKS_AT_ONCE)):
             job = client.get(f"/queue/jobs/{left[0]}")
-            if has_ended(job):
+            if is_final(job):
                 left.popleft()
                 until = time.monotonic() + _PATIENCE_S
                 yield job

@@ -10,7 +10,13 @@ from typing import Self
 
 from app.up.errors import UpError
 from routing.queue.config import PASSWORD_FILE, PORT_FILE
-from slotkeeper.home import HomeNotPrivate, close, kept_text, private_file, private_folder
+from slotkeeper.state_folder import (
+    StateFolderNotPrivate,
+    make_private_file,
+    make_private_folder,
+    read_or_create,
+    restrict_to_owner,
+)
 
 URL_FILE = "url"
 """In the state folder: where this machine reaches the API."""
@@ -30,9 +36,9 @@ class Home:
     def __enter__(self) -> Self:
         try:
             self._prepare()
-            private_file(self.path / "up.lock")
+            make_private_file(self.path / "up.lock")
             self._lock = open(self.path / "up.lock", "a+")
-        except HomeNotPrivate as error:
+        except StateFolderNotPrivate as error:
             raise UpError(error.detail) from error
         except OSError as error:
             raise UpError(
@@ -51,12 +57,12 @@ class Home:
         self._lock.close()
 
     def _prepare(self) -> None:
-        private_folder(self.path)
+        make_private_folder(self.path)
         for folder in (self.logs, self.path / "valkey"):
             folder.mkdir(exist_ok=True)
         for within, folders, files in os.walk(self.path):
             for name in folders + files:  # Some may be of a release that did not mind.
-                close(Path(within, name))
+                restrict_to_owner(Path(within, name))
         free_mb = shutil.disk_usage(self.path).free >> 20
         if free_mb < _LEAST_FREE_MB:
             raise UpError(
@@ -81,12 +87,12 @@ class Home:
 
 def flower_password(home: Path) -> str:
     """Flower's password, kept in `home`; made by the first who asks."""
-    return kept_text(home / "flower-password", lambda: secrets.token_urlsafe(18))
+    return read_or_create(home / "flower-password", lambda: secrets.token_urlsafe(18))
 
 
 def redis_password(home: Path) -> str:
     """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.queue.config)."""
-    return kept_text(home / PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
+    return read_or_create(home / PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
 
 
 def note_where(home: Path, url: str, redis_port: int | None) -> None:
@@ -96,5 +102,5 @@ def note_where(home: Path, url: str, redis_port: int | None) -> None:
     """
     notes = {URL_FILE: url} | ({} if redis_port is None else {PORT_FILE: str(redis_port)})
     for name, text in notes.items():
-        private_file(home / name)
+        make_private_file(home / name)
         (home / name).write_text(f"{text}\n")

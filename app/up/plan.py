@@ -16,9 +16,9 @@ from app.config import AppSettings
 from app.up.children import Role
 from app.up.errors import UpError
 from app.up.ports import Port, free_port
-from migrations.current import is_current
+from migrations.revisions import is_current
 from routing.queue.config import RoutingSettings
-from slotkeeper.config import RecordSettings
+from slotkeeper.config import StorageSettings
 from tasks.config import TaskSettings
 
 S = TypeVar("S", bound=BaseSettings)
@@ -88,7 +88,7 @@ class Plan:
         """Return how `slotkeeper` is called from a second terminal in the present folder."""
         program = Path(sys.executable).with_name("slotkeeper")
         called = shlex.quote(short(program)) if program.exists() else "slotkeeper"
-        if self.home == RecordSettings.model_fields["home"].default.absolute():
+        if self.home == StorageSettings.model_fields["home"].default.absolute():
             return called
         return f"SLOTKEEPER_HOME={shlex.quote(short(self.home))} {called}"
 
@@ -153,7 +153,7 @@ class Plan:
 
 def read_plan(demo: bool) -> Plan:
     """Raises UpError: a setting is wrong."""
-    app, record, routing = read_settings(AppSettings), read_settings(RecordSettings), read_settings(RoutingSettings)
+    app, record, routing = read_settings(AppSettings), read_settings(StorageSettings), read_settings(RoutingSettings)
     tasks, up = read_settings(TaskSettings), read_settings(UpSettings)
     try:
         app.check()
@@ -162,7 +162,7 @@ def read_plan(demo: bool) -> Plan:
     return Plan(
         home=record.home.absolute(),
         app=app,
-        record_url=_rooted(record.record_url),
+        record_url=_rooted(record.sqlalchemy_url),
         redis_url=routing.redis_url,
         broker_url=tasks.broker_url,
         redis_port=routing.redis_port,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.up.children import Role
 from app.up.errors import UpError
-from slotkeeper.home import private_file
+from slotkeeper.state_folder import make_private_file
 
 _REMOTE_TIMEOUT_S = 5.0
 _OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
@@ -50,7 +50,7 @@ def role(program: str, port: int, folder: Path, turn: int, password: str = "") -
         "hz": "4",
     }
     file = folder / "valkey.conf"
-    private_file(file)
+    make_private_file(file)
     file.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in settings.items()))
     # On SIGTERM it writes the append-only file to disk and ends, as SHUTDOWN does.
     return Role("valkey", shlex.join([program, str(file)]), stop_s=10, turn=turn, keeps_state=True)
@@ -76,14 +76,14 @@ def check_remote(url: str) -> None:
     from redis.exceptions import RedisError
 
     from slotkeeper.redis.scripts import connect
-    from slotkeeper.redis.suitability import UnsuitedRedis, unsuited
+    from slotkeeper.redis.suitability import UnsuitableRedis, explain_unsuitable
 
     try:
         with connect(url, _REMOTE_TIMEOUT_S) as redis:
             redis.ping()
-            if (reason := unsuited(redis)) is not None:
+            if (reason := explain_unsuitable(redis)) is not None:
                 raise UpError(reason)
-    except UnsuitedRedis as error:
+    except UnsuitableRedis as error:
         raise UpError(str(error)) from error
     except (RedisError, OSError) as error:
         raise UpError(f"SLOTKEEPER_REDIS_URL does not answer ({error}): start that Redis, or unset it.") from error

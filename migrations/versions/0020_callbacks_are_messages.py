@@ -20,7 +20,7 @@ _OWN_GIVEN_UP = sa.text("state = 'given_up' AND receiver = job_id")
 _PENDING, _GIVEN_UP = sa.text("state = 'pending'"), sa.text("state = 'given_up'")
 _COLUMNS = "receiver, event, job_id, type, at_ms, state, tries, next_ms, owed_ms, ended_ms, last_status, last_error"
 _OLD_COLUMNS = "id, job_id, url, status, state, tries, next_ms, last_status, last_error, created_ms, delivered_ms"
-_ENDS = ("dead", "completed", "failed", "expired", "canceled")  # slotkeeper/jobs/owed.py
+_ENDS = ("dead", "completed", "failed", "expired", "canceled")  # slotkeeper/jobs/notifications.py
 
 
 def _number(row: str) -> str:

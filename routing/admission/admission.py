@@ -9,14 +9,14 @@ from routing.admission import gates
 from routing.admission.gates.gate import Asks, Gate, Known, Outlook, Question, Submit
 from routing.queue.config import RoutingSettings
 from routing.queue.queues import Queues
-from slotkeeper.errors import Conflict, InvalidJob, TooMany
-from slotkeeper.jobs.record import NewJob
-from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
+from slotkeeper.jobs.values import NewJob
+from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
-_REFUSALS = (Conflict, InvalidJob, TooMany)
+_REFUSALS = (Conflict, InvalidJob, TooManyRequests)
 
 
 class Admission:

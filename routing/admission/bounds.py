@@ -2,7 +2,7 @@
 
 import math
 
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 
 _UNKNOWN_RETRY_S = 30
 _LONGEST_RETRY_S = 3600

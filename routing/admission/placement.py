@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slotkeeper.errors import InvalidJob
-from slotkeeper.registry.values import Server, attribute_text, number_text
+from slotkeeper.registry.values import Server, format_attribute, format_number
 
 NAME = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
 VALUE = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
@@ -70,7 +70,7 @@ def _range(name: str, wanted: Mapping[str, Any]) -> list[str]:
         raise InvalidJob(
             "constraints", f"constraints.{name}: no server can be at least {wanted['min']} and at most {wanted['max']}"
         )
-    return [f"{name}{_BOUNDS[side]}{number_text(wanted[side])}" for side in ("max", "min") if side in wanted]
+    return [f"{name}{_BOUNDS[side]}{format_number(wanted[side])}" for side in ("max", "min") if side in wanted]
 
 
 def read_attributes(attributes: Mapping[str, Any], field: str = "attributes") -> dict[str, str | float]:
@@ -116,8 +116,8 @@ def _is_met(condition: str, server: Server, model: str) -> bool:
     if has is None:
         return False
     if operator == "=":
-        return bool({*attribute_text(has).split(",")} & {*wanted.split(",")})
-    number, bound = _number_in(attribute_text(has)), _number_in(wanted)
+        return bool({*format_attribute(has).split(",")} & {*wanted.split(",")})
+    number, bound = _number_in(format_attribute(has)), _number_in(wanted)
     if number is None or bound is None:
         return False
     return number >= bound if operator == ">=" else number <= bound
@@ -145,7 +145,7 @@ def _check_name(name: Any, field: str) -> None:
 
 def _text(value: Any, field: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
-        return number_text(value)
+        return format_number(value)
     if not isinstance(value, str) or not _VALUE.fullmatch(value):
         raise InvalidJob(
             field.split(".", 1)[0], f"{field}: a value is a number, or 1 to 128 letters, digits or . _ : / + -"

@@ -12,8 +12,8 @@ from redis.exceptions import RedisError
 
 from routing.queue import order
 from routing.queue.queues import Entry, Offer, Offering, Queues
-from slotkeeper.jobs.record import Waiting
-from slotkeeper.redis.scripts import Call, Command
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.redis.scripts import Command, TwoStepCall
 
 log = structlog.get_logger(__name__)
 
@@ -85,14 +85,14 @@ class QuestionScripts(Protocol):
     """What lua/ asks: a script each."""
 
     def enter(self, fleet: str, *, offering: Offering, entry: Entry) -> Command[_Entered]: ...
-    def queue_status(self, fleet: str, *, job: Waiting, lane: str, as_last: bool) -> Command[QueueStatus]: ...
+    def queue_status(self, fleet: str, *, job: QueuedJob, lane: str, as_last: bool) -> Command[QueueStatus]: ...
     def admit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
     def backlog(self, fleet: str, *, account: str) -> Command[Backlog]: ...
     def variety(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[Variety]: ...
 
 
 def _scripts(queues: Queues) -> QuestionScripts:
-    found: QuestionScripts = queues.scripts.bound(QuestionScripts)
+    found: QuestionScripts = queues.scripts.bind(QuestionScripts)
     return found
 
 
@@ -118,18 +118,18 @@ def rate(queues: Queues, tenant: str, count: int, interval_ms: float, burst: int
     return _scripts(queues).admit(key, count=count, interval_ms=interval_ms, burst=burst)
 
 
-def status(queues: Queues, fleet: str, job: Waiting, *, as_last: bool = False) -> Command[QueueStatus]:
+def status(queues: Queues, fleet: str, job: QueuedJob, *, as_last: bool = False) -> Command[QueueStatus]:
     """What a job waits for, or, `as_last`, would wait for if it came in now."""
     return _scripts(queues).queue_status(fleet, job=job, lane=order.lane(job), as_last=as_last)
 
 
-def status_now(queues: Queues, fleet: str, job: Waiting) -> QueueStatus:
+def status_now(queues: Queues, fleet: str, job: QueuedJob) -> QueueStatus:
     """What a job waits for."""
     (found,) = queues.ask([status(queues, fleet, job)])
     return found
 
 
-def position(queues: Queues, fleet: str, job: Waiting) -> Position | None:
+def position(queues: Queues, fleet: str, job: QueuedJob) -> Position | None:
     """Where it waits; None: not in the room, or Redis is away."""
     return None if queues.away else status_now(queues, fleet, job).position
 
@@ -143,29 +143,29 @@ class Entering:
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
-        self._call: Call | None = None
+        self._call: TwoStepCall | None = None
         self._failed: RedisError | None = None
-        self.asked: tuple[str, Waiting] | None = None
+        self.asked: tuple[str, QueuedJob] | None = None
 
     def ready(self) -> Self:
         """All that must be waited for before Redis can be asked; once is enough."""
         if self._call is None and not self._queues.away:
             try:
                 self._offering = self._queues.usual_offering()
-                self._call = Call(self._queues.scripts)
+                self._call = TwoStepCall(self._queues.scripts)
             except RedisError as error:
                 self._queues.note_away()
                 log.warning("room_away", error=str(error))
         return self
 
-    def ask(self, fleet: str, job: Waiting) -> None:
+    def ask(self, fleet: str, job: QueuedJob) -> None:
         """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""
         if self._call is None or self._queues.is_away(fleet):
             return
         self.asked = fleet, job
         entry = Entry(order.lane(job), job)
         try:
-            self._call.ask(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
+            self._call.send(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
         except RedisError as error:
             self._failed = error
 
@@ -175,7 +175,7 @@ class Entering:
             raise self._failed
         assert self.asked is not None and self._call is not None
         fleet, job = self.asked
-        made, ahead, run_ms = self._queues.taken_in(self._call.answer())
+        made, ahead, run_ms = self._queues.taken_in(self._call.receive())
         made = self._queues.with_the_rest(fleet, made)
         offered = ahead is None or any(offer.job_id == job.id for offer in made)
         return made, OFFERED if offered or ahead is None else Position(ahead, run_ms)

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 
 from routing.admission.placement import read_constraints
-from slotkeeper import exact, traces
+from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.record import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
 from slotkeeper.registry.catalog import Model
-from slotkeeper.registry.tenants import SHOWN
+from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
 MODEL = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
 _MODEL = re.compile(MODEL)
@@ -102,7 +102,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -
         source=asked.source,
         envelope=asked.envelope,
         constraints=read_constraints(asked.constraints),
-        traceparent=traces.checked(asked.traceparent),
+        traceparent=trace_context.parse_traceparent(asked.traceparent),
         batch=asked.batch,
     )
 
@@ -112,7 +112,7 @@ def encode_payload(payload: Any, limit: int) -> str:
     if not isinstance(payload, dict):
         raise InvalidJob("payload", "payload must be a JSON object")
     try:
-        encoded = exact.dumps(payload)
+        encoded = json_text.dumps(payload)
     except (TypeError, ValueError, RecursionError) as error:
         _refuse_unfit(payload)
         raise InvalidJob("payload", f"payload cannot be written as JSON: {error}") from None
@@ -185,7 +185,7 @@ def _job_id(wanted: str | None) -> str:
 
 def check_idempotency_key(key: str | None, longest: int = LONGEST_KEY) -> str | None:
     """Raises InvalidJob unless there is none, or one that can be shown on one line."""
-    if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(SHOWN, key)):
+    if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(PRINTABLE_PATTERN, key)):
         raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {longest} printable characters")
     return key
 

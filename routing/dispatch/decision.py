@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.dispatch.verdict import Verdict, judge
 from routing.queue.config import RoutingSettings
-from slotkeeper import exact
-from slotkeeper.jobs.record import Error, Run, Withholding
-from slotkeeper.jobs.states import State, Why, edge
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper import json_text
+from slotkeeper.jobs.states import Reason, State, find_edge
+from slotkeeper.jobs.values import JobError, Quarantine, Run
+from slotkeeper.registry.model_config import ModelConfig
 
 # The server has answered, and the job does not come back: the slot need not wait for the database.
-_FREES_SLOT_FIRST = frozenset({Why.FINISHED, Why.INVALID_REQUEST})
+_FREES_SLOT_FIRST = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST})
 
 
 class Decision(NamedTuple):
@@ -24,14 +24,14 @@ class Decision(NamedTuple):
     offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
     """
 
-    why: Why
+    why: Reason
     result: str | None = None  # JSON text, for FINISHED
-    error: Error | None = None
+    error: JobError | None = None
     due_ms: int | None = None  # when a delayed job may run again, for SERVER_ERROR
     outcome: Literal["ok", "refused", "failed", "busy", ""] = ""  # what the run says of its server and model
     cooldown_ms: int = 0
     blames_server: bool = False  # The server has a cooldown too.
-    quarantine: Withholding | None = None
+    quarantine: Quarantine | None = None
     resumes: bool = False
     requeues: bool = False  # The lease may be another run's by now: the job is enqueued again.
     frees_slot_first: bool = False  # The slot may be used again before the end is stored.
@@ -39,7 +39,7 @@ class Decision(NamedTuple):
     @property
     def to(self) -> State:
         """The state that it leads to, unless the job shall be canceled."""
-        return edge(State.RUNNING, self.why).to
+        return find_edge(State.RUNNING, self.why).to
 
 
 def decide(
@@ -62,17 +62,17 @@ def decide(
         return _stopped(outcome, settings, now_ms)
     overdue = run.deadline_ms is not None and now_ms >= run.deadline_ms
     verdict = judge(outcome, run.failures, run.crashes, canceling, config, overdue=overdue)
-    retries = verdict.why is Why.SERVER_ERROR
+    retries = verdict.why is Reason.SERVER_ERROR
     reason = outcome.code or outcome.kind.value
     return Decision(
         verdict.why,
-        result=exact.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
+        result=json_text.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
         error=_error(outcome, verdict),
         due_ms=now_ms + retry_delay_ms if retries else None,
         outcome=verdict.outcome,
         cooldown_ms=_cooldown_ms(verdict, settings),
         blames_server=verdict.blames_server,
-        quarantine=Withholding(reason, now_ms + settings.withhold_max_ms) if outcome.lingers else None,
+        quarantine=Quarantine(reason, now_ms + settings.withhold_max_ms) if outcome.lingers else None,
         frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST,
     )
 
@@ -82,22 +82,22 @@ def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Deci
     match reason:
         case StopReason.STOPPED:  # Another worker resumes it: the server goes on, and the slot stays taken.
             until_ms = now_ms + settings.withhold_max_ms
-            return Decision(Why.HANDED_BACK, quarantine=Withholding("canceled", until_ms, resumes=True), resumes=True)
+            return Decision(Reason.HANDED_BACK, quarantine=Quarantine("canceled", until_ms, resumes=True), resumes=True)
         case StopReason.UNSENT:
-            return Decision(Why.HANDED_BACK, requeues=True)
+            return Decision(Reason.HANDED_BACK, requeues=True)
         case StopReason.LOST:
             raise ValueError("a run that is another worker's, or over, is not ended here")
 
 
-def _error(outcome: Outcome, verdict: Verdict) -> Error | None:
-    if verdict.why is Why.FINISHED:
+def _error(outcome: Outcome, verdict: Verdict) -> JobError | None:
+    if verdict.why is Reason.FINISHED:
         return None
-    return Error(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
+    return JobError(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
 
 
 def _cooldown_ms(verdict: Verdict, settings: RoutingSettings) -> int:
     """How long the slot of a busy server is offered to nobody."""
-    if verdict.why is not Why.SERVER_BUSY:
+    if verdict.why is not Reason.SERVER_BUSY:
         return 0
     wished_ms = None if verdict.retry_after_s is None else round(verdict.retry_after_s * 1000)
     return min(settings.busy_cooldown_ms if wished_ms is None else wished_ms, settings.busy_cooldown_max_ms)

@@ -25,13 +25,14 @@ from routing.queue.observer import Observer
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
 from slotkeeper.audit import acts
-from slotkeeper.crash import crash_at
-from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooMany, UnknownModel
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs import run_times
-from slotkeeper.jobs.record import Accepted, Error, Job, NewJob, Run, Waiting, Withholding, now_ms
-from slotkeeper.jobs.states import FINAL, State, Why
-from slotkeeper.jobs.store import Moved, Store
-from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
+from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
@@ -40,20 +41,20 @@ DRAINING = "draining"
 """Owner of the leases of slots that are withheld."""
 
 _TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
-_Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[Accepted]], object]]
+_Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[AcceptedJob]], object]]
 """Called when jobs are about to be written; what it answers, when they are committed."""
 
 
 class Announcer(Protocol):
     """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
 
-    def offered(self, offer: Offer, new: Waiting | None) -> None:
+    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
         """Wake a worker for an open offer; if it is lost, the offer expires and is made again.
 
         `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
         """
 
-    def ended(self, moved: Moved) -> None:
+    def ended(self, moved: Transition) -> None:
         """A job has ended."""
 
 
@@ -63,8 +64,8 @@ class Receipt(NamedTuple):
     `position`: where it stands in the room; None: that was not asked, or the room has not answered.
     """
 
-    accepted: Accepted
-    waiting: Waiting
+    accepted: AcceptedJob
+    waiting: QueuedJob
     notice: str | None = None
     position: Position | None = None
 
@@ -81,7 +82,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         catalog: CatalogCache,
         queues: Queues,
         leases: Leases,
@@ -112,7 +113,7 @@ class Dispatcher:
         RecordUnavailable.
         """
         receipts = self._accept(asked, tenant, lambda *_: lambda _: crash_at("submit_committed"))
-        self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.comes_in], new=True)
+        self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.enters_queue], new=True)
         return receipts
 
     def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
@@ -122,15 +123,15 @@ class Dispatcher:
         """
         with closing(Entering(self.queues)) as entering:
             (receipt,) = self._accept([asked], tenant, partial(self._entering, entering))
-            return receipt._replace(position=self._enter(entering)) if receipt.accepted.comes_in else receipt
+            return receipt._replace(position=self._enter(entering)) if receipt.accepted.enters_queue else receipt
 
     def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
-        self.catalog.snapshot()  # With it the common time is heard.
+        self.catalog.get()  # With it the common time is heard.
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
             with naming(index):
-                new.append(prepare(one, self.catalog.model(one.model), self._check_url, now))
+                new.append(prepare(one, self.catalog.resolve(one.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now, committing(new, now))
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
@@ -139,8 +140,8 @@ class Dispatcher:
         """What the client of each job should know.  Raises as `submit`, unless all were accepted before."""
         try:
             self.admission.check(new, tenant, now_ms)
-        except (Conflict, InvalidJob, TooMany):
-            if not self.store.knows(new, now_ms):
+        except (Conflict, InvalidJob, TooManyRequests):
+            if not self.store.knows_keys(new, now_ms):
                 raise
             return [None] * len(new)
         return [self._notice(job) for job in new]
@@ -150,19 +151,19 @@ class Dispatcher:
             return None
         return f"At present {placement.unmatched(job.model, job.constraints)}; the job waits until one does."
 
-    def _receipt(self, job: NewJob, accepted: Accepted, notice: str | None, now_ms: int) -> Receipt:
+    def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
-            return Receipt(accepted, known.waiting, notice)
+            return Receipt(accepted, known.queued, notice)
         return Receipt(accepted, _waiting(job, accepted, now_ms), notice)
 
-    def enqueue(self, waiting: Sequence[Waiting], *, new: bool = False) -> None:
+    def enqueue(self, waiting: Sequence[QueuedJob], *, new: bool = False) -> None:
         """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler.
 
         `new`: they have come just now.
         """
-        snapshot = self.catalog.snapshot()
-        by_fleet: dict[str, list[Waiting]] = defaultdict(list)
+        snapshot = self.catalog.get()
+        by_fleet: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in waiting:
             model = snapshot.models.get(job.model)
             if model is not None and not self.queues.is_away(model.fleet):
@@ -174,16 +175,18 @@ class Dispatcher:
                 self.publish(offers, jobs if new else ())
                 crash_at("offer_published")
 
-    def _entering(self, entering: Entering, new: Sequence[NewJob], now_ms: int) -> Callable[[Sequence[Accepted]], None]:
+    def _entering(
+        self, entering: Entering, new: Sequence[NewJob], now_ms: int
+    ) -> Callable[[Sequence[AcceptedJob]], None]:
         """Only who has passed the gates, which ask Redis too, takes a connection of its own."""
         return partial(self._ask_in, entering.ready(), new[0], now_ms)
 
-    def _ask_in(self, entering: Entering, new: NewJob, now_ms: int, accepted: Sequence[Accepted]) -> None:
+    def _ask_in(self, entering: Entering, new: NewJob, now_ms: int, accepted: Sequence[AcceptedJob]) -> None:
         """Have one new job taken into the room, unless it, or its model, is not for that."""
         crash_at("submit_committed")
         job = _waiting(new, accepted[0], now_ms)
-        model = self.catalog.known().models.get(job.model)
-        if accepted[0].comes_in and model is not None:
+        model = self.catalog.cached().models.get(job.model)
+        if accepted[0].enters_queue and model is not None:
             entering.ask(model.fleet, job)
 
     def _enter(self, entering: Entering) -> Position | None:
@@ -209,7 +212,7 @@ class Dispatcher:
             self.queues.note_away(fleet, error)
             log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
 
-    def publish(self, offers: Sequence[Offer], new: Sequence[Waiting] = ()) -> None:
+    def publish(self, offers: Sequence[Offer], new: Sequence[QueuedJob] = ()) -> None:
         """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
         known = {job.id: job for job in new}
         for offer in offers:
@@ -218,9 +221,9 @@ class Dispatcher:
             except Exception as error:
                 log.warning("publish_failed", job_id=offer.job_id, error=str(error))
 
-    def announce_end(self, moved: Moved) -> None:
+    def announce_end(self, moved: Transition) -> None:
         """Tell the outside that a job has ended, if it has."""
-        if moved.to not in FINAL:
+        if moved.to not in FINAL_STATES:
             return
         try:
             self._announcer.ended(moved)
@@ -239,7 +242,7 @@ class Dispatcher:
         Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
         Raises RecordUnavailable.
         """
-        known = self.catalog.snapshot().models.get(model)
+        known = self.catalog.get().models.get(model)
         most = self.settings.withhold_max_ms
         if known is not None:
             most = min(most, round(known.config.max_poll_time * 1000))
@@ -254,46 +257,46 @@ class Dispatcher:
         Answers the state it is in now.  Raises JobNotFound, Conflict (it has ended).
         """
         now = now_ms()
-        canceling = acts.act("job.cancel", job_id=job_id, now_ms=now)
-        error = Error("canceled", "Canceled before it was started.")
-        withhold = Withholding("canceled", now + self.settings.withhold_max_ms)
-        moved = self.store.end_waiting(job_id, Why.CANCEL_REQUESTED, now, error, canceling.note, withhold)
+        canceling = acts.make_entry("job.cancel", job_id=job_id, now_ms=now)
+        error = JobError("canceled", "Canceled before it was started.")
+        withhold = Quarantine("canceled", now + self.settings.withhold_max_ms)
+        moved = self.store.cancel_waiting(job_id, Reason.CANCEL_REQUESTED, now, error, canceling.write, withhold)
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw(moved.job)
             self.announce_end(moved)
             return moved.to
-        if self.store.request_cancel(job_id, now, canceling.note):
+        if self.store.request_cancel(job_id, now, canceling.write):
             crash_at("cancel_requested")
             job = self.store.get(job_id)
             if job is not None:
-                self.withdraw(job.waiting)
+                self.withdraw(job.queued)
             return State.RUNNING
         job = self.store.get(job_id)
         if job is None:
             raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
-        if job.state not in FINAL:  # It came back from its server between the two looks.
+        if job.state not in FINAL_STATES:  # It came back from its server between the two looks.
             return self.cancel(job_id)
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
 
-    def withdraw(self, job: Waiting) -> None:
+    def withdraw(self, job: QueuedJob) -> None:
         """Take a job out of the room, or tell the worker that runs it."""
         try:
-            fleet = self.catalog.model(job.model).fleet
+            fleet = self.catalog.resolve(job.model).fleet
             if self.queues.withdraw(fleet, job) == "freed":
                 self.publish(self.queues.offer(fleet))
             self.observer.withdrawn(fleet, job.model, [job.id])
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
 
-    def withdraw_all(self, jobs: Sequence[Waiting]) -> None:
+    def withdraw_all(self, jobs: Sequence[QueuedJob]) -> None:
         """The same for many, with a few calls."""
-        by_model: dict[str, list[Waiting]] = defaultdict(list)
+        by_model: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in jobs:
             by_model[job.model].append(job)
         for model, its in by_model.items():
             try:
-                fleet = self.catalog.model(model).fleet
+                fleet = self.catalog.resolve(model).fleet
                 if "freed" in self.queues.withdraw_all(fleet, its):
                     self.publish(self.queues.offer_all(fleet))
                 self.observer.withdrawn(fleet, model, [job.id for job in its])
@@ -303,7 +306,7 @@ class Dispatcher:
     def revive(self, job_id: str) -> None:
         """Queue a dead job again.  Raises JobNotFound, Conflict."""
         now = now_ms()
-        waiting = self.store.revive(job_id, now, acts.act("job.retry", job_id=job_id, now_ms=now).note)
+        waiting = self.store.revive(job_id, now, acts.make_entry("job.retry", job_id=job_id, now_ms=now).write)
         if waiting is None:
             job = self.store.get(job_id)
             if job is None:
@@ -312,8 +315,8 @@ class Dispatcher:
         self.enqueue([waiting])
 
 
-def _waiting(job: NewJob, accepted: Accepted, now_ms: int) -> Waiting:
-    return Waiting(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+def _waiting(job: NewJob, accepted: AcceptedJob, now_ms: int) -> QueuedJob:
+    return QueuedJob(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
 
 def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
@@ -321,7 +324,7 @@ def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
     if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
         return None
     run = Run(
-        job=job.waiting,
+        job=job.queued,
         payload=job.payload or "{}",
         attempt=job.attempt,
         failures=job.failures,
@@ -338,7 +341,7 @@ def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         sent_to=job.sent_to,
         traceparent=job.traceparent,
     )
-    return ActiveRun(run, Lease.of_tag(dispatcher.catalog.model(job.model).fleet, job.id, job.lease, job.slot))
+    return ActiveRun(run, Lease.of_tag(dispatcher.catalog.resolve(job.model).fleet, job.id, job.lease, job.slot))
 
 
 def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:

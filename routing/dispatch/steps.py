@@ -15,14 +15,14 @@ from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run, draining_lease
 from routing.queue.leases import Lease, Outcome
 from routing.queue.queues import Offer
-from slotkeeper.crash import crash_at
-from slotkeeper.db.db import Write
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.db.group_commit import Write
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Moved
-from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.jobs.store import Transition
 from slotkeeper.redis.scripts import Command
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class BlockingIo:
         return self._dispatcher.leases.scripts.run(command)
 
     async def commit(self, write: Write[T]) -> T:
-        return self._dispatcher.store.database.do(write)
+        return self._dispatcher.store.database.commit(write)
 
     async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
         return act(*args)
@@ -94,8 +94,8 @@ class Steps:
 
         Raises RecordUnavailable: it was not stored; RecordUncertain: ask `stored_start`.
         """
-        dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.known()
-        if not catalog.has(offer.server, offer.model):
+        dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.cached()
+        if not catalog.has_pair(offer.server, offer.model):
             catalog = await self._io.run_in_thread(dispatcher.catalog.refresh)
         write = dispatcher.store.start_write(
             offer.job_id,
@@ -104,7 +104,7 @@ class Steps:
             lease.tag,
             now_ms(),
             offer.number,
-            catalog.described_by(offer.server, offer.model),
+            catalog.find_description(offer.server, offer.model),
             worker,
             catalog.endpoint(offer.server, offer.model),
         )
@@ -131,7 +131,7 @@ class Steps:
 
     # -- end -------------------------------------------------------------------------------------------------
 
-    async def store(self, active: ActiveRun, decision: Decision) -> Moved | None:
+    async def store(self, active: ActiveRun, decision: Decision) -> Transition | None:
         """Store the end of a run; None: it was over before.  Raises RecordUnavailable: its lease is held on then."""
         run = active.run
         write = self._dispatcher.store.settle_write(
@@ -178,7 +178,7 @@ class Steps:
             await self._io.run_in_thread(self._dispatcher.enqueue, [run.job])
         return following
 
-    def notify(self, moved: Moved | None) -> None:
+    def notify(self, moved: Transition | None) -> None:
         """Tell those who wait for the job that it has ended, if it has."""
         if moved is not None:
             self._dispatcher.announce_end(moved)
@@ -190,7 +190,7 @@ class Steps:
         Raises RecordUnavailable.
         """
         run, database = active.run, self._dispatcher.store.database
-        if await self._io.run_in_thread(withheld.forget, database, run.job.id, run.attempt):
+        if await self._io.run_in_thread(quarantine.release, database, run.job.id, run.attempt):
             await self.free(draining_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
 
     # -- leases ----------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class Steps:
             offer = Offer(opened.fleet, opened.job_id, opened.name, opened.slot, opened.server, model, 0)
             dispatcher.publish([offer])
 
-    def _recorded(self, job_id: str, attempt: int) -> tuple[Withheld | None, State | None]:
+    def _recorded(self, job_id: str, attempt: int) -> tuple[QuarantinedSlot | None, State | None]:
         store = self._dispatcher.store
-        return withheld.of_run(store.database, job_id, attempt), store.state_of(job_id)
+        return quarantine.find(store.database, job_id, attempt), store.get_state(job_id)
 
     async def _quarantine(
         self, lease: Lease, attempt: int, outcome: Outcome, *, back: bool, claimant: str
@@ -279,7 +279,7 @@ def blocking(dispatcher: Dispatcher) -> Steps:
     return Steps(dispatcher, BlockingIo(dispatcher))
 
 
-def settle(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Moved | None:
+def settle(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
     Raises RecordUnavailable.

@@ -10,16 +10,16 @@ the request is wrong        final at once
 from typing import Literal, NamedTuple
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.jobs.states import Why
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.states import Reason
+from slotkeeper.registry.model_config import ModelConfig
 
-_FAILURES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED})
+_FAILURES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
 
 
 class Verdict(NamedTuple):
     """`blames_server`: the server, not the job, is to blame, and has a cooldown.  `retry_after_s`: that of the slot."""
 
-    why: Why
+    why: Reason
     retry_after_s: float | None = None
     blames_server: bool = False
 
@@ -29,11 +29,11 @@ class Verdict(NamedTuple):
 
         "refused": the job is at fault; "": nothing, or when to come back has been said already.
         """
-        if self.why is Why.FINISHED:
+        if self.why is Reason.FINISHED:
             return "ok"
-        if self.why is Why.INVALID_REQUEST:
+        if self.why is Reason.INVALID_REQUEST:
             return "refused"
-        if self.why is Why.SERVER_BUSY and self.retry_after_s is None:
+        if self.why is Reason.SERVER_BUSY and self.retry_after_s is None:
             return "busy"
         return "failed" if self.why in _FAILURES else ""
 
@@ -47,25 +47,25 @@ def judge(
     """
     match outcome.kind:
         case Kind.DONE:
-            return Verdict(Why.FINISHED)
+            return Verdict(Reason.FINISHED)
         case Kind.FAILED:
-            return Verdict(Why.INVALID_REQUEST)
+            return Verdict(Reason.INVALID_REQUEST)
         case _ if overdue:  # Whatever went wrong, there is no time left to try again.
-            return Verdict(Why.DEADLINE_PASSED)
+            return Verdict(Reason.DEADLINE_PASSED)
         case Kind.CANCELED if canceling:
-            return Verdict(Why.CANCEL_REQUESTED)
+            return Verdict(Reason.CANCEL_REQUESTED)
         case Kind.BUSY:
-            return Verdict(Why.SERVER_BUSY, retry_after_s=outcome.retry_after_s)
+            return Verdict(Reason.SERVER_BUSY, retry_after_s=outcome.retry_after_s)
         case Kind.UNREACHABLE:
-            return Verdict(Why.SERVER_UNREACHABLE, blames_server=True)
+            return Verdict(Reason.SERVER_UNREACHABLE, blames_server=True)
         case Kind.LOST:
             return Verdict(crashed(crashes, config))
         case Kind.RETRY | Kind.CANCELED:
-            return Verdict(Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR)
+            return Verdict(Reason.RETRIES_EXHAUSTED if failures >= config.max_retries else Reason.SERVER_ERROR)
         case _:
             raise ValueError(f"{outcome.kind} is not the end of a run")
 
 
-def crashed(crashes: int, config: ModelConfig, lost: Why = Why.SERVER_LOST) -> Why:
+def crashed(crashes: int, config: ModelConfig, lost: Reason = Reason.SERVER_LOST) -> Reason:
     """Back to its place, or, after `max_crashes` deaths under it, to the dead: it may be what kills them."""
-    return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost
+    return Reason.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost

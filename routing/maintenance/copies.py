@@ -7,12 +7,12 @@ import structlog
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance.each import alone
 from routing.queue.slots import Synced
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.catalog import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 
 
-def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: Snapshot) -> None:
+def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot) -> None:
     """Bring the catalog to these fleets' rooms, in few round trips.
 
     One that has a newer version, or is not this record's, is left as it is; the next sweep fills it.  A room that has a
@@ -23,9 +23,9 @@ def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: Snapshot) 
             _heed(dispatcher, fleet, synced, catalog)
 
 
-def _heed(dispatcher: Dispatcher, fleet: str, found: Synced, catalog: Snapshot) -> None:
+def _heed(dispatcher: Dispatcher, fleet: str, found: Synced, catalog: CatalogSnapshot) -> None:
     if found.answer == "foreign":
-        log.warning("room_of_another_record", fleet=fleet, record=catalog.record)
+        log.warning("room_of_another_record", fleet=fleet, record=catalog.database_id)
         return
     if found.answer == "synced":
         return

@@ -1,7 +1,7 @@
 """Draining slots: a run has ended here, and its server has not let go of it.
 
 The slot is withheld: nothing else is started there until the server's own report no longer shows the run, or the
-longest time is over.  The record knows which they are (slotkeeper.jobs.withheld); in Redis each has a lease of its own, by a name
+longest time is over.  The record knows which they are (slotkeeper.jobs.quarantine); in Redis each has a lease of its own, by a name
 that no job can have, whose owner says that it drains.  Maintenance looks after them, not a worker.
 """
 
@@ -23,11 +23,12 @@ from routing.maintenance.identity import LeaseView, ServerReport
 from routing.maintenance.seen import seen_by
 from routing.queue.config import RoutingSettings
 from routing.queue.leases import Lease, Restored
-from slotkeeper.crash import crash_at
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import PRIORITY_DEFAULT, Job, Run, Waiting, now_ms
-from slotkeeper.jobs.withheld import Withheld
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, Job, QueuedJob, Run
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 
 log = structlog.get_logger(__name__)
@@ -45,8 +46,8 @@ _TOLD_WITHIN_MS = 30_000
 
 def keep(dispatcher: Dispatcher) -> int:
     """Bring Redis to what the record says of slots that are withheld; answers how many it had wrong."""
-    leases = dispatcher.leases.all_of(dispatcher.catalog.snapshot().fleets())
-    read = withheld.read(dispatcher.store.database)
+    leases = dispatcher.leases.all_of(dispatcher.catalog.get().fleets())
+    read = quarantine.list_all(dispatcher.store.database)
     rows = _by_fleet(dispatcher, read)
     _forget_gone(dispatcher, read)
     for fleet, its in rows.items():
@@ -61,21 +62,21 @@ def keep(dispatcher: Dispatcher) -> int:
     return wrong
 
 
-def _forget_gone(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+def _forget_gone(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> None:
     """Of servers that were removed under their runs: they are kept for their time, lest one is registered again."""
-    servers, database = dispatcher.catalog.snapshot().servers, dispatcher.store.database
+    servers, database = dispatcher.catalog.get().servers, dispatcher.store.database
     for row in rows:
         if row.server not in servers and now_ms() >= row.until_ms:
-            withheld.forget(database, row.job_id, row.attempt)
+            quarantine.release(database, row.job_id, row.attempt)
 
 
 def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
     """Write the leases of these fleets' withheld slots again, after Redis was emptied; answers how many it had not."""
-    rows = _by_fleet(dispatcher, withheld.read(dispatcher.store.database))
+    rows = _by_fleet(dispatcher, quarantine.list_all(dispatcher.store.database))
     return sum(_restore(dispatcher, fleet, row) for fleet in fleets for row in rows[fleet])
 
 
-def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Sequence[Withheld]) -> int:
+def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Sequence[QuarantinedSlot]) -> int:
     """The leases were read before the rows: a lease without its row has been given up."""
     known = {draining_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
     given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]
@@ -89,15 +90,15 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Seq
     return len(given_up) + sum(_restore(dispatcher, fleet, row) for row in lost)
 
 
-def _restore(dispatcher: Dispatcher, fleet: str, row: Withheld) -> int:
+def _restore(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> int:
     lease = draining_lease(fleet, row.job_id, row.attempt, row.slot)
-    of = Waiting(lease.job_id, 0, row.model, PRIORITY_DEFAULT, row.tenant)
+    of = QueuedJob(lease.job_id, 0, row.model, PRIORITY_DEFAULT, row.tenant)
     return dispatcher.leases.restore(fleet, [Restored(lease, of)])
 
 
-def _by_fleet(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> defaultdict[str, list[Withheld]]:
-    servers = dispatcher.catalog.snapshot().servers
-    found = defaultdict[str, list[Withheld]](list)
+def _by_fleet(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> defaultdict[str, list[QuarantinedSlot]]:
+    servers = dispatcher.catalog.get().servers
+    found = defaultdict[str, list[QuarantinedSlot]](list)
     for row in rows:
         if row.server in servers:
             found[servers[row.server].fleet].append(row)
@@ -109,18 +110,18 @@ def _by_fleet(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> defaultdict[s
 
 def servers(dispatcher: Dispatcher) -> set[str]:
     """Servers that should be asked now, since they have not let go of something."""
-    return {row.server for row in withheld.read(dispatcher.store.database)}
+    return {row.server for row in quarantine.list_all(dispatcher.store.database)}
 
 
-def by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Withheld]]:
+def by_server(dispatcher: Dispatcher) -> defaultdict[str, list[QuarantinedSlot]]:
     """All slots that are withheld, by server."""
-    found = defaultdict[str, list[Withheld]](list)
-    for row in withheld.read(dispatcher.store.database):
+    found = defaultdict[str, list[QuarantinedSlot]](list)
+    for row in quarantine.list_all(dispatcher.store.database):
         found[row.server].append(row)
     return found
 
 
-def views(rows: Sequence[Withheld], report: ServerReport) -> list[LeaseView]:
+def views(rows: Sequence[QuarantinedSlot], report: ServerReport) -> list[LeaseView]:
     """The runs as a server's report is compared with them."""
     now = identity.asked_ms(report, now_ms())
     return [
@@ -129,19 +130,19 @@ def views(rows: Sequence[Withheld], report: ServerReport) -> list[LeaseView]:
     ]
 
 
-def name_of(row: Withheld) -> str:
+def name_of(row: QuarantinedSlot) -> str:
     return draining_lease("", row.job_id, row.attempt, row.slot).job_id
 
 
 def heed(
-    dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[Withheld], jobs: Sequence[Job]
+    dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[QuarantinedSlot], jobs: Sequence[Job]
 ) -> int:
     """Let slots be used again whose runs the server's report does not show; answers how many."""
     # Idle says no more than that a place is free: with several slots, runs may go on in the others.
     said = replace(report, active_jobs=0) if report.is_idle and server.slots == 1 else report
     gone = set(identity.compare(views(rows, said), said).stale)
     ended_ms = _process_ended_ms(dispatcher, server.name, report)
-    freed, untold = 0, list[Withheld]()
+    freed, untold = 0, list[QuarantinedSlot]()
     for row in rows:
         is_gone = name_of(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
         if is_gone or _counted_out(dispatcher, report, row, jobs):
@@ -152,20 +153,20 @@ def heed(
     return freed
 
 
-def _shorten(dispatcher: Dispatcher, rows: Sequence[Withheld]) -> None:
+def _shorten(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> None:
     """Where nothing tells the end of a run, withhold its slot no longer than runs of its model usually take."""
     longest = {model: dispatcher.longest_usual_ms(model) for model in {row.model for row in rows}}
     for row in rows:
         if row.since_ms + longest[row.model] < row.until_ms:
-            withheld.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
+            quarantine.shorten(dispatcher.store.database, row, row.since_ms + longest[row.model])
 
 
-def note_running(dispatcher: Dispatcher, row: Withheld) -> None:
+def note_running(dispatcher: Dispatcher, row: QuarantinedSlot) -> None:
     """Note that its server has told by the run's status that it goes on."""
     seen_by(dispatcher).told_to_run[row.job_id, row.attempt] = now_ms()
 
 
-def _is_told_to_run(dispatcher: Dispatcher, row: Withheld) -> bool:
+def _is_told_to_run(dispatcher: Dispatcher, row: QuarantinedSlot) -> bool:
     told_ms = seen_by(dispatcher).told_to_run.get((row.job_id, row.attempt))
     return told_ms is not None and now_ms() - told_ms < _TOLD_WITHIN_MS
 
@@ -189,7 +190,7 @@ def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport)
     return ended_ms
 
 
-def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jobs: Sequence[Job]) -> bool:
+def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: QuarantinedSlot, jobs: Sequence[Job]) -> bool:
     """A server that only counts runs no more than we know of, for so long that nothing else explains it."""
     if report.job_ids is not None or not report.tells_what_runs:
         return False
@@ -197,20 +198,20 @@ def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: Withheld, jo
     old = [job for job in jobs if now - (job.started_ms or now) >= identity.YOUNG_MS]
     if report.active_jobs is None or report.active_jobs > len(old):
         if row.quiet_ms is not None:
-            withheld.note_quiet(dispatcher.store.database, row, None)
+            quarantine.set_quiet_since(dispatcher.store.database, row, None)
         return False
     if row.quiet_ms is None:
-        withheld.note_quiet(dispatcher.store.database, row, now)
+        quarantine.set_quiet_since(dispatcher.store.database, row, now)
         return False
     return now - row.quiet_ms >= _QUIET_MARGIN_MS + max(
-        (round(dispatcher.catalog.model(job.model).config.poll_interval * 1000) for job in jobs), default=0
+        (round(dispatcher.catalog.resolve(job.model).config.poll_interval * 1000) for job in jobs), default=0
     )
 
 
 def release_run(dispatcher: Dispatcher, job_id: str, attempt: int) -> bool:
     """Its server has told that it has done with a run whose slot is withheld.  False: none is."""
-    row = withheld.of_run(dispatcher.store.database, job_id, attempt)
-    server = None if row is None else dispatcher.catalog.snapshot().servers.get(row.server)
+    row = quarantine.find(dispatcher.store.database, job_id, attempt)
+    server = None if row is None else dispatcher.catalog.get().servers.get(row.server)
     return row is not None and server is not None and release(dispatcher, server.fleet, row)
 
 
@@ -220,9 +221,9 @@ def release_all(dispatcher: Dispatcher, server: Server, slot: str | None = None)
     return sum(release(dispatcher, server.fleet, row) for row in rows if slot is None or row.slot == slot)
 
 
-def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
+def release(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> bool:
     """The slot may be used again.  False: somebody else has said so."""
-    if not withheld.forget(dispatcher.store.database, row.job_id, row.attempt):
+    if not quarantine.release(dispatcher.store.database, row.job_id, row.attempt):
         return False
     crash_at("withheld_forgotten")
     seen_by(dispatcher).told_to_run.pop((row.job_id, row.attempt), None)
@@ -234,12 +235,12 @@ def release(dispatcher: Dispatcher, fleet: str, row: Withheld) -> bool:
 def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
     """Nobody has kept the lease of a slot that drains.  False: the record withholds the slot still."""
     job_id, _, attempt = lease.job_id.rpartition("~")
-    row = withheld.of_run(dispatcher.store.database, job_id, int(attempt))
+    row = quarantine.find(dispatcher.store.database, job_id, int(attempt))
     if row is not None and now_ms() < row.until_ms:
         dispatcher.leases.renew(lease.fleet, DRAINING, [lease])
         return False
     log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
-    withheld.forget(dispatcher.store.database, job_id, int(attempt))
+    quarantine.release(dispatcher.store.database, job_id, int(attempt))
     wait(blocking(dispatcher).free(lease, back=False))
     return True
 
@@ -257,11 +258,11 @@ class DecideEnd(Protocol):
 
 def end_overlong(dispatcher: Dispatcher, decide_end: DecideEnd) -> int:
     """End runs that have long exceeded their longest time, though their workers do not; answers how many."""
-    return sum(_end_overlong(dispatcher, job, decide_end) for job in dispatcher.store.running())
+    return sum(_end_overlong(dispatcher, job, decide_end) for job in dispatcher.store.list_running())
 
 
 def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bool:
-    model = dispatcher.catalog.snapshot().models.get(job.model)
+    model = dispatcher.catalog.get().models.get(job.model)
     active = active_run(dispatcher, job)
     if model is None or active is None:
         return False
@@ -274,7 +275,7 @@ def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bo
     return settle(dispatcher, active, decision) is not None
 
 
-def sentence(row: Withheld, *, named: bool = True) -> str:
+def sentence(row: QuarantinedSlot, *, named: bool = True) -> str:
     """For people: why the slot is withheld, and what would end that.  `named`: they may know which job it is."""
     whose = f"job {row.job_id!r}" if named else "another tenant's job"
     how = _HOW.get(row.reason, "ended")

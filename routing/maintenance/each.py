@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import structlog
 from redis.exceptions import ConnectionError, TimeoutError
 
-from slotkeeper.errors import RecordUnavailable
+from slotkeeper.errors import DatabaseUnavailable
 
 log = structlog.get_logger(__name__)
 
 # Redis or the database is away, for everybody.
-AWAY = (ConnectionError, TimeoutError, RecordUnavailable)
+AWAY = (ConnectionError, TimeoutError, DatabaseUnavailable)
 
 
 @contextmanager

@@ -20,17 +20,19 @@ from sqlalchemy import (
     union_all,
 )
 
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.db.prepared import Prepared
+from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.jobs import events
-from slotkeeper.jobs.models import QUEUED, accepted, counters, jobs
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import QUEUED_CONDITION, accepted, counters, jobs
 
 DIFFERENCE = "ledger_difference"
 """Among what a check of invariants found: Ledger.difference at that time."""
 
 _PURGED, _DOUBLED, _FOUND = "purged.", "doubled", "found."
-_QUEUED_BY_MODEL = Prepared(select(jobs.c.model, func.count()).where(text(QUEUED)).group_by(jobs.c.model))
+_QUEUED_BY_MODEL = CompiledStatement(
+    select(jobs.c.model, func.count()).where(text(QUEUED_CONDITION)).group_by(jobs.c.model)
+)
 _BY_STATE = select(jobs.c.state, func.count()).group_by(jobs.c.state)
 _BUT_COMPLETED = _BY_STATE.where(jobs.c.state.in_([state.value for state in State if state is not State.COMPLETED]))
 _COUNTED = select(counters.c.name, counters.c.value).where(
@@ -124,7 +126,7 @@ def note_findings(database: Database, counts: Mapping[str, int], subjects: Mappi
             insert(counters), [{"name": f"{_FOUND}{check}", "value": count} for check, count in counts.items()]
         )
         for subject, check in subjects.items():
-            events.note(tx, subject, "invariant.broken", now_ms, {"check": check})
+            events.add_event(tx, subject, "invariant.broken", now_ms, {"check": check})
 
     database.write(unit)
 
@@ -139,4 +141,4 @@ def findings(database: Database) -> dict[str, int]:
 def queued_by_model(database: Database) -> Counter[str]:
     """How many jobs of each model are queued.  Raises RecordUnavailable."""
     with database.read() as connection:
-        return Counter(dict(_QUEUED_BY_MODEL.all(connection, {})))
+        return Counter(dict(_QUEUED_BY_MODEL.fetch_all(connection, {})))

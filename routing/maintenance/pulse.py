@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.redis.scripts import Scripts
 
 FADES_S = 15
@@ -18,12 +18,12 @@ _TOLD_EVERY_S = 1.0
 
 def leave(scripts: Scripts) -> None:
     """Maintenance has swept just now.  Raises redis errors."""
-    scripts.redis.set(scripts.keys.pulse(), "", ex=FADES_S)
+    scripts.redis.set(scripts.keys.maintenance_heartbeat(), "", ex=FADES_S)
 
 
 def has_stopped(scripts: Scripts) -> bool:
     """Nobody has swept for FADES_S.  Raises redis errors."""
-    return not scripts.redis.exists(scripts.keys.pulse())
+    return not scripts.redis.exists(scripts.keys.maintenance_heartbeat())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from routing.queue.config import RoutingSettings
 from routing.queue.slots import Cooldown, Slots
 from slotkeeper.redis.keys import FLEET_KEYS
-from slotkeeper.redis.scripts import Command, Scripts, say_failed
+from slotkeeper.redis.scripts import Command, Scripts, log_failures
 
 OCCUPIED_MS = 12_000
 """How long slots that others use are withheld before the server is asked again."""
@@ -64,7 +64,7 @@ class RoomScripts(Protocol):
 
 
 def _bound(scripts: Scripts) -> RoomScripts:
-    found: RoomScripts = scripts.bound(RoomScripts)
+    found: RoomScripts = scripts.bind(RoomScripts)
     return found
 
 
@@ -75,7 +75,7 @@ def depths(scripts: Scripts, fleet: str) -> Depths:
 def depths_of(scripts: Scripts, fleets: Sequence[str]) -> dict[str, Depths]:
     """The same of several fleets."""
     found, failed = scripts.run_each({fleet: _bound(scripts).depths(fleet) for fleet in fleets})
-    say_failed("room_not_read", failed)
+    log_failures("room_not_read", failed)
     return found
 
 
@@ -83,7 +83,7 @@ def spans(scripts: Scripts, fleets: Sequence[str]) -> dict[str, Span]:
     """Of the fleets that have leases, when the first and the last expire; of one at least, for Redis' time."""
     asked = scripts.existing("leases", fleets) or fleets[:1]
     found, failed = scripts.run_each({fleet: _bound(scripts).span(fleet) for fleet in asked})
-    say_failed("lease_look_failed", failed)
+    log_failures("lease_look_failed", failed)
     return found
 
 
@@ -103,13 +103,13 @@ def troubled(scripts: Scripts, fleets: Sequence[str]) -> dict[str, Trouble]:
     """Servers with slots in cooldown, and those that failed when they were last called or asked; in one round trip."""
     with scripts.redis.pipeline(transaction=False) as pipe:
         for fleet in fleets:
-            keys = scripts.keys.fleet(fleet)
+            keys = scripts.keys.fleet_keys(fleet)
             pipe.zrange(keys[FLEET_KEYS.index("cooling")], 0, -1)
             pipe.hkeys(keys[FLEET_KEYS.index("meta")])
         answers = pipe.execute(raise_on_error=False)
     found = dict(zip(fleets, zip(answers[::2], answers[1::2], strict=True), strict=True))
     failed = {fleet: it for fleet, both in found.items() for it in both if isinstance(it, RedisError)}
-    say_failed("slots_not_read", failed)
+    log_failures("slots_not_read", failed)
     return {fleet: _trouble(*both) for fleet, both in found.items() if fleet not in failed}
 
 
@@ -132,7 +132,7 @@ def end_all_cooldowns(slots: Slots, servers: Sequence[tuple[str, str]]) -> None:
 
 def _run_all(slots: Slots, commands: Mapping[tuple[str, str], Command[Cooldown]]) -> None:
     _, failed = slots.scripts.run_each(commands)
-    say_failed("cooldown_postponed", {fleet: error for (fleet, _), error in failed.items()})
+    log_failures("cooldown_postponed", {fleet: error for (fleet, _), error in failed.items()})
 
 
 def occupy(scripts: Scripts, fleet: str, server: str, count: int) -> int:
@@ -151,13 +151,13 @@ def forget_gone(scripts: Scripts, fleets: Sequence[str]) -> list[str]:
     A fleet that comes just now finds its room new, and filled from the record.
     """
     redis, keys = scripts.redis, scripts.keys
-    known = {name.decode() for name in redis.smembers(keys.rooms()) if isinstance(name, bytes)}
+    known = {name.decode() for name in redis.smembers(keys.known_fleets()) if isinstance(name, bytes)}
     gone = sorted(known.difference(fleets))
     holding = scripts.existing("leases", gone)
     empty = [fleet for fleet in gone if fleet not in holding]
     for fleet in empty:
-        for pattern in keys.patterns(fleet):
+        for pattern in keys.fleet_patterns(fleet):
             for key in redis.scan_iter(pattern, count=1000):
                 redis.unlink(key)
-        redis.srem(keys.rooms(), fleet)
+        redis.srem(keys.known_fleets(), fleet)
     return empty

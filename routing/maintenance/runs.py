@@ -10,7 +10,7 @@ from routing.dispatch.steps import blocking, wait
 from routing.maintenance.each import alone
 from routing.maintenance.seen import seen_by
 from routing.queue.leases import Lease, Restored
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 
 log = structlog.get_logger(__name__)
@@ -21,12 +21,12 @@ SETTLED_WITHIN_MS = 2_000
 
 def _recorded(dispatcher: Dispatcher) -> defaultdict[str, list[Restored]]:
     """The leases of all running jobs, by fleet."""
-    models = dispatcher.catalog.snapshot().models
+    models = dispatcher.catalog.get().models
     found = defaultdict[str, list[Restored]](list)
-    for job in dispatcher.store.running():
+    for job in dispatcher.store.list_running():
         if job.model in models and job.lease and job.slot:
             fleet = models[job.model].fleet
-            found[fleet].append(Restored(Lease.of_tag(fleet, job.id, job.lease, job.slot), job.waiting))
+            found[fleet].append(Restored(Lease.of_tag(fleet, job.id, job.lease, job.slot), job.queued))
     return found
 
 
@@ -52,8 +52,8 @@ def restore_offers(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
 
     On any other server they would run twice at once.  A job whose server was removed is left to be filled in.
     """
-    catalog, found = dispatcher.catalog.snapshot(), defaultdict[str, list[Restored]](list)
-    for job, slot in dispatcher.store.to_be_resumed():
+    catalog, found = dispatcher.catalog.get(), defaultdict[str, list[Restored]](list)
+    for job, slot in dispatcher.store.list_resumable():
         lease = Lease("", job.id, "", "", slot)
         if job.model in catalog.models and lease.server in catalog.servers:
             found[catalog.models[job.model].fleet].append(Restored(lease, job))
@@ -117,7 +117,7 @@ def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[Restored], lasts_m
     """Answers for how many jobs there was no lease.  A run that ended after it was read has one then that nobody else
     will free."""
     written = dispatcher.leases.restore(fleet, runs, lasts_ms)
-    briefs = dispatcher.store.briefs([run.lease.job_id for run in runs])
+    briefs = dispatcher.store.get_statuses([run.lease.job_id for run in runs])
     steps = blocking(dispatcher)
     for run in runs:
         found = briefs.get(run.lease.job_id)

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slotkeeper.jobs.events import TRANSITIONS, TYPES
-from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ def attempts(trail: Iterable[Event]) -> list[Attempt]:
     found: list[Attempt] = []
     started: Event | None = None
     for event in trail:
-        if event.type == TYPES[State.RUNNING]:
+        if event.type == EVENT_TYPES[State.RUNNING]:
             if started is not None:
                 found.append(_attempt(started, None))
             started = event
-        elif started is not None and event.type in TRANSITIONS:
+        elif started is not None and event.type in TRANSITION_TYPES:
             found.append(_attempt(started, event))
             started = None
     if started is not None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from sqlalchemy import bindparam, func, select, text
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.states import FINAL, State
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.tables import jobs
 
 _BEHIND_ALL = "z"  # behind each id, whatever the database's order of signs
 
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def ended(self) -> int:
-        return sum(count for state, count in self.by_state.items() if state in FINAL)
+        return sum(count for state, count in self.by_state.items() if state in FINAL_STATES)
 
 
 def newest(database: Database, tenant: str | None, before: str | None, limit: int) -> list[Batch]:
@@ -100,7 +100,7 @@ def unfinished(database: Database, batch: str, tenant: str | None = None) -> lis
         active = active.where(jobs.c.tenant == tenant)
     with database.read() as connection:
         rows = connection.execute(active.order_by(jobs.c.batch, jobs.c.seq)).all()
-    return [row.id for row in rows if State(row.state) not in FINAL]
+    return [row.id for row in rows if State(row.state) not in FINAL_STATES]
 
 
 def _statement(tenant: str | None) -> str:
@@ -113,5 +113,5 @@ def _batch(batch: str, rows: Sequence[Any]) -> Batch:
     counts = {State(row.state): row.jobs for row in rows}
     by_state = {state: counts[state] for state in State if state in counts}
     ends = [row.finished_ms for row in rows]
-    over = all(state in FINAL for state in by_state)
+    over = all(state in FINAL_STATES for state in by_state)
     return Batch(batch, rows[0].tenant, min(row.created_ms for row in rows), by_state, max(ends) if over else None)

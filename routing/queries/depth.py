@@ -41,7 +41,7 @@ def offers_made(scripts: Scripts, fleets: Sequence[str]) -> dict[str, int]:
     """Fleet -> how many offers were made since its room was new.  Raises redis errors."""
     with scripts.redis.pipeline(transaction=False) as pipe:
         for fleet in fleets:
-            pipe.hget(scripts.keys.of(fleet, "meta"), "offers")
+            pipe.hget(scripts.keys.fleet_key(fleet, "meta"), "offers")
         found = pipe.execute(raise_on_error=False)
     return {fleet: int(it or 0) for fleet, it in zip(fleets, found, strict=True) if not isinstance(it, Exception)}
 
@@ -58,7 +58,7 @@ def _asked(scripts: Scripts, command: str, members: Sequence[tuple[str, str]], *
     for start in range(0, len(members), _AT_ONCE):
         with scripts.redis.pipeline(transaction=False) as pipe:
             for fleet, member in members[start : start + _AT_ONCE]:
-                key = scripts.keys.of(fleet, "lanes")
+                key = scripts.keys.fleet_key(fleet, "lanes")
                 pipe.execute_command(command, f"{key}:{member}" if member else key, *rest)
             answers += pipe.execute(raise_on_error=False)
     return [() if isinstance(it, Exception) else it for it in answers]

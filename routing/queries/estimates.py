@@ -8,10 +8,11 @@ from routing.admission.questions import Position
 from routing.queries import interval
 from routing.queries.forecasts import Forecasts
 from routing.queries.interval import SOON, Estimate, Truth
-from slotkeeper.jobs.record import Waiting, now_ms
-from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.catalog import Model
-from slotkeeper.registry.values import STOPPED
+from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.values import STOPPED_STATES
 
 _MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away
 _LEARNED_AT_ONCE = 200
@@ -25,28 +26,28 @@ class Estimates:
         self._forecasts = forecasts
         self._started: deque[tuple[str, str, str, int]] = deque(maxlen=_MOST_STARTS)
 
-    def of(self, job: Waiting, position: Position, *, new: bool = False) -> Estimate | None:
+    def of(self, job: QueuedJob, position: Position, *, new: bool = False) -> Estimate | None:
         """When a waiting job should start; None: it cannot as things stand, or nothing is known of its model's runs.
 
         `new`: it has come just now, so what becomes of the estimate is learned from.
         """
         if position.offered:
             return SOON
-        fleet, slots, now = self._fleet.model(job.model).fleet, self._slots_for(job), now_ms()
+        fleet, slots, now = self._fleet.resolve(job.model).fleet, self._slots_for(job), now_ms()
         if new:
             return self._forecasts.promise(fleet, job.model, job.id, position.ahead, slots, position.run_ms, now)
         return self._forecasts.estimate(fleet, job.model, position.ahead, slots, position.run_ms, now)
 
-    def _slots_for(self, job: Waiting) -> int:
+    def _slots_for(self, job: QueuedJob) -> int:
         """Slots that an estimate of its start can count on; 0: it is stopped, or no server that is online suits it."""
-        catalog = self._fleet.snapshot()
+        catalog = self._fleet.get()
         for it in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
-            if it is not None and it.state in STOPPED:
+            if it is not None and it.state in STOPPED_STATES:
                 return 0
         suited = placement.eligible(catalog.servers.values(), job.model, job.constraints) if job.constraints else ()
         if job.constraints and not any(it.takes_jobs for it in suited):
             return 0
-        return catalog.slots_of(job.model)
+        return catalog.count_slots(job.model)
 
     def truths(self, model: Model) -> list[Truth | None]:
         """How this model's estimates have come true, by size of the wait."""
@@ -64,7 +65,7 @@ class Estimates:
         self._forecasts.remove(fleet, model)
 
     def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
-        slots = self._fleet.snapshot().slots_of(model.name)
+        slots = self._fleet.get().count_slots(model.name)
         given = self._forecasts.estimate(model.fleet, model.name, position.ahead, slots, position.run_ms, now_ms)
         return None if given is None else given.low_ms
 

@@ -20,11 +20,11 @@ from routing.queries.estimates import Estimates
 from routing.queries.interval import SOON, Estimate
 from routing.queries.overtaking import longest_overtaking_s
 from routing.queries.servers import ServerStatus
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.withheld import Withheld
-from slotkeeper.registry.catalog import Snapshot
-from slotkeeper.registry.values import STOPPED, Server
+from slotkeeper.jobs.values import Job
+from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.values import STOPPED_STATES, Server
 
 # Of a server or model, by what opened its breaker.
 _FAILED = {
@@ -78,8 +78,8 @@ def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanati
 
 def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
-    model = dispatcher.catalog.model(job.model)
-    facts = questions.status_now(dispatcher.queues, model.fleet, job.waiting)
+    model = dispatcher.catalog.resolve(job.model)
+    facts = questions.status_now(dispatcher.queues, model.fleet, job.queued)
     if facts.place == "offered":
         sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
         return Explanation(sentence, estimate=SOON)
@@ -87,7 +87,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
         return _waiting_for(Blocker("not_in_room", sentence))
     standings = servers.standings(dispatcher.slots, model.fleet)
-    catalog = dispatcher.catalog.snapshot()
+    catalog = dispatcher.catalog.get()
     withheld = draining.by_server(dispatcher)
     hindrances = {
         it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
@@ -98,7 +98,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         found = [_turn(facts)]
     position = Position(facts.ahead, facts.run_ms or None)
     codes = {it.code for it in found}
-    foretold = estimates.of(job.waiting, position) if codes <= _IN_LINE and codes & _MOVES else None
+    foretold = estimates.of(job.queued, position) if codes <= _IN_LINE and codes & _MOVES else None
     return Explanation(
         _sum_up(found),
         tuple(found),
@@ -131,11 +131,11 @@ def _outside(job: Job) -> str:
     return f"It has ended: {job.state}, because of {job.why}."
 
 
-def _servers(catalog: Snapshot, job: Job) -> list[Any]:
+def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:
     return [it for it in catalog.servers.values() if job.model in it.endpoints]
 
 
-def _general(job: Job, facts: QueueStatus, catalog: Snapshot) -> list[Blocker]:
+def _general(job: Job, facts: QueueStatus, catalog: CatalogSnapshot) -> list[Blocker]:
     """What holds up every job of its tenant or model."""
     found = []
     if facts.obstacle == "tenant_slots":
@@ -146,7 +146,7 @@ def _general(job: Job, facts: QueueStatus, catalog: Snapshot) -> list[Blocker]:
         found.append(
             Blocker("tenant_paused", stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
         )
-    if facts.state in STOPPED:
+    if facts.state in STOPPED_STATES:
         found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
     if facts.breaker == "open":
         found.append(breaker_open(job.model, facts.open_why, facts.open_until_ms))
@@ -187,10 +187,10 @@ def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld
 
 def _placement(
     job: Job,
-    catalog: Snapshot,
+    catalog: CatalogSnapshot,
     hindrances: Mapping[str, str],
     standings: Mapping[str, ServerStatus],
-    withheld: Mapping[str, Sequence[Withheld]],
+    withheld: Mapping[str, Sequence[QuarantinedSlot]],
     facts: QueueStatus,
 ) -> list[Blocker]:
     """What keeps all servers of its model from taking it; nothing, if one could."""
@@ -219,7 +219,7 @@ def _busy(taken: int, ahead: int) -> Blocker:
     return Blocker("slots_busy", f"{slots} taken{behind}")
 
 
-def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[Withheld]]) -> list[Blocker]:
+def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[QuarantinedSlot]]) -> list[Blocker]:
     """Slots that no run of ours holds any more."""
     return [
         Blocker("slot_withheld", draining.sentence(row, named=row.tenant == job.tenant), row.slot)

@@ -81,7 +81,7 @@ class Forecasts:
         self, scripts: Scripts, remembered: int = REMEMBERED, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scripts = scripts
-        self._acts: ForecastScripts = scripts.bound(ForecastScripts)
+        self._acts: ForecastScripts = scripts.bind(ForecastScripts)
         self._remembered = remembered
         self._clock = clock
         self._lock = threading.Lock()

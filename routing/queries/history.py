@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.models import counters, events
-from slotkeeper.jobs.states import FINAL, State
-from slotkeeper.outbox.tail import Entry, Tail
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.tables import counters, events
+from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
 BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 """Upper bounds of the parts of a histogram, but for the last, which has none."""
@@ -27,9 +27,9 @@ OTHER = "other"
 
 _SEEN, _PREFIX, _BAR = "figures.seen", "figure|", "|"
 _AT_ONCE = 2000
-_STARTED, _QUEUED = TYPES[State.RUNNING], TYPES[State.QUEUED]
-_ENDS = {TYPES[state]: state for state in FINAL}
-_TRAIL = tuple(TYPES.values())
+_STARTED, _QUEUED = EVENT_TYPES[State.RUNNING], EVENT_TYPES[State.QUEUED]
+_ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}
+_TRAIL = tuple(EVENT_TYPES.values())
 _COUNTED = select(counters.c.name, counters.c.value).where(counters.c.name.startswith(_PREFIX, autoescape=True))
 _POSITION = select(counters.c.value).where(counters.c.name == _SEEN)
 _BEFORE = (
@@ -70,7 +70,7 @@ class History:
 class End:
     """The end of a job.  `ran_ms`: how long its last run took; None: it ended while it was waiting."""
 
-    entry: Entry
+    entry: OutboxEvent
     state: State
     ran_ms: int | None
 
@@ -85,7 +85,7 @@ class Historian:
         """`ended`: is told of each job that has ended, once its end is counted; not at all, if we die in between."""
         self._database = database
         self._ended = ended
-        self._tail = Tail(database)
+        self._tail = EventReader(database)
 
     def count(self) -> int:
         """Count some of what has happened since; answers how many events, 0: there is nothing new.
@@ -112,7 +112,7 @@ class Historian:
             self._database.write(_begin)
         return found or 0
 
-    def _sums(self, entries: Sequence[Entry]) -> tuple[Counter[str], list[End]]:
+    def _sums(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[End]]:
         with self._database.read() as connection:
             named = _Names(connection)
             last = _before(connection, entries)
@@ -143,7 +143,7 @@ class _Names:
         return model
 
 
-def _before(connection: Connection, entries: Sequence[Entry]) -> dict[str, tuple[str, int]]:
+def _before(connection: Connection, entries: Sequence[OutboxEvent]) -> dict[str, tuple[str, int]]:
     """Job -> type and time of its last transition before these."""
     if not entries:
         return {}
@@ -156,7 +156,7 @@ def _before(connection: Connection, entries: Sequence[Entry]) -> dict[str, tuple
     return found
 
 
-def _add(sums: Counter[str], entry: Entry, model: str, last: tuple[str, int] | None) -> None:
+def _add(sums: Counter[str], entry: OutboxEvent, model: str, last: tuple[str, int] | None) -> None:
     """What one event changes; `last`: what the job's transition before it was, and when."""
     event, before = entry.event, last[0] if last else ""
     since_ms = max(event.at_ms - last[1], 0) if last else 0

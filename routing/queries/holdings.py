@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select, text
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import IS_ACTIVE, jobs
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import ACTIVE_CONDITION, jobs
 from slotkeeper.outbox.tables import receivers
 
 
@@ -20,7 +20,7 @@ class Holdings:
 
 def of_tenant(database: Database, tenant: str) -> Holdings:
     """Count what `tenant` has.  Raises RecordUnavailable."""
-    active = select(jobs.c.state, func.count().label("jobs")).where(text(IS_ACTIVE), jobs.c.tenant == tenant)
+    active = select(jobs.c.state, func.count().label("jobs")).where(text(ACTIVE_CONDITION), jobs.c.tenant == tenant)
     webhooks = select(func.count()).select_from(receivers).where(receivers.c.tenant == tenant)
     with database.read() as connection:
         found = {State(row.state): row.jobs for row in connection.execute(active.group_by(jobs.c.state))}

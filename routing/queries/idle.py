@@ -13,15 +13,15 @@ from routing.queries.load import Load, load_of
 from routing.queries.servers import ServerStatus, standings, use_of
 from routing.queue.workers import Workers
 from slotkeeper.jobs.states import State
-from slotkeeper.registry.catalog import Snapshot
-from slotkeeper.registry.values import STOPPED, Server
+from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.values import STOPPED_STATES, Server
 
 _LOOKED_AT = 100  # waiting jobs of a model
 
 
 def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[Blocker, ...]:
     """What keeps it from jobs, what lasts longest first; nothing: it gets whatever comes."""
-    catalog = dispatcher.catalog.snapshot()
+    catalog = dispatcher.catalog.get()
     found = [*_in_record(server, catalog), *_misconfigured(dispatcher, server)]
     try:
         return (*found, *dispatcher.queues.while_here(lambda: [*_in_room(dispatcher, workers, server, catalog)]))
@@ -30,14 +30,14 @@ def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[
         return (*found, Blocker("redis_away", sentence))
 
 
-def _in_record(server: Server, catalog: Snapshot) -> Iterator[Blocker]:
+def _in_record(server: Server, catalog: CatalogSnapshot) -> Iterator[Blocker]:
     if server.state != "online":
         yield Blocker("server_paused", stopped("server", server.name, server), server.name)
     if not server.endpoints:
         yield Blocker("no_model", "it serves no model; register one", server.name)
     for name in sorted(server.endpoints):
         model = catalog.models.get(name)
-        if model is not None and model.state in STOPPED:
+        if model is not None and model.state in STOPPED_STATES:
             yield Blocker("model_paused", stopped("model", name, model), name)
 
 
@@ -51,7 +51,7 @@ def _misconfigured(dispatcher: Dispatcher, server: Server) -> Iterator[Blocker]:
             yield Blocker("misconfigured", sentence, name)
 
 
-def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: Snapshot) -> Iterator[Blocker]:
+def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: CatalogSnapshot) -> Iterator[Blocker]:
     """Raises redis errors."""
     standing = standings(dispatcher.slots, server.fleet).get(server.name)
     if standing is None:
@@ -87,7 +87,7 @@ def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, Load]) -> 
     if not waiting:
         yield Blocker("nothing_waits", "no job of a model that it serves waits")
     for name in waiting:
-        jobs = dispatcher.store.queued([name], limit=_LOOKED_AT)
+        jobs = dispatcher.store.list_queued([name], limit=_LOOKED_AT)
         unmet = [line for job in jobs for line in placement.unmet(job.constraints, server, name)]
         if jobs and all(placement.unmet(job.constraints, server, name) for job in jobs):
             wanted = ", ".join(sorted(set(unmet)))

@@ -16,7 +16,7 @@ from routing.maintenance.reconcile.reaper import OFTEN
 from routing.maintenance.rooms import depths_of
 from routing.maintenance.seen import seen_by
 from routing.queue.leases import Lease
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 
 
@@ -44,14 +44,14 @@ def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Fin
     found = {Finding(Check.SLOT, job.id) for job in suspects(dispatcher, reports)}
     if not ledger.read(dispatcher.store.database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
-    leases = dispatcher.leases.all_of(dispatcher.catalog.snapshot().fleets())
+    leases = dispatcher.leases.all_of(dispatcher.catalog.get().fleets())
     return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases) | _unstarted(dispatcher)
 
 
 def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
     """What the reaper of this process has met; jobs that have begun since, or ended, are forgotten."""
     met = seen_by(dispatcher).unstarted
-    briefs = dispatcher.store.briefs(list(met))
+    briefs = dispatcher.store.get_statuses(list(met))
     for job_id, (attempt, _) in list(met.items()):
         found = briefs.get(job_id)
         if found is None or found.state is not State.QUEUED or found.attempt != attempt:
@@ -62,7 +62,7 @@ def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
 def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]) -> set[Finding]:
     theirs = ("", DRAINING)  # offers, and slots that drain: they run nothing
     claimed = {lease.job_id: lease.tag for fleet in leases.values() for lease, _ in fleet if lease.owner not in theirs}
-    running = {job.id: job.lease for job in dispatcher.store.running()}
+    running = {job.id: job.lease for job in dispatcher.store.list_running()}
     suspicious = [job for job, tag in claimed.items() if running.get(job) != tag]
     without_run = {Finding(Check.LEASE, job) for job in suspicious if not _has_just_ended(dispatcher, job)}
     return without_run | {Finding(Check.RUN, job) for job in running.keys() - claimed.keys()}
@@ -77,7 +77,7 @@ def _has_just_ended(dispatcher: Dispatcher, job_id: str) -> bool:
 
 def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]) -> set[Finding]:
     queued = ledger.queued_by_model(dispatcher.store.database)
-    catalog = dispatcher.catalog.snapshot()
+    catalog = dispatcher.catalog.get()
     found = set()
     for fleet, room in depths_of(dispatcher.queues.scripts, list(leases)).items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))

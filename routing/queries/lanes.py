@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from routing.admission import questions
 from routing.dispatch.dispatcher import Dispatcher
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.catalog import Model
 
 _MOST_JOBS = 1000
@@ -23,7 +23,7 @@ class Lane:
     "": nothing; `held`: slots that its tenant holds there.
     """
 
-    first: Waiting
+    first: QueuedJob
     waiting: int
     ahead: int | None = None
     obstacle: str = ""
@@ -32,8 +32,8 @@ class Lane:
 
 def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
     """Lanes, the next in turn first, and whether all that waits is in them.  Raises RecordUnavailable."""
-    waiting = dispatcher.store.queued([model.name], limit=_MOST_JOBS)
-    by_lane: dict[tuple[str, int, str], list[Waiting]] = defaultdict(list)
+    waiting = dispatcher.store.list_queued([model.name], limit=_MOST_JOBS)
+    by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
     for job in waiting:
         by_lane[(job.tenant, job.priority, job.constraints)].append(job)
     firsts = [(jobs[0], len(jobs)) for jobs in by_lane.values()]
@@ -42,7 +42,7 @@ def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
     return found, len(waiting) < _MOST_JOBS and len(firsts) <= _MOST_LANES
 
 
-def _with_facts(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[Waiting, int]]) -> list[Lane]:
+def _with_facts(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[QueuedJob, int]]) -> list[Lane]:
     asked = [questions.status(dispatcher.queues, model.fleet, job) for job, _ in firsts]
     try:
         facts = dispatcher.queues.while_here(lambda: dispatcher.queues.ask(asked))

@@ -4,13 +4,13 @@ from typing import Any
 
 from sqlalchemy import Select, func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.listings import LISTED, between
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.moves import compared
-from slotkeeper.jobs.record import Job
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.listings import JOB_LIST, key_range
+from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import job_of
+from slotkeeper.jobs.store import job_from_row
+from slotkeeper.jobs.tables import jobs
+from slotkeeper.jobs.values import Job
 
 # Where most jobs are, before they ran and after.
 _MANY_STAND = frozenset({State.QUEUED, State.COMPLETED})
@@ -32,7 +32,7 @@ def find(
     """
     with database.read() as connection:
         found = connection.execute(_newest(state, model, tenant, batch, before_seq).limit(limit))
-        return [job_of(row) for row in found]
+        return [job_from_row(row) for row in found]
 
 
 def count(database: Database, state: State) -> int:
@@ -57,12 +57,12 @@ def _newest(
     wanted = [(jobs.c.batch, batch), (jobs.c.tenant, tenant), (jobs.c.model, model)]
     wanted.insert(3 if state in _MANY_STAND else 1, (jobs.c.state, state))
     given = [(column, str(value)) for column, value in wanted if value is not None]
-    query = LISTED
+    query = JOB_LIST
     if given:
         # Said twice, for the index of batches has only jobs that are in one, and SQLite looks for its condition.
-        query = query.where(given[0][0].is_not(None), between(*given[0], 0, before_seq)).order_by(given[0][0].desc())
+        query = query.where(given[0][0].is_not(None), key_range(*given[0], 0, before_seq)).order_by(given[0][0].desc())
     elif before_seq is not None:
         query = query.where(jobs.c.seq < before_seq)
     for column, value in given[1:]:
-        query = query.where(compared(column) == value)
+        query = query.where(unindexed(column) == value)
     return query.order_by(jobs.c.seq.desc())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from routing.admission import bounds, questions
 from routing.dispatch.dispatcher import Dispatcher
-from slotkeeper.jobs.record import PRIORITY_DEFAULT, Waiting
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, QueuedJob
 from slotkeeper.registry.catalog import Model
 
 _NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
@@ -32,8 +32,8 @@ def load_of(dispatcher: Dispatcher, model: Model) -> Load:
     """In two calls to Redis, whatever waits.  Raises redis errors."""
     queues = dispatcher.queues
     (found,) = queues.ask([questions.backlog(queues, model.fleet, model.name, _NOBODY)])
-    facts = questions.status_now(queues, model.fleet, Waiting(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
-    slots = dispatcher.catalog.snapshot().slots_of(model.name)
+    facts = questions.status_now(queues, model.fleet, QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
+    slots = dispatcher.catalog.get().count_slots(model.name)
     known = found.run_ms is not None and slots > 0
     return Load(
         found.everyones,

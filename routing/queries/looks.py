@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, case, func, select
 
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs import listings
-from slotkeeper.jobs.models import jobs
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
 
 MINUTE_MS = 60_000
 
@@ -60,7 +60,7 @@ def of_minute(database: Database, begins_ms: int) -> list[Ended]:
 
 def oldest_queued(database: Database, models: Sequence[str]) -> dict[str, int]:
     """When the queued job of each of these models that comes first was accepted, ms.  Raises RecordUnavailable."""
-    queries = listings.queued_of(models)
+    queries = listings.select_queued(models)
     params = {"p_after": 0, "p_limit": 1}
     with database.read() as connection:
         return {row.model: row.created_ms for query in queries for row in connection.execute(query, params)}

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from routing.queries import looks
 from routing.queries.attempts import Attempt, attempts
 from routing.queries.looks import Nearby
-from slotkeeper.jobs.record import Job, now_ms
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job
 
 _REACH = 1_000
 _MOST_LOOKED_INTO = 50
-_WENT_WRONG = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED})
+_WENT_WRONG = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Run:
         return self.to_ms - self.from_ms
 
 
-def neighbours(store: Store, job: Job) -> list[Run]:
+def neighbours(store: JobStore, job: Job) -> list[Run]:
     """Of other jobs, in order of acceptance; up to a thousand to each side.  Raises RecordUnavailable."""
     found = [it for it in looks.around(store.database, job.seq, _REACH) if it.id != job.id]
     tried = [it.id for it in found if it.has_failed][-_MOST_LOOKED_INTO:]
-    tries = {job_id: attempts(store.events_of(job_id)) for job_id in tried}
+    tries = {job_id: attempts(store.list_events(job_id)) for job_id in tried}
     return [_run(it, tries) for it in found if it.started_ms is not None]
 
 

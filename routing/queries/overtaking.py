@@ -1,7 +1,7 @@
 """For how long a job may be overtaken by what comes after it, as its model's policy says."""
 
-from slotkeeper.jobs.record import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 
 PRIORITIES = range(1, PRIORITY_LEAST_URGENT + 1)
@@ -17,4 +17,4 @@ def longest_overtaking_s(priority: int, config: ModelConfig) -> float | None:
 
 def longest_wait(config: ModelConfig, priority: int = PRIORITY_DEFAULT) -> str:
     """The longest that order can make a job of this priority wait, in terms of the load: a sentence."""
-    return POLICIES[config.policy].says(priority, config.tier_head_start)
+    return POLICIES[config.policy].describe_wait(priority, config.tier_head_start)

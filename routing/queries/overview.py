@@ -13,8 +13,8 @@ from routing.maintenance import draining
 from routing.queries import looks
 from routing.queries.last_hour import LastHour, Minute
 from routing.queries.looks import MINUTE_MS
-from slotkeeper.jobs.record import PRIORITY_DEFAULT, Job, Waiting
-from slotkeeper.jobs.withheld import Withheld
+from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, Job, QueuedJob
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.values import Server
 
@@ -29,7 +29,7 @@ class Slot:
 
     name: str
     job: Job | None
-    withheld: Withheld | None
+    withheld: QuarantinedSlot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _now(
         len(running),
         oldest_ms,
         *breaker,
-        _use(minutes, running, dispatcher.catalog.snapshot().slots_of(name), now_ms),
+        _use(minutes, running, dispatcher.catalog.get().count_slots(name), now_ms),
         [minute.ended for minute in minutes],
         sum(minute.ended for minute in minutes[-_RECENT:]) / _RECENT,
         sum(minute.failed for minute in minutes),
@@ -121,9 +121,9 @@ def _use(minutes: Sequence[Minute], running: Sequence[Job], slots: int, now_ms: 
     return [min(1.0, it / (slots * MINUTE_MS)) for it in busy]
 
 
-def _none_of(model: Model) -> Waiting:
+def _none_of(model: Model) -> QueuedJob:
     """A job that there is not: what is asked for concerns the model alone."""
-    return Waiting(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY)
+    return QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY)
 
 
 def breakers_of(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tuple[str, int, str]]:

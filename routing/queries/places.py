@@ -15,8 +15,8 @@ from routing.admission.questions import Position
 from routing.queries.estimates import Estimates
 from routing.queries.interval import Estimate
 from routing.queue.queues import Queues
-from slotkeeper.jobs.record import Waiting
-from slotkeeper.registry.cache import CatalogCache
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.registry.catalog_cache import CatalogCache
 
 _PAUSE_S = 1.0
 
@@ -45,11 +45,11 @@ class Places:
         self._clock = clock
         self._paused_until = 0.0
 
-    def of(self, job: Waiting) -> Place:
+    def of(self, job: QueuedJob) -> Place:
         """The place of a queued job; at most two calls to Redis."""
         return self._unless_away(lambda: self._at(job, self._position(job)))
 
-    def on_entry(self, job: Waiting, position: Position | None) -> Place:
+    def on_entry(self, job: QueuedJob, position: Position | None) -> Place:
         """The place of a job that has come just now, as the room has said it; at most one call to Redis."""
         return self._unless_away(lambda: self._at(job, position, new=True))
 
@@ -65,10 +65,10 @@ class Places:
             pass
         return Place()
 
-    def _position(self, job: Waiting) -> Position | None:
-        return questions.position(self._queues, self._fleet.model(job.model).fleet, job)
+    def _position(self, job: QueuedJob) -> Position | None:
+        return questions.position(self._queues, self._fleet.resolve(job.model).fleet, job)
 
-    def _at(self, job: Waiting, position: Position | None, *, new: bool = False) -> Place:
+    def _at(self, job: QueuedJob, position: Position | None, *, new: bool = False) -> Place:
         if position is None:
             return Place()
         estimate = self._estimates.of(job, position, new=new)

@@ -63,7 +63,7 @@ class Processes:
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
-        self._acts: ProcessScripts = scripts.bound(ProcessScripts)
+        self._acts: ProcessScripts = scripts.bind(ProcessScripts)
 
     def say(self, process: str, facts: dict[str, Any]) -> None:
         """A process lives.  `facts`: its role, its host, and what else there is to say."""

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
-from slotkeeper.redis.scripts import Command, Scripts, live_client
+from slotkeeper.redis.scripts import Command, Scripts, make_async_client
 
 log = structlog.get_logger(__name__)
 
@@ -57,16 +57,16 @@ class Telling:
 
     def __init__(self, scripts: Scripts) -> None:
         self._keys = scripts.keys
-        self._acts: SaidScripts = scripts.bound(SaidScripts)
+        self._acts: SaidScripts = scripts.bind(SaidScripts)
 
     def telling(self, job_id: str, place: Place, text: str, kept: int) -> Command[int]:
         """One entry more, of which the last `kept` stay.  Answers how many watch, or -1: it came too late."""
-        key = self._keys.said(job_id)
+        key = self._keys.progress(job_id)
         return self._acts.tell(key, id=f"{place.attempt}-{place.ms}", said=text, kept=kept, ttl_ms=_LASTS_MS)
 
     def ending(self, job_id: str) -> Command[int]:
         """Nothing more is said."""
-        return self._acts.tell(self._keys.said(job_id), id="", said="", kept=0, ttl_ms=_LASTS_AFTER_END_MS)
+        return self._acts.tell(self._keys.progress(job_id), id="", said="", kept=0, ttl_ms=_LASTS_AFTER_END_MS)
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +107,7 @@ class Watching:
     def begin(self, watcher: Watcher) -> None:
         """Have it hear what has been said behind its place, and what will be."""
         watcher.kept = []
-        key = self._keys.said(watcher.job_id)
+        key = self._keys.progress(watcher.job_id)
         self._watchers.setdefault(key, []).append(watcher)
         if self._life is None:
             self._life = asyncio.get_running_loop().create_task(self._live())
@@ -116,7 +116,7 @@ class Watching:
 
     def end(self, watcher: Watcher) -> None:
         """It hears nothing more."""
-        key = self._keys.said(watcher.job_id)
+        key = self._keys.progress(watcher.job_id)
         group = self._watchers.get(key, [])
         if watcher in group:
             group.remove(watcher)
@@ -175,7 +175,7 @@ class Watching:
 
     async def _listen(self) -> None:
         async with self._client().pubsub() as channel:
-            asked = list(self._watchers) or [self._keys.said("")]
+            asked = list(self._watchers) or [self._keys.progress("")]
             await channel.subscribe(*asked)
             self._channel = channel
             if began := self._watchers.keys() - set(asked):  # while there was no connection yet
@@ -210,7 +210,7 @@ class Watching:
         """Tell it what was said before."""
         try:
             place = watcher.place
-            key = self._keys.said(watcher.job_id)
+            key = self._keys.progress(watcher.job_id)
             found: Any = await self._client().xrange(key, min=f"({place.attempt}-{place.ms}", max="+")
             before = [Said(_place(at), fields[_FIELD]) for at, fields in found]
         except RedisError:
@@ -220,7 +220,7 @@ class Watching:
 
     def _client(self) -> Redis:
         if self._redis is None:
-            self._redis = live_client(self._scripts.redis)
+            self._redis = make_async_client(self._scripts.redis)
         return self._redis
 
 

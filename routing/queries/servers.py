@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from routing.queue.slots import Slots
-from slotkeeper.redis.scripts import Command, say_failed
+from slotkeeper.redis.scripts import Command, log_failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ def standings(slots: Slots, fleet: str) -> dict[str, ServerStatus]:
 def standings_of(slots: Slots, fleets: Sequence[str]) -> dict[str, dict[str, ServerStatus]]:
     """The same of several fleets, in few round trips; one that cannot be read is left out."""
     found, failed = slots.scripts.run_each({fleet: _asking(slots, fleet) for fleet in fleets})
-    say_failed("room_not_read", failed)
+    log_failures("room_not_read", failed)
     return {fleet: {it.server: it for it in servers} for fleet, servers in found.items()}
 
 
 def _asking(slots: Slots, fleet: str) -> Command[list[ServerStatus]]:
-    scripts: ServerScripts = slots.scripts.bound(ServerScripts)
+    scripts: ServerScripts = slots.scripts.bind(ServerScripts)
     return scripts.servers(fleet)

@@ -9,7 +9,7 @@
       webhook            from its end until its callback URL was told
       job                a dead job that is revived: from there to its next end
 
-Their ids follow from job, kind and number (slotkeeper/traces.py): told twice, or by another process, they are the same.
+Their ids follow from job, kind and number (slotkeeper/trace_context.py): told twice, or by another process, they are the same.
 What has not ended is not told yet, so none is ever told otherwise than before.
 """
 
@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import Event
-from slotkeeper.jobs.states import FINAL, State
-from slotkeeper.outbox.trails import Arrived, Trail
-from slotkeeper.traces import span_of, trace_of
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.values import Event
+from slotkeeper.outbox.timelines import CallbackDelivery, JobTimeline
+from slotkeeper.trace_context import find_trace, make_span_id
 
 JOB, SUBMIT, WAIT, ATTEMPT, EXCHANGE, SETTLE, WEBHOOK = (
     *("job", "submit", "wait", "attempt", "exchange", "settle", "webhook"),
 )
-_STATES = {name: state for state, name in TYPES.items()}
+_STATES = {name: state for state, name in EVENT_TYPES.items()}
 _WAITS = frozenset({State.QUEUED, State.DELAYED})
 _GOOD = frozenset({State.COMPLETED, State.CANCELED})
 _MOST = 200
@@ -47,14 +47,14 @@ class Span:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def of_job(trail: Trail) -> list[Span]:
+def of_job(trail: JobTimeline) -> list[Span]:
     """All of each of its lives that has ended, but for webhooks; none, if the client's trace is not wanted."""
     if not _is_wanted(trail):
         return []
     return [span for n, life in enumerate(_lives(trail.transitions)) for span in _of_life(trail, n, life)]
 
 
-def of_webhooks(trail: Trail) -> list[Span]:
+def of_webhooks(trail: JobTimeline) -> list[Span]:
     """That its callback URL was told, once for each end."""
     if not _is_wanted(trail):
         return []
@@ -66,8 +66,8 @@ def webhook(message_id: str) -> str:
     return f"{WEBHOOK}/{message_id}"
 
 
-def _is_wanted(trail: Trail) -> bool:
-    return trace_of(trail.job_id, trail.traceparent).sampled
+def _is_wanted(trail: JobTimeline) -> bool:
+    return find_trace(trail.job_id, trail.traceparent).sampled
 
 
 def _lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
@@ -75,14 +75,14 @@ def _lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
     life: list[Event] = []
     for event in transitions:
         life.append(event)
-        if _STATES[event.type] in FINAL:
+        if _STATES[event.type] in FINAL_STATES:
             yield life
             life = []
 
 
-def _of_life(trail: Trail, n: int, life: list[Event]) -> Iterator[Span]:
-    trace, first, last = trace_of(trail.job_id, trail.traceparent), life[0], life[-1]
-    id_, root = span_of(trail.job_id, JOB, n), span_of(trail.job_id, JOB)
+def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[Span]:
+    trace, first, last = find_trace(trail.job_id, trail.traceparent), life[0], life[-1]
+    id_, root = make_span_id(trail.job_id, JOB, n), make_span_id(trail.job_id, JOB)
     state = _STATES[last.type]
     facts = {
         "job_id": trail.job_id,
@@ -102,7 +102,7 @@ def _of_life(trail: Trail, n: int, life: list[Event]) -> Iterator[Span]:
         yield from _parts(trail, id_, half)
 
 
-def _parts(trail: Trail, above: str, transitions: Sequence[Event]) -> Iterator[Span]:
+def _parts(trail: JobTimeline, above: str, transitions: Sequence[Event]) -> Iterator[Span]:
     """Waits and attempts in turn."""
     waits: Event | None = None
     runs: Event | None = None
@@ -118,24 +118,26 @@ def _parts(trail: Trail, above: str, transitions: Sequence[Event]) -> Iterator[S
             waits = event
 
 
-def _attempt(trail: Trail, above: str, began: Event, ended: Event) -> Iterator[Span]:
+def _attempt(trail: JobTimeline, above: str, began: Event, ended: Event) -> Iterator[Span]:
     n, start, end = began.attempt, began.at_ms, ended.at_ms
     failed = _STATES[ended.type] not in _GOOD
-    server, id_ = {"server": began.data.get("server")}, span_of(trail.job_id, ATTEMPT, n)
+    server, id_ = {"server": began.data.get("server")}, make_span_id(trail.job_id, ATTEMPT, n)
     yield _below(trail, above, ATTEMPT, n, start, end, failed=failed, **server, why=ended.data.get("why"))
     yield _below(trail, id_, EXCHANGE, n, start, end, failed=failed, **server)
     yield _below(trail, id_, SETTLE, n, end, end)
 
 
-def _of_webhook(trail: Trail, it: Arrived) -> Span:
-    trace, above = trace_of(trail.job_id, trail.traceparent), span_of(trail.job_id, JOB)
-    id_ = span_of(trail.job_id, webhook(it.id))
-    return Span(trace.id, id_, above, WEBHOOK, it.owed_ms, max(it.owed_ms, it.delivered_ms), facts={"tries": it.tries})
+def _of_webhook(trail: JobTimeline, it: CallbackDelivery) -> Span:
+    trace, above = find_trace(trail.job_id, trail.traceparent), make_span_id(trail.job_id, JOB)
+    id_ = make_span_id(trail.job_id, webhook(it.id))
+    return Span(
+        trace.id, id_, above, WEBHOOK, it.ended_ms, max(it.ended_ms, it.delivered_ms), facts={"tries": it.tries}
+    )
 
 
 def _below(
-    trail: Trail, above: str, name: str, n: int, start_ms: int, end_ms: int, *, failed: bool = False, **facts: Any
+    trail: JobTimeline, above: str, name: str, n: int, start_ms: int, end_ms: int, *, failed: bool = False, **facts: Any
 ) -> Span:
-    trace, id_ = trace_of(trail.job_id, trail.traceparent).id, span_of(trail.job_id, name, n)
+    trace, id_ = find_trace(trail.job_id, trail.traceparent).id, make_span_id(trail.job_id, name, n)
     told = {"attempt": n} | facts if n else facts
     return Span(trace, id_, above, name, start_ms, max(start_ms, end_ms), failed, told)

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.models import jobs, messages
-from slotkeeper.jobs.moves import compared
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs, messages
 
 _OWED = select(func.count(), func.min(messages.c.next_ms)).where(messages.c.state == "pending")
 # Found among the running ones, of which there are no more than slots, and not among all that the model ever had.
 _RUNNING = select(func.count()).where(
-    jobs.c.state == State.RUNNING.value, compared(jobs.c.model) == bindparam("p_model")
+    jobs.c.state == State.RUNNING.value, unindexed(jobs.c.model) == bindparam("p_model")
 )
 _QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.model == bindparam("p_model"))
 
@@ -39,7 +39,7 @@ def webhooks_owed(database: Database, now_ms: int) -> Owed:
 
 def withheld_slots(database: Database) -> Counter[tuple[str, str]]:
     """(model, reason) -> how many slots are withheld.  Raises RecordUnavailable."""
-    return Counter((it.model, it.reason) for it in withheld.read(database))
+    return Counter((it.model, it.reason) for it in quarantine.list_all(database))
 
 
 def work_of(database: Database, model: str, *, known: bool) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from enum import StrEnum
 from statistics import median
 
 from routing.queries.neighbours import Run, neighbours
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import Event, Job
-from slotkeeper.jobs.states import FINAL, State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Event, Job
+from slotkeeper.registry.catalog import CatalogSnapshot
 
 _WORTH_TELLING_MS = 1_000
 _MOSTLY = 0.5  # of a wait, to name one cause for it
@@ -23,7 +23,7 @@ _SLOW = 2.0  # times as long as elsewhere
 _FEW = 3  # runs that a comparison needs
 _BEFORE_MS = 10 * 60_000  # in which failures explain a cooldown
 # A run that came to nothing and cost the job nothing but time.
-_MET_NOBODY = {Why.SERVER_BUSY: "was busy", Why.SERVER_UNREACHABLE: "could not be reached"}
+_MET_NOBODY = {Reason.SERVER_BUSY: "was busy", Reason.SERVER_UNREACHABLE: "could not be reached"}
 
 
 class Part(StrEnum):
@@ -65,13 +65,13 @@ class Story:
         return sum(span.lasted_ms(now_ms) for span in self.spans if span.part is part)
 
 
-def tell(store: Store, catalog: Snapshot, job: Job, trail: Sequence[Event], now_ms: int) -> Story:
+def tell(store: JobStore, catalog: CatalogSnapshot, job: Job, trail: Sequence[Event], now_ms: int) -> Story:
     """Of any job, ended or not.  Raises RecordUnavailable."""
     spans = tuple(spans_of(trail))
     took_ms = (now_ms if job.finished_ms is None else job.finished_ms) - job.created_ms
     causes = sorted(_causes(store, catalog, job, spans, now_ms), key=lambda cause: -cause.took_ms)
     told = [cause for cause in causes if cause.took_ms >= _WORTH_TELLING_MS][:3] or causes[:1]
-    lead = "It took" if job.state in FINAL else "So far it has taken"
+    lead = "It took" if job.state in FINAL_STATES else "So far it has taken"
     because = "; ".join(cause.sentence for cause in told)
     return Story(f"{lead} {length(took_ms)}: {because}." if because else f"{lead} {length(took_ms)}.", spans, took_ms)
 
@@ -89,8 +89,12 @@ def spans_of(trail: Iterable[Event]) -> Iterator[Span]:
         yield _span(last, None)
 
 
-_PARTS = {TYPES[State.QUEUED]: Part.WAITED, TYPES[State.DELAYED]: Part.DELAYED, TYPES[State.RUNNING]: Part.RAN}
-_ENDS = {TYPES[state] for state in FINAL}
+_PARTS = {
+    EVENT_TYPES[State.QUEUED]: Part.WAITED,
+    EVENT_TYPES[State.DELAYED]: Part.DELAYED,
+    EVENT_TYPES[State.RUNNING]: Part.RAN,
+}
+_ENDS = {EVENT_TYPES[state] for state in FINAL_STATES}
 
 
 def _span(began: Event, ended: Event | None) -> Span:
@@ -115,13 +119,15 @@ class _Cause:
     sentence: str
 
 
-def _causes(store: Store, catalog: Snapshot, job: Job, spans: Sequence[Span], now_ms: int) -> Iterator[_Cause]:
+def _causes(
+    store: JobStore, catalog: CatalogSnapshot, job: Job, spans: Sequence[Span], now_ms: int
+) -> Iterator[_Cause]:
     runs = neighbours(store, job)
     failed = [span for span in spans if span.part is Part.RAN and span.to_ms is not None and span.error]
     waits = [span for span in spans if span.part is Part.WAITED]
     if waits:
         yield _waiting(catalog, job, waits, runs, now_ms)
-    if tries := [span for span in spans if span.why == Why.SERVER_ERROR and span.part is Part.RAN]:
+    if tries := [span for span in spans if span.why == Reason.SERVER_ERROR and span.part is Part.RAN]:
         yield _retrying(spans, tries, now_ms)
     elif delays := [span for span in spans if span.part is Part.DELAYED]:
         yield _Cause(
@@ -130,14 +136,14 @@ def _causes(store: Store, catalog: Snapshot, job: Job, spans: Sequence[Span], no
     for span in failed:
         if span.why in _MET_NOBODY:
             lasted = span.lasted_ms(now_ms)
-            yield _Cause(lasted, f"{span.server} {_MET_NOBODY[Why(str(span.why))]} when it was sent there")
+            yield _Cause(lasted, f"{span.server} {_MET_NOBODY[Reason(str(span.why))]} when it was sent there")
     last = next((span for span in reversed(spans) if span.part is Part.RAN), None)
     if last is not None and last not in tries:
         yield _running(job, last, runs, now_ms)
 
 
 def _retrying(spans: Sequence[Span], tries: Sequence[Span], now_ms: int) -> _Cause:
-    delays = [span for span in spans if span.part is Part.DELAYED and span.why == Why.SERVER_ERROR]
+    delays = [span for span in spans if span.part is Part.DELAYED and span.why == Reason.SERVER_ERROR]
     lost = _total([*tries, *delays], now_ms)
     errors = sorted({f"{span.error} on {span.server}" for span in tries})
     count = len(tries)
@@ -161,7 +167,7 @@ def _running(job: Job, span: Span, runs: Sequence[Run], now_ms: int) -> _Cause:
 # -- what a job waited for ---------------------------------------------------------------------------------
 
 
-def _waiting(catalog: Snapshot, job: Job, waits: Sequence[Span], runs: Sequence[Run], now_ms: int) -> _Cause:
+def _waiting(catalog: CatalogSnapshot, job: Job, waits: Sequence[Span], runs: Sequence[Run], now_ms: int) -> _Cause:
     waited = _total(waits, now_ms)
     said = f"it waited for {length(waited)}"
     if waited < _WORTH_TELLING_MS:
@@ -170,7 +176,7 @@ def _waiting(catalog: Snapshot, job: Job, waits: Sequence[Span], runs: Sequence[
     return _Cause(waited, f"{said}, {_why(catalog, job, longest, runs, now_ms)}")
 
 
-def _why(catalog: Snapshot, job: Job, span: Span, runs: Sequence[Run], now_ms: int) -> str:
+def _why(catalog: CatalogSnapshot, job: Job, span: Span, runs: Sequence[Run], now_ms: int) -> str:
     """What kept it for most of its longest wait, in the light of what is configured now."""
     begins, ends = span.from_ms, now_ms if span.to_ms is None else span.to_ms
     model = catalog.models.get(job.model)

@@ -63,7 +63,7 @@ class Tallies:
         try:
             with self._scripts.redis.pipeline(transaction=True) as pipe:
                 for name, value in new.items():
-                    pipe.hincrby(self._scripts.keys.tallies(), name, value)
+                    pipe.hincrby(self._scripts.keys.counters(), name, value)
                 pipe.execute()
         except RedisError:
             with self._lock:
@@ -71,7 +71,7 @@ class Tallies:
 
     def counts(self, name: str) -> dict[str, int]:
         """Label -> sum over all processes.  Raises redis errors."""
-        found = self._scripts.hash(self._scripts.keys.tallies())
+        found = self._scripts.hash(self._scripts.keys.counters())
         start = f"{name}{_BAR}"
         return {key.removeprefix(start): int(it) for key, it in found.items() if key.startswith(start)}
 

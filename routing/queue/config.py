@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from slotkeeper.config import RecordSettings
+from slotkeeper.config import StorageSettings
 
 PASSWORD_FILE = "valkey-password"
 """In the state folder: what the embedded Valkey asks for."""
@@ -67,7 +67,7 @@ class RoutingSettings(BaseSettings):
     def room_url(self) -> str:
         if self.redis_url:
             return self.redis_url
-        home = RecordSettings().home
+        home = StorageSettings().home
         return embedded_url(self.redis_port if "redis_port" in self.model_fields_set else self._kept_port(home), home)
 
     def _kept_port(self, home: Path) -> int:

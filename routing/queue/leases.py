@@ -15,9 +15,9 @@ from routing.queue import order
 from routing.queue.config import RoutingSettings
 from routing.queue.queues import Offer, Offering, new_prefix, offering
 from routing.queue.workers import Room, unbounded
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.pipeline import Pipeline
-from slotkeeper.redis.scripts import Command, Scripts, say_failed
+from slotkeeper.redis.scripts import Command, Scripts, log_failures
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class Restored:
     """A running job's lease, as the record knows it."""
 
     lease: Lease
-    job: Waiting
+    job: QueuedJob
 
 
 class Released(NamedTuple):
@@ -97,7 +97,7 @@ class _Renewed(NamedTuple):
 class _Running(NamedTuple):
     lease: Lease
     lane: str
-    job: Waiting
+    job: QueuedJob
 
 
 class _Left(NamedTuple):
@@ -137,7 +137,7 @@ class Leases:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self.scripts = scripts
-        self._acts: LeaseScripts = scripts.bound(LeaseScripts)
+        self._acts: LeaseScripts = scripts.bind(LeaseScripts)
         self._settings = settings
         self._room = room
         self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
@@ -213,7 +213,7 @@ class Leases:
         """
         holding = self.scripts.existing("leases", fleets)
         found, failed = self.scripts.run_each({fleet: self._acts.leases(fleet) for fleet in holding})
-        say_failed("leases_not_read", failed)
+        log_failures("leases_not_read", failed)
         lease_ms = self._settings.lease_ms
         read = {fleet: [(it.lease, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
         return {fleet: read.get(fleet, []) for fleet in fleets if fleet not in failed}

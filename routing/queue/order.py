@@ -7,12 +7,12 @@ import hashlib
 from functools import lru_cache
 from urllib.parse import quote
 
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 
 _READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a bar would end it too early
 
 
-def lane(job: Waiting) -> str:
+def lane(job: QueuedJob) -> str:
     """`<priority>|<digest of its constraints>|<tenant>|<model>`."""
     return f"{job.priority}|{digest(job.constraints)}|{account(job.tenant, job.model)}"
 

@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from routing.queue import order
 from routing.queue.config import RoutingSettings
 from routing.queue.workers import Room, unbounded
-from slotkeeper.jobs.record import Waiting
-from slotkeeper.redis.scripts import Command, Scripts, say_failed
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.redis.scripts import Command, Scripts, log_failures
 from slotkeeper.unique import unique
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     """A job that comes in, and its lane."""
 
     lane: str
-    job: Waiting
+    job: QueuedJob
 
 
 Withdrawn = Literal["withdrawn", "freed", "asked", "absent"]
@@ -89,7 +89,7 @@ class QueueScripts(Protocol):
 
     def enqueue(self, fleet: str, *, offering: Offering, entries: Sequence[Entry]) -> Command[Entered]: ...
     def offer(self, fleet: str, *, offering: Offering) -> Command[list[Offer]]: ...
-    def withdraw(self, fleet: str, *, job: Waiting, lane: str) -> Command[Withdrawn]: ...
+    def withdraw(self, fleet: str, *, job: QueuedJob, lane: str) -> Command[Withdrawn]: ...
     def begin(self, fleet: str, *, record: str) -> Command[Literal["open", "ready", "cleared"]]: ...
     def open(self, fleet: str, *, epoch: str) -> Command[Literal["opened", "open", "lost"]]: ...
 
@@ -109,7 +109,7 @@ class Queues:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
         self.scripts = scripts
-        self._acts: QueueScripts = scripts.bound(QueueScripts)
+        self._acts: QueueScripts = scripts.bind(QueueScripts)
         self._settings = settings
         self._room = room
         self._away_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
@@ -145,7 +145,7 @@ class Queues:
     def _is_away(self, whose: str | None) -> bool:
         return time.monotonic() < self._away_until.get(whose, 0.0)
 
-    def enqueue(self, fleet: str, jobs: Sequence[Waiting], limit: int = _OFFERS) -> list[Offer]:
+    def enqueue(self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS) -> list[Offer]:
         """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
         made: list[Offer] = []
         for start in range(0, max(len(jobs), 1), _CHUNK):
@@ -157,7 +157,7 @@ class Queues:
         """Offers that were made with jobs which came in, and, if those were as many as may be, all that can follow."""
         return made + self.offer_all(fleet) if len(made) >= limit > 0 else made
 
-    def entering(self, fleet: str, jobs: Sequence[Waiting], limit: int = _OFFERS) -> Command[Entered]:
+    def entering(self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS) -> Command[Entered]:
         """The command of `enqueue` and the like."""
         entries = [Entry(order.lane(job), job) for job in jobs]
         return self._acts.enqueue(fleet, offering=self.usual_offering(limit), entries=entries)
@@ -197,23 +197,23 @@ class Queues:
         for fleet in fleets:
             keys = self.scripts.keys
             pipeline.zrange(keys.open_offers(fleet), 0, 0, withscores=True)
-            pipeline.exists(keys.of(fleet, "classes"))
-            pipeline.zcard(keys.of(fleet, "free"))
+            pipeline.exists(keys.fleet_key(fleet, "classes"))
+            pipeline.zcard(keys.fleet_key(fleet, "free"))
         found = pipeline.execute()
         return [
             Look(fleet, int(oldest[0][1]) if oldest else None, bool(waiting and free))
             for fleet, oldest, waiting, free in zip(fleets, found[::3], found[1::3], found[2::3], strict=True)
         ]
 
-    def fill(self, fleet: str, jobs: Sequence[Waiting]) -> int:
+    def fill(self, fleet: str, jobs: Sequence[QueuedJob]) -> int:
         """Put queued jobs in their lanes and offer none; answers how many were missing."""
         return self.taken_in(self.scripts.run(self.entering(fleet, jobs, 0))).added
 
-    def withdraw(self, fleet: str, job: Waiting) -> Withdrawn:
+    def withdraw(self, fleet: str, job: QueuedJob) -> Withdrawn:
         """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
         return self.withdraw_all(fleet, [job])[0]
 
-    def withdraw_all(self, fleet: str, jobs: Sequence[Waiting]) -> list[Withdrawn]:
+    def withdraw_all(self, fleet: str, jobs: Sequence[QueuedJob]) -> list[Withdrawn]:
         """The same for many, in few round trips."""
         return self.scripts.run_all([self._acts.withdraw(fleet, job=job, lane=order.lane(job)) for job in jobs])
 
@@ -227,11 +227,11 @@ class Queues:
         A fleet whose room cannot be made ready is left out; so in `open_all`.
         """
         found, failed = self.scripts.run_each({fleet: self._acts.begin(fleet, record=record) for fleet in fleets})
-        say_failed("room_not_begun", failed)
+        log_failures("room_not_begun", failed)
         return {fleet: answer == "cleared" for fleet, answer in found.items()}
 
     def open_all(self, fleets: Sequence[str]) -> dict[str, bool]:
         """Declare the rooms complete.  False: it was open, or what was filled is not all there."""
         found, failed = self.scripts.run_each({fleet: self._acts.open(fleet, epoch=new_prefix()) for fleet in fleets})
-        say_failed("room_not_opened", failed)
+        log_failures("room_not_opened", failed)
         return {fleet: answer == "opened" for fleet, answer in found.items()}

@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from routing.queue.config import RoutingSettings
 from routing.queue.order import account, safe
-from slotkeeper.redis.scripts import Command, Scripts, say_failed
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.values import AdminState, Server, attribute_text
+from slotkeeper.redis.scripts import Command, Scripts, log_failures
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.values import AdminState, Server, format_attribute
 
 _ACCOUNTS_AT_ONCE = 500
 
@@ -54,27 +54,27 @@ class Slots:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
         self.scripts = scripts
-        self._acts: SlotScripts = scripts.bound(SlotScripts)
+        self._acts: SlotScripts = scripts.bind(SlotScripts)
         self._settings = settings
 
-    def sync_all(self, fleets: Sequence[str], catalog: Snapshot) -> dict[str, Synced]:
+    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, Synced]:
         """Bring these fleets' servers, slots and rules to what the catalog says, in few round trips.
 
         A fleet whose room cannot take it is left out.
         """
         if fleets:
-            self.scripts.redis.sadd(self.scripts.keys.rooms(), *fleets)
+            self.scripts.redis.sadd(self.scripts.keys.known_fleets(), *fleets)
         synced, failed = self.scripts.run_each({fleet: self.syncing(fleet, catalog) for fleet in fleets})
-        say_failed("registry_not_brought", failed)
+        log_failures("registry_not_brought", failed)
         self._resort([fleet for fleet, it in synced.items() if it.answer == "synced"])
         return synced
 
-    def syncing(self, fleet: str, catalog: Snapshot) -> Command[Synced]:
+    def syncing(self, fleet: str, catalog: CatalogSnapshot) -> Command[Synced]:
         """The command of `sync_all` for one of them."""
         servers = [_Server(it.name, entry(it), it.slots) for it in catalog.servers_of(fleet)]
         return self._acts.sync(
             fleet,
-            record=catalog.record,
+            record=catalog.database_id,
             version=catalog.version,
             servers=servers,
             rules=_rules(fleet, catalog),
@@ -85,7 +85,7 @@ class Slots:
         while fleets:
             asked = {fleet: self._acts.resort(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
             left, failed = self.scripts.run_each(asked)
-            say_failed("lanes_not_sorted", failed)
+            log_failures("lanes_not_sorted", failed)
             fleets = [fleet for fleet, count in left.items() if count]
 
     def close(self, fleet: str, version: int) -> bool:
@@ -105,12 +105,12 @@ class Slots:
 def entry(server: Server) -> str:
     """A server as the scripts read it, see lua/lib/slots.lua."""
     models = "".join(f"{model}\n" for model in sorted(server.endpoints))
-    attributes = "".join(f"@{name}={attribute_text(value)}\n" for name, value in sorted(server.attributes.items()))
+    attributes = "".join(f"@{name}={format_attribute(value)}\n" for name, value in sorted(server.attributes.items()))
     state = server.state if server.leaving_ms is None else AdminState.DRAINING
     return f"{state} {server.slots} {server.weight!r}\n{models}{attributes}"
 
 
-def _rules(fleet: str, catalog: Snapshot) -> dict[str, str]:
+def _rules(fleet: str, catalog: CatalogSnapshot) -> dict[str, str]:
     """What is configured, as lua/lib/rules.lua reads it."""
     rules = {f"tenant {safe(name)}": it.state for name, it in catalog.tenants.items()}
     for name in catalog.models_of(fleet):

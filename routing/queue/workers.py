@@ -36,7 +36,7 @@ class Workers:
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
-        self._acts: WorkerScripts = scripts.bound(WorkerScripts)
+        self._acts: WorkerScripts = scripts.bind(WorkerScripts)
         self._lock = threading.Lock()
         self._room = 0
         self._until = 0.0

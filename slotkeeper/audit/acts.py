@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slotkeeper.clock import clock
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.jobs.events import insert, text_of
-from slotkeeper.jobs.record import storable
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.jobs.events import add_row, encode_data
+from slotkeeper.jobs.values import storable_text
 
-PREFIX = "act."
-ACTS = frozenset(
+ACTION_PREFIX = "act."
+ACTIONS = frozenset(
     {
         *("job.cancel", "job.retry", "job.delete"),
         *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
@@ -48,14 +48,14 @@ class Actor:
     origin: str | None = None
 
 
-NOBODY = Actor("slotkeeper", "process")
+SYSTEM = Actor("slotkeeper", "process")
 """This process itself."""
 
-_present: ContextVar[Actor] = ContextVar("actor", default=NOBODY)
+_present: ContextVar[Actor] = ContextVar("actor", default=SYSTEM)
 
 
 @contextmanager
-def acting(actor: Actor) -> Iterator[None]:
+def acting_as(actor: Actor) -> Iterator[None]:
     """What this thread does meanwhile is done by `actor`."""
     token = _present.set(actor)
     try:
@@ -64,50 +64,52 @@ def acting(actor: Actor) -> Iterator[None]:
         _present.reset(token)
 
 
-def act_as(actor: Actor) -> None:
+def set_actor(actor: Actor) -> None:
     """What this thread does from now on is done by `actor`."""
     _present.set(actor)
 
 
-def record(database: Database, act: "Act") -> None:
+def write_entry(database: Database, entry: "AuditEntry") -> None:
     """Note what has changed nothing in the record.  Raises RecordUnavailable."""
-    database.write(act.note)
+    database.write(entry.write)
 
 
-def present() -> Actor:
+def get_actor() -> Actor:
     """Who acts in this thread now."""
     return _present.get()
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class AuditEntry:
     """What somebody does.  Made by who asks for it, and noted in the transaction that does it."""
 
     row: Mapping[str, Any]
 
-    def note(self, transaction: Transaction, /, **about: str) -> None:
+    def write(self, transaction: Transaction, /, **about: str) -> None:
         """Have it written before the transaction commits.  `about`: model, tenant, server, known only now."""
-        insert(transaction, {**self.row, **about})
+        add_row(transaction, {**self.row, **about})
 
 
-def act(word: str, *, job_id: str = "", now_ms: int | None = None, reason: str | None = None, **about: Any) -> Act:
+def make_entry(
+    word: str, *, job_id: str = "", now_ms: int | None = None, reason: str | None = None, **about: Any
+) -> AuditEntry:
     """What the present actor does.  `about`: `model`, `tenant`, `server`, and whatever else is to be known of it.
 
     Make it before the transaction, which another thread may run.  Raises ValueError for a word that is not in ACTS.
     """
-    if word not in ACTS:
+    if word not in ACTIONS:
         raise ValueError(f"{word!r} is no act")
-    actor = present()
+    actor = get_actor()
     more = {name: about.pop(name, None) for name in _COLUMNS}
-    data = {"door": actor.door, "origin": actor.origin, "reason": reason and storable(reason, _LONGEST), **about}
+    data = {"door": actor.door, "origin": actor.origin, "reason": reason and storable_text(reason, _LONGEST), **about}
     row = {
         "job_id": job_id,
-        "type": f"{PREFIX}{word}",
+        "type": f"{ACTION_PREFIX}{word}",
         "at_ms": clock.now_ms() if now_ms is None else now_ms,
         "attempt": 0,
-        "data": text_of({name: value for name, value in data.items() if value is not None}),
+        "data": encode_data({name: value for name, value in data.items() if value is not None}),
         **more,
         "priority": None,
-        "actor": storable(actor.name, _LONGEST),
+        "actor": storable_text(actor.name, _LONGEST),
     }
-    return Act(row)
+    return AuditEntry(row)

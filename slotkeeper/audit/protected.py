@@ -6,7 +6,7 @@ Loaded beside the tables, so that whoever creates them creates these triggers; m
 from sqlalchemy import DDL
 from sqlalchemy.event import listen
 
-from slotkeeper.jobs.models import events
+from slotkeeper.jobs.tables import events
 
 _OF_AGE = "OLD.at_ms < coalesce((SELECT value FROM counters WHERE name = 'events.of_age_ms'), 0)"
 _KEEP_ACTS = {

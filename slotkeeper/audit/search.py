@@ -7,15 +7,15 @@ from typing import Any
 import orjson
 from sqlalchemy import Select, select
 
-from slotkeeper.audit.acts import PREFIX
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import events
+from slotkeeper.audit.acts import ACTION_PREFIX
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.tables import events
 
 _SAME = ("actor", "job_id", "model", "server", "tenant")
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AuditRow:
     """An act, as the record keeps it.  `data`: what else is known of it."""
 
     id: int
@@ -33,7 +33,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AuditFilter:
     """Which acts are looked for; None: whichever.  Times are ms since the epoch, `until_ms` excluded."""
 
     actor: str | None = None
@@ -46,7 +46,7 @@ class Wanted:
     until_ms: int | None = None
 
 
-def find(database: Database, wanted: Wanted, before: int | None = None, limit: int = 50) -> list[Done]:
+def find_entries(database: Database, wanted: AuditFilter, before: int | None = None, limit: int = 50) -> list[AuditRow]:
     """The newest first; `before` is the cursor: the last one's `id`."""
     query = _matching(wanted).order_by(events.c.id.desc()).limit(limit)
     if before is not None:
@@ -55,13 +55,13 @@ def find(database: Database, wanted: Wanted, before: int | None = None, limit: i
         return [_done(row) for row in connection.execute(query)]
 
 
-def _matching(wanted: Wanted) -> Select[Any]:
+def _matching(wanted: AuditFilter) -> Select[Any]:
     query = select(events).where(events.c.actor.is_not(None))  # As its index has it.
     for name in _SAME:
         if (value := getattr(wanted, name)) is not None:
             query = query.where(events.c[name] == value)
     if wanted.act is not None:
-        query = query.where(events.c.type == f"{PREFIX}{wanted.act}")
+        query = query.where(events.c.type == f"{ACTION_PREFIX}{wanted.act}")
     if wanted.since_ms is not None:
         query = query.where(events.c.at_ms >= wanted.since_ms)
     if wanted.until_ms is not None:
@@ -69,12 +69,12 @@ def _matching(wanted: Wanted) -> Select[Any]:
     return query
 
 
-def _done(row: Any) -> Done:
+def _done(row: Any) -> AuditRow:
     data = orjson.loads(row.data)
     door, origin, reason = (data.pop(name, None) for name in ("door", "origin", "reason"))
-    return Done(
+    return AuditRow(
         row.id,
-        row.type.removeprefix(PREFIX),
+        row.type.removeprefix(ACTION_PREFIX),
         row.at_ms,
         row.actor,
         door,

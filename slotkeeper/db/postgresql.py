@@ -6,8 +6,8 @@ from typing import Any
 import psycopg
 from sqlalchemy import Engine, create_engine, event, make_url
 
-from slotkeeper.config import Limits
-from slotkeeper.db.connections import CONNECT_S, POOL_S, SILENT, left
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db.time_limits import CONNECT_TIMEOUT_S, ENGINE_OPTIONS, POOL_TIMEOUT_S, time_left
 
 _NO_JIT = "-c jit=off"  # Our statements take milliseconds; compiling the dearest took 740 ms at each call.
 _LEAST_CONNECT_S = 2  # libpq waits no shorter
@@ -15,33 +15,33 @@ _LEAST_CONNECT_S = 2  # libpq waits no shorter
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 5000}
 
 
-def engine(url: str, limits: Limits, pool: dict[str, Any]) -> Engine:
-    pool = pool or {"pool_size": 8, "max_overflow": 24, "pool_pre_ping": True, "pool_timeout": POOL_S}
-    made = create_engine(url, connect_args=_arguments(url, limits), **SILENT, **pool)
+def make_postgresql_engine(url: str, limits: DatabaseTimeouts, pool: dict[str, Any]) -> Engine:
+    pool = pool or {"pool_size": 8, "max_overflow": 24, "pool_pre_ping": True, "pool_timeout": POOL_TIMEOUT_S}
+    made = create_engine(url, connect_args=_arguments(url, limits), **ENGINE_OPTIONS, **pool)
     event.listen(made, "do_connect", _connect)
     return made
 
 
-class _Impatient(psycopg.Connection[Any]):
+class _TimeLimitedConnection(psycopg.Connection[Any]):
     """A connection that waits for an answer as long as `within` allows, whether the server is silent or busy."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        seconds = left()
+        seconds = time_left()
         if math.isinf(seconds):
             return super().wait(gen, interval, timeout)
         try:
             return super().wait(gen, interval, max(seconds, 0.0))
         except psycopg.OperationalError:
-            if left() > 0:
+            if time_left() > 0:
                 raise
             self.pgconn.finish()  # What is still to come would be taken for the next answer.
             raise psycopg.OperationalError("the server did not answer in time") from None
 
 
-def _arguments(url: str, limits: Limits) -> dict[str, Any]:
+def _arguments(url: str, limits: DatabaseTimeouts) -> dict[str, Any]:
     """What is asked for beside the URL; what that says itself comes first."""
     given = make_url(url).query
-    known: dict[str, Any] = {"connect_timeout": CONNECT_S, **_KEEPALIVE}
+    known: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
     wanted = {name: value for name, value in known.items() if name not in given}
     timeouts = {
         "statement_timeout": limits.statement_s,
@@ -61,7 +61,7 @@ def _arguments(url: str, limits: Limits) -> dict[str, Any]:
 
 
 def _connect(_: object, __: object, arguments: Any, options: dict[str, Any]) -> Any:
-    if left() < _LEAST_CONNECT_S:
+    if time_left() < _LEAST_CONNECT_S:
         raise psycopg.OperationalError("no time is left for a new connection")
-    seconds = min(float(options["connect_timeout"]), left())
-    return _Impatient.connect(*arguments, **(options | {"connect_timeout": math.floor(seconds)}))
+    seconds = min(float(options["connect_timeout"]), time_left())
+    return _TimeLimitedConnection.connect(*arguments, **(options | {"connect_timeout": math.floor(seconds)}))

@@ -2,11 +2,11 @@
 
 from sqlalchemy import insert, update
 
-from slotkeeper.db.db import Transaction
-from slotkeeper.jobs.models import counters
+from slotkeeper.db.group_commit import Transaction
+from slotkeeper.jobs.tables import counters
 
 
-def count(tx: Transaction, name: str, by: int = 1) -> None:
+def add_to_counter(tx: Transaction, name: str, by: int = 1) -> None:
     """Raise a counter of the record."""
     raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
     if tx.connection.execute(raised).rowcount == 0:

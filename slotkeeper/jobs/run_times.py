@@ -2,10 +2,10 @@
 
 from sqlalchemy import bindparam, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.db.prepared import Prepared
-from slotkeeper.jobs.models import jobs
+from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
 
 _LOOKED_AT = 2_000  # of all models' latest ends
 _COUNTED = 200
@@ -17,7 +17,7 @@ _LATEST = (
     .limit(_LOOKED_AT)
     .subquery()
 )
-_OF_MODEL = Prepared(
+_OF_MODEL = CompiledStatement(
     select(_LATEST.c.took_ms)
     .where(_LATEST.c.model == bindparam("p_model"), _LATEST.c.state == State.COMPLETED.value)
     .limit(_COUNTED)
@@ -30,5 +30,7 @@ def longest_usual_ms(database: Database, model: str) -> int | None:
     Raises RecordUnavailable.
     """
     with database.read() as connection:
-        took = sorted(row.took_ms for row in _OF_MODEL.all(connection, {"p_model": model}) if row.took_ms is not None)
+        took = sorted(
+            row.took_ms for row in _OF_MODEL.fetch_all(connection, {"p_model": model}) if row.took_ms is not None
+        )
     return took[-1 - len(took) // 100] if took else None

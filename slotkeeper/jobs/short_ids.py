@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, func, select, text
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import ID_END, jobs
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.tables import ID_SUFFIX, jobs
 
 SHORTEST = 8
 _MOST = 5  # jobs that an ambiguous id is said to mean
@@ -49,4 +49,4 @@ def _conditions(short: str) -> list[ColumnElement[bool]]:
     begins = and_(jobs.c.id.between(lowest, highest), func.substr(jobs.c.id, 1, len(short)) == short)
     if not _END.fullmatch(short):
         return [begins]
-    return [begins, text(f"{ID_END} = :end").bindparams(end=short)]  # type: ignore[list-item]
+    return [begins, text(f"{ID_SUFFIX} = :end").bindparams(end=short)]  # type: ignore[list-item]

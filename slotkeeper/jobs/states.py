@@ -29,11 +29,11 @@ class State(StrEnum):
     DEAD = "dead"
 
 
-FINAL = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED, State.DEAD})
-ACTIVE = frozenset(State) - FINAL
+FINAL_STATES = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED, State.DEAD})
+ACTIVE_STATES = frozenset(State) - FINAL_STATES
 
 
-class Why(StrEnum):
+class Reason(StrEnum):
     """The reason of a transition; stored with the job and with its event."""
 
     SUBMITTED = "submitted"
@@ -75,33 +75,33 @@ class Edge:
 
 _SETTLE = "slotkeeper.jobs.store.settle_write"
 _DEADLINES = "slotkeeper.jobs.store.expire_overdue"
-_CANCEL = "slotkeeper.jobs.store.end_waiting"
+_CANCEL = "slotkeeper.jobs.store.cancel_waiting"
 
-TRANSITIONS: dict[tuple[State | None, Why], Edge] = {
-    (None, Why.SUBMITTED): Edge(State.QUEUED, "slotkeeper.jobs.store.submit"),
-    (None, Why.SCHEDULED): Edge(State.DELAYED, "slotkeeper.jobs.store.submit"),
-    (State.DELAYED, Why.DUE): Edge(State.QUEUED, "slotkeeper.jobs.store.promote_due"),
-    (State.QUEUED, Why.STARTED): Edge(State.RUNNING, "slotkeeper.jobs.store.start_write"),
-    (State.RUNNING, Why.FINISHED): Edge(State.COMPLETED, _SETTLE),
-    (State.RUNNING, Why.INVALID_REQUEST): Edge(State.FAILED, _SETTLE),
-    (State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Why.HANDED_BACK): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Why.SERVER_ERROR): Edge(State.DELAYED, _SETTLE, Budget.FAILURES),
-    (State.RUNNING, Why.RETRIES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.FAILURES),
-    (State.RUNNING, Why.SERVER_LOST): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Why.LEASE_EXPIRED): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Why.CRASHES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _SETTLE),
-    (State.RUNNING, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _SETTLE),
-    (State.QUEUED, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
-    (State.DELAYED, Why.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
-    (State.QUEUED, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
-    (State.DELAYED, Why.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
-    (State.DEAD, Why.REVIVED): Edge(State.QUEUED, "slotkeeper.jobs.store.revive"),
+TRANSITIONS: dict[tuple[State | None, Reason], Edge] = {
+    (None, Reason.SUBMITTED): Edge(State.QUEUED, "slotkeeper.jobs.store.submit"),
+    (None, Reason.SCHEDULED): Edge(State.DELAYED, "slotkeeper.jobs.store.submit"),
+    (State.DELAYED, Reason.DUE): Edge(State.QUEUED, "slotkeeper.jobs.store.promote_due"),
+    (State.QUEUED, Reason.STARTED): Edge(State.RUNNING, "slotkeeper.jobs.store.start_write"),
+    (State.RUNNING, Reason.FINISHED): Edge(State.COMPLETED, _SETTLE),
+    (State.RUNNING, Reason.INVALID_REQUEST): Edge(State.FAILED, _SETTLE),
+    (State.RUNNING, Reason.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
+    (State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
+    (State.RUNNING, Reason.HANDED_BACK): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
+    (State.RUNNING, Reason.SERVER_ERROR): Edge(State.DELAYED, _SETTLE, Budget.FAILURES),
+    (State.RUNNING, Reason.RETRIES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.FAILURES),
+    (State.RUNNING, Reason.SERVER_LOST): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
+    (State.RUNNING, Reason.LEASE_EXPIRED): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
+    (State.RUNNING, Reason.CRASHES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.CRASHES),
+    (State.RUNNING, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _SETTLE),
+    (State.RUNNING, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _SETTLE),
+    (State.QUEUED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
+    (State.DELAYED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
+    (State.QUEUED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
+    (State.DELAYED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
+    (State.DEAD, Reason.REVIVED): Edge(State.QUEUED, "slotkeeper.jobs.store.revive"),
 }
 
 
-def edge(state: State | None, why: Why) -> Edge:
+def find_edge(state: State | None, why: Reason) -> Edge:
     """The transition out of `state` for this reason.  KeyError: there is none."""
     return TRANSITIONS[(state, why)]

@@ -5,9 +5,9 @@ What no sink has got yet stays, however old it is, as does the trail of a job th
 
 from sqlalchemy import Integer, bindparam, case, delete, insert, select, update
 
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.jobs.models import counters, events, jobs
-from slotkeeper.outbox.tail import REMOVED
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.jobs.tables import counters, events, jobs
+from slotkeeper.outbox.event_reader import REMOVED_COUNTER
 
 _ANY = (1 << 63) - 1
 _OF_AGE = "events.of_age_ms"
@@ -21,14 +21,14 @@ _OLD = (
 )
 
 
-class Ageing:
+class EventRetention:
     """Goes through the events from the oldest on, a slice at a time.  Raises RecordUnavailable."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         self._after = 0  # Up to here all is looked at that is old enough.
 
-    def remove(
+    def delete_next(
         self, transitions_before_ms: int, acts_before_ms: int, last: int | None, limit: int = 1000
     ) -> int | None:
         """Look at the next slice; answers how many it removed.  None: what comes next is young; begin anew.
@@ -55,12 +55,12 @@ class Ageing:
 
 
 def _remove(tx: Transaction, ids: list[int], acts_before_ms: int) -> None:
-    _raise(tx, _OF_AGE, acts_before_ms)
-    _raise(tx, REMOVED, ids[-1])  # Whoever reads on from before it is told.
+    raise_counter_to(tx, _OF_AGE, acts_before_ms)
+    raise_counter_to(tx, REMOVED_COUNTER, ids[-1])  # Whoever reads on from before it is told.
     tx.connection.execute(delete(events).where(events.c.id.in_(ids)))
 
 
-def _raise(tx: Transaction, name: str, to: int) -> None:
+def raise_counter_to(tx: Transaction, name: str, to: int) -> None:
     """Bring a counter up to this, unless it is higher."""
     higher = case((counters.c.value < to, to), else_=counters.c.value)
     raised = update(counters).where(counters.c.name == name).values(value=higher)

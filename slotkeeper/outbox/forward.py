@@ -6,39 +6,39 @@ not miss any reads a while back.
 
 from sqlalchemy import Integer, bindparam, func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.db.prepared import Prepared
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.models import events, jobs
-from slotkeeper.jobs.moves import WAITING_COLUMNS, stands
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.statements import QUEUED_JOB_COLUMNS, in_state
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import events, jobs
+from slotkeeper.jobs.values import QueuedJob
 
-_LAST = Prepared(select(func.max(events.c.id)))
-_QUEUED = Prepared(
-    select(events.c.id.label("event"), *WAITING_COLUMNS)
+_LAST = CompiledStatement(select(func.max(events.c.id)))
+_QUEUED = CompiledStatement(
+    select(events.c.id.label("event"), *QUEUED_JOB_COLUMNS)
     .join(jobs, jobs.c.id == events.c.job_id)
     .where(
         events.c.id > bindparam("p_after"),
         events.c.id <= bindparam("p_last"),
-        events.c.type == TYPES[State.QUEUED],
-        stands(State.QUEUED),
+        events.c.type == EVENT_TYPES[State.QUEUED],
+        in_state(State.QUEUED),
     )
     .order_by(events.c.id)
     .limit(bindparam("p_limit", type_=Integer))
 )
 
 
-def last_event(database: Database) -> int:
+def get_last_id(database: Database) -> int:
     """The number of the last event; 0: there is none."""
     with database.read() as connection:
-        return _LAST.scalar(connection, {}) or 0
+        return _LAST.fetch_value(connection, {}) or 0
 
 
-def queued_between(database: Database, after: int, last: int, limit: int = 1000) -> list[tuple[int, Waiting]]:
+def list_queued_between(database: Database, after: int, last: int, limit: int = 1000) -> list[tuple[int, QueuedJob]]:
     """Jobs that an event after `after`, up to `last`, has queued, and that still are; each with its event."""
     if after >= last:
         return []
     with database.read() as connection:
-        rows = _QUEUED.all(connection, {"p_after": after, "p_last": last, "p_limit": limit})
-        return [(event, Waiting(*waiting)) for event, *waiting in rows]
+        rows = _QUEUED.fetch_all(connection, {"p_after": after, "p_last": last, "p_limit": limit})
+        return [(event, QueuedJob(*waiting)) for event, *waiting in rows]

@@ -1,16 +1,16 @@
-"""The tables of what sinks and webhooks are told, but for the messages (slotkeeper/jobs/models.py): an end writes those, too.
+"""The tables of what sinks and webhooks are told, but for the messages (slotkeeper/jobs/tables.py): an end writes those, too.
 
 Times are milliseconds since the epoch, UTC; JSON is text.
 """
 
 from sqlalchemy import BigInteger, CheckConstraint, Column, Float, Index, Integer, Table, Text, text
 
-from slotkeeper.jobs.models import metadata, one_of
+from slotkeeper.jobs.tables import metadata, one_of_check
 
 _EMPTY = text("''")  # Said so, because Alembic takes a plain "" for no default.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts on by itself only for a plain INTEGER key.
 
-# How far each sink of events has come; see slotkeeper/outbox/relays.py.
+# How far each sink of events has come; see slotkeeper/outbox/sink_cursors.py.
 relays = Table(
     "relays",
     metadata,
@@ -45,7 +45,7 @@ receivers = Table(
     Column("open_until_ms", BigInteger, nullable=False, server_default="0"),
     Column("max_per_s", Float),  # messages that it is sent in a second; null: as many as there are
     Column("paced_until_us", BigInteger, nullable=False, server_default="0"),  # the next is sent then or later
-    CheckConstraint(one_of("state", ["enabled", "disabled"]), name="state"),
+    CheckConstraint(one_of_check("state", ["enabled", "disabled"]), name="state"),
 )
 
 # The last tries of each subscription's messages.  `receiver`: as in the table of messages.
@@ -65,7 +65,7 @@ tries = Table(
     Column("error", Text),
     Column("answer", Text),  # its first bytes
     Column("inside", Integer, nullable=False, server_default="0"),  # the answer came from a network of the operator's
-    CheckConstraint(one_of("outcome", ["delivered", "failed", "given_up"]), name="outcome"),
+    CheckConstraint(one_of_check("outcome", ["delivered", "failed", "given_up"]), name="outcome"),
     Index("ix_tries_receiver", "receiver", "id"),
     sqlite_autoincrement=True,
 )

@@ -16,7 +16,7 @@ _ONE_COMMAND = f"{ALLOW_OOM}return redis.call(unpack(ARGV))"
 _GO_ON = frozenset({"HINCRBY", "HSET", "LPUSH", "RPUSH", "SADD", "SET", "ZADD"})
 
 
-class FullPipeline(Pipeline):
+class OomTolerantPipeline(Pipeline):
     """Sends again, one by one, the commands that a full Redis has refused."""
 
     def __init__(self, pool: Any, callbacks: Any, transaction: bool, shard_hint: Any) -> None:
@@ -24,7 +24,7 @@ class FullPipeline(Pipeline):
         self._is_transaction = transaction
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        stack, client = list(self.command_stack), FullClient(connection_pool=self.connection_pool)
+        stack, client = list(self.command_stack), OomTolerantRedis(connection_pool=self.connection_pool)
         is_transaction = self._is_transaction or self.explicit_transaction
         try:
             found = super().execute(raise_on_error=raise_on_error and is_transaction)
@@ -38,7 +38,7 @@ class FullPipeline(Pipeline):
         return found
 
 
-class FullClient(Redis):
+class OomTolerantRedis(Redis):
     """Sends again, as a script that Redis runs also when it is full, what Redis has refused."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -49,8 +49,8 @@ class FullClient(Redis):
                 raise
             return super().execute_command("EVAL", _ONE_COMMAND, 0, *args)
 
-    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> FullPipeline:
-        return FullPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> OomTolerantPipeline:
+        return OomTolerantPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def register_script(self, script: Any) -> Any:
         """Register a script that Redis runs also when it is full."""

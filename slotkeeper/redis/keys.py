@@ -35,7 +35,7 @@ FLEET_KEYS = (
 
 # Of how the scripts keep a room.  Processes of another release have another room, which is filled from the record, so
 # that none reads or writes what it does not understand; raise it with any change of a key's type or meaning.
-FORMAT = 3
+QUEUE_FORMAT = 3
 
 
 class Keys:
@@ -45,17 +45,17 @@ class Keys:
         self._prefix = prefix
         self._fleets: dict[str, list[str]] = {}
 
-    def fleet(self, fleet: str) -> list[str]:
+    def fleet_keys(self, fleet: str) -> list[str]:
         """The fleet's keys, in the order of FLEET_KEYS."""
         found = self._fleets.get(fleet)
         if found is None:
-            found = [f"{self._prefix}:{FORMAT}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
+            found = [f"{self._prefix}:{QUEUE_FORMAT}:{{{fleet}}}:{name}" for name in FLEET_KEYS]
             self._fleets[fleet] = found
         return found
 
-    def of(self, fleet: str, name: str) -> str:
+    def fleet_key(self, fleet: str, name: str) -> str:
         """The fleet's key of this name, one of FLEET_KEYS."""
-        return self.fleet(fleet)[FLEET_KEYS.index(name)]
+        return self.fleet_keys(fleet)[FLEET_KEYS.index(name)]
 
     def workers(self) -> str:
         """hash: worker -> "<room> <until>": runs it has room for, and until when that is believed, ms."""
@@ -65,7 +65,7 @@ class Keys:
         """hash: process -> "<said> <until> <facts>": what it said last of itself, and until when that is kept, ms."""
         return f"{self._prefix}:processes"
 
-    def tallies(self) -> str:
+    def counters(self) -> str:
         """hash: "<name>|<label>" -> how often processes have counted that, see routing/queries/tallies.py."""
         return f"{self._prefix}:tallies"
 
@@ -73,26 +73,26 @@ class Keys:
         """hash: task of maintenance -> "<ended> <took>": when it last came to its end, ms, and how long it took."""
         return f"{self._prefix}:tasks"
 
-    def said(self, job_id: str) -> str:
+    def progress(self, job_id: str) -> str:
         """stream: what a run's server says while it is at it, see lua/tell.lua; a channel of the same name."""
         return f"{self._prefix}:said:{job_id}"
 
-    def pulse(self) -> str:
+    def maintenance_heartbeat(self) -> str:
         """string: there as long as maintenance has swept lately."""
         return f"{self._prefix}:pulse"
 
     def open_offers(self, fleet: str) -> str:
         """zset: job -> number of its offer, of the fleet's leases that nobody has claimed yet."""
-        return f"{self.of(fleet, 'meta')}:open"
+        return f"{self.fleet_key(fleet, 'meta')}:open"
 
-    def rooms(self) -> str:
+    def known_fleets(self) -> str:
         """set: the fleets that have had a room in this Redis."""
-        return f"{self._prefix}:{FORMAT}:rooms"
+        return f"{self._prefix}:{QUEUE_FORMAT}:rooms"
 
-    def patterns(self, fleet: str) -> list[str]:
+    def fleet_patterns(self, fleet: str) -> list[str]:
         """Which match all keys of a fleet, and no other's."""
         tag = re.sub(r"([*?\[\]\\])", r"\\\1", f"{{{fleet}}}")
-        return [f"{self._prefix}:{FORMAT}:{tag}:*", f"{self._prefix}:{tag}:forecast:*"]
+        return [f"{self._prefix}:{QUEUE_FORMAT}:{tag}:*", f"{self._prefix}:{tag}:forecast:*"]
 
     def rate(self, tenant: str) -> str:
         """string: when the tenant's next submit is due by its rate, ms."""

@@ -21,8 +21,8 @@ from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import InvalidResponse, OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as Silent
 
-from slotkeeper.redis.scripts import Command, Scripts, connection_for, is_missing
-from slotkeeper.redis.signatures import joined
+from slotkeeper.redis.scripts import Command, Scripts, is_unknown_function, make_async_connection
+from slotkeeper.redis.signatures import join_commands
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ _MOST_JOINED = 32  # calls; Redis serves nobody else while it works them off
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Pending:
     """`packed`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
 
     packed: bytes
@@ -40,13 +40,13 @@ class _Asked:
     until: float
     command: Command[Any] | None = None  # None: it has been sent twice, or is not a script
     number: int = -1
-    after: "_Asked | None" = None  # what told Redis the script's text, before it was sent again
+    after: "_Pending | None" = None  # what told Redis the script's text, before it was sent again
     again: Command[Any] | None = None  # what was sent again then
 
     @property
-    def kind(self) -> Hashable:
+    def join_key(self) -> Hashable:
         """What those have in common that may be joined; None: it is sent by itself."""
-        return None if self.command is None else self.command.kind
+        return None if self.command is None else self.command.join_key
 
     def settle(self, found: Any) -> None:
         if self.answer.done():  # Nobody waits for it any more.
@@ -59,14 +59,14 @@ class _Asked:
             self.answer.set_exception(error)
 
 
-class _Joined(_Asked):
+class _JoinedPending(_Pending):
     """Calls of one kind that are sent as one; each has its own part of the answer."""
 
-    def __init__(self, parts: Sequence[_Asked]) -> None:
+    def __init__(self, parts: Sequence[_Pending]) -> None:
         commands, first = [part.command for part in parts if part.command is not None], parts[0]
-        whole = joined(commands)
+        whole = join_commands(commands)
         super().__init__(whole.packed, first.read, first.answer, first.until, whole, first.number)
-        self._parts = [(part, command.entries) for part, command in zip(parts, commands, strict=True)]
+        self._parts = [(part, command.entry_count) for part, command in zip(parts, commands, strict=True)]
 
     def settle(self, found: Any) -> None:
         rest = None if isinstance(found, RedisError) else iter(found)
@@ -74,21 +74,21 @@ class _Joined(_Asked):
             part.settle(found if rest is None else list(islice(rest, entries)))
 
 
-def _together(asked: list[_Asked]) -> list[_Asked]:
+def _join(asked: list[_Pending]) -> list[_Pending]:
     """The same, where those of one kind, up to as many as may be, are one in the place of the first."""
-    groups: list[list[_Asked]] = []
-    of_kind: dict[Hashable, list[_Asked]] = {}
+    groups: list[list[_Pending]] = []
+    of_kind: dict[Hashable, list[_Pending]] = {}
     for one in asked:
-        group = of_kind.get(one.kind)
+        group = of_kind.get(one.join_key)
         if group is None or len(group) == _MOST_JOINED:
             groups.append(group := [])
-            if one.kind is not None:
-                of_kind[one.kind] = group
+            if one.join_key is not None:
+                of_kind[one.join_key] = group
         group.append(one)
-    return [its[0] if len(its) == 1 else _Joined(its) for its in groups]
+    return [its[0] if len(its) == 1 else _JoinedPending(its) for its in groups]
 
 
-class _Line(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """A connection on which hands have been shaken.
 
     `heard`: what takes its answers, one by one; `over`: why it is not used any more.
@@ -129,16 +129,16 @@ class Pipeline:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
         self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
-        self._connection = connection_for(scripts.redis)
-        self._next: list[_Asked] = []  # to be sent in this turn, or when there is a line
-        self._sent: deque[_Asked] = deque()  # on the line, and not answered yet
+        self._connection = make_async_connection(scripts.redis)
+        self._next: list[_Pending] = []  # to be sent in this turn, or when there is a line
+        self._sent: deque[_Pending] = deque()  # on the line, and not answered yet
         self._numbers = count()  # in the order of sending
-        self._told: dict[str, _Asked] = {}  # script -> what told Redis its text
-        self._line: _Line | None = None
+        self._told: dict[str, _Pending] = {}  # script -> what told Redis its text
+        self._line: _Connection | None = None
         self._life: asyncio.Task[None] | None = None  # of the connection, from its making to its end
         self._is_watched = False
 
-    def ask(self, command: Command[Any]) -> "asyncio.Future[Any]":
+    def execute(self, command: Command[Any]) -> "asyncio.Future[Any]":
         """Run a script.  The future has what the command reads in its answer, or a RedisError."""
         asked = self._asked(command.packed, command.target.read)
         asked.command = command
@@ -153,29 +153,29 @@ class Pipeline:
                 await self._life
         self._fail(Broken("The connection to Redis was closed."))  # A life that had not begun leaves that to us.
 
-    def _asked(self, packed: bytes, read: Callable[[Any], Any]) -> _Asked:
+    def _asked(self, packed: bytes, read: Callable[[Any], Any]) -> _Pending:
         until = self._loop.time() + self._timeout_s
-        return _Asked(packed, read, self._loop.create_future(), until)
+        return _Pending(packed, read, self._loop.create_future(), until)
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, asked: _Pending) -> None:
         asked.number = next(self._numbers)
         self._next.append(asked)
         if self._life is None:
-            self._life = self._loop.create_task(self._live())
+            self._life = self._loop.create_task(self._serve_connection())
         elif self._line is not None and len(self._next) == 1:
             self._loop.call_soon(self._flush, self._line)
 
-    def _flush(self, line: _Line) -> None:
+    def _flush(self, line: _Connection) -> None:
         """In one write.  What a line that is over has not taken fails when its life ends."""
         if line.over.done():
             return
-        now, self._next = _together(self._next), []
+        now, self._next = _join(self._next), []
         self._sent += now
         if not self._is_watched:
             self._watch()
         line.send([asked.packed for asked in now])
 
-    async def _live(self) -> None:
+    async def _serve_connection(self) -> None:
         """A connection's life, from the first command on, until it breaks or Redis is silent for too long."""
         why: Exception = Broken("The connection to Redis was closed.")
         try:
@@ -189,7 +189,7 @@ class Pipeline:
             self._fail(_foreseen(why))
             await self._connection.disconnect(nowait=True)
 
-    async def _connect(self) -> _Line:
+    async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._connection.connect()
@@ -198,7 +198,7 @@ class Pipeline:
         writer = self._connection._writer  # All that we take of what redis-py keeps to itself.
         if writer is None or await self._connection.can_read():
             raise Broken("Redis has said what nobody asked, or has closed the connection.")
-        return _Line(writer.transport, self._heard, self._loop.create_future())
+        return _Connection(writer.transport, self._on_reply, self._loop.create_future())
 
     def _fail(self, why: RedisError) -> None:
         """None of these will be answered; whether they were run is not known."""
@@ -207,7 +207,7 @@ class Pipeline:
         for asked in lost:
             asked.settle(why)
 
-    def _heard(self, found: Any) -> None:
+    def _on_reply(self, found: Any) -> None:
         """Raises RedisError: no answer can be told from another any more, or Redis does not serve us."""
         if isinstance(found, hiredis.PushNotification):  # It may come at any time, and answers nothing.
             return
@@ -218,31 +218,31 @@ class Pipeline:
         self._take(self._sent[0], found)
         self._sent.popleft()  # Not before: if it could not be taken, its asker hears of that.
 
-    def _take(self, asked: _Asked, found: Any) -> None:
+    def _take(self, asked: _Pending, found: Any) -> None:
         """An answer.  What Redis does not know is sent once more, after its text."""
         command = asked.command
-        if is_missing(found) and command is not None:
+        if is_unknown_function(found) and command is not None:
             asked.command, asked.again = None, command
-            asked.after = self._tell(command.target.script, asked.number)
+            asked.after = self._load_script(command.target.script, asked.number)
             self._send(asked)
-        elif is_missing(found) and asked.after is not None:
+        elif is_unknown_function(found) and asked.after is not None:
             self._heed_not_loaded(asked, asked.after.answer.exception() or found)
         else:
             asked.settle(found)
 
-    def _heed_not_loaded(self, asked: _Asked, why: Any) -> None:
+    def _heed_not_loaded(self, asked: _Pending, why: Any) -> None:
         """A Redis that is too full to load a function still evaluates its text."""
         if isinstance(why, OutOfMemoryError) and asked.again is not None:
-            asked.packed, asked.again = hiredis.pack_command(self._scripts.eval_words(asked.again)), None
+            asked.packed, asked.again = hiredis.pack_command(self._scripts.eval_command(asked.again)), None
             self._send(asked)
         else:
             asked.settle(why)
 
-    def _tell(self, script: str, number: int) -> _Asked:
+    def _load_script(self, script: str, number: int) -> _Pending:
         """Tell Redis the text of a script, unless that was done after command `number` had been sent."""
         told = self._told.get(script)
         if told is None or told.number < number:
-            text = hiredis.pack_command(self._scripts.load_words(script))
+            text = hiredis.pack_command(self._scripts.load_command(script))
             self._told[script] = told = self._asked(text, lambda answer: answer)
             self._send(told)
         return told

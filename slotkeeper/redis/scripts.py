@@ -24,10 +24,20 @@ from redis.connection import Connection, SSLConnection, UnixDomainSocketConnecti
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from slotkeeper.redis.full import FullClient
+from slotkeeper.redis.full import OomTolerantRedis
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.signatures import Caller, Command, Rows, Signature, Target, caller, locals_of, pack, signature
-from slotkeeper.redis.suitability import UnsuitedRedis, wrong_url
+from slotkeeper.redis.signatures import (
+    BoundScript,
+    Caller,
+    Command,
+    RowLayout,
+    Signature,
+    make_caller,
+    pack_words,
+    parse_signature,
+    render_locals,
+)
+from slotkeeper.redis.suitability import UnsuitableRedis, explain_wrong_url
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -77,24 +87,24 @@ local given_keys, given_args = KEYS, ARGV
 
 
 @cache
-def names() -> tuple[str, ...]:
+def script_names() -> tuple[str, ...]:
     """The names of all scripts."""
     entries = (entry.name for folder in _FOLDERS for entry in folder.iterdir())
     return tuple(sorted(name.removesuffix(".lua") for name in entries if name.endswith(".lua")))
 
 
 @cache
-def source(name: str) -> str:
+def read_source(name: str) -> str:
     """The text of `lua/<name>.lua` as it stands in its file."""
     files_of_name = (folder.joinpath(*f"{name}.lua".split("/")) for folder in _FOLDERS)
     return next(file for file in files_of_name if file.is_file()).read_text("utf-8")
 
 
-def fragment(name: str, replaced: Mapping[str, str] | None = None) -> str:
+def read_fragment(name: str, replaced: Mapping[str, str] | None = None) -> str:
     """The text that a line `-- @include <name>` stands for.  `replaced` as for `assemble`."""
     given = replaced or {}
     parts = _in_folder(name) | {part for part in given if part.startswith(f"{name}/")} or {name}
-    return "".join(given.get(part) or source(part) for part in sorted(parts))
+    return "".join(given.get(part) or read_source(part) for part in sorted(parts))
 
 
 @cache
@@ -106,10 +116,10 @@ def _in_folder(name: str) -> frozenset[str]:
 
 
 @cache
-def signature_of(name: str) -> Signature:
+def read_signature(name: str) -> Signature:
     """What the header of `lua/<name>.lua` declares."""
-    found = _HEADER.match(source(name))
-    return signature(found[0] if found else "")
+    found = _HEADER.match(read_source(name))
+    return parse_signature(found[0] if found else "")
 
 
 def assemble(name: str, fragments: Mapping[str, str] | None = None) -> str:
@@ -119,9 +129,9 @@ def assemble(name: str, fragments: Mapping[str, str] | None = None) -> str:
 
 def _parts(name: str, fragments: Mapping[str, str] | None) -> tuple[str, str]:
     """What a script shares with others, and its own lines."""
-    script = _HEADER.sub("", source(name))
-    shared = "".join(fragment(found, fragments) for found in _INCLUDE.findall(script))
-    return shared, locals_of(signature_of(name)) + _INCLUDE.sub("", script)
+    script = _HEADER.sub("", read_source(name))
+    shared = "".join(read_fragment(found, fragments) for found in _INCLUDE.findall(script))
+    return shared, render_locals(read_signature(name)) + _INCLUDE.sub("", script)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +146,10 @@ class Function:
     eval_text: str
 
 
-def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
+def build_function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
     """A script as a function: its fragments stand outside, its own lines inside.  `fragments` as for `assemble`."""
     shared, own = _parts(name, fragments)
-    at_each_call = "".join(f"  {names} = {value or 'nil'}\n" for names, value in _OF_A_CALL.findall(shared))
+    at_each_call = "".join(f"  {words} = {value or 'nil'}\n" for words, value in _OF_A_CALL.findall(shared))
     declared = _OF_A_CALL.sub(r"local \1", shared)
     text = _COMMENT.sub("", _FUNCTION.format(declared=declared, own=own, at_each_call=at_each_call, pause=_PAUSE))
     unique = f"slotkeeper_{name}_{_sha1(text)[:16]}"
@@ -151,9 +161,9 @@ def function(name: str, fragments: Mapping[str, str] | None = None) -> Function:
 
 def _flags(name: str) -> list[str]:
     """What Redis shall know of a function before it runs it."""
-    if _WRITES_NOTHING.search(source(name)):
+    if _WRITES_NOTHING.search(read_source(name)):
         return ["no-writes"]
-    return [] if _REFUSED.search(source(name)) else ["allow-oom"]
+    return [] if _REFUSED.search(read_source(name)) else ["allow-oom"]
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -163,7 +173,7 @@ def connect(url: str, timeout_s: float) -> Redis:
     Raises UnsuitedRedis: this is no URL of a single Redis.
     """
     try:
-        return FullClient.from_url(
+        return OomTolerantRedis.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
@@ -171,7 +181,7 @@ def connect(url: str, timeout_s: float) -> Redis:
             health_check_interval=30,
         )
     except ValueError:  # Its text may hold the password.
-        raise UnsuitedRedis(wrong_url(url)) from None
+        raise UnsuitableRedis(explain_wrong_url(url)) from None
 
 
 _LIVE: dict[type, type[live.AbstractConnection]] = {
@@ -182,14 +192,14 @@ _LIVE: dict[type, type[live.AbstractConnection]] = {
 _ADDRESS = re.compile(r"host|port|path|db|username|password|protocol|client_name|ssl_\w+")
 
 
-def connection_for(redis: Redis) -> live.AbstractConnection:
+def make_async_connection(redis: Redis) -> live.AbstractConnection:
     """A connection for an event loop to the Redis of this client."""
     pool = redis.connection_pool
     found = {name: value for name, value in pool.connection_kwargs.items() if _ADDRESS.fullmatch(name)}
     return _LIVE[pool.connection_class](socket_timeout=None, **found)
 
 
-def live_client(redis: Redis) -> AsyncRedis:
+def make_async_client(redis: Redis) -> AsyncRedis:
     """A client for an event loop to the Redis of this client."""
     pool = redis.connection_pool
     found = {name: value for name, value in pool.connection_kwargs.items() if _ADDRESS.fullmatch(name)}
@@ -206,7 +216,7 @@ def live_client(redis: Redis) -> AsyncRedis:
 def _callers(declared: type) -> dict[str, Caller]:
     """Of the scripts that a class declares, each by a method."""
     methods = {name: it for name, it in vars(declared).items() if not name.startswith("_")}
-    return {name: caller(name, signature_of(name), method) for name, method in methods.items()}
+    return {name: make_caller(name, read_signature(name), method) for name, method in methods.items()}
 
 
 class Scripts:
@@ -219,7 +229,7 @@ class Scripts:
         self._functions: dict[str, Function] = {}
         self._bound: dict[type, Any] = {}
 
-    def bound(self, declared: type) -> Any:
+    def bind(self, declared: type) -> Any:
         """These scripts on the keys of `Keys`: an object with a method for each, as the class declares them.
 
         Made once for each class.  Raises TypeError: a header says otherwise.
@@ -229,13 +239,13 @@ class Scripts:
             self._bound[declared] = SimpleNamespace(**made)
         return self._bound[declared]
 
-    def target(self, script: str, on: str, read: Callable[[Any], Any], rows: Rows | None = None) -> Target:
+    def target(self, script: str, on: str, read: Callable[[Any], Any], rows: RowLayout | None = None) -> BoundScript:
         """`on`: a fleet, or the key of a script that works on one."""
-        keys = self.keys.fleet(on) if "@include lib/fleet" in source(script) else [on]
+        keys = self.keys.fleet_keys(on) if "@include lib/fleet" in read_source(script) else [on]
         words: tuple[str | int, ...] = ("FCALL", self._function(script).name, len(keys), *keys)
-        return Target(script, keys, words, pack(words), read, rows)
+        return BoundScript(script, keys, words, pack_words(words), read, rows)
 
-    def _targets(self, script: str, found: Caller) -> Callable[[str], Target]:
+    def _targets(self, script: str, found: Caller) -> Callable[[str], BoundScript]:
         return lru_cache(_REMEMBERED)(lambda on: self.target(script, on, found.read(on), found.rows))
 
     def run(self, command: Command[T]) -> T:
@@ -268,11 +278,11 @@ class Scripts:
     def _call(self, commands: Sequence[Command[T]]) -> list[Any]:
         """The answers, or ResponseErrors.  What Redis does not know is sent once more, after its text."""
         answers = self._send([command.words for command in commands])
-        missing = [n for n, answer in enumerate(answers) if is_missing(answer)]
+        missing = [n for n, answer in enumerate(answers) if is_unknown_function(answer)]
         if missing:
             not_loaded = {script for script in {commands[n].target.script for n in missing} if not self._load(script)}
             again = [
-                self.eval_words(commands[n]) if commands[n].target.script in not_loaded else commands[n].words
+                self.eval_command(commands[n]) if commands[n].target.script in not_loaded else commands[n].words
                 for n in missing
             ]
             for n, answer in zip(missing, self._send(again), strict=True):
@@ -282,7 +292,7 @@ class Scripts:
     def _load(self, script: str) -> bool:
         """Send Redis the text of a script; another process may do the same.  False: Redis is full."""
         try:
-            self.redis.execute_command(*self.load_words(script))
+            self.redis.execute_command(*self.load_command(script))
         except OutOfMemoryError:
             return False
         return True
@@ -298,11 +308,11 @@ class Scripts:
                 pipe.execute_command(*words)
             return pipe.execute(raise_on_error=False)
 
-    def load_words(self, script: str) -> tuple[Any, ...]:
+    def load_command(self, script: str) -> tuple[Any, ...]:
         """What Redis is sent first, if it does not know the script."""
         return "FUNCTION", "LOAD", "REPLACE", self._function(script).text
 
-    def eval_words(self, command: Command[Any]) -> tuple[Any, ...]:
+    def eval_command(self, command: Command[Any]) -> tuple[Any, ...]:
         """What a Redis is sent that does not know the script, and is too full to load it."""
         _, _, *keys = command.target.words
         return "EVAL", self._function(command.target.script).eval_text, *keys, *command.args
@@ -311,7 +321,7 @@ class Scripts:
         """Those of the fleets that have this key: a look at many that costs a small part of a script for each."""
         with self.redis.pipeline(transaction=False) as pipe:
             for fleet in fleets:
-                pipe.exists(self.keys.of(fleet, key))
+                pipe.exists(self.keys.fleet_key(fleet, key))
             found = pipe.execute()
         return [fleet for fleet, exists in zip(fleets, found, strict=True) if exists]
 
@@ -320,7 +330,7 @@ class Scripts:
         some = {fleet: found for fleet, found in asked.items() if found}
         with self.redis.pipeline(transaction=False) as pipe:
             for fleet, found in some.items():
-                pipe.zmscore(self.keys.of(fleet, key), list(found))
+                pipe.zmscore(self.keys.fleet_key(fleet, key), list(found))
             answers = dict(zip(some, pipe.execute(), strict=True))
         return {fleet: [score is not None for score in answers.get(fleet, ())] for fleet in asked}
 
@@ -331,11 +341,11 @@ class Scripts:
 
     def _function(self, name: str) -> Function:
         if name not in self._functions:
-            self._functions[name] = function(name, self._fragments)
+            self._functions[name] = build_function(name, self._fragments)
         return self._functions[name]
 
 
-class Call:
+class TwoStepCall:
     """A script in two steps, between which Redis works and nobody waits for it.  Raises redis errors, as `Scripts`.
 
     Its connection is there, and was tried, before it is asked for; to ask then waits for nothing.
@@ -352,18 +362,18 @@ class Call:
             self.close()
             raise
 
-    def ask(self, command: Command[Any]) -> None:
+    def send(self, command: Command[Any]) -> None:
         self._asked = command
         self._connection.send_packed_command([command.packed], check_health=False)
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         """What the command reads in it."""
         command, self._asked = self._asked, None
         assert command is not None, "it was asked for"
         try:
             return command.target.read(self._connection.read_response())
         except ResponseError as error:
-            if not is_missing(error):
+            if not is_unknown_function(error):
                 raise
         finally:
             self.close()
@@ -378,12 +388,12 @@ class Call:
             self._scripts.redis.connection_pool.release(self._connection)
 
 
-def is_missing(answer: object) -> bool:
+def is_unknown_function(answer: object) -> bool:
     """Whether Redis has run nothing, because it does not know the function."""
     return isinstance(answer, ResponseError) and _MISSING in str(answer)
 
 
-def say_failed(what: str, failed: Mapping[str, RedisError]) -> None:
+def log_failures(what: str, failed: Mapping[str, RedisError]) -> None:
     """Log what could not be done in some fleets; the others go on."""
     for fleet, error in failed.items():
         log.error(what, fleet=fleet, error=str(error))

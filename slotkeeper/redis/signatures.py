@@ -35,14 +35,14 @@ _SCALARS: Mapping[Any, str] = {str: "text", int: "int", float: "number", bool: "
 _IN_LUA = {"int": "tonumber({})", "number": "tonumber({})", "flag": '{} == "1"'}
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """With which argument the rows of a call begin that others may be joined to, and how many words each row has."""
 
     begin: int
     size: int
 
 
-class Target(NamedTuple):
+class BoundScript(NamedTuple):
     """A script on the keys of one fleet.
 
     `words`: what Redis is sent before the arguments; `packed`: those as they are sent.  `rows`: None: its calls are
@@ -54,14 +54,14 @@ class Target(NamedTuple):
     words: tuple[str | int, ...]
     packed: bytes
     read: Callable[[Any], Any]
-    rows: Rows | None = None
+    rows: RowLayout | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Command(Generic[T]):
     """A script that is to be run, and with what; its answer is read as T."""
 
-    target: Target
+    target: BoundScript
     args: tuple[Any, ...]
 
     @property
@@ -73,22 +73,22 @@ class Command(Generic[T]):
     def packed(self) -> bytes:
         """The same as it is sent: of a call only its arguments are packed."""
         count = len(self.target.words) + len(self.args)
-        return b"*%d\r\n%b%b" % (count, self.target.packed, pack(self.args))
+        return b"*%d\r\n%b%b" % (count, self.target.packed, pack_words(self.args))
 
     @property
-    def kind(self) -> Hashable:
+    def join_key(self) -> Hashable:
         """Calls of one kind may be joined; None: this one is made by itself."""
         rows = self.target.rows
         return None if rows is None else (id(self.target), self.args[: rows.begin])
 
     @property
-    def entries(self) -> int:
+    def entry_count(self) -> int:
         """How many its answer has, of a call that may be joined: one for each of its rows."""
         assert self.target.rows is not None, "it may be joined"
         return (len(self.args) - self.target.rows.begin) // self.target.rows.size
 
 
-def joined(commands: Sequence[Command[list[T]]]) -> Command[list[T]]:
+def join_commands(commands: Sequence[Command[list[T]]]) -> Command[list[T]]:
     """Calls of one kind as one; its answer has the entries of the first, then those of the second, and so on."""
     first, *others = commands
     assert first.target.rows is not None, "they may be joined"
@@ -96,7 +96,7 @@ def joined(commands: Sequence[Command[list[T]]]) -> Command[list[T]]:
     return Command(first.target, (*first.args, *rows))
 
 
-def pack(words: tuple[Any, ...]) -> bytes:
+def pack_words(words: tuple[Any, ...]) -> bytes:
     """Words as Redis is sent them, without how many they are."""
     return hiredis.pack_command(words).partition(b"\n")[2]
 
@@ -114,15 +114,15 @@ class Signature(NamedTuple):
         return ast.unparse(*self.returns.values()) if len(self.returns) == 1 else _row(self.returns)
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowLayout | None:
         """Of the list that is joined; None: there is none."""
         if not self.joins:
             return None
         sizes = [_in_lua(it, 0)[1] for name, it in self.takes.items() if name != self.joins]
-        return Rows(sum(sizes), _item(self.joins, self.takes[self.joins])[1])
+        return RowLayout(sum(sizes), _item(self.joins, self.takes[self.joins])[1])
 
 
-def signature(header: str) -> Signature:
+def parse_signature(header: str) -> Signature:
     """Raises SyntaxError."""
     takes, returns = _declared("Takes", header), _declared("Returns", header)
     found = re.search(r"^  Joins (\w+)$", header, re.MULTILINE)
@@ -163,7 +163,7 @@ def _is_many(it: ast.expr) -> bool:
 # -- for Lua ---------------------------------------------------------------------------------------------------
 
 
-def locals_of(found: Signature) -> str:
+def render_locals(found: Signature) -> str:
     """The lines of Lua that give each argument its name."""
     lines, at, many = list[str](), 1, [name for name, it in found.takes.items() if _is_many(it)]
     for name in (name for name in found.takes if name not in many):
@@ -211,12 +211,12 @@ class Caller(NamedTuple):
     reads the answer.  `rows`: as of its targets.
     """
 
-    pack: Callable[[Callable[[str], Target]], Callable[..., Command[Any]]]
+    pack: Callable[[Callable[[str], BoundScript]], Callable[..., Command[Any]]]
     read: Callable[[str], Callable[[Any], Any]]
-    rows: Rows | None
+    rows: RowLayout | None
 
 
-def caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
+def make_caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
     """Of a script and the method that declares it.  Raises TypeError: they differ."""
     hints = get_type_hints(method)
     (answer,) = get_args(hints.pop("return"))
@@ -228,11 +228,11 @@ def caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
     many = [it for it in names if _is_many(found.takes[it])]
     words = "".join(f"{_words(it, found.takes[it], counted=it in many[:-1])}, " for it in names)
     known = {"chain": chain.from_iterable, "Command": Command}
-    pack = (
+    pack_code = (
         f"lambda target: lambda {', '.join(['on', *(['*', *names] if names else [])])}: Command(target(on), ({words}))"
     )
     read = f"lambda fleet: lambda it: {_read(answer, 'it', known)}"
-    return Caller(eval(pack, known), eval(read, known), found.rows)
+    return Caller(eval(pack_code, known), eval(read, known), found.rows)
 
 
 def _described(hint: Any, asked: ast.expr | None = None) -> str:

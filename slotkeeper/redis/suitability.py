@@ -27,25 +27,25 @@ _FORGETS = (
 )
 
 
-class UnsuitedRedis(SlotkeeperError):
+class UnsuitableRedis(SlotkeeperError):
     """Slotkeeper cannot work with the Redis that it was given."""
 
     code = "unsuited_redis"
 
 
-def wrong_url(url: str, variable: str = URL_VARIABLE) -> str:
+def explain_wrong_url(url: str, variable: str = URL_VARIABLE) -> str:
     """Return why this URL, which redis-py refuses, cannot be used, and what to do.  It does not repeat the URL."""
     scheme = url.partition("://")[0].lower()
     sentence = _CLUSTER if "cluster" in scheme else _SENTINEL if "sentinel" in scheme else _WRONG_URL
     return sentence.format(variable=variable)
 
 
-def unsuited(redis: Redis) -> str | None:
+def explain_unsuitable(redis: Redis) -> str | None:
     """Return why Slotkeeper cannot work with this Redis, and what to do, or None if it can.  Raises redis errors."""
-    return not_single(redis) or evicts(redis)
+    return explain_not_single(redis) or explain_eviction(redis)
 
 
-def not_single(redis: Redis, variable: str = URL_VARIABLE) -> str | None:
+def explain_not_single(redis: Redis, variable: str = URL_VARIABLE) -> str | None:
     """Return why a Cluster or a Sentinel cannot be used, and what to do, or None.  Raises redis errors."""
     info = redis.info("server")
     mode = info.get("redis_mode") or info.get("server_mode")  # Valkey's word
@@ -55,12 +55,12 @@ def not_single(redis: Redis, variable: str = URL_VARIABLE) -> str | None:
     return _CLUSTER.format(variable=variable) if is_cluster else None
 
 
-def evicts(redis: Redis) -> str | None:
+def explain_eviction(redis: Redis) -> str | None:
     """Why its keys are not safe, and what to do; None: they are.  Raises redis errors."""
     policy = redis.info("memory").get("maxmemory_policy", "noeviction")
     return None if policy == "noeviction" else _EVICTS.format(policy=policy)
 
 
-def forgets(redis: Redis) -> str | None:
+def explain_no_persistence(redis: Redis) -> str | None:
     """What a restart of it costs, and what to do; None: nothing.  Raises redis errors."""
     return None if redis.info("persistence").get("aof_enabled", 1) else _FORGETS

@@ -18,28 +18,26 @@ import orjson
 import structlog
 from sqlalchemy import Table, Text, Update, bindparam, delete, func, insert, or_, select, update
 
-from slotkeeper.addresses import masked_url
-from slotkeeper.audit.acts import Act, act
+from slotkeeper.audit.acts import AuditEntry, make_entry
 from slotkeeper.clock import clock
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.db.prepared import Prepared
-from slotkeeper.errors import Conflict, NotFound, RecordUnavailable
-from slotkeeper.jobs import names
-from slotkeeper.jobs.counters import count
-from slotkeeper.jobs.models import counters, jobs
-from slotkeeper.jobs.names import ClosedName
-from slotkeeper.jobs.record import storable
-from slotkeeper.jobs.states import ACTIVE, State
-from slotkeeper.registry import defaults, descriptions
-from slotkeeper.registry.config import ModelConfig, understood
-from slotkeeper.registry.defaults import Defaults, Source
-from slotkeeper.registry.secrets import Secret, replace_seal
-from slotkeeper.registry.secrets import all_of as secrets_of
-from slotkeeper.registry.secrets import put as put_secret
-from slotkeeper.registry.secrets import remove as remove_secret
-from slotkeeper.registry.steady_time import SteadyTime
+from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.shared_clock import ClockSynchronizer
+from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
+from slotkeeper.jobs import closed_models
+from slotkeeper.jobs.closed_models import ClosedModel
+from slotkeeper.jobs.counters import add_to_counter
+from slotkeeper.jobs.states import ACTIVE_STATES, State
+from slotkeeper.jobs.tables import counters, jobs
+from slotkeeper.jobs.values import storable_text
+from slotkeeper.registry import defaults, server_descriptions
+from slotkeeper.registry.defaults import ConfigSource, Defaults
+from slotkeeper.registry.model_config import ModelConfig, parse_overrides
+from slotkeeper.registry.secrets import Secret, put_secret, remove_secret, replace_seal
+from slotkeeper.registry.secrets import list_secrets as secrets_of
 from slotkeeper.registry.tables import endpoints, models, servers, tenant_states
 from slotkeeper.registry.values import AdminState, Server, TenantState
+from slotkeeper.urls import mask_url
 
 log = structlog.get_logger(__name__)
 
@@ -59,12 +57,12 @@ _IDENTITY = "record_identity"
 _SELECT_IDENTITY = select(counters.c.value).where(counters.c.name == _IDENTITY)
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
 # Every process asks for these once a second.
-_VERSION_AND_AHEAD = Prepared(
+_VERSION_AND_AHEAD = CompiledStatement(
     select(counters.c.name, counters.c.value).where(
         or_(counters.c.name == _VERSION, counters.c.name == bindparam("p_ahead", type_=Text))
     )
 )
-_VERSION_AND_TIME = Prepared(
+_VERSION_AND_TIME = CompiledStatement(
     select(
         _SELECT_VERSION.scalar_subquery().label("version"),
         (func.extract("epoch", func.clock_timestamp()) * 1000).label("at_ms"),
@@ -86,12 +84,12 @@ class Model:
     changed_ms: int | None = None
     described_by: str | None = None
     """The version by which its servers are spoken to; None: by the slot protocol, with what `config` says."""
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, ConfigSource] = field(default_factory=dict)
     """Where each field of `config` comes from that is not built in."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CatalogSnapshot:
     """All of the catalog at one version.  `tenants`: only those that do not stand online.
 
     `record`: the identity of the record that it was read from, which tells it from any other, and from one that was
@@ -102,10 +100,10 @@ class Snapshot:
     models: Mapping[str, Model]
     servers: Mapping[str, Server]
     tenants: Mapping[str, TenantState] = field(default_factory=dict)
-    record: str = ""
+    database_id: str = ""
     secrets: Mapping[str, Secret] = field(default_factory=dict)
-    closed: Mapping[str, ClosedName] = field(default_factory=dict)
-    """Names under which no jobs are accepted: see slotkeeper/jobs/names.py."""
+    closed: Mapping[str, ClosedModel] = field(default_factory=dict)
+    """Names under which no jobs are accepted: see slotkeeper/jobs/closed_models.py."""
     defaults: Mapping[str, Defaults] = field(default_factory=dict)
     """What holds where a model says nothing: by kind, and of the installation."""
 
@@ -132,20 +130,20 @@ class Snapshot:
             found[self.servers[name].fleet].append(self.servers[name])
         return found
 
-    def has(self, server: str, model: str) -> bool:
+    def has_pair(self, server: str, model: str) -> bool:
         return server in self.servers and model in self.models
 
     def model(self, name: str) -> Model | None:
         return self.models.get(name)
 
-    def is_leaving(self, model: str) -> bool:
+    def is_being_removed(self, model: str) -> bool:
         """Whether it is being removed."""
         return model in self.models and model in self.closed
 
-    def described_by(self, server: str, model: str) -> str | None:
+    def find_description(self, server: str, model: str) -> str | None:
         """The version by which this server is spoken to for this model; None: by the slot protocol."""
         if server in self.servers and (own := self.servers[server].overrides.get(model)):
-            return descriptions.named_in(own)
+            return server_descriptions.find_version(own)
         return self.models[model].described_by if model in self.models else None
 
     def endpoint(self, server: str, model: str) -> str | None:
@@ -153,7 +151,7 @@ class Snapshot:
         found = self.servers.get(server)
         return None if found is None else found.endpoints.get(model)
 
-    def slots_of(self, model: str) -> int:
+    def count_slots(self, model: str) -> int:
         """Slots, of servers that stand online, on which this model can run."""
         return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.takes_jobs)
 
@@ -163,23 +161,23 @@ class Catalog:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self._time = None if database.engine.dialect.name == "postgresql" else SteadyTime(database)
+        self._time = None if database.engine.dialect.name == "postgresql" else ClockSynchronizer(database)
         self._warned: set[tuple[str, ...]] = set()
 
-    def version(self) -> int:
+    def get_version(self) -> int:
         """Raised by each change.  With it the common time is heard."""
         with self.database.read() as connection:
             asked = time.monotonic()
             if self._time is None:
-                found = _VERSION_AND_TIME.all(connection, {})[0]
-                clock.note(float(found.at_ms), asked, time.monotonic())
+                found = _VERSION_AND_TIME.fetch_all(connection, {})[0]
+                clock.adjust(float(found.at_ms), asked, time.monotonic())
                 return found.version or 0
-            rows = _VERSION_AND_AHEAD.all(connection, {"p_ahead": self._time.name})
+            rows = _VERSION_AND_AHEAD.fetch_all(connection, {"p_ahead": self._time.name})
         found = {row.name: row.value for row in rows}
-        self._time.agree(found.get(self._time.name))
+        self._time.synchronize(found.get(self._time.name))
         return found.get(_VERSION, 0)
 
-    def identity(self) -> str:
+    def get_database_id(self) -> str:
         """What tells this record from all others: a number by chance, made when it is asked for first.
 
         "": it has none yet, and nothing can be written.
@@ -188,23 +186,23 @@ class Catalog:
             found = connection.execute(_SELECT_IDENTITY).scalar()
         try:
             return f"{found if found is not None else self.database.write(_made_identity):x}"
-        except RecordUnavailable:
+        except DatabaseUnavailable:
             return ""
 
-    def snapshot(self) -> Snapshot:
+    def read(self) -> CatalogSnapshot:
         """The catalog as it stands.  The version is read first: at worst a newer content is read again."""
-        record = self.identity()
+        record = self.get_database_id()
         with self.database.read() as connection:
             version = connection.execute(_SELECT_VERSION).scalar() or 0
             model_rows = connection.execute(select(models)).all()
             server_rows = connection.execute(select(servers)).all()
             tenant_rows = connection.execute(select(tenant_states)).all()
-            named, closed = secrets_of(connection), names.all_of(connection)
-            known = defaults.all_of(connection)
+            named, closed = secrets_of(connection), closed_models.list_closed(connection)
+            known = defaults.list_defaults(connection)
             served = defaultdict[str, list[Row]](list)
             for row in connection.execute(select(endpoints)):
                 served[row.server].append(row)
-        return Snapshot(
+        return CatalogSnapshot(
             version,
             {row.name: self._model(row, known) for row in model_rows},
             {row.name: _server(row, served[row.name]) for row in server_rows},
@@ -238,23 +236,23 @@ class Catalog:
         """
         declared = _declared(slots, attributes, weight)
         special = {f"{model}:{name}": value for name, value in (of_model or {}).items()}
-        registering = act(
-            "server.register", now_ms=now_ms, model=model, server=server, url=masked_url(url), slots=slots
+        registering = make_entry(
+            "server.register", now_ms=now_ms, model=model, server=server, url=mask_url(url), slots=slots
         )
 
         def unit(tx: Transaction) -> Server:
-            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
-            fleet = _meeting_fleet(tx, model, server)
+            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            fleet = _find_common_fleet(tx, model, server)
             if special or attributes is not None:
                 declared["attributes"] = _together(tx, server, attributes, special)
             known = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
             if known is None:
-                names.reopen(tx, model)
+                closed_models.reopen(tx, model)
                 tx.connection.execute(insert(models), {"name": model, "fleet": fleet, "created_ms": now_ms})
             elif known != fleet:
                 tx.connection.execute(update(models).where(models.c.name == model).values(fleet=fleet))
-            changed = update(servers).where(servers.c.name == server).values(**declared).returning(servers)
-            row = tx.connection.execute(changed).first()
+            statement = update(servers).where(servers.c.name == server).values(**declared).returning(servers)
+            row = tx.connection.execute(statement).first()
             if row is None:
                 new = insert(servers).values(name=server, fleet=fleet, created_ms=now_ms, **declared).returning(servers)
                 row = tx.connection.execute(new).one()
@@ -265,7 +263,7 @@ class Catalog:
             if tx.connection.execute(update(endpoints).where(serves).values(**there)).rowcount == 0:
                 tx.connection.execute(insert(endpoints), {"server": server, "model": model, **there})
             served = tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all()
-            registering.note(tx)
+            registering.write(tx)
             return _server(row, served)
 
         return self.database.write(unit)
@@ -274,15 +272,15 @@ class Catalog:
         self, server: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
     ) -> None:
         """Have a server stand as `state` says.  Raises NotFound; ValueError for a word that is no AdminState."""
-        act = _change_of("server", server, state, reason, now_ms)
-        self._change("server", server, act, _stand(servers, server, state, reason, by, now_ms))
+        entry = _change_of("server", server, state, reason, now_ms)
+        self._change("server", server, entry, _stand(servers, server, state, reason, by, now_ms))
 
     def set_model_state(
         self, model: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
     ) -> None:
         """The same for a model, on all of its servers."""
-        act = _change_of("model", model, state, reason, now_ms)
-        self._change("model", model, act, _stand(models, model, state, reason, by, now_ms))
+        entry = _change_of("model", model, state, reason, now_ms)
+        self._change("model", model, entry, _stand(models, model, state, reason, by, now_ms))
 
     def set_tenant_state(
         self, tenant: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
@@ -292,22 +290,22 @@ class Catalog:
         change = _change_of("tenant", tenant, state, reason, now_ms)
 
         def unit(tx: Transaction) -> None:
-            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             tx.connection.execute(delete(tenant_states).where(tenant_states.c.name == tenant))
             if values["state"] != AdminState.ONLINE:
                 tx.connection.execute(insert(tenant_states), {"name": tenant, **values})
-            change.note(tx)
+            change.write(tx)
 
         self.database.write(unit)
 
-    def _change(self, kind: str, name: str, act: Act, *statements: Any) -> None:
+    def _change(self, kind: str, name: str, entry: AuditEntry, *statements: Any) -> None:
         """Run the statements; the last one has to find what is called `name`, or nothing is done."""
 
         def unit(tx: Transaction) -> int:
-            count(tx, _VERSION)
+            add_to_counter(tx, _VERSION)
             found: int = [tx.connection.execute(statement).rowcount for statement in statements][-1]
             if found:
-                act.note(tx)
+                entry.write(tx)
             return found
 
         if self.database.write(unit) == 0:
@@ -320,23 +318,23 @@ class Catalog:
         Raises pydantic.ValidationError, and then nothing has changed.  The model is created if it is new.
         """
         ModelConfig(**overrides)
-        configuring = act("model.configure", now_ms=now_ms, model=model, **_told(overrides))
+        configuring = make_entry("model.configure", now_ms=now_ms, model=model, **_told(overrides))
 
-        def unit(tx: Transaction) -> tuple[Row, defaults.Known]:
-            count(tx, _VERSION)
-            known = defaults.all_of(tx.connection)
-            defaults.check(model, overrides, known)
+        def unit(tx: Transaction) -> tuple[Row, defaults.AllDefaults]:
+            add_to_counter(tx, _VERSION)
+            known = defaults.list_defaults(tx.connection)
+            defaults.check_config(model, overrides, known)
             text = _described(tx, overrides, description, now_ms)
-            changed = update(models).where(models.c.name == model).values(overrides=text).returning(models)
-            row = tx.connection.execute(changed).first()
+            statement = update(models).where(models.c.name == model).values(overrides=text).returning(models)
+            row = tx.connection.execute(statement).first()
             if row is None:
-                names.reopen(tx, model)
+                closed_models.reopen(tx, model)
                 fleet = _new_fleet(tx, model)
                 new = (
                     insert(models).values(name=model, fleet=fleet, overrides=text, created_ms=now_ms).returning(models)
                 )
                 row = tx.connection.execute(new).one()
-            configuring.note(tx)
+            configuring.write(tx)
             return row, known
 
         return self._model(*self.database.write(unit))
@@ -349,69 +347,69 @@ class Catalog:
         `description`: as of `configure`.  Raises InvalidJob: some model could not be configured so; then nothing has
         changed.
         """
-        setting = act("defaults.set", now_ms=now_ms, kind=kind, **_told(overrides))
+        setting = make_entry("defaults.set", now_ms=now_ms, kind=kind, **_told(overrides))
 
         def unit(tx: Transaction) -> Defaults:
-            count(tx, _VERSION)
-            version = None if description is None else descriptions.keep(tx, description, now_ms)
+            add_to_counter(tx, _VERSION)
+            version = None if description is None else server_descriptions.store_description(tx, description, now_ms)
             found = Defaults(kind, dict(overrides), now_ms, by or None, version)
-            defaults.put(tx, found)
-            setting.note(tx)
+            defaults.put_defaults(tx, found)
+            setting.write(tx)
             return found
 
         return self.database.write(unit)
 
     def remove_kind(self, kind: str) -> None:
         """Raises NotFound; Conflict: models are of this kind."""
-        removing = act("defaults.remove", kind=kind)
+        removing = make_entry("defaults.remove", kind=kind)
 
         def unit(tx: Transaction) -> None:
-            count(tx, _VERSION)
-            defaults.remove(tx, kind)
-            removing.note(tx)
+            add_to_counter(tx, _VERSION)
+            defaults.remove_kind(tx, kind)
+            removing.write(tx)
 
         self.database.write(unit)
 
     def set_secret(self, secret: Secret) -> None:
         """Add or replace a secret that descriptions name."""
-        setting = act("secret.set", now_ms=secret.set_ms, secret=secret.name)
+        setting = make_entry("secret.set", now_ms=secret.set_ms, secret=secret.name)
 
         def unit(tx: Transaction) -> None:
-            count(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             put_secret(tx, secret)
-            setting.note(tx)
+            setting.write(tx)
 
         self.database.write(unit)
 
-    def replace_seal(self, secret: Secret, sealed: str) -> bool:
+    def reseal_secret(self, secret: Secret, sealed: str) -> bool:
         """Keep the same secret under another seal.  False: it has been set or removed meanwhile."""
 
         def unit(tx: Transaction) -> bool:
-            count(tx, _VERSION)
+            add_to_counter(tx, _VERSION)
             return replace_seal(tx, secret, sealed)
 
         return self.database.write(unit)
 
     def remove_secret(self, name: str) -> None:
         """Raises NotFound."""
-        removing = act("secret.remove", secret=name)
+        removing = make_entry("secret.remove", secret=name)
 
         def unit(tx: Transaction) -> bool:
-            count(tx, _VERSION)
+            add_to_counter(tx, _VERSION)
             if not remove_secret(tx, name):
                 return False
-            removing.note(tx)
+            removing.write(tx)
             return True
 
         if not self.database.write(unit):
             raise NotFound("There is no such secret; GET /admin/secrets lists them.", secret=name)
 
-    def _model(self, row: Row, known: defaults.Known) -> Model:
+    def _model(self, row: Row, known: defaults.AllDefaults) -> Model:
         overrides = orjson.loads(row.overrides)
-        version = descriptions.named_in(overrides)
-        overrides.pop(descriptions.NAME, None)
-        found = defaults.resolve(overrides, version, known)
-        config, strange = understood(found.values)
+        version = server_descriptions.find_version(overrides)
+        overrides.pop(server_descriptions.VERSION_FIELD, None)
+        found = defaults.resolve_config(overrides, version, known)
+        config, strange = parse_overrides(found.values)
         seen = (row.name, *sorted(strange))
         if strange and seen not in self._warned:
             self._warned.add(seen)
@@ -430,13 +428,13 @@ class Catalog:
         )
 
 
-def changed(tx: Transaction) -> None:
+def raise_version(tx: Transaction) -> None:
     """Raise the version.  First in its transaction: on PostgreSQL its lock lets one change in at a time."""
-    count(tx, _VERSION)
+    add_to_counter(tx, _VERSION)
 
 
 def _made_identity(tx: Transaction) -> int:
-    count(tx, _VERSION, 0)  # First: on PostgreSQL its lock lets one change in at a time.
+    add_to_counter(tx, _VERSION, 0)  # First: on PostgreSQL its lock lets one change in at a time.
     found = tx.connection.execute(_SELECT_IDENTITY).scalar()
     if found is None:
         found = secrets.randbits(62)
@@ -444,7 +442,7 @@ def _made_identity(tx: Transaction) -> int:
     return int(found)
 
 
-def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
+def _find_common_fleet(tx: Transaction, model: str, server: str) -> str:
     """The fleet in which this server and this model can stand together: all slots of a server are in one."""
     servers_fleet = tx.connection.execute(select(servers.c.fleet).where(servers.c.name == server)).scalar()
     models_fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
@@ -455,7 +453,9 @@ def _meeting_fleet(tx: Transaction, model: str, server: str) -> str:
     if models_fleet in (None, servers_fleet):
         return str(servers_fleet)
     served = select(endpoints.c.server).where(endpoints.c.model == model).limit(1)
-    waiting = select(jobs.c.id).where(jobs.c.model == model, jobs.c.state.in_([s.value for s in ACTIVE])).limit(1)
+    waiting = (
+        select(jobs.c.id).where(jobs.c.model == model, jobs.c.state.in_([s.value for s in ACTIVE_STATES])).limit(1)
+    )
     if tx.connection.execute(served).first() or tx.connection.execute(waiting).first():
         raise Conflict(
             f"Server {server!r} belongs to fleet {servers_fleet!r} and model {model!r} to {models_fleet!r}, which has "
@@ -488,17 +488,17 @@ def _stand(table: Table, name: str, state: str, reason: str, by: str, now_ms: in
     return update(table).where(table.c.name == name).values(**_standing(state, reason, by, now_ms))
 
 
-def _change_of(kind: str, name: str, state: str, reason: str, now_ms: int | None) -> Act:
+def _change_of(kind: str, name: str, state: str, reason: str, now_ms: int | None) -> AuditEntry:
     """That a server, model or tenant is to stand so.  Raises ValueError for a word that is no AdminState."""
-    return act(f"{kind}.{_WORDS[AdminState(state)]}", now_ms=now_ms, reason=reason or None, **{kind: name})
+    return make_entry(f"{kind}.{_WORDS[AdminState(state)]}", now_ms=now_ms, reason=reason or None, **{kind: name})
 
 
 def _standing(state: str, reason: str, by: str, now_ms: int | None) -> dict[str, Any]:
     """Columns that say how something stands, and since when, by whom and why."""
     return {
         "state": AdminState(state).value,
-        "reason": storable(reason, _MAX_REASON) or None,
-        "changed_by": storable(by, _MAX_REASON) or None,
+        "reason": storable_text(reason, _MAX_REASON) or None,
+        "changed_by": storable_text(by, _MAX_REASON) or None,
         "changed_ms": now_ms,
     }
 
@@ -549,7 +549,7 @@ def _described(tx: Transaction, given: Mapping[str, Any], description: str | Non
     """What was given, as stored: with the version that it makes, which is stored, too."""
     stored = dict(given)
     if description is not None:
-        stored[descriptions.NAME] = descriptions.keep(tx, description, now_ms)
+        stored[server_descriptions.VERSION_FIELD] = server_descriptions.store_description(tx, description, now_ms)
     return orjson.dumps(stored).decode()
 
 

@@ -13,20 +13,20 @@ import orjson
 from pydantic import ValidationError
 from sqlalchemy import Connection, delete, insert, select
 
-from slotkeeper.db.db import Transaction
+from slotkeeper.db.group_commit import Transaction
 from slotkeeper.errors import Conflict, InvalidJob, NotFound
-from slotkeeper.registry import descriptions
-from slotkeeper.registry.config import ModelConfig, understood
+from slotkeeper.registry import server_descriptions
+from slotkeeper.registry.model_config import ModelConfig, parse_overrides
 from slotkeeper.registry.tables import defaults, models
 
 INSTALLATION = ""
 """The name of what holds for all models."""
 KIND = "kind"
 """The field by which a model says of what kind it is."""
-SPOKEN = frozenset({"preset", "description", "model_type", "poll_endpoint_template", "id_field"})
+PROTOCOL_FIELDS = frozenset({"preset", "description", "model_type", "poll_endpoint_template", "id_field"})
 
 
-class Source(StrEnum):
+class ConfigSource(StrEnum):
     """Where a field of a configuration comes from, the nearest first."""
 
     MODEL = "model"
@@ -46,8 +46,10 @@ class Defaults:
     described_by: str | None = None
 
 
-Known: TypeAlias = Mapping[str, Defaults]
-Level: TypeAlias = tuple[Source, Mapping[str, Any], str | None]  # what is said there, and the version that this makes
+AllDefaults: TypeAlias = Mapping[str, Defaults]
+Level: TypeAlias = tuple[
+    ConfigSource, Mapping[str, Any], str | None
+]  # what is said there, and the version that this makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,53 +57,53 @@ class Resolved:
     """What holds for a model: each field that somebody says, and where it comes from."""
 
     values: Mapping[str, Any]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ConfigSource]
     described_by: str | None
 
 
-def resolve(own: Mapping[str, Any], described_by: str | None, known: Known) -> Resolved:
+def resolve_config(own: Mapping[str, Any], described_by: str | None, known: AllDefaults) -> Resolved:
     """What holds for a model whose own configuration says `own`."""
-    levels = [(Source.MODEL, own, described_by), *_behind(own, known)]
+    levels = [(ConfigSource.MODEL, own, described_by), *_behind(own, known)]
     speaks = next((it for it in levels if _says_how_to_speak(it)), None)
-    values, sources = dict[str, Any](), dict[str, Source]()
+    values, sources = dict[str, Any](), dict[str, ConfigSource]()
     for level in levels:
         for name, value in level[1].items():
-            if name not in values and (name not in SPOKEN or speaks is None or level is speaks):
+            if name not in values and (name not in PROTOCOL_FIELDS or speaks is None or level is speaks):
                 values[name], sources[name] = value, level[0]
     return Resolved(values, sources, speaks and speaks[2])
 
 
 def _says_how_to_speak(level: Level) -> bool:
     _, said, described_by = level
-    return described_by is not None or any(said.get(name) is not None for name in SPOKEN)
+    return described_by is not None or any(said.get(name) is not None for name in PROTOCOL_FIELDS)
 
 
-def behind(own: Mapping[str, Any], known: Known) -> Resolved:
+def resolve_inherited(own: Mapping[str, Any], known: AllDefaults) -> Resolved:
     """What would hold if the model said nothing but its kind."""
-    return resolve({KIND: own[KIND]} if own.get(KIND) else {}, None, known)
+    return resolve_config({KIND: own[KIND]} if own.get(KIND) else {}, None, known)
 
 
-def _behind(own: Mapping[str, Any], known: Known) -> Sequence[Level]:
+def _behind(own: Mapping[str, Any], known: AllDefaults) -> Sequence[Level]:
     """A kind that is not there says nothing: it went just now, or another record had it."""
     kind, installation = known.get(own.get(KIND) or INSTALLATION), known.get(INSTALLATION)
-    of_kind = [(Source.KIND, kind.overrides, kind.described_by)] if kind is not None and own.get(KIND) else []
-    of_all = [(Source.INSTALLATION, installation.overrides, installation.described_by)] if installation else []
+    of_kind = [(ConfigSource.KIND, kind.overrides, kind.described_by)] if kind is not None and own.get(KIND) else []
+    of_all = [(ConfigSource.INSTALLATION, installation.overrides, installation.described_by)] if installation else []
     return [*of_kind, *of_all]
 
 
-def all_of(connection: Connection) -> dict[str, Defaults]:
+def list_defaults(connection: Connection) -> dict[str, Defaults]:
     found = {}
     for row in connection.execute(select(defaults).order_by(defaults.c.name)):
         said = orjson.loads(row.overrides)
-        version = descriptions.named_in(said)
-        said.pop(descriptions.NAME, None)
+        version = server_descriptions.find_version(said)
+        said.pop(server_descriptions.VERSION_FIELD, None)
         found[row.name] = Defaults(row.name, said, row.changed_ms, row.changed_by, version)
     return found
 
 
-def put(tx: Transaction, it: Defaults) -> None:
+def put_defaults(tx: Transaction, it: Defaults) -> None:
     """Replace what is said under this name.  Raises InvalidJob: a model could not be configured so."""
-    stored = dict(it.overrides) | ({descriptions.NAME: it.described_by} if it.described_by else {})
+    stored = dict(it.overrides) | ({server_descriptions.VERSION_FIELD: it.described_by} if it.described_by else {})
     tx.connection.execute(delete(defaults).where(defaults.c.name == it.name))
     text = orjson.dumps(stored).decode()
     row = {"name": it.name, "overrides": text, "changed_by": it.changed_by, "changed_ms": it.changed_ms}
@@ -109,7 +111,7 @@ def put(tx: Transaction, it: Defaults) -> None:
     check_all(tx)
 
 
-def remove(tx: Transaction, kind: str) -> None:
+def remove_kind(tx: Transaction, kind: str) -> None:
     """Raises NotFound; Conflict: models are of this kind."""
     its = sorted(name for name, own in _own(tx) if own.get(KIND) == kind)
     if its:
@@ -121,17 +123,17 @@ def remove(tx: Transaction, kind: str) -> None:
 
 def check_all(tx: Transaction) -> None:
     """Hold every model's configuration against what is said now.  Raises InvalidJob, which names model and field."""
-    known = all_of(tx.connection)
+    known = list_defaults(tx.connection)
     for model, own in _own(tx):
-        check(model, own, known)
+        check_config(model, own, known)
 
 
-def check(model: str, own: Mapping[str, Any], known: Known) -> None:
+def check_config(model: str, own: Mapping[str, Any], known: AllDefaults) -> None:
     """Raises InvalidJob: the fields do not go together, though each may be right where it is said."""
     if own.get(KIND) and own[KIND] not in known:
         raise InvalidJob(KIND, f"kind: there is no kind {own[KIND]!r}; add it first: PUT /admin/kinds/{own[KIND]}")
-    said = resolve(own, None, known).values
-    _, strange = understood(own)
+    said = resolve_config(own, None, known).values
+    _, strange = parse_overrides(own)
     try:
         ModelConfig(**{name: value for name, value in said.items() if name not in strange})
     except ValidationError as error:
@@ -148,4 +150,4 @@ def _own(tx: Transaction) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _without_version(stored: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in stored.items() if name != descriptions.NAME}
+    return {name: value for name, value in stored.items() if name != server_descriptions.VERSION_FIELD}

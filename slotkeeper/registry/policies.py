@@ -29,7 +29,7 @@ class Policy:
     longest_wait: str
     is_by_tenant: bool = False
 
-    def says(self, priority: int, step_s: float) -> str:
+    def describe_wait(self, priority: int, step_s: float) -> str:
         """`longest_wait` for a priority: a sentence."""
         overtaking_s = self.longest_overtaking_s(priority, step_s)
         return self.longest_wait.format(priority=priority, overtaking_s=overtaking_s, step_s=step_s)
@@ -51,7 +51,7 @@ def _never(priority: int, step_s: float) -> float | None:
     return None
 
 
-DEFAULT = "priority"
+DEFAULT_POLICY = "priority"
 POLICIES = {
     row.name: row
     for row in (
@@ -88,13 +88,13 @@ POLICIES = {
 }
 
 
-def one_of() -> str:
+def list_names() -> str:
     """The names, as a part of a sentence."""
     *others, last = POLICIES
     return f"{', '.join(others)} or {last}"
 
 
-def described() -> str:
+def describe_all() -> str:
     """What is next under each of them."""
     rows = "; ".join(f"`{row.name}`: {row.next_is}" for row in POLICIES.values())
     return f"What is next.  {rows}."

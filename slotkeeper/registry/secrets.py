@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import orjson
 from sqlalchemy import Connection, delete, insert, select, update
 
-from slotkeeper.db.db import Transaction
+from slotkeeper.db.group_commit import Transaction
 from slotkeeper.registry.tables import secrets
 
 Row: TypeAlias = Any
@@ -30,13 +30,13 @@ class Secret:
         return self.models is None or model in self.models
 
 
-def all_of(connection: Connection) -> dict[str, Secret]:
+def list_secrets(connection: Connection) -> dict[str, Secret]:
     return {row.name: _secret(row) for row in connection.execute(select(secrets).order_by(secrets.c.name))}
 
 
-def put(tx: Transaction, it: Secret) -> None:
+def put_secret(tx: Transaction, it: Secret) -> None:
     """Add a secret, or replace the one of this name."""
-    remove(tx, it.name)
+    remove_secret(tx, it.name)
     models = None if it.models is None else orjson.dumps(sorted(it.models)).decode()
     values = {"name": it.name, "models": models, "sealed": it.sealed, "set_by": it.set_by, "set_ms": it.set_ms}
     tx.connection.execute(insert(secrets), values)
@@ -48,15 +48,15 @@ def replace_seal(tx: Transaction, it: Secret, sealed: str) -> bool:
     return tx.connection.execute(update(secrets).where(same).values(sealed=sealed)).rowcount == 1
 
 
-def drop_from_scopes(tx: Transaction, model: str) -> None:
+def remove_model_from_scopes(tx: Transaction, model: str) -> None:
     """Take a model out of the scopes of secrets: another that gets its name one day shall not have them."""
-    for it in all_of(tx.connection).values():
+    for it in list_secrets(tx.connection).values():
         if it.models is not None and model in it.models:
             text = orjson.dumps(sorted(it.models - {model})).decode()
             tx.connection.execute(update(secrets).where(secrets.c.name == it.name).values(models=text))
 
 
-def remove(tx: Transaction, name: str) -> bool:
+def remove_secret(tx: Transaction, name: str) -> bool:
     """False: there was none."""
     return tx.connection.execute(delete(secrets).where(secrets.c.name == name)).rowcount == 1
 

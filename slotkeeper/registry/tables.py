@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text, text
 
-from slotkeeper.jobs.models import metadata, one_of
+from slotkeeper.jobs.tables import metadata, one_of_check
 from slotkeeper.registry.values import AdminState
 
 
@@ -15,7 +15,7 @@ def _admin_state() -> tuple[Column[Any] | CheckConstraint, ...]:
         Column("reason", Text),
         Column("changed_by", Text),
         Column("changed_ms", BigInteger),
-        CheckConstraint(one_of("state", [s.value for s in AdminState]), name="state"),
+        CheckConstraint(one_of_check("state", [s.value for s in AdminState]), name="state"),
     )
 
 
@@ -72,7 +72,7 @@ endpoints = Table(
     Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: what differs there from the model's own
 )
 
-# How servers are spoken to; see slotkeeper/registry/descriptions.py.  A row never changes but in `idle_ms`.
+# How servers are spoken to; see slotkeeper/registry/server_descriptions.py.  A row never changes but in `idle_ms`.
 descriptions = Table(
     "descriptions",
     metadata,

@@ -14,16 +14,16 @@ from sqlalchemy import delete, insert, select, update
 
 from slotkeeper.audit import acts
 from slotkeeper.clock import clock
-from slotkeeper.db.db import Database, Transaction
+from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.registry.rotations import raise_number
+from slotkeeper.registry.rotations import advance_rotation
 from slotkeeper.registry.tables import tenants
 
 _KEY_PREFIX = "sk_"
 _AUDIT = "audit"
-LONGEST_NAME = 200
+MAX_NAME_LENGTH = 200
 _SIGN = "!-~\u00a1-\u00ac\u00ae-\u1fff\u2070-\u2fff\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufefe\uff00-\uffef"
-SHOWN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
+PRINTABLE_PATTERN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
 """Text that can be shown on one line as it is: nothing invisible, nothing that turns the direction of writing."""
 
 
@@ -42,14 +42,14 @@ class Tenant:
 
 
 # Used while keys are not asked for, which only a server on the loopback address may do.
-LOCAL = Tenant("default", admin=True)
+LOCAL_TENANT = Tenant("default", admin=True)
 
 
 def check_tenant_name(name: str) -> str:
     """Raises InvalidRequest unless `name` can be shown, and asked for in an address."""
-    if len(name) > LONGEST_NAME or not re.fullmatch(SHOWN, name):
+    if len(name) > MAX_NAME_LENGTH or not re.fullmatch(PRINTABLE_PATTERN, name):
         raise InvalidRequest(
-            "tenant", f"tenant must be 1 to {LONGEST_NAME} printable characters, with no blank around them"
+            "tenant", f"tenant must be 1 to {MAX_NAME_LENGTH} printable characters, with no blank around them"
         )
     return name
 
@@ -72,10 +72,10 @@ class Tenants:
     def __init__(self, database: Database) -> None:
         self.database = database
 
-    def by_key(self, key: str) -> Tenant | None:
-        return self.by_hashed(hash_key(key))
+    def find_by_key(self, key: str) -> Tenant | None:
+        return self.find_by_hash(hash_key(key))
 
-    def by_hashed(self, hashed: str) -> Tenant | None:
+    def find_by_hash(self, hashed: str) -> Tenant | None:
         """Whose key has this hash."""
         former = (tenants.c.former_hash == hashed) & (tenants.c.former_until_ms > clock.now_ms())
         with self.database.read() as connection:
@@ -84,7 +84,7 @@ class Tenants:
                 row = connection.execute(select(tenants).where(former)).first()
         return None if row is None else _tenant(row)
 
-    def by_hash(self) -> dict[str, Tenant]:
+    def list_by_hash(self) -> dict[str, Tenant]:
         """All of them, by the hash of each valid key."""
         now_ms = clock.now_ms()
         with self.database.read() as connection:
@@ -92,7 +92,7 @@ class Tenants:
         former = {row.former_hash: _tenant(row) for row in rows if (row.former_until_ms or 0) > now_ms}
         return former | {row.key_hash: _tenant(row) for row in rows}
 
-    def all(self) -> list[Tenant]:
+    def list_all(self) -> list[Tenant]:
         with self.database.read() as connection:
             rows = connection.execute(select(tenants).order_by(tenants.c.name)).all()
         return [_tenant(row) for row in rows]
@@ -103,8 +103,8 @@ class Tenants:
         LOCAL's name is nobody's: its jobs came without a key.
         """
         check_tenant_name(tenant.name)
-        if tenant.name == LOCAL.name:
-            raise Conflict(f"{LOCAL.name!r} is the tenant of those who show no key; take another name.")
+        if tenant.name == LOCAL_TENANT.name:
+            raise Conflict(f"{LOCAL_TENANT.name!r} is the tenant of those who show no key; take another name.")
         key = _new_key()
         row = {
             "name": tenant.name,
@@ -117,13 +117,13 @@ class Tenants:
         }
         limits = {"rate_per_s": tenant.rate_per_s, "burst": tenant.burst}
         rights = {"admin": tenant.admin, "audits": tenant.audits}
-        adding = acts.act("tenant.add", now_ms=now_ms, tenant=tenant.name, limits=limits, rights=rights)
+        adding = acts.make_entry("tenant.add", now_ms=now_ms, tenant=tenant.name, limits=limits, rights=rights)
 
         def unit(tx: Transaction) -> None:
             if tx.connection.execute(select(tenants.c.name).where(tenants.c.name == tenant.name)).first():
                 raise Conflict(f"There is a tenant {tenant.name!r} already; remove it first, or take another name.")
             tx.connection.execute(insert(tenants), row)
-            adding.note(tx)
+            adding.write(tx)
 
         self.database.write(unit)
         return key
@@ -138,7 +138,7 @@ class Tenants:
         values = dict(limits)
         if "rate_per_s" in values and values["rate_per_s"] is None:
             values.setdefault("burst", None)
-        changing = acts.act("tenant.change", tenant=name, limits=values)
+        changing = acts.make_entry("tenant.change", tenant=name, limits=values)
         found = select(tenants.c.rate_per_s, tenants.c.burst).where(tenants.c.name == name)
 
         def unit(tx: Transaction) -> Any:
@@ -147,27 +147,27 @@ class Tenants:
             if row is not None and row.burst is not None and row.rate_per_s is None:
                 raise Conflict(f"Tenant {name!r} has no rate, and a burst goes with one; set rate_per_s, too.")
             if row is not None:
-                changing.note(tx)
+                changing.write(tx)
             return row
 
         if self.database.write(unit) is None:
             raise NotFound(f"There is no tenant {name!r}.")
 
-    def rotate(self, name: str, overlap_ms: int, now_ms: int) -> str:
+    def rotate_key(self, name: str, overlap_ms: int, now_ms: int) -> str:
         """Give a tenant a new key and return it.  The key before stays valid for `overlap_ms`; an older one does not.
 
         Raises NotFound.
         """
         key = _new_key()
         until_ms = now_ms + overlap_ms
-        rotating = acts.act("tenant.rotate", now_ms=now_ms, tenant=name, former_until_ms=until_ms)
+        rotating = acts.make_entry("tenant.rotate", now_ms=now_ms, tenant=name, former_until_ms=until_ms)
         # On the right stand the values from before the statement.
         values = {"former_hash": tenants.c.key_hash, "former_until_ms": until_ms, "key_hash": hash_key(key)}
 
         def unit(tx: Transaction) -> bool:
             if not tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values)).rowcount:
                 return False
-            rotating.note(tx)
+            rotating.write(tx)
             return True
 
         if not self.database.write(unit):
@@ -179,14 +179,14 @@ class Tenants:
 
         `also`: forgets in the same transaction what else it had.
         """
-        removing = acts.act("tenant.remove", tenant=name)
+        removing = acts.make_entry("tenant.remove", tenant=name)
 
         def unit(tx: Transaction) -> bool:
             if not tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount:
                 return False
-            raise_number(tx, name, now_ms=0)  # Another tenant of this name shall not have its secret.
+            advance_rotation(tx, name, now_ms=0)  # Another tenant of this name shall not have its secret.
             also(tx, name)
-            removing.note(tx)
+            removing.write(tx)
             return True
 
         if not self.database.write(unit):

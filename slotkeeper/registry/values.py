@@ -17,9 +17,9 @@ class AdminState(StrEnum):
     FROZEN = "frozen"
 
 
-STOPPED = frozenset({AdminState.PAUSED, AdminState.FROZEN})
+STOPPED_STATES = frozenset({AdminState.PAUSED, AdminState.FROZEN})
 """Of a model or tenant: nothing of it is started."""
-CLOSED = frozenset({AdminState.DRAINING, AdminState.FROZEN})
+CLOSED_STATES = frozenset({AdminState.DRAINING, AdminState.FROZEN})
 """Of a model or tenant: no new jobs are accepted."""
 
 
@@ -52,11 +52,11 @@ class Server:
         return self.attributes.get(f"{model}:{name}", self.attributes.get(name))
 
 
-Place: TypeAlias = tuple[str, str, int | None, str]
+Location: TypeAlias = tuple[str, str, int | None, str]
 
 
 @lru_cache(maxsize=4096)
-def place_of(url: str) -> Place:
+def parse_location(url: str) -> Location:
     """What of an address says where a server is: no user, no password, no query."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port, parts.path
@@ -73,10 +73,10 @@ class TenantState:
     changed_ms: int | None = None
 
 
-def attribute_text(value: str | float) -> str:
+def format_attribute(value: str | float) -> str:
     """An attribute as the scripts compare it: whole numbers without a point."""
-    return value if isinstance(value, str) else number_text(value)
+    return value if isinstance(value, str) else format_number(value)
 
 
-def number_text(value: int | float) -> str:
+def format_number(value: int | float) -> str:
     return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -5,17 +5,17 @@ They are kept until then: a copy of the cookie would open the page for as long.
 
 from sqlalchemy import delete, insert, select
 
-from slotkeeper.db.db import Database, Transaction
+from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.registry.tables import ended_visits
 
 
-class Visits:
+class RevokedSessions:
     """Notes and finds them.  Its methods raise RecordUnavailable: nobody knows then, and nobody is to be let in."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
-    def end(self, visit_id: str, until_ms: int, now_ms: int) -> None:
+    def revoke(self, visit_id: str, until_ms: int, now_ms: int) -> None:
         """`until_ms`: when it would have been over anyway."""
 
         def unit(tx: Transaction) -> None:
@@ -26,12 +26,12 @@ class Visits:
 
         self.database.write(unit)
 
-    def has_ended(self, visit_id: str) -> bool:
+    def is_revoked(self, visit_id: str) -> bool:
         with self.database.read() as connection:
             query = select(ended_visits.c.id).where(ended_visits.c.id == visit_id)
             return connection.execute(query).first() is not None
 
-    def ended(self, now_ms: int) -> frozenset[str]:
+    def list_revoked(self, now_ms: int) -> frozenset[str]:
         """Those whose time is not over."""
         with self.database.read() as connection:
             query = select(ended_visits.c.id).where(ended_visits.c.until_ms > now_ms)

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from slotkeeper import exact, large_json
-from slotkeeper.large_json import File
+from slotkeeper import json_text, large_json
+from slotkeeper.large_json import AnonymousFile
 from tasks.servers.patterns import TEXT_LIMIT
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
@@ -63,7 +63,7 @@ class Answer:
 
     __slots__ = ("_json", "body", "file", "headers", "status")
 
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: File | None = None) -> None:
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: AnonymousFile | None = None) -> None:
         """`headers` is looked up with the names as they stand in the HTTP specifications.
 
         With a `file`, that has all of the body, and `body` is its beginning.
@@ -90,14 +90,14 @@ class Answer:
     @property
     def is_flat(self) -> bool:
         """Whether nothing in its JSON value can be too deep: so few lists and objects begin in it, or in its texts."""
-        if isinstance(self.json, exact.Unparsed):  # It is written as it came.
+        if isinstance(self.json, json_text.RawJson):  # It is written as it came.
             return True
         return self.body.count(b"[") + self.body.count(b"{") <= MAX_DEPTH
 
     @property
     def is_too_deep_to_read(self) -> bool:
         """Whether it is no JSON because its lists and objects have more levels than are read."""
-        return self.json is NOT_JSON and large_json.is_too_deep(self.body)
+        return self.json is NOT_JSON and large_json.is_nested_too_deeply(self.body)
 
     @property
     def text(self) -> str:
@@ -117,7 +117,7 @@ class Answer:
 def parse_json(body: bytes) -> Any:
     """The JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
     try:
-        return large_json.read(body)
+        return large_json.parse(body)
     except ValueError:
         return NOT_JSON
 
@@ -134,12 +134,12 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _nothing(_: object) -> None:
-    """In place of a number that orjson cannot write (slotkeeper.exact): it has no levels."""
+    """In place of a number that orjson cannot write (slotkeeper.json_text): it has no levels."""
 
 
 def id_text(value: Any) -> str | None:
     """An id as servers give them, a text or a whole number, as text; None if it cannot be one."""
-    text = exact.digits(value) or value
+    text = json_text.digits(value) or value
     if isinstance(text, bool) or not isinstance(text, str | int):
         return None
     text = str(text)

@@ -2,7 +2,7 @@
 
 import structlog
 
-from slotkeeper.large_json import File
+from slotkeeper.large_json import AnonymousFile
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,7 @@ class Body:
     def __init__(self) -> None:
         self.size = 0
         self._memory = bytearray()  # all of it, or the beginning of what is in the file
-        self._file: File | None = None
+        self._file: AnonymousFile | None = None
         self._stays = False  # in memory
 
     def add(self, piece: bytes) -> None:
@@ -35,13 +35,13 @@ class Body:
                 self._memory += piece
         self.size += len(piece)
 
-    def whole(self) -> tuple[bytes, File | None]:
+    def whole(self) -> tuple[bytes, AnonymousFile | None]:
         """Return it, or its beginning and the file that has all of it."""
         return bytes(self._memory), self._file
 
     def _move_to_file(self) -> None:
         try:
-            self._file = File()
+            self._file = AnonymousFile()
             self._file.append(self._memory)
         except OSError as error:
             self._move_to_memory(error)

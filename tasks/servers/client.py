@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.addresses import secrets_in_url
+from slotkeeper.urls import find_secrets_in_url
 from tasks.servers.answers import MAX_ANSWER_BYTES, Answer, Break, Broken
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
 from tasks.servers.description import DEFAULT, Description
@@ -60,7 +60,7 @@ class Server:
     ) -> None:
         self._endpoint, self._base = split_endpoint(endpoint)
         self._path = urlsplit(self._endpoint).path.rstrip("/")
-        self._secrets_of_endpoint = secrets_in_url(self._endpoint)
+        self._secrets_of_endpoint = find_secrets_in_url(self._endpoint)
         self._plan = compile_plan(description) if isinstance(description, Description) else description
         self._secret = secret
         self._max_bytes = max_answer_bytes

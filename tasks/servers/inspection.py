@@ -9,7 +9,7 @@ import orjson
 import structlog
 
 from slotkeeper import large_json
-from slotkeeper.large_json import File
+from slotkeeper.large_json import AnonymousFile
 from tasks.servers.answers import NOT_JSON
 from tasks.servers.pointers import Pointer
 
@@ -18,10 +18,10 @@ log = structlog.get_logger(__name__)
 _WITHIN_S = 30.0
 
 
-async def inspect(body: bytes | File, pointers: Collection[Pointer]) -> Any:
+async def inspect(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> Any:
     """Return the JSON value of an answer, which is known where these pointers lead, or NOT_JSON."""
     command = [sys.executable, "-m", "slotkeeper.large_json", orjson.dumps([list(it) for it in pointers]).decode()]
-    source, sent = (body.at_beginning(), None) if isinstance(body, File) else (asyncio.subprocess.PIPE, body)
+    source, sent = (body.rewind(), None) if isinstance(body, AnonymousFile) else (asyncio.subprocess.PIPE, body)
     process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(_WITHIN_S):
@@ -32,4 +32,4 @@ async def inspect(body: bytes | File, pointers: Collection[Pointer]) -> Any:
     finally:
         if process.returncode is None:
             process.kill()
-    return large_json.heard(body, told) if process.returncode == 0 else NOT_JSON
+    return large_json.apply_report(body, told) if process.returncode == 0 else NOT_JSON

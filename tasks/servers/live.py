@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import uvloop
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.addresses import refuses
+from slotkeeper.urls import refuses_connections
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.body import FILED_FROM
 from tasks.servers.call import Call, Health
@@ -115,7 +115,7 @@ class Live:
 
     async def refuses(self) -> bool:
         """Whether no process listens at the server's address."""
-        return await asyncio.to_thread(refuses, self._server.endpoint)
+        return await asyncio.to_thread(refuses_connections, self._server.endpoint)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
         outcome = await self._server.status(call, remote_id, self._send)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from slotkeeper.exact import Unparsed
+from slotkeeper.json_text import RawJson
 
 Pointer = tuple[str, ...]
 
@@ -48,9 +48,9 @@ def texts_in(document: Any) -> Iterator[tuple[Pointer, str]]:
 
 def resolve(document: Any, pointer: Pointer) -> Any:
     """The value there, or MISSING.  A null that is there is None, not MISSING."""
-    if isinstance(document, Unparsed):
+    if isinstance(document, RawJson):
         with suppress(KeyError):
-            return document.resolved(pointer)
+            return document.get_known(pointer)
     for token in pointer:
         document = _step(document, token)
         if document is MISSING:
@@ -61,9 +61,9 @@ def resolve(document: Any, pointer: Pointer) -> Any:
 def _step(node: Any, token: str) -> Any:
     if isinstance(node, dict):
         return node.get(token, MISSING)
-    if isinstance(node, Unparsed):
+    if isinstance(node, RawJson):
         try:
-            return node.at(token)
+            return node.get(token)
         except KeyError:
             return MISSING
     if isinstance(node, list) and _is_index(token) and int(token) < len(node):

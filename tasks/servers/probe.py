@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.addresses import secrets_in_url
+from slotkeeper.urls import find_secrets_in_url
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
 from tasks.servers.call import Call, Health, Limits
@@ -145,7 +145,7 @@ class Trial:
     _secrets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._secrets.update(secrets_in_url(self.endpoint))
+        self._secrets.update(find_secrets_in_url(self.endpoint))
         self._server = Server(self.endpoint, self.description, secret=self._remembered)
 
     async def health(self, wires: Wires) -> Health:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.exact import Unparsed
+from slotkeeper.json_text import RawJson
 from tasks.servers.answers import (
     MAX_DEPTH,
     NOT_JSON,
@@ -211,7 +211,7 @@ class Judge:
         if self.progress is None or isinstance(reply, Broken) or reply.json is NOT_JSON:
             return None
         value = resolve(reply.json, self.progress)
-        is_kept = value is not MISSING and not isinstance(value, Unparsed) and not is_too_deep(value)
+        is_kept = value is not MISSING and not isinstance(value, RawJson) and not is_too_deep(value)
         return value if is_kept else None
 
     def _done(self, answer: Answer, about: About) -> Outcome:
@@ -277,7 +277,7 @@ def _as_sentence(value: Any) -> str:
         value = value["message"]
     if isinstance(value, str):
         return value
-    return "" if isinstance(value, Unparsed) or is_too_deep(value) else to_json(value).decode()
+    return "" if isinstance(value, RawJson) or is_too_deep(value) else to_json(value).decode()
 
 
 def error_pointers(own: str | None) -> tuple[Pointer, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from routing.dispatch.outcome import Kind
-from slotkeeper import exact
+from slotkeeper import json_text
 from tasks.servers.call import Call
 from tasks.servers.paths import MAX_LENGTH, check_path
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
@@ -173,7 +173,7 @@ def as_text(value: Any) -> str:
 def to_json(value: Any) -> bytes:
     """JSON for the wire.  Raises TemplateError (final) for what JSON cannot say."""
     try:
-        return exact.dumps(value)
+        return json_text.dumps(value)
     except (TypeError, ValueError, RecursionError):
         raise _wrong_payload("the payload cannot be written as JSON") from None
 
@@ -264,7 +264,7 @@ def _example(part: str | Ref) -> str:
 
 def _path_value(ref: Ref, values: Values) -> str:
     value = ref.value(values)
-    value = exact.digits(value) or (as_text(value) if ref.source == "run" else value)
+    value = json_text.digits(value) or (as_text(value) if ref.source == "run" else value)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise _wrong_payload("only a text or a whole number can be put into a path")
     text = str(value)

@@ -32,7 +32,7 @@ class EventStream:
     def __init__(self, scripts: Scripts, cap: int) -> None:
         """`cap`: it keeps so many events, or a few more."""
         self._scripts, self._cap = scripts, cap
-        self._acts: StreamScripts = scripts.bound(StreamScripts)
+        self._acts: StreamScripts = scripts.bind(StreamScripts)
         self.key = scripts.keys.events()
 
     def add(self, last: int, events: Sequence[Entry]) -> int:

@@ -21,11 +21,11 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from routing.queries import spans
 from routing.queries.spans import Span
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.states import FINAL
-from slotkeeper.outbox import trails
-from slotkeeper.outbox.messages import DELIVERED
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES
+from slotkeeper.outbox import timelines
+from slotkeeper.outbox.webhook_messages import DELIVERED_TYPE
 from tasks.sinks.sink import Published, SinkAway
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 _ANSWERS_S, _BEGINS_S = 4.0, 3.0
 _AT_ONCE = 100  # jobs in one request
 _PATH = "/v1/traces"
-_ENDS = frozenset(TYPES[state] for state in FINAL)
+_ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 # What is wrong with the spans themselves.  That the key or the path is wrong, a person can mend: these wait.
 _REFUSED = frozenset({400, 413, 415, 422})
 _SCOPE = InstrumentationScope("slotkeeper")
@@ -63,7 +63,7 @@ class Traces:
     def publish(self, batch: Sequence[Published]) -> None:
         """A slow receiver gets some, and the rest when it is asked again; of what it refuses the jobs are found."""
         until = time.monotonic() + _BEGINS_S
-        telling = [it for it in batch if it.type in _ENDS or it.type == DELIVERED]
+        telling = [it for it in batch if it.type in _ENDS or it.type == DELIVERED_TYPE]
         waiting = deque(telling[n : n + _AT_ONCE] for n in range(0, len(telling), _AT_ONCE))
         while waiting:
             some = waiting.popleft()
@@ -90,7 +90,7 @@ class Traces:
             raise SinkAway("The receiver of traces does not take them.")
 
     def _of(self, some: Sequence[Published]) -> Iterator[Span]:
-        known = trails.read(self._database, [it.key for it in some])
+        known = timelines.read_timelines(self._database, [it.key for it in some])
         for it in some:
             trail = known.get(it.key)
             try:

@@ -13,9 +13,9 @@ from celery.events import Event, EventDispatcher
 from kombu.exceptions import OperationalError
 from sqlalchemy import bindparam, func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.states import Why
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.tables import jobs
 from tasks import messages
 from tasks.sinks.sink import Published, SinkAway
 
@@ -27,7 +27,7 @@ _BATCH = 100_000  # The dispatcher publishes a batch only when it is told to.
 _RESULTS = select(jobs.c.id, func.substr(jobs.c.result, 1, _RESULT_SHOWN).label("result")).where(
     jobs.c.id.in_(bindparam("p_ids", expanding=True))
 )
-_SUBMITTED = frozenset({Why.SUBMITTED, Why.SCHEDULED})
+_SUBMITTED = frozenset({Reason.SUBMITTED, Reason.SCHEDULED})
 
 
 class _Run(NamedTuple):
@@ -106,7 +106,7 @@ class TaskEvents:
                 common["hostname"] = self._runs[job].worker
                 yield "task-received", common | _request(told)
                 yield "task-started", common
-            case "job.enqueued" | "job.delayed" if told["why"] != Why.DUE:
+            case "job.enqueued" | "job.delayed" if told["why"] != Reason.DUE:
                 yield "task-retried", common | {"exception": _reason(told), "traceback": ""}
             case "job.completed":
                 runtime = {} if run is None else {"runtime": at_s - run.began_s}

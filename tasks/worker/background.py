@@ -11,7 +11,7 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.steps import BlockingIo, Steps, wait
 from routing.queue.leases import Lease
 from routing.queue.workers import Workers
-from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.process_locks import ProcessLocks
 from tasks.aside import Aside
 
 log = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ class Background:
         dispatcher: Dispatcher,
         workers: Workers,
         owner: str,
-        lifetimes: Lifetimes | None,
+        lifetimes: ProcessLocks | None,
         ask_database: Callable[[], object],
     ) -> None:
         """`ask_database`: called when Redis was away."""
@@ -43,7 +43,7 @@ class Background:
         self._look = Aside("room", self._look_at_workers)
         self._tasks = Aside("chores", self.run)
         if lifetimes is not None:
-            lifetimes.try_to_begin(owner)  # before its first claim
+            lifetimes.try_acquire(owner)  # before its first claim
         workers.refresh_by(self._look.ask)  # The loop asks for it, and must not wait.
 
     def after_beat(self, was_away: bool) -> None:
@@ -69,7 +69,7 @@ class Background:
     def end(self) -> None:
         """Forget the lifetime of a worker that has no runs."""
         if self._lifetimes is not None:
-            self._lifetimes.end(self._owner)
+            self._lifetimes.release(self._owner)
 
     def _look_at_workers(self) -> None:
         with suppress(RedisError):  # The poller says so once a second.

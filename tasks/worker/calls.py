@@ -10,11 +10,11 @@ from redis.exceptions import RedisError
 from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.queue.leases import Lease
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.registry.catalog import Snapshot
-from slotkeeper.registry.config import ModelConfig
-from slotkeeper.registry.values import attribute_text
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.values import format_attribute
 from tasks import descriptions
 from tasks.descriptions import Misconfigured
 from tasks.said import Saying, Speech
@@ -72,7 +72,7 @@ class Calls:
             if live is not None:
                 self._abandoned.note(own.active.lease.name, live, runner.question)
             return outcome
-        except RecordUnavailable:
+        except DatabaseUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:
             return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
@@ -88,18 +88,18 @@ class Calls:
 
         Raises Misconfigured.
         """
-        run, catalog = own.run, self._dispatcher.catalog.known()
+        run, catalog = own.run, self._dispatcher.catalog.cached()
         server = descriptions.server_of(catalog, run.server, run.job.model, run.described_by, run.sent_to)
         return None if server is None else Live(server, self._engine.wires, speech)
 
     def config_of(self, model: str) -> ModelConfig:
         """Return the configuration of a model.  A model is not removed while it has runs."""
-        found = self._dispatcher.catalog.known().model(model)
-        return found.config if found is not None else self._dispatcher.catalog.model(model).config
+        found = self._dispatcher.catalog.cached().model(model)
+        return found.config if found is not None else self._dispatcher.catalog.resolve(model).config
 
     def _runner(self, own: OwnRun, live: Live | None, swap: bool) -> Runner:
         """Raises UnknownModel."""
-        run, catalog = own.run, self._dispatcher.catalog.known()
+        run, catalog = own.run, self._dispatcher.catalog.cached()
         return Runner(
             own.active,
             own.watch,
@@ -115,7 +115,7 @@ class Calls:
 
     def _note_remote(self, own: OwnRun, remote_id: str) -> Awaitable[bool]:
         run = own.run
-        return own.io.commit(self._dispatcher.store.noting_remote(run.job.id, run.attempt, remote_id, now_ms()))
+        return own.io.commit(self._dispatcher.store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
 
     async def _swaps(self, lease: Lease) -> bool:
         """Whether the server has to change its model for this run, as far as is known."""
@@ -125,13 +125,13 @@ class Calls:
             return True
 
 
-def _version_at(catalog: Snapshot, server: str, model: str) -> str:
+def _version_at(catalog: CatalogSnapshot, server: str, model: str) -> str:
     """Return a model's version, as its server was registered for it; "": it was registered without."""
     found = catalog.servers.get(server)
-    return "" if found is None else attribute_text(found.declared(model, "model_version") or "")
+    return "" if found is None else format_attribute(found.declared(model, "model_version") or "")
 
 
-def _has_one_slot(catalog: Snapshot, server: str) -> bool:
+def _has_one_slot(catalog: CatalogSnapshot, server: str) -> bool:
     """Return whether a server has no more than one slot."""
     found = catalog.servers.get(server)
     return found is not None and found.slots == 1

@@ -20,7 +20,7 @@ import structlog
 import uvloop
 
 from routing.queue.leases import Leases
-from slotkeeper.db.db import Batch, Database, Write
+from slotkeeper.db.group_commit import Batch, Database, Write
 from slotkeeper.redis.scripts import Command
 from tasks import threads
 from tasks.servers import Wires
@@ -64,7 +64,7 @@ class Commits:
         asked, self._this_turn = self._this_turn, []
         turn = _Turn(Batch([write for write, _ in asked]), [answer for _, answer in asked])
         if len(asked) <= _MOST_AT_ONCE:
-            self._database.try_commit(turn.batch)
+            self._database.try_commit_all(turn.batch)
         if turn.batch.answers is None:
             self._turns.put(turn)
         else:
@@ -214,7 +214,7 @@ class Engine:
 
     def redis(self, command: Command[T]) -> "asyncio.Future[T]":
         """Run a script.  The future raises redis errors."""
-        return self._room.ask(command)
+        return self._room.execute(command)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """The future raises RecordUnavailable, RecordUncertain."""

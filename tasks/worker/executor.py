@@ -19,12 +19,12 @@ from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.dispatch.steps import Steps
 from routing.queue.leases import Lease
 from routing.queue.queues import Offer
-from slotkeeper import exact, logs
-from slotkeeper.clock import steady_s
-from slotkeeper.crash import crash_at
-from slotkeeper.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
-from slotkeeper.jobs.store import Moved
-from slotkeeper.traces import trace_id_of
+from slotkeeper import json_text, logs
+from slotkeeper.clock import boottime_s
+from slotkeeper.crash_points import crash_at
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperError
+from slotkeeper.jobs.store import Transition
+from slotkeeper.trace_context import find_trace_id
 from tasks import retries
 from tasks.servers import FILED_FROM
 from tasks.worker.abandoned import Abandoned
@@ -50,14 +50,14 @@ async def finish(
     decision: Decision,
     claimant: Callable[[], str],
     spawn: Callable[[Offer | None, float], Awaitable[object]],
-) -> Moved | None:
+) -> Transition | None:
     """End a run, and return its transition; None: it was over before.  Raises RecordUnavailable.
 
     `claimant`: returns who takes the next job of the slot.  `spawn`: is given that job's offer, and when Redis was
     asked for it (steady_s).
     """
     if decision.frees_slot_first:  # The answer is in hand: the next job starts before our COMMIT.
-        asked_s = steady_s()
+        asked_s = boottime_s()
         await spawn(await steps.release(active, decision, decision.to, claimant()), asked_s)
         crash_at("slot_passed_on")
         moved = await steps.store(active, decision)
@@ -65,7 +65,7 @@ async def finish(
             await steps.server_released(active)
     else:  # The job may come back, or its server may still run it.
         moved = await steps.store(active, decision)
-        asked_s = steady_s()
+        asked_s = boottime_s()
         following = await steps.release(active, decision, None if moved is None else moved.to, claimant())
         crash_at("settle_released")
         await spawn(following, asked_s)
@@ -122,7 +122,7 @@ class Executor:
     async def run(self, taken: Taken, asked_s: float = _NEVER_S) -> None:
         """Run the job of an offer: claim and start it, call its server, decide, release and store, notify."""
         offer = taken.offer
-        logs.about(job_id=offer.job_id)
+        logs.bind_context(job_id=offer.job_id)
         claimed: Offer | None = offer
         own: OwnRun | None = None
         try:
@@ -130,7 +130,7 @@ class Executor:
                 await self._reopen(offer)
                 claimed = None
             elif offer.owner != self._owner:
-                asked_s = steady_s()
+                asked_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
             own = None if claimed is None else await self._start(claimed, taken, asked_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
@@ -160,7 +160,7 @@ class Executor:
                 raise LeaseExpired("Its lease may be another's by now.")
             try:
                 active = await self._steps.start(offer, lease, self.node_name)
-            except RecordUncertain as unknown:
+            except CommitUnknown as unknown:
                 active = await io.until_known(unknown, partial(self._steps.stored_start, lease))
         finally:
             watch.starting = False
@@ -174,17 +174,19 @@ class Executor:
     async def carry_out(self, own: OwnRun) -> None:
         """Call the server, and end the run with what came of that."""
         run, lease = own.run, own.active.lease
-        logs.about(job_id=run.job.id, tenant=run.job.tenant, trace_id=partial(trace_id_of, run.job.id, run.traceparent))
+        logs.bind_context(
+            job_id=run.job.id, tenant=run.job.tenant, trace_id=partial(find_trace_id, run.job.id, run.traceparent)
+        )
         try:
             outcome = await self._calls.outcome(own)
             try:
                 await self._end(own, outcome)
-            except RecordUnavailable:
+            except DatabaseUnavailable:
                 raise
             except Exception as error:  # It is ours, so it costs the job nothing, and is told with it.
                 log.exception("run_not_ended", job_id=run.job.id)
                 await self._end(own, _not_ended(error))
-        except RecordUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
+        except DatabaseUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=run.job.id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
             log.exception("result_not_stored", job_id=run.job.id)
@@ -201,7 +203,7 @@ class Executor:
         """Decide and finish.  Raises RecordUnavailable."""
         run, lease = own.run, own.active.lease
         if outcome is StopReason.LOST:  # The lease was lost, or the server's push was quicker than the poll.
-            asked_s = steady_s()
+            asked_s = boottime_s()
             following = await self._steps.leave(lease, run.job.id, run.attempt, self._capacity.claimant)
             await self._spawn_next(lease, None, following, asked_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
@@ -243,7 +245,7 @@ class Executor:
 
     async def _spawn_in_turn(self, fleet: str) -> None:
         """Begin a job of the fleet whose turn it is after a run of this one."""
-        asked_s = steady_s()
+        asked_s = boottime_s()
         self.run_claimed(await self._engine.run_in_thread(self._poller.offer_in_turn, fleet), asked_s)
 
     # -- offers that come to nothing -------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Executor:
 
     async def _leave(self, offer: Offer) -> None:
         """The offered job was gone: the slot goes to the next."""
-        lease, asked_s, following = Lease.of_offer(offer, self._owner), steady_s(), None
+        lease, asked_s, following = Lease.of_offer(offer, self._owner), boottime_s(), None
         try:
             following = await self._steps.leave_unstarted(lease, self._capacity.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
@@ -276,7 +278,7 @@ class Executor:
         log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_foreseen else error)
         if offer.resumes:
             return  # Its server may run it: no other may have it.  The reaper offers it once more.
-        if isinstance(error, RecordUncertain):
+        if isinstance(error, CommitUnknown):
             return  # It may be running under this lease; when that expires, the reaper finds out.
         await self._steps.free(Lease.of_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)
 
@@ -284,7 +286,7 @@ class Executor:
 def _is_large(outcome: Outcome | StopReason) -> bool:
     """Whether its result is so large that it was kept in a file."""
     result = outcome.result if isinstance(outcome, Outcome) else None
-    return isinstance(result, exact.Unparsed) and result.size > FILED_FROM
+    return isinstance(result, json_text.RawJson) and result.size > FILED_FROM
 
 
 def _not_ended(error: Exception) -> Outcome:

@@ -9,9 +9,9 @@ from redis.exceptions import RedisError
 from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.steps import BlockingIo, Postponed, Steps, wait
 from routing.queue.leases import Lease, Restored
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import Brief
-from slotkeeper.jobs.states import FINAL, State
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.values import JobStatus
 from tasks.aside import Aside
 from tasks.worker.heartbeat import Watch
 
@@ -51,7 +51,7 @@ class Inquiry:
 
     def look(self, asked: dict[Watch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
-        briefs = self._dispatcher.store.briefs([watch.lease.job_id for watch in asked])
+        briefs = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in asked])
         for watch, doubted in asked.items():
             self._tell(watch, briefs.get(watch.lease.job_id), doubted)
 
@@ -62,14 +62,14 @@ class Inquiry:
             return
         try:
             self.look(asked)
-        except RecordUnavailable as error:
+        except DatabaseUnavailable as error:
             log.warning("inquiry_postponed", runs=len(asked), error=str(error))
             if self._ended.wait(_ASK_AGAIN_S):
                 return
             for watch, doubted in asked.items():
                 self.ask([watch], doubted=doubted)
 
-    def _tell(self, watch: Watch, found: Brief | None, doubted: bool) -> None:
+    def _tell(self, watch: Watch, found: JobStatus | None, doubted: bool) -> None:
         if found is not None and _runs_under(found, watch.lease):
             if doubted and not watch.sent:  # No server has the run: its slot may stay the next job's.
                 watch.end("lost")
@@ -78,13 +78,13 @@ class Inquiry:
             if found.cancel_requested:
                 watch.ask_to_cancel()
             return
-        ended_for_good = found is not None and found.state in FINAL - {State.COMPLETED}
+        ended_for_good = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
         if ended_for_good:
             watch.ask_to_cancel()  # Its server is to hear of that.
         if doubted or not ended_for_good:
             watch.end("lost")
 
-    def _write_again(self, watch: Watch, found: Brief) -> None:
+    def _write_again(self, watch: Watch, found: JobStatus) -> None:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
         lease = watch.lease
         try:
@@ -98,5 +98,5 @@ class Inquiry:
                 wait(self._steps.free(lease, back=False))
 
 
-def _runs_under(found: Brief, lease: Lease) -> bool:
+def _runs_under(found: JobStatus, lease: Lease) -> bool:
     return found.state is State.RUNNING and found.lease == lease.tag

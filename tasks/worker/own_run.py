@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.steps import Steps
-from slotkeeper.jobs.record import Run
+from slotkeeper.jobs.values import Run
 from tasks.worker.capacity import Taken
 from tasks.worker.heartbeat import Watch
 from tasks.worker.patient_io import PatientIo

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from slotkeeper.db.db import Write
-from slotkeeper.errors import RecordUnavailable, RecordUncertain
+from slotkeeper.db.group_commit import Write
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.redis.scripts import Command
 from tasks.worker.engine import Engine
 from tasks.worker.heartbeat import Watch
@@ -40,7 +40,7 @@ class PatientIo:
     def run_in_thread(self, act: Callable[..., T], *args: Any) -> Awaitable[T]:
         return self._until_done(partial(self._engine.run_in_thread, act, *args))
 
-    async def until_known(self, unknown: RecordUncertain, ask: Callable[[], Awaitable[T]]) -> T:
+    async def until_known(self, unknown: CommitUnknown, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask what became of a start whose COMMIT was not answered.
 
         Raises what `ask` raises but RecordUnavailable, or `unknown` if the worker has to stop before it is found out.
@@ -49,7 +49,7 @@ class PatientIo:
             await self._watch.wait(_AGAIN_S)
             try:
                 return await ask()
-            except RecordUnavailable as error:
+            except DatabaseUnavailable as error:
                 log.warning("start_not_known", job_id=self._watch.lease.job_id, error=str(error))
         raise unknown
 
@@ -58,7 +58,7 @@ class PatientIo:
         while True:
             try:
                 return await act()
-            except RecordUnavailable:
+            except DatabaseUnavailable:
                 now = self._engine.loop.time()
                 if self._watch.stop:
                     ends = ends or now + _LAST_TRIES_S

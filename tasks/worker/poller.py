@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from routing.dispatch.dispatcher import Dispatcher
 from routing.queue.queues import Look, Offer
 from routing.queue.workers import SAY_EVERY_S, Workers
-from slotkeeper.clock import steady_s
+from slotkeeper.clock import boottime_s
 from tasks import threads
 
 log = structlog.get_logger(__name__)
@@ -86,7 +86,7 @@ class Poller:
     def look(self) -> int:
         """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
         self._workers.say(self._owner, self._room())
-        looks = self._dispatcher.queues.looks(self._dispatcher.catalog.snapshot().fleets())
+        looks = self._dispatcher.queues.looks(self._dispatcher.catalog.get().fleets())
         found = [look for look in looks if self._is_unseen(look)]
         self._seen = {look.fleet: look.oldest_open for look in looks if look.oldest_open is not None}
         self.turns.replace([look.fleet for look in found])
@@ -116,7 +116,7 @@ class Poller:
         """Begin what is there, as far as there is room."""
         taken = 0
         while self._room() > 0:
-            asked_s = steady_s()
+            asked_s = boottime_s()
             if not (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
                 break
             self._begin(offers[0], asked_s)

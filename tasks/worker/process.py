@@ -7,8 +7,8 @@ from typing import Any
 from routing.dispatch.dispatcher import Dispatcher, new_owner
 from routing.queries.said import Telling
 from routing.queue.workers import Workers
-from slotkeeper.lifetimes import Lifetimes
-from slotkeeper.once import once
+from slotkeeper.process import singleton
+from slotkeeper.process_locks import ProcessLocks
 from tasks.config import TaskSettings
 from tasks.said import Saying
 from tasks.wiring import dispatcher, lifetimes, tallies, telling, workers
@@ -34,7 +34,7 @@ class Worker:
         telling: Telling,
         capacity: int,
         note_gap: Callable[[float], object] = lambda seconds: None,
-        lifetimes: Lifetimes | None = None,
+        lifetimes: ProcessLocks | None = None,
     ) -> None:
         """`note_gap`: as in Calls.  `lifetimes`: as in Background."""
         self.owner = new_owner("worker")
@@ -132,7 +132,7 @@ class Worker:
             self.background.end()
 
 
-@once
+@singleton
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
     return Worker(dispatcher(), workers(), telling(), TaskSettings().threads, tallies().handed_on, lifetimes())

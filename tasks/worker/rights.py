@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from routing.queue.config import RoutingSettings
 from routing.queue.leases import Leases
-from slotkeeper.clock import steady_s
+from slotkeeper.clock import boottime_s
 from slotkeeper.errors import SlotkeeperError
 from tasks.worker.heartbeat import Watch
 
@@ -36,13 +36,13 @@ class Rights:
         A lease that was got, or checked, longer than a renewal period ago is renewed first.  Repeated until the answer
         itself is fresh.  While Redis is away the lease holds for its own time.
         """
-        while (age_s := steady_s() - watch.held_s) > self._renew_s:
-            asked_s = steady_s()
+        while (age_s := boottime_s() - watch.held_s) > self._renew_s:
+            asked_s = boottime_s()
             try:
                 answer = await self._ask(self._leases.holding(watch.lease))
             except RedisError as error:
                 log.warning("lease_not_checked", job_id=watch.lease.job_id, error=str(error))
-                return steady_s() - watch.held_s < self._lease_s
+                return boottime_s() - watch.held_s < self._lease_s
             if answer != "held":
                 log.warning("lease_not_used", job_id=watch.lease.job_id, because=answer, age_s=round(age_s, 1))
                 return False

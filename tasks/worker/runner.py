@@ -12,10 +12,11 @@ import structlog
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.queries.spans import ATTEMPT
-from slotkeeper import exact
-from slotkeeper.crash import crash_at
-from slotkeeper.jobs.record import Run, now_ms
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs.values import Run
+from slotkeeper.registry.model_config import ModelConfig
 from tasks import callbacks, tracing
 from tasks.servers import Call, Health, HealthKind, Live
 from tasks.worker.heartbeat import Watch
@@ -175,14 +176,14 @@ class Runner:
         """What all questions about the run, and its cancel, are asked with; most runs are asked nothing."""
         if self._asked_with is None:
             by_payload = self._live is not None and self._live.description.asks_by_payload
-            self._asked_with = self._said_with(exact.loads(self._run.payload) if by_payload else None, _ASK_S)
+            self._asked_with = self._said_with(json_text.loads(self._run.payload) if by_payload else None, _ASK_S)
         return self._asked_with
 
     @property
     def _call(self) -> Call:
         """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
         passes_on = self._live is not None and self._live.description.sends_payload_alone
-        payload = orjson.Fragment(self._run.payload) if passes_on else exact.loads(self._run.payload)
+        payload = orjson.Fragment(self._run.payload) if passes_on else json_text.loads(self._run.payload)
         listen_s = min(self._config.max_poll_time, _LISTEN_S)
         return self._said_with(payload, max(self._end - time.monotonic(), 0.001), listen_s)
 

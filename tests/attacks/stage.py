@@ -12,8 +12,8 @@ from typing import Any
 import requests
 
 from app.up.plan import procfile
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.stack import BIN, Stack
 

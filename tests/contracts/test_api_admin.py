@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slotkeeper.jobs.states import State
-from slotkeeper.outbox import removal
+from slotkeeper.outbox import retention
 from tests.support.api import ENDPOINT, Api
 from tests.support.builders import T0, a_job_in, a_queued_job, an_ended_job
 
@@ -232,7 +232,7 @@ def test_all_dead_jobs_are_retried_in_the_order_of_their_acceptance(api: Api) ->
     dead = [an_ended_job(api.dispatcher.store, State.DEAD).id for _ in range(5)]
     younger = a_queued_job(api.dispatcher.store)
     assert api.client.post("/admin/dlq/retry-all").json == {"retried": 5, "more": False}
-    assert [job.id for job in api.dispatcher.store.queued(["zimg"])] == [*dead, younger.id]
+    assert [job.id for job in api.dispatcher.store.list_queued(["zimg"])] == [*dead, younger.id]
     assert api.client.post("/admin/dlq/retry-all").json == {"retried": 0, "more": False}
 
 
@@ -284,7 +284,7 @@ def test_job_3_the_ledger_balances_through_every_state_and_every_removal(api: Ap
         assert (ledger["accepted"], ledger["balanced"]) == (number, True)
     dead = an_ended_job(api.dispatcher.store, State.DEAD)
     api.client.delete(f"/admin/dlq/{dead.id}")
-    removal.purge(api.dispatcher.store.database, T0 + 1)
+    retention.delete_ended_jobs(api.dispatcher.store.database, T0 + 1)
     ledger = api.client.get("/admin/ledger").json
     assert (ledger["accepted"], ledger["balanced"]) == (9, True)
     assert sum(ledger["by_state"].values()) == 3

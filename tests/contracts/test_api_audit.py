@@ -107,7 +107,7 @@ def test_the_command_line_exports_all_of_them(api: Api, monkeypatch: pytest.Monk
         api.client.put("/admin/model-configs/zimg", json={"max_retries": retries})
 
     class Asked:
-        def pages(self, path: str, items: str, limit: int, **params: Any) -> Any:
+        def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Any:
             return iter(api.client.get(path).json[items][:limit])
 
     monkeypatch.setattr("app.cli.audit.client", Asked)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from routing.queries import batches, listing
-from slotkeeper.jobs.record import new_job_id
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import new_job_id
+from slotkeeper.outbox import retention
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
 from tests.support.sql_plans import plans_of
@@ -137,29 +137,29 @@ def test_a_batch_that_there_is_not_is_not_found(api: Api) -> None:
 # -- on both databases -----------------------------------------------------------------------------------------
 
 
-def _batch_of(store: Store, jobs: int, tenant: str = "acme") -> str:
+def _batch_of(store: JobStore, jobs: int, tenant: str = "acme") -> str:
     name = new_job_id()
     store.submit([a_job(batch=name, tenant=tenant) for _ in range(jobs)], T0)
     return name
 
 
-def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: Store) -> None:
+def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: JobStore) -> None:
     name = new_job_id()
     dead = an_ended_job(store, State.DEAD, batch=name)
     (shown,) = batches.newest(store.database, None, None, 10)
     assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.DEAD: 1}, T0)
-    assert removal.delete_dead(store.database, dead.id)
+    assert retention.delete_dead_job(store.database, dead.id)
     assert batches.newest(store.database, None, None, 10) == batches.look(store.database, [name]) == []
 
 
-def test_who_comes_alone_is_in_no_batch(store: Store) -> None:
+def test_who_comes_alone_is_in_no_batch(store: JobStore) -> None:
     name = _batch_of(store, 2)
     a_start(store, a_queued_job(store).id)
     (shown,) = batches.newest(store.database, None, None, 10)
     assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.QUEUED: 2}, None)
 
 
-def test_looks_at_batches_read_by_their_indexes(store: Store) -> None:
+def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
     """Among jobs that came alone; each statement's plan names the index, and none reads the whole table."""
     for _ in range(40):
         _batch_of(store, 5)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
-from slotkeeper import exact, large_json
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import Error, Run
-from slotkeeper.jobs.states import State, Why
+from slotkeeper import json_text, large_json
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import JobError, Run
 from tasks import callbacks, push
 from tests.support.api import Api
 from tests.support.ends import end_run, store_end
@@ -117,7 +117,7 @@ def test_a_result_that_is_too_deep_ends_the_job(api: Api, task: ActiveRun, level
     )
     job = api.job(task.run.job.id)
     assert (answer.status_code, answer.json["code"]) == (422, "answer_too_deep")
-    assert (job.state, job.why, job.error_code) == (State.FAILED, Why.INVALID_REQUEST, "answer_too_deep")
+    assert (job.state, job.why, job.error_code) == (State.FAILED, Reason.INVALID_REQUEST, "answer_too_deep")
 
 
 def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: ActiveRun) -> None:
@@ -149,8 +149,8 @@ def test_a_forged_push_changes_nothing(api: Api, task: ActiveRun, forgery: str) 
 
 
 def test_for_a_made_up_token_no_events_are_read(api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = _taken_up(api, task, Why.HANDED_BACK)
-    monkeypatch.setattr(api.dispatcher.store, "events_of", lambda _: pytest.fail("they were read"))
+    again = _taken_up(api, task, Reason.HANDED_BACK)
+    monkeypatch.setattr(api.dispatcher.store, "list_events", lambda _: pytest.fail("they were read"))
     assert _push(api, again.job.id, "0" * 64).status_code == 403
 
 
@@ -172,7 +172,7 @@ def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: Act
 def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> None:
     """LEASE-3, seen from the door."""
     old = _token(task)
-    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
     again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
@@ -180,7 +180,7 @@ def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> 
     assert _push(api, task.run.job.id, callbacks.token(again.job.id, again.attempt)).status_code == 200
 
 
-def _taken_up(api: Api, task: ActiveRun, why: Why, server: str = "gpu1") -> Run:
+def _taken_up(api: Api, task: ActiveRun, why: Reason, server: str = "gpu1") -> Run:
     """Its server has taken it up, and its worker is gone; the next one has begun."""
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
@@ -194,7 +194,7 @@ def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_se
     api: Api, task: ActiveRun
 ) -> None:
     old = _token(task)
-    again = _taken_up(api, task, Why.LEASE_EXPIRED)
+    again = _taken_up(api, task, Reason.LEASE_EXPIRED)
     assert (again.attempt, again.remote_id) == (2, "r-1")
     assert _push(api, task.run.job.id, callbacks.token(task.run.job.id, 3)).status_code == 403
     assert _push(api, task.run.job.id, old).json == {"status": "completed"}
@@ -203,8 +203,8 @@ def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_se
 
 def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task: ActiveRun) -> None:
     old, store, job_id = _token(task), api.dispatcher.store, task.run.job.id
-    again = _taken_up(api, task, Why.HANDED_BACK)
-    store_end(store, job_id, again.attempt, Why.LEASE_EXPIRED, again.started_ms + 10)
+    again = _taken_up(api, task, Reason.HANDED_BACK)
+    store_end(store, job_id, again.attempt, Reason.LEASE_EXPIRED, again.started_ms + 10)
     assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
     assert _push(api, job_id, callbacks.token(job_id, 2)).status_code == 403, "nothing was sent under it"
     assert _push(api, job_id, old).json == {"status": "completed"}
@@ -212,10 +212,10 @@ def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task:
 
 @pytest.mark.parametrize(
     ("why", "server", "sent"),
-    [(Why.SERVER_LOST, "gpu1", False), (Why.LEASE_EXPIRED, "gpu2", False), (Why.SERVER_LOST, "gpu1", True)],
+    [(Reason.SERVER_LOST, "gpu1", False), (Reason.LEASE_EXPIRED, "gpu2", False), (Reason.SERVER_LOST, "gpu1", True)],
 )
 def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
-    api: Api, task: ActiveRun, why: Why, server: str, sent: bool
+    api: Api, task: ActiveRun, why: Reason, server: str, sent: bool
 ) -> None:
     old, job_id = _token(task), task.run.job.id
     again = _taken_up(api, task, why, server)
@@ -228,7 +228,7 @@ def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
 def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -> None:
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
-    store_end(store, run.job.id, run.attempt, Why.LEASE_EXPIRED, run.started_ms + 10)
+    store_end(store, run.job.id, run.attempt, Reason.LEASE_EXPIRED, run.started_ms + 10)
     answer = _push(api, run.job.id, _token(task))
     assert (answer.status_code, answer.json["code"]) == (503, "between_workers")
     assert store_start(store, run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
@@ -236,7 +236,7 @@ def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -
 
 
 def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: ActiveRun) -> None:
-    end_run(api.dispatcher, task, Why.SERVER_BUSY, error=Error("busy", "busy"))
+    end_run(api.dispatcher, task, Reason.SERVER_BUSY, error=JobError("busy", "busy"))
     before = api.job(task.run.job.id)
     answer = _push(api, task.run.job.id, _token(task))
     assert (answer.status_code, answer.json["status"]) == (200, "queued")
@@ -259,7 +259,7 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRu
     seen = api.job(task.run.job.id)
     outcome = push.read(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
-    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
     assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     before = api.job(task.run.job.id)
     assert not push.push(seen, outcome)
@@ -272,7 +272,7 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     real = callbacks._token
     monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
-    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Why.HANDED_BACK, 0)
+    store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
     assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
@@ -301,8 +301,8 @@ def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: Acti
 
 def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    loads = exact.loads
-    monkeypatch.setattr(exact, "loads", lambda text: made.append(len(text)) or loads(text))
+    loads = json_text.loads
+    monkeypatch.setattr(json_text, "loads", lambda text: made.append(len(text)) or loads(text))
     result = "[" + "[]," * 200_000 + "[]]"
     body = f'{{"job_id":"{task.run.job.id}","status":"success","result":{result}}}'
     header = {"Authorization": f"Bearer {_token(task)}"}
@@ -311,15 +311,15 @@ def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkey
     )
     assert answer.json["status"] == "completed"
     assert api.job(task.run.job.id).result == result
-    assert max(made, default=0) <= large_json.LARGE
+    assert max(made, default=0) <= large_json.LARGE_BYTES
 
 
 def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: ActiveRun) -> None:
     job_id, waiting = task.run.job.id, api.submitted()
-    end_run(api.dispatcher, task, Why.CANCEL_REQUESTED, lingers="canceled")
+    end_run(api.dispatcher, task, Reason.CANCEL_REQUESTED, lingers="canceled")
     assert api.job(job_id).state is State.CANCELED
     assert _push(api, job_id, _token(task), {"status": "processing"}).json["status"] == "canceled"
-    assert withheld.of_run(api.database, job_id, task.run.attempt) is not None, "it goes on"
+    assert quarantine.find(api.database, job_id, task.run.attempt) is not None, "it goes on"
     assert _push(api, job_id, _token(task)).json["status"] == "canceled"
-    assert withheld.of_run(api.database, job_id, task.run.attempt) is None
+    assert quarantine.find(api.database, job_id, task.run.attempt) is None
     assert api.heard.offers[-1].job_id == waiting

@@ -3,8 +3,8 @@
 import pytest
 
 from app.config import AppSettings
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidRequest
-from slotkeeper.jobs.record import now_ms
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 

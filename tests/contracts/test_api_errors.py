@@ -14,7 +14,7 @@ from app.factory import create_app
 from app.readiness import Readiness
 from routing.maintenance import ledger, pulse
 from routing.queries.processes import SILENT_MS, Process
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from tasks import maintenance
 from tasks.keyring import fingerprints
 from tasks.ready import of_workers
@@ -157,7 +157,7 @@ def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
     api.register(slots=1)
     api.model("flux")
     with api.valkey.client() as redis:
-        key = api.dispatcher.queues.scripts.keys.of("zimg", "meta")
+        key = api.dispatcher.queues.scripts.keys.fleet_key("zimg", "meta")
         redis.delete(key)
         redis.set(key, "nonsense")
     found = _figures(api)

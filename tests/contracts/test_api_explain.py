@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from routing.maintenance import reconcile
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
 from tests.support.ends import cool_down
@@ -135,7 +135,7 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
     api.register()
     for _ in range(3):
         api.submitted()
-        api.run(SECOND, Why.SERVER_ERROR)
+        api.run(SECOND, Reason.SERVER_ERROR)
     found = api.explain(api.submitted())
     assert _codes(found) == ["server_breaker_open"]
     assert found["waits_for"][0] | {"sentence": ""} == {
@@ -214,7 +214,7 @@ def test_an_open_breaker_of_a_model_and_until_when(timed_api: TimedApi) -> None:
     api.model(breaker_failures=2)
     for _ in range(2):
         api.submitted()
-        api.run(SECOND, Why.SERVER_ERROR)
+        api.run(SECOND, Reason.SERVER_ERROR)
     probe = api.submitted()
     found = api.explain(probe)
     assert (_codes(found), found["waits_for"][0]["subject"]) == (["model_breaker_open"], "zimg")
@@ -234,7 +234,7 @@ def test_a_retry_says_when_it_is_due(timed_api: TimedApi) -> None:
     api.register()
     api.model(retry_backoff=1000.0, retry_backoff_max=1000.0)
     job_id = api.submitted()
-    api.run(SECOND, Why.SERVER_ERROR)
+    api.run(SECOND, Reason.SERVER_ERROR)
     found, due_ms = api.explain(job_id), api.job(job_id).due_ms
     assert due_ms is not None and due_ms > T0 + 800 * SECOND
     assert (found["status"], _codes(found)) == ("delayed", ["retry"])

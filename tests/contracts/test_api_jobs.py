@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.jobs.record import Error, Job
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import Job, JobError
 from tests.support.api import Api
 from tests.support.builders import T0, a_job_in, an_ended_job
 from tests.support.ends import end_run, store_end
@@ -50,23 +50,23 @@ def test_a_running_job_shows_where_and_a_waiting_one_its_place(api: Api) -> None
 def test_a_result_is_handed_on_as_it_is(api: Api) -> None:
     api.register()
     task = api.started()
-    end_run(api.dispatcher, task, Why.FINISHED, result='{"url":"x","n":[1,2.5,null]}')
+    end_run(api.dispatcher, task, Reason.FINISHED, result='{"url":"x","n":[1,2.5,null]}')
     assert _get(api, task.run.job.id).json["result"] == {"url": "x", "n": [1, 2.5, None]}
 
 
-def _dead(api: Api, why: Why) -> Job:
+def _dead(api: Api, why: Reason) -> Job:
     api.register()
     task = api.started()
-    error = Error("server_error", "out of memory")
+    error = JobError("server_error", "out of memory")
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, why, T0, error=error)
     return api.job(task.run.job.id)
 
 
 @pytest.mark.parametrize(
     "why, code",
-    [(Why.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Why.CRASHES_EXHAUSTED, "max_crashes_exceeded")],
+    [(Reason.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Reason.CRASHES_EXHAUSTED, "max_crashes_exceeded")],
 )
-def test_a_dead_job_says_why_in_words_that_clients_know(api: Api, why: Why, code: str) -> None:
+def test_a_dead_job_says_why_in_words_that_clients_know(api: Api, why: Reason, code: str) -> None:
     shown = _get(api, _dead(api, why).id).json
     assert shown["status"] == "dead"
     assert shown["error"] == {"code": code, "message": "out of memory", "last_code": "server_error"}
@@ -75,8 +75,8 @@ def test_a_dead_job_says_why_in_words_that_clients_know(api: Api, why: Why, code
 def test_the_last_error_of_a_job_that_goes_on_is_no_end(api: Api) -> None:
     api.register()
     task = api.started()
-    error = Error("server_error", "out of memory")
-    end_run(api.dispatcher, task, Why.SERVER_ERROR, error=error)
+    error = JobError("server_error", "out of memory")
+    end_run(api.dispatcher, task, Reason.SERVER_ERROR, error=error)
     shown = _get(api, task.run.job.id).json
     assert (shown["status"], shown["error"], shown["last_error"]["code"]) == ("delayed", None, "server_error")
 
@@ -99,7 +99,7 @@ def test_without_redis_a_job_can_be_looked_at_all_the_same(mortal_api: Api) -> N
 def test_attempts_tell_each_start_and_its_end(api: Api) -> None:
     api.register()
     task = api.started()
-    end_run(api.dispatcher, task, Why.SERVER_ERROR, error=Error("server_error", "out of memory"))
+    end_run(api.dispatcher, task, Reason.SERVER_ERROR, error=JobError("server_error", "out of memory"))
     (attempt,) = api.client.get(f"/queue/jobs/{task.run.job.id}/attempts").json["attempts"]
     assert (attempt["attempt"], attempt["server"], attempt["outcome"]) == (1, "gpu1", "server_error")
     assert attempt["error"]["message"] == "out of memory"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.states import Reason
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down
 
@@ -210,7 +210,7 @@ def test_the_parts_of_a_servers_score_can_be_read(timed_api: TimedApi) -> None:
     assert (fresh["free"], fresh["taken"], fresh["breaker"], fresh["loaded"]) == (2, 0, "closed", None)
     assert fresh["scores"]["zimg"] == {"load": 0, "failures": 0, "slowness": 0, "swap": 0, "total": 0.5}
     api.submitted()
-    api.run(1000, Why.SERVER_ERROR)
+    api.run(1000, Reason.SERVER_ERROR)
     api.submitted()
     now = _server(api)["standing"]
     assert (now["free"], now["taken"], now["loaded"], now["swaps"]) == (1, 1, "zimg", 0)
@@ -225,7 +225,7 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
     api.register()
     for _ in range(2):
         api.submitted()
-        api.run(1000, Why.SERVER_ERROR)
+        api.run(1000, Reason.SERVER_ERROR)
     cool_down(api.dispatcher, "zimg", "gpu1")
     standing = _server(api)["standing"]
     assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from routing.maintenance import reconcile
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tests.support.api import NOTHING, Api, TimedApi
 
 MINUTE = 60_000
@@ -175,7 +175,7 @@ def test_a_models_open_breaker_is_shown(timed_api: TimedApi) -> None:
     api.register()
     api.model(breaker_failures=1)
     api.submitted()
-    api.run(1000, Why.SERVER_ERROR)
+    api.run(1000, Reason.SERVER_ERROR)
     load = api.client.get("/admin/models/zimg").json["load"]
     assert (load["breaker"], load["breaker_until"]) == ("open", "2027-01-15T08:00:06.000Z")
     assert load["breaker_why"] == "failures"

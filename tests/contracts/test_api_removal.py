@@ -80,7 +80,7 @@ def test_a_server_that_serves_many_models_speaks_to_each_in_its_own_way(api: Api
     modes = {model: own["description"] for model, own in server["described"].items()}
     assert modes == {"flux": {"mode": "async"}, "llm": {"mode": "sync"}}
     found = api.dispatcher.catalog.refresh()
-    versions = {model: found.described_by("gpu1", model) for model in ("zimg", "flux", "llm")}
+    versions = {model: found.find_description("gpu1", model) for model in ("zimg", "flux", "llm")}
     assert versions["zimg"] is None and len(set(versions.values())) == 3
     ids = [api.submitted(model=model) for model in ("llm", "zimg", "flux")]
     offered = [offer.job_id for offer in api.heard.offers]

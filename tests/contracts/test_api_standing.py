@@ -7,8 +7,8 @@ import pytest
 
 from routing.maintenance import reconcile
 from routing.queries.servers import standings
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.values import JobError
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down, end_run, free
 from tests.support.starts import begin_run
@@ -57,7 +57,7 @@ def _broken(api: TimedApi) -> str:
     api.register()
     for _ in range(3):
         api.submitted()
-        api.run(1_000, Why.SERVER_ERROR)
+        api.run(1_000, Reason.SERVER_ERROR)
     api.heard.offers.clear()
     return api.submitted()
 
@@ -96,10 +96,10 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
     api.register()
     api.submitted()
     for _ in range(3):
-        api.run(0, Why.SERVER_BUSY)
+        api.run(0, Reason.SERVER_BUSY)
         api.client.post("/admin/servers/gpu1/reset")
         assert _servers(api)[0]["standing"]["cooling"] == 0 and len(api.heard.offers) == 1
-    api.run(0, Why.SERVER_BUSY)
+    api.run(0, Reason.SERVER_BUSY)
     rested = standings(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
     assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"
 
@@ -119,7 +119,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
     job_id = api.submitted()
     task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
     assert task is not None and _servers(api)[0]["withheld"] == []
-    end_run(api.dispatcher, task, Why.RETRIES_EXHAUSTED, error=Error("timed_out", "late"), lingers="timed_out")
+    end_run(api.dispatcher, task, Reason.RETRIES_EXHAUSTED, error=JobError("timed_out", "late"), lingers="timed_out")
     (found,) = _servers(api)[0]["withheld"]
     assert (found["slot"], found["job_id"], found["reason"]) == ("gpu1-slot0", job_id, "timed_out")
     assert found["until"] > found["since"] and job_id in found["sentence"]
@@ -315,7 +315,7 @@ def _pause(api: TimedApi) -> None:
 def _fail(api: TimedApi) -> None:
     for _ in range(3):
         api.submitted()
-        api.run(1_000, Why.SERVER_ERROR)
+        api.run(1_000, Reason.SERVER_ERROR)
 
 
 def _cool(api: TimedApi) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from app.reading import WHOLE
 from routing.maintenance import reconcile
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
-from slotkeeper.redis.scripts import Call
+from slotkeeper.redis.scripts import TwoStepCall
 from tests.support.api import NOTHING, Api
 from tests.support.ends import end_run
 
@@ -47,8 +47,10 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
     api.register(slots=1)
     api.submitted()  # Redis knows the script.
     asked: list[str] = []
-    ask = Call.ask
-    monkeypatch.setattr(Call, "ask", lambda self, command: asked.append(command.target.script) or ask(self, command))
+    ask = TwoStepCall.send
+    monkeypatch.setattr(
+        TwoStepCall, "send", lambda self, command: asked.append(command.target.script) or ask(self, command)
+    )
     scripts = api.dispatcher.queues.scripts
     monkeypatch.setattr(scripts, "run_all", lambda commands: asked.append("more") or [])
     assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
@@ -72,11 +74,11 @@ def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
 
 def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
     api.register(slots=2)
-    from slotkeeper.jobs.states import Why
+    from slotkeeper.jobs.states import Reason
 
     for _ in range(2):
         task = api.started()
-        end_run(api.dispatcher, task, Why.FINISHED, result="{}")
+        end_run(api.dispatcher, task, Reason.FINISHED, result="{}")
     api.submitted(), api.submitted()
     estimate = api.submit().json["estimated_start_s"]
     assert estimate is not None
@@ -446,7 +448,7 @@ def test_a_batch_is_accepted_in_its_order(api: Api) -> None:
     ids = [job["job_id"] for job in answer.json["jobs"]]
     assert (answer.status_code, answer.json["accepted"]) == (202, 20)
     assert [orjson.loads(api.job(job_id).payload or "")["n"] for job_id in ids] == list(range(20))
-    assert [job.id for job in api.dispatcher.store.queued(["zimg"])] == ids
+    assert [job.id for job in api.dispatcher.store.list_queued(["zimg"])] == ids
 
 
 def test_a_batch_may_come_as_lines(api: Api) -> None:

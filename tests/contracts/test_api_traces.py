@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from routing.queries.spans import ATTEMPT
-from slotkeeper.jobs.record import Job
-from slotkeeper.once import once
-from slotkeeper.traces import span_of
+from slotkeeper.jobs.values import Job
+from slotkeeper.process import singleton
+from slotkeeper.trace_context import make_span_id
 from tasks import asking, inference, messages, tracing
 from tasks.celery_app import celery
 from tests.support.api import Api
@@ -86,7 +86,7 @@ def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
 
 def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Job = a_queued_job(api.dispatcher.store, traceparent=GIVEN)
-    assert messages.context(job).headers == {"traceparent": f"00-{TRACE}-{span_of(job.id, 'job')}-01"}
+    assert messages.context(job).headers == {"traceparent": f"00-{TRACE}-{make_span_id(job.id, 'job')}-01"}
     assert messages.context(a_queued_job(api.dispatcher.store)).headers == {}
 
 
@@ -99,7 +99,7 @@ def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
     monkeypatch.setattr(tracing, "is_exported", lambda: exported)
     found = tracing.told("j", given, ATTEMPT, 2)
     assert (found is not None) == told
-    assert found is None or found.split("-")[2] == span_of("j", ATTEMPT, 2)
+    assert found is None or found.split("-")[2] == make_span_id("j", ATTEMPT, 2)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
 )
 def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tracing, "is_exported", once(tracing.is_exported._make))
+    monkeypatch.setattr(tracing, "is_exported", singleton(tracing.is_exported._make))
     assert tracing.told("j", None, ATTEMPT, 1) is None
     assert tracing.told("j", GIVEN, ATTEMPT, 1) is not None
 

@@ -13,11 +13,12 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from werkzeug import Request, Response
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.jobs.models import messages
-from slotkeeper.jobs.owed import end_of
-from slotkeeper.jobs.record import NewJob, new_job_id, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.outbox.receivers import forget_tenant
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.notifications import parse_message_id
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.tables import messages
+from slotkeeper.jobs.values import NewJob, new_job_id
+from slotkeeper.outbox.subscriptions import delete_of_tenant
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.registry.tenants import Tenants
 from tasks import keyring, push, vault, webhooks
@@ -59,7 +60,7 @@ def an_end(api: Api, tenant: str = "default", **fields: Any) -> str:
 
     job = new_job_id()
     api.dispatcher.store.submit([NewJob(job, "zimg", "{}", tenant=tenant, **fields)], now_ms())
-    api.dispatcher.store.end_waiting(job, Why.CANCEL_REQUESTED, now_ms())
+    api.dispatcher.store.cancel_waiting(job, Reason.CANCEL_REQUESTED, now_ms())
     return job
 
 
@@ -181,7 +182,7 @@ def test_a_tenant_sees_and_touches_its_own_and_an_administrator_all(api: Api) ->
 @KEYED
 def test_a_tenant_of_the_same_name_does_not_inherit_webhooks(api: Api) -> None:
     add(api, api.tenant("acme"))
-    Tenants(api.database).remove("acme", also=forget_tenant)
+    Tenants(api.database).remove("acme", also=delete_of_tenant)
     assert show(api, "", headers=api.tenant("acme"))["webhooks"] == []
 
 
@@ -437,7 +438,7 @@ def test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told(api, sendi
     store.submit([NewJob(job, "zimg", "{}")], now_ms())
     run = store_start(store, job, "gpu1", "gpu1/0", "lease", now_ms())
     assert run is not None
-    store_end(store, job, run.attempt, Why.RETRIES_EXHAUSTED, now_ms())
+    store_end(store, job, run.attempt, Reason.RETRIES_EXHAUSTED, now_ms())
     refused = api.client.delete(f"/admin/dlq/{job}")
     assert refused.status_code == 409 and webhook in refused.json["detail"]
     do(api, webhook, "disable", {})
@@ -521,7 +522,7 @@ def test_callbacks_that_were_given_up_are_shown_and_sent_again_to_their_own_tena
 @KEYED
 def test_the_tries_of_a_callback_are_shown_to_its_own_tenant(api: Api) -> None:
     own, other = api.tenant("acme"), api.tenant("other")
-    job = end_of(_given_up(api, "acme"))[0]
+    job = parse_message_id(_given_up(api, "acme"))[0]
     path = f"/webhooks/callbacks/deliveries?job_id={job}"
     (tried,) = api.client.get(path, headers=own).json["deliveries"]
     assert (tried["job_id"], tried["event"], tried["outcome"], tried["status"]) == (

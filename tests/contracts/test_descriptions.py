@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from routing.dispatch.outcome import Kind
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.registry import descriptions
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.states import Reason
+from slotkeeper.registry import server_descriptions
 from tasks import descriptions as plans
 from tasks import maintenance, push
 from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
@@ -233,7 +233,7 @@ def test_a_registration_may_have_a_description_of_its_own(api):
     own = {"description": {"mode": "sync", "status": {"path": "/own/{{id}}"}}}
 
     def now() -> str | None:
-        return api.dispatcher.catalog.refresh().described_by("gpu1", "zimg")
+        return api.dispatcher.catalog.refresh().find_description("gpu1", "zimg")
 
     assert api.client.post("/admin/register", json=body).status_code == 201 and now() == of_model
     answered = api.client.post("/admin/register", json=body | own)
@@ -269,7 +269,7 @@ def test_a_run_that_is_resumed_goes_on_by_its_own_version_and_a_new_one_begins_b
     hand_back(api.dispatcher, task)
     again = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (again.remote_id, again.described_by) == ("r1", first)
-    store_end(store, job_id, again.attempt, Why.SERVER_LOST, now_ms())
+    store_end(store, job_id, again.attempt, Reason.SERVER_LOST, now_ms())
     anew = store_start(store, job_id, "gpu0", "gpu0-slot0", "l w", now_ms(), 0, second)
     assert (anew.remote_id, anew.described_by) == (None, second)
 
@@ -287,11 +287,16 @@ def test_a_run_that_was_never_sent_begins_by_the_new_description(api):
 def test_a_version_that_nothing_names_is_removed_after_a_while(api):
     old = _version(api, mode="async")
     new = _version(api, mode="callback")
-    later = now_ms() + descriptions.KEPT_MS
-    assert descriptions.purge(database(), now_ms()) == 0, "it is only noted"
-    assert descriptions.purge(database(), later - 60_000) == 0, "a worker may not have heard of the change"
-    assert descriptions.purge(database(), later + 1) == 1
-    assert descriptions.read(database(), old) is None and descriptions.read(database(), new) is not None
+    later = now_ms() + server_descriptions.KEEP_UNUSED_MS
+    assert server_descriptions.delete_unused(database(), now_ms()) == 0, "it is only noted"
+    assert server_descriptions.delete_unused(database(), later - 60_000) == 0, (
+        "a worker may not have heard of the change"
+    )
+    assert server_descriptions.delete_unused(database(), later + 1) == 1
+    assert (
+        server_descriptions.read_description(database(), old) is None
+        and server_descriptions.read_description(database(), new) is not None
+    )
 
 
 def test_a_version_that_a_run_names_stays(api):
@@ -299,37 +304,37 @@ def test_a_version_that_a_run_names_stays(api):
     api.register("zimg", "gpu0")
     task = api.started()
     _version(api, mode="callback")
-    later = now_ms() + 2 * descriptions.KEPT_MS
-    assert [descriptions.purge(database(), at) for at in (now_ms(), later, later)] == [0, 0, 0]
-    assert descriptions.read(database(), old) is not None
-    assert server_for("http://127.0.0.1:9/", api.dispatcher.catalog.model("zimg"), task.run.described_by)
+    later = now_ms() + 2 * server_descriptions.KEEP_UNUSED_MS
+    assert [server_descriptions.delete_unused(database(), at) for at in (now_ms(), later, later)] == [0, 0, 0]
+    assert server_descriptions.read_description(database(), old) is not None
+    assert server_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), task.run.described_by)
 
 
 def test_a_version_that_is_named_again_meanwhile_stays(api):
     old = _version(api, mode="async")
     _version(api, mode="callback")
-    descriptions.purge(database(), now_ms())
+    server_descriptions.delete_unused(database(), now_ms())
     assert _version(api, mode="async") == old
-    assert descriptions.purge(database(), now_ms() + 2 * descriptions.KEPT_MS) == 0
-    assert descriptions.read(database(), old) is not None
+    assert server_descriptions.delete_unused(database(), now_ms() + 2 * server_descriptions.KEEP_UNUSED_MS) == 0
+    assert server_descriptions.read_description(database(), old) is not None
 
 
 def test_a_version_that_is_gone_is_a_fault_of_the_model(api):
     api.register("zimg", "gpu0")
     with pytest.raises(Misconfigured, match="not in the record"):
-        server_for("http://127.0.0.1:9/", api.dispatcher.catalog.model("zimg"), "0" * 32)
+        server_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), "0" * 32)
 
 
 def test_a_version_is_read_and_compiled_once(api, monkeypatch):
     version = _version(api, mode="async", status={"path": "/once/{{id}}"})
     api.register("zimg", "gpu0")
-    model = api.dispatcher.catalog.model("zimg")
+    model = api.dispatcher.catalog.resolve("zimg")
     server_for("http://127.0.0.1:9/", model, version)
 
     def nobody(*_: Any) -> None:
-        raise RecordUnavailable("not to be asked")
+        raise DatabaseUnavailable("not to be asked")
 
-    monkeypatch.setattr(descriptions, "read", nobody)
+    monkeypatch.setattr(server_descriptions, "read_description", nobody)
     assert plans.is_known(version)
     assert server_for("http://127.0.0.1:9/", model, version) is server_for("http://127.0.0.1:9/", model, version)
     server_for("http://127.0.0.2:9/", model, version)
@@ -351,7 +356,7 @@ def test_health_is_asked_as_described(api):
         assert _put(api, {"description": described}).status_code == 200
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
     assert (report.up, report.active_jobs, report.job_ids) == (True, 2, None)
 
 
@@ -362,7 +367,7 @@ def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
             assert config.status_code == 200
             body = {"model": model, "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
             assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
         assert [seen.path for seen in there.seen] == ["/h"] and report.active_jobs == 1
 
 
@@ -371,7 +376,7 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
         _put(api, {"description": {"health": {"running": False}}})
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         api.client.post("/admin/register", json=body)
-        report = maintenance._report(api.dispatcher.catalog.snapshot().servers["gpu0"])
+        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
     assert not report.tells_what_runs
 
 

@@ -18,7 +18,7 @@ from app.cli.__main__ import main
 from app.cli.checkup import Finding
 from app.up.ports import free_port
 from routing.maintenance import pulse
-from slotkeeper.config import RecordSettings
+from slotkeeper.config import StorageSettings
 from slotkeeper.serve import ReferenceServer, ServeConfig
 from tasks import wiring
 from tests.support.api import Api, clear_wiring
@@ -123,7 +123,7 @@ def test_a_secret_that_others_can_read_is_told(
 ) -> None:
     monkeypatch.delenv("SLOTKEEPER_SECRET", raising=False)
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "own"))
-    path = RecordSettings().home / "secret"
+    path = StorageSettings().home / "secret"
     path.parent.mkdir(mode=0o700)
     path.write_text("c2VjcmV0IHNlY3JldCBzZWNyZXQgc2VjcmV0IHNlY3JldA==")
     path.chmod(mode)

@@ -8,7 +8,7 @@ from app import metrics
 from routing.maintenance import ledger, pulse
 from routing.queries.history import Historian
 from routing.queries.tallies import BOUNDS_S, HANDED_ON, Tallies
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tasks import wiring
 from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
@@ -143,7 +143,7 @@ def test_a_models_open_breaker_is_a_figure(timed_api: TimedApi) -> None:
     api.model(breaker_failures=1)
     assert _figures(api)['slotkeeper_model_breaker_open{model="zimg"}'] == 0
     api.submitted()
-    api.run(1000, Why.SERVER_ERROR)
+    api.run(1000, Reason.SERVER_ERROR)
     assert _figures(api)['slotkeeper_model_breaker_open{model="zimg"}'] == 1
 
 

@@ -10,9 +10,9 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Kind, Outcome
 from routing.dispatch.steps import Steps
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.registry.catalog import Model
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 from tasks import callbacks, maintenance, push
 from tasks.descriptions import Misconfigured, server_for
 from tasks.wiring import catalog, telling, workers
@@ -77,7 +77,7 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
-        reports = maintenance._reports(stored.dispatcher.catalog.snapshot().servers.values())
+        reports = maintenance._reports(stored.dispatcher.catalog.get().servers.values())
     assert not reports["gpu1"].up, "nobody answers there, and that was found out"
     assert "gpu0" in {line.get("server") for line in lines}
 

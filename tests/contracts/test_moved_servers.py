@@ -10,9 +10,9 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
 from routing.maintenance.identity import ServerReport
 from routing.queue.leases import Renewal
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import JobError
 from tasks import descriptions, maintenance
 from tasks.servers import Health, HealthKind
 from tests.support.builders import T0, a_queued_job
@@ -25,13 +25,13 @@ KNOWS_NOTHING = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})
 MINUTE = 60_000
 
 
-def _start(store: Store, job_id: str, sent_to: str, *, server: str = "gpu", offer: int = 1) -> str | None:
+def _start(store: JobStore, job_id: str, sent_to: str, *, server: str = "gpu", offer: int = 1) -> str | None:
     run = store_start(store, job_id, server, f"{server}-slot0", "l w", T0, offer, None, sent_to)
     assert run is not None and run.sent_to == _stored(store, job_id)
     return run.sent_to
 
 
-def _stored(store: Store, job_id: str) -> str | None:
+def _stored(store: JobStore, job_id: str) -> str | None:
     job = store.get(job_id)
     assert job is not None
     return job.sent_to
@@ -40,8 +40,8 @@ def _stored(store: Store, job_id: str) -> str | None:
 # -- the database remembers the address ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
-def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Store, why: Why) -> None:
+@pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.HANDED_BACK])
+def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: JobStore, why: Reason) -> None:
     polled, offered_again, anew = (a_queued_job(store).id for _ in range(3))
     for job_id in (polled, offered_again, anew):
         assert _start(store, job_id, OLD) == OLD
@@ -53,19 +53,21 @@ def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: Sto
     assert _start(store, anew, NEW) == NEW
 
 
-def test_a_run_at_another_server_goes_to_that_ones_address(store: Store) -> None:
+def test_a_run_at_another_server_goes_to_that_ones_address(store: JobStore) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, OLD)
     store_remote_id(store, job_id, 1, "r", T0)
-    store_end(store, job_id, 1, Why.LEASE_EXPIRED, T0)
+    store_end(store, job_id, 1, Reason.LEASE_EXPIRED, T0)
     assert _start(store, job_id, NEW, server="other") == NEW
 
 
-@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_LOST, Why.SERVER_UNREACHABLE, Why.CANCEL_REQUESTED])
-def test_the_address_is_forgotten_when_the_run_is_over(store: Store, why: Why) -> None:
+@pytest.mark.parametrize(
+    "why", [Reason.FINISHED, Reason.SERVER_LOST, Reason.SERVER_UNREACHABLE, Reason.CANCEL_REQUESTED]
+)
+def test_the_address_is_forgotten_when_the_run_is_over(store: JobStore, why: Reason) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, "http://user:password@gpu:1/run")
-    store_end(store, job_id, 1, why, T0, result="1" if why is Why.FINISHED else None, error=Error("said", "so"))
+    store_end(store, job_id, 1, why, T0, result="1" if why is Reason.FINISHED else None, error=JobError("said", "so"))
     assert _stored(store, job_id) is None
 
 
@@ -112,30 +114,30 @@ def test_a_polled_run_is_not_compared_with_the_report_of_another_address(stage: 
 def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(stage: Stage) -> None:
     task = _moved(stage)
     _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": OLD}))
-    assert stage.job(task.run.job.id).why is Why.SERVER_LOST
+    assert stage.job(task.run.job.id).why is Reason.SERVER_LOST
 
 
 def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(stage: Stage) -> None:
     now = "http://user:password@gpu:1/run?token=x"
     task = _moved(stage, now)
-    assert descriptions.address_of(stage.dispatcher.catalog.snapshot(), "gpu", "zimg", OLD) == now
+    assert descriptions.address_of(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == now
     _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": now}))
-    assert stage.job(task.run.job.id).why is Why.SERVER_LOST
+    assert stage.job(task.run.job.id).why is Reason.SERVER_LOST
 
 
 def test_a_run_is_asked_for_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _moved(stage).run
     monkeypatch.setattr(descriptions, "server_for", lambda url, *_: url)
-    asked = partial(descriptions.server_of, stage.dispatcher.catalog.snapshot(), "gpu", "zimg", None)
+    asked = partial(descriptions.server_of, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
     assert (asked(run.sent_to), asked(None)) == (OLD, NEW)
-    assert descriptions.server_of(stage.dispatcher.catalog.snapshot(), "gone", "zimg", None, run.sent_to) is None
+    assert descriptions.server_of(stage.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
 
 
 def test_a_report_names_the_addresses_of_the_server_that_was_asked(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
-    asked = stage.catalog.snapshot().servers["gpu"]
+    asked = stage.catalog.read().servers["gpu"]
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(maintenance, "call_server", lambda *_: Health(HealthKind.UP, job_ids=frozenset()))
     assert maintenance._report(asked).endpoints == {"zimg": OLD}

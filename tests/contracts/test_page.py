@@ -9,10 +9,10 @@ import pytest
 from app.page import sessions
 from app.page.attempts import Attempts
 from app.page.settings import shown
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.tenants import Tenant, Tenants
-from slotkeeper.registry.visits import Visits
+from slotkeeper.registry.visits import RevokedSessions
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
@@ -90,7 +90,7 @@ def test_a_visit_ends_when_its_time_is_over(
 @KEYED
 def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, settings: dict[str, str]) -> None:
     key = key_of(api, "root", admin=True)
-    hashed = next(hashed for hashed, it in Tenants(api.database).by_hash().items() if it.name == "root")
+    hashed = next(hashed for hashed, it in Tenants(api.database).list_by_hash().items() if it.name == "root")
     forged = sessions.written(sessions.new_visit(hashed, 3600), b"not our key")
     stranger = visitor(api)
     stranger.client.set_cookie("slotkeeper_8000", forged)
@@ -185,7 +185,7 @@ def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
 ) -> None:
     cookie = operator.client.get_cookie("slotkeeper_8000")
     assert cookie is not None
-    visits = Visits(api.database)
+    visits = RevokedSessions(api.database)
     visited, header = sessions.Visited(8000, visits), f"slotkeeper_8000={cookie.decoded_value}"
     assert visited(header)
     operator.post("/page/log-out")
@@ -194,14 +194,14 @@ def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
 
 
 def test_what_is_known_of_visits_that_are_over_is_forgotten(api: Api) -> None:
-    visits = Visits(api.database)
-    visits.end("a", until_ms=100, now_ms=10)
-    visits.end("a", until_ms=100, now_ms=10)
-    visits.end("b", until_ms=300, now_ms=50)
-    assert visits.ended(now_ms=200) == {"b"}
-    assert visits.has_ended("a")
-    visits.end("c", until_ms=300, now_ms=200)
-    assert not visits.has_ended("a")
+    visits = RevokedSessions(api.database)
+    visits.revoke("a", until_ms=100, now_ms=10)
+    visits.revoke("a", until_ms=100, now_ms=10)
+    visits.revoke("b", until_ms=300, now_ms=50)
+    assert visits.list_revoked(now_ms=200) == {"b"}
+    assert visits.is_revoked("a")
+    visits.revoke("c", until_ms=300, now_ms=200)
+    assert not visits.is_revoked("a")
 
 
 def test_without_keys_this_machine_is_let_in_and_no_other(api: Api) -> None:

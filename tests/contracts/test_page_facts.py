@@ -9,11 +9,11 @@ from sqlalchemy import text
 from routing.queries import last_hour, looks, story
 from routing.queries.last_hour import LastHour
 from routing.queries.story import Part
-from slotkeeper.jobs.record import Error, Job
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job, JobError
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 from tests.support.builders import SECOND, T0, a_queued_job, a_start
 from tests.support.ends import store_end
@@ -22,64 +22,66 @@ MINUTE = looks.MINUTE_MS
 FIRST = T0 - T0 % MINUTE
 
 
-def _catalog(slots: int = 2, **config: Any) -> Snapshot:
+def _catalog(slots: int = 2, **config: Any) -> CatalogSnapshot:
     servers = {name: Server(name, "zimg", slots, "online", {"zimg": "http://x"}, 0) for name in ("gpu1",)}
-    return Snapshot(1, {"zimg": Model("zimg", "zimg", config, ModelConfig(**config))}, servers)
+    return CatalogSnapshot(1, {"zimg": Model("zimg", "zimg", config, ModelConfig(**config))}, servers)
 
 
-def _ran(store: Store, begins: int, ends: int, *, at: int = T0, server: str = "gpu1", **changes: Any) -> Job:
+def _ran(store: JobStore, begins: int, ends: int, *, at: int = T0, server: str = "gpu1", **changes: Any) -> Job:
     """A job that was accepted at `at` and ran from `begins` to `ends`, seconds after T0."""
     job = a_queued_job(store, now_ms=at, **changes)
     _run(store, job.id, begins, ends, server)
     return job
 
 
-def _run(store: Store, job_id: str, begins: float, ends: float, server: str = "gpu1", why: Why = Why.FINISHED) -> None:
+def _run(
+    store: JobStore, job_id: str, begins: float, ends: float, server: str = "gpu1", why: Reason = Reason.FINISHED
+) -> None:
     run = a_start(store, job_id, now_ms=T0 + round(begins * SECOND), server=server)
     now = T0 + round(ends * SECOND)
-    error, due = (None, None) if why is Why.FINISHED else (Error("oom", "out of memory"), now + SECOND)
-    result = "{}" if why is Why.FINISHED else None
+    error, due = (None, None) if why is Reason.FINISHED else (JobError("oom", "out of memory"), now + SECOND)
+    result = "{}" if why is Reason.FINISHED else None
     assert store_end(store, job_id, run.attempt, why, now, result=result, error=error, due_ms=due)
 
 
-def _told(store: Store, job: Job, catalog: Snapshot) -> story.Story:
+def _told(store: JobStore, job: Job, catalog: CatalogSnapshot) -> story.Story:
     found = store.get(job.id)
     assert found is not None
-    return story.tell(store, catalog, found, store.events_of(job.id), T0 + 1000 * SECOND)
+    return story.tell(store, catalog, found, store.list_events(job.id), T0 + 1000 * SECOND)
 
 
-def test_a_wait_for_a_tenants_limit_is_told(store: Store) -> None:
+def test_a_wait_for_a_tenants_limit_is_told(store: JobStore) -> None:
     _ran(store, 0, 10, tenant="acme")
     job = _ran(store, 10, 11, tenant="acme")
     said = _told(store, job, _catalog(tenant_slots=1)).sentence
     assert "it waited for 10 s, because its tenant 'acme' held the one slot that it may hold at once" in said
 
 
-def test_a_wait_for_slots_that_others_hold_is_told(store: Store) -> None:
+def test_a_wait_for_slots_that_others_hold_is_told(store: JobStore) -> None:
     _ran(store, 0, 10, tenant="other")
     _ran(store, 0, 12, tenant="third")
     job = _ran(store, 10, 11)
     assert "because all 2 slots that could run it were taken by other jobs" in _told(store, job, _catalog()).sentence
 
 
-def test_a_limit_that_was_not_reached_is_not_blamed(store: Store) -> None:
+def test_a_limit_that_was_not_reached_is_not_blamed(store: JobStore) -> None:
     _ran(store, 0, 2, tenant="acme")
     job = _ran(store, 10, 11, tenant="acme")
     assert "tenant" not in _told(store, job, _catalog(tenant_slots=1)).sentence
 
 
-def test_a_wait_behind_failures_is_told(store: Store) -> None:
+def test_a_wait_behind_failures_is_told(store: JobStore) -> None:
     failed = a_queued_job(store, now_ms=T0)
-    _run(store, failed.id, 0, 1, why=Why.RETRIES_EXHAUSTED)
+    _run(store, failed.id, 0, 1, why=Reason.RETRIES_EXHAUSTED)
     job = _ran(store, 10, 11, at=T0 + SECOND)
     said = _told(store, job, _catalog()).sentence
     assert "behind a breaker or a cooldown: a run of its model had failed on gpu1" in said
 
 
-def test_retries_are_told_with_what_they_cost(store: Store) -> None:
+def test_retries_are_told_with_what_they_cost(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     for attempt in range(2):
-        _run(store, job.id, 4 * attempt, 4 * attempt + 2, why=Why.SERVER_ERROR)
+        _run(store, job.id, 4 * attempt, 4 * attempt + 2, why=Reason.SERVER_ERROR)
         store.promote_due(T0 + (4 * attempt + 4) * SECOND)
     _run(store, job.id, 8, 9)
     told = _told(store, job, _catalog())
@@ -89,7 +91,7 @@ def test_retries_are_told_with_what_they_cost(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("lasts", "is_slow"), [(9, True), (2, False)])
-def test_a_run_is_slow_where_others_take_half_as_long_elsewhere(store: Store, lasts: int, is_slow: bool) -> None:
+def test_a_run_is_slow_where_others_take_half_as_long_elsewhere(store: JobStore, lasts: int, is_slow: bool) -> None:
     for _ in range(3):
         _ran(store, 0, 2, server="gpu2")
     job = _ran(store, 0, lasts)
@@ -98,7 +100,7 @@ def test_a_run_is_slow_where_others_take_half_as_long_elsewhere(store: Store, la
     ) is is_slow
 
 
-def test_a_job_that_has_not_ended_is_told_so_far(store: Store) -> None:
+def test_a_job_that_has_not_ended_is_told_so_far(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     told = _told(store, job, _catalog())
     assert told.sentence.startswith("So far it has taken 16 min 40 s: it waited for")
@@ -115,7 +117,7 @@ def _minutes(hour: LastHour, now_ms: int) -> Mapping[int, tuple[int, int]]:
     return {(at - FIRST) // MINUTE: (it.ended, it.busy_ms // 1000) for at, it in found if it.ended or it.busy_ms}
 
 
-def test_slot_time_falls_to_the_minutes_in_which_it_was_used(store: Store) -> None:
+def test_slot_time_falls_to_the_minutes_in_which_it_was_used(store: JobStore) -> None:
     offset = (T0 - FIRST) // SECOND
     _ran(store, 30 - offset, 30 - offset + 90)
     _ran(store, 70 - offset, 75 - offset)
@@ -124,7 +126,7 @@ def test_slot_time_falls_to_the_minutes_in_which_it_was_used(store: Store) -> No
     assert _minutes(hour, FIRST + 10 * MINUTE) == {0: (0, 30), 1: (1, 65), 2: (1, 0)}
 
 
-def test_a_minute_is_read_once_and_forgotten_after_an_hour(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minute_is_read_once_and_forgotten_after_an_hour(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = looks.of_minute
     monkeypatch.setattr(looks, "of_minute", lambda database, at: (asked.append(at), real(database, at))[1])
@@ -136,7 +138,7 @@ def test_a_minute_is_read_once_and_forgotten_after_an_hour(store: Store, monkeyp
     assert asked[60:] == [FIRST]
 
 
-def test_reading_leaves_off_after_a_while_and_goes_on_when_asked_again(store: Store) -> None:
+def test_reading_leaves_off_after_a_while_and_goes_on_when_asked_again(store: JobStore) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -151,7 +153,7 @@ def test_reading_leaves_off_after_a_while_and_goes_on_when_asked_again(store: St
     assert hour.is_complete(FIRST)
 
 
-def test_a_minute_is_read_by_the_index_of_ends(store: Store) -> None:
+def test_a_minute_is_read_by_the_index_of_ends(store: JobStore) -> None:
     if store.database.engine.dialect.name != "sqlite":
         pytest.skip("PostgreSQL reads a table this small without its index")
     with store.database.read() as connection:
@@ -160,13 +162,13 @@ def test_a_minute_is_read_by_the_index_of_ends(store: Store) -> None:
     assert any("ix_jobs_finished" in str(row) for row in plan), plan
 
 
-def test_the_oldest_of_each_model_is_found(store: Store) -> None:
+def test_the_oldest_of_each_model_is_found(store: JobStore) -> None:
     a_queued_job(store, now_ms=T0)
     a_queued_job(store, now_ms=T0 + 1)
     a_queued_job(store, now_ms=T0 + 2, model="flux")
     assert looks.oldest_queued(store.database, ["zimg", "flux", "idle"]) == {"zimg": T0, "flux": T0 + 2}
 
 
-def test_who_waits_is_not_counted_as_running(store: Store) -> None:
+def test_who_waits_is_not_counted_as_running(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     assert [it.state for it in looks.around(store.database, job.seq, 10)] == [State.QUEUED]

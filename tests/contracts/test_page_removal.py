@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import Reason, State
 from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
 from tests.support.visitor import Visitor, visitor
@@ -119,7 +119,7 @@ def test_a_models_breaker_says_until_when_and_why_and_is_closed_by_hand(timed_ap
     api.register()
     api.model(breaker_failures=1)
     api.submitted()
-    api.run(1_000, Why.SERVER_ERROR)
+    api.run(1_000, Reason.SERVER_ERROR)
     for path in ("/", "/page/models/zimg"):
         shown = who.get(path).text
         assert "breaker open" in shown, path

@@ -13,14 +13,14 @@ from sqlalchemy import select
 
 from routing.queries import listing
 from routing.queries.attempts import attempts
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.models import messages
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
-from slotkeeper.outbox.messages import Message
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, TRANSITIONS, Budget, Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import messages
+from slotkeeper.jobs.values import JobError
+from slotkeeper.outbox import retention
+from slotkeeper.outbox.webhook_messages import Message
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -42,38 +42,38 @@ from tests.support.starts import store_remote_id, store_start
 
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'
-ERROR = Error("model_error", "out of memory")
+ERROR = JobError("model_error", "out of memory")
 
 SETTLES = sorted(why for (state, why) in TRANSITIONS if state is State.RUNNING)
 EDGES = [pytest.param(state, why, id=f"{state}-{why}") for (state, why) in TRANSITIONS if state is not None]
 in_every_state = pytest.mark.parametrize("state", list(State))
-in_every_final_state = pytest.mark.parametrize("state", sorted(FINAL))
+in_every_final_state = pytest.mark.parametrize("state", sorted(FINAL_STATES))
 
 
-def _settle(store: Store, job_id: str, attempt: int, why: Why, now_ms: int = LATER) -> Any:
+def _settle(store: JobStore, job_id: str, attempt: int, why: Reason, now_ms: int = LATER) -> Any:
     """Settle with everything that a worker could hand in."""
     return store_end(store, job_id, attempt, why, now_ms, result=RESULT, error=ERROR, due_ms=now_ms + SECOND)
 
 
-def _acts(store: Store, why: Why, job_id: str, attempt: int) -> dict[str, Callable[[], Any]]:
+def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, Callable[[], Any]]:
     """Every act of the store that could be asked to make a transition for this reason."""
     acts: dict[str, Callable[[], Any]] = {
         "settle_write": lambda: _settle(store, job_id, attempt, why),
-        "end_waiting": lambda: store.end_waiting(job_id, why, LATER, ERROR),
+        "end_waiting": lambda: store.cancel_waiting(job_id, why, LATER, ERROR),
     }
-    if why is Why.STARTED:
+    if why is Reason.STARTED:
         acts["start_write"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
-    if why is Why.DUE:
+    if why is Reason.DUE:
         acts["promote_due"] = lambda: store.promote_due(LATER)
-    if why is Why.REVIVED:
+    if why is Reason.REVIVED:
         acts["revive"] = lambda: store.revive(job_id, LATER)
-    if why is Why.DEADLINE_PASSED:
+    if why is Reason.DEADLINE_PASSED:
         acts["expire_overdue"] = lambda: store.expire_overdue(LATER)
         del acts["end_waiting"]  # It ends what waits for any reason that there is.
     return acts
 
 
-def _performer(state: State, why: Why) -> str | None:
+def _performer(state: State, why: Reason) -> str | None:
     """The act that makes this transition, as the table says; None: there is no such transition."""
     edge = TRANSITIONS.get((state, why))
     return None if edge is None else edge.by.removeprefix("slotkeeper.jobs.store.")
@@ -91,17 +91,17 @@ def _refused(act: Callable[[], Any]) -> bool:
 
 @pytest.mark.parametrize(("state", "why"), EDGES)
 def test_every_edge_of_the_table_is_made_by_whom_it_names_and_leads_and_costs_as_it_says(database, store, state, why):
-    job = a_job_in(store, state, deadline_ms=LATER if why is Why.DEADLINE_PASSED else None)
+    job = a_job_in(store, state, deadline_ms=LATER if why is Reason.DEADLINE_PASSED else None)
     before = row_of(database, job.id)
     assert _acts(store, why, job.id, job.attempt)[_performer(state, why)]()
     after, edge = row_of(database, job.id), TRANSITIONS[(state, why)]
     assert (after["state"], after["why"]) == (edge.to, why)
     expected = {budget: before[budget] + (budget is edge.costs) for budget in Budget if budget is not Budget.NOTHING}
-    if why is Why.REVIVED:
+    if why is Reason.REVIVED:
         expected |= {Budget.FAILURES: 0, Budget.CRASHES: 0}
     assert {budget: after[budget] for budget in expected} == expected
-    assert after["attempt"] == before["attempt"] + (why is Why.STARTED)
-    assert trail_of(store, job.id)[-1] == (TYPES[edge.to], why, after["attempt"])
+    assert after["attempt"] == before["attempt"] + (why is Reason.STARTED)
+    assert trail_of(store, job.id)[-1] == (EVENT_TYPES[edge.to], why, after["attempt"])
 
 
 @in_every_state
@@ -109,7 +109,7 @@ def test_what_is_not_in_the_table_is_refused_and_leaves_no_trace(database, store
     job = a_job_in(store, state)
     before, events_before = row_of(database, job.id), trail_of(store, job.id)
     tried = 0
-    for why in Why:
+    for why in Reason:
         for name, act in _acts(store, why, job.id, job.attempt).items():
             if name == _performer(state, why):
                 continue
@@ -117,7 +117,7 @@ def test_what_is_not_in_the_table_is_refused_and_leaves_no_trace(database, store
             assert row_of(database, job.id) == before, f"{name}({why}) on a {state} job"
             tried += 1
     assert trail_of(store, job.id) == events_before
-    assert tried >= 2 * len(Why) - len(SETTLES)
+    assert tried >= 2 * len(Reason) - len(SETTLES)
 
 
 @in_every_final_state
@@ -125,7 +125,7 @@ def test_job_1_a_final_state_is_never_left(database, store, state):
     """Only a dead job has a way back, and only by a person's retry."""
     job = an_ended_job(store, state, callback_url=CALLBACK)
     before, events_before = row_of(database, job.id), trail_of(store, job.id)
-    for why in Why:
+    for why in Reason:
         for name, act in _acts(store, why, job.id, job.attempt).items():
             if name != "revive" or state is not State.DEAD:
                 assert _refused(act), f"{name}({why})"
@@ -153,20 +153,20 @@ def test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen(databas
 def test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen(database, store, faults):
     run = a_running_job(store, callback_url=CALLBACK)
     with faults("INSERT INTO messages"), pytest.raises(ZeroDivisionError):
-        _settle(store, run.job.id, run.attempt, Why.FINISHED)
+        _settle(store, run.job.id, run.attempt, Reason.FINISHED)
     assert row_of(database, run.job.id)["state"] == "running"
-    assert trail_of(store, run.job.id)[-1][1] == Why.STARTED
+    assert trail_of(store, run.job.id)[-1][1] == Reason.STARTED
 
 
 def test_job_2_each_transition_of_a_long_life_has_exactly_one_event(store):
     job = a_delayed_job(store, due_ms=T0 + SECOND)
     assert store.promote_due(LATER)
-    for why in (Why.SERVER_BUSY, Why.LEASE_EXPIRED, Why.SERVER_ERROR):
+    for why in (Reason.SERVER_BUSY, Reason.LEASE_EXPIRED, Reason.SERVER_ERROR):
         assert _settle(store, job.id, a_start(store, job.id).attempt, why)
     assert store.promote_due(LATER * 2)
-    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.RETRIES_EXHAUSTED)
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Reason.RETRIES_EXHAUSTED)
     assert store.revive(job.id, LATER)
-    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.FINISHED)
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Reason.FINISHED)
     assert trail_of(store, job.id) == [
         ("job.delayed", "scheduled", 0),
         ("job.enqueued", "due", 0),
@@ -187,8 +187,8 @@ def test_job_2_each_transition_of_a_long_life_has_exactly_one_event(store):
 
 def test_an_event_tells_the_error_and_when_the_retry_comes(store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
-    event = store.events_of(run.job.id)[-1]
+    store_end(store, run.job.id, run.attempt, Reason.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
+    event = store.list_events(run.job.id)[-1]
     assert event.data["error"] == {"code": "model_error", "message": "out of memory"}
     assert event.data["retry_in_ms"] == 4 * SECOND
     assert event.at_ms == T0
@@ -214,11 +214,13 @@ def test_a_start_gives_the_worker_all_that_it_needs(store):
 def test_a_running_job_names_its_slot_and_lease_so_that_a_lost_redis_can_be_rebuilt(store):
     job = a_queued_job(store)
     store_start(store, job.id, "gpu1", "gpu1-slot3", "lease-7", T0)
-    assert [(j.id, j.server, j.slot, j.lease) for j in store.running()] == [(job.id, "gpu1", "gpu1-slot3", "lease-7")]
+    assert [(j.id, j.server, j.slot, j.lease) for j in store.list_running()] == [
+        (job.id, "gpu1", "gpu1-slot3", "lease-7")
+    ]
 
 
 def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     for _ in range(5):
         job = a_queued_job(store)
         runs = at_once(
@@ -231,17 +233,17 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
 def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
     """All that order and placement need is in what the waiting room is told, whichever way a job comes to it."""
     job = a_delayed_job(store, constraints="gpu=A100", priority=2, tenant="acme", now_ms=T0)
-    known = job.waiting
+    known = job.queued
     assert (known.created_ms, known.constraints) == (T0, "gpu=A100")
     assert store.promote_due(LATER) == [known]
-    assert store.queued(["zimg"]) == [known]
+    assert store.list_queued(["zimg"]) == [known]
     run = a_start(store, job.id, now_ms=LATER)
     assert run.job == known
-    assert [running.waiting for running in store.running()] == [known]
-    assert _settle(store, job.id, run.attempt, Why.SERVER_BUSY).job == known
-    assert _settle(store, job.id, a_start(store, job.id).attempt, Why.RETRIES_EXHAUSTED).job == known
+    assert [running.queued for running in store.list_running()] == [known]
+    assert _settle(store, job.id, run.attempt, Reason.SERVER_BUSY).job == known
+    assert _settle(store, job.id, a_start(store, job.id).attempt, Reason.RETRIES_EXHAUSTED).job == known
     assert store.revive(job.id, LATER) == known
-    assert store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER).job == known
+    assert store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER).job == known
     assert [found.constraints for found in listing.find(store.database)] == ["gpu=A100"]
 
 
@@ -251,15 +253,15 @@ def test_a_job_without_constraints_needs_nothing(database, store):
 
 def test_an_unknown_job_is_none_everywhere(store):
     assert store.get("nobody") is None
-    assert store.headers("nobody") is None
+    assert store.get_message_headers("nobody") is None
     assert store_start(store, "nobody", "gpu1", "gpu1-slot0", "l", T0) is None
-    assert store_end(store, "nobody", 1, Why.FINISHED, T0) is None
-    assert store.end_waiting("nobody", Why.CANCEL_REQUESTED, T0) is None
+    assert store_end(store, "nobody", 1, Reason.FINISHED, T0) is None
+    assert store.cancel_waiting("nobody", Reason.CANCEL_REQUESTED, T0) is None
     assert store.revive("nobody", T0) is None
-    assert store.events_of("nobody") == []
+    assert store.list_events("nobody") == []
     assert not store.request_cancel("nobody", T0)
     assert not store_remote_id(store, "nobody", 1, "r-1", T0)
-    assert not removal.delete_dead(store.database, "nobody")
+    assert not retention.delete_dead_job(store.database, "nobody")
 
 
 # -- the token -------------------------------------------------------------------------------------------------
@@ -268,13 +270,19 @@ def test_an_unknown_job_is_none_everywhere(store):
 def test_lease_2_the_token_grows_with_every_start(store):
     job = a_queued_job(store)
     tokens = []
-    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK, Why.SERVER_LOST, Why.LEASE_EXPIRED):
+    for why in (
+        Reason.SERVER_BUSY,
+        Reason.SERVER_UNREACHABLE,
+        Reason.HANDED_BACK,
+        Reason.SERVER_LOST,
+        Reason.LEASE_EXPIRED,
+    ):
         tokens.append(a_start(store, job.id).attempt)
         _settle(store, job.id, tokens[-1], why)
     assert tokens == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("why", [Why.RETRIES_EXHAUSTED, Why.CRASHES_EXHAUSTED])
+@pytest.mark.parametrize("why", [Reason.RETRIES_EXHAUSTED, Reason.CRASHES_EXHAUSTED])
 def test_lease_2_the_token_goes_on_growing_after_a_persons_retry(store, why):
     run = a_running_job(store)
     _settle(store, run.job.id, run.attempt, why)
@@ -284,7 +292,7 @@ def test_lease_2_the_token_goes_on_growing_after_a_persons_retry(store, why):
 
 def test_lease_2_the_token_goes_on_growing_after_a_delayed_retry(store):
     run = a_running_job(store)
-    _settle(store, run.job.id, run.attempt, Why.SERVER_ERROR)
+    _settle(store, run.job.id, run.attempt, Reason.SERVER_ERROR)
     store.promote_due(LATER * 2)
     assert a_start(store, run.job.id).attempt == run.attempt + 1
 
@@ -292,7 +300,7 @@ def test_lease_2_the_token_goes_on_growing_after_a_delayed_retry(store):
 @pytest.mark.parametrize("why", SETTLES)
 def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, why):
     old = a_running_job(store, callback_url=CALLBACK)
-    store_end(store, old.job.id, old.attempt, Why.LEASE_EXPIRED, T0)
+    store_end(store, old.job.id, old.attempt, Reason.LEASE_EXPIRED, T0)
     a_start(store, old.job.id, server="gpu2")
     before, events_before = row_of(database, old.job.id), trail_of(store, old.job.id)
     assert _settle(store, old.job.id, old.attempt, why) is None
@@ -303,13 +311,13 @@ def test_lease_3_a_settle_under_an_old_token_changes_nothing(database, store, wh
 
 def test_lease_3_a_token_from_the_future_is_no_better(database, store):
     run = a_running_job(store)
-    assert _settle(store, run.job.id, run.attempt + 1, Why.FINISHED) is None
+    assert _settle(store, run.job.id, run.attempt + 1, Reason.FINISHED) is None
     assert row_of(database, run.job.id)["state"] == "running"
 
 
 def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, store):
     old = a_running_job(store)
-    store_end(store, old.job.id, old.attempt, Why.SERVER_LOST, T0)
+    store_end(store, old.job.id, old.attempt, Reason.SERVER_LOST, T0)
     new = a_start(store, old.job.id)
     assert not store_remote_id(store, old.job.id, old.attempt, "r-old", T0)
     assert store_remote_id(store, new.job.id, new.attempt, "r-new", T0)
@@ -317,12 +325,12 @@ def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, st
 
 
 def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     for _ in range(5):
         run = a_running_job(store, callback_url=CALLBACK)
         moved = at_once(
-            lambda r=run: store_end(store, r.job.id, r.attempt, Why.FINISHED, T0, result=RESULT),
-            lambda r=run: store_end(other, r.job.id, r.attempt, Why.LEASE_EXPIRED, T0),
+            lambda r=run: store_end(store, r.job.id, r.attempt, Reason.FINISHED, T0, result=RESULT),
+            lambda r=run: store_end(other, r.job.id, r.attempt, Reason.LEASE_EXPIRED, T0),
         )
         assert sum(m is not None for m in moved) == 1
         assert len(trail_of(store, run.job.id)) == 3
@@ -334,7 +342,7 @@ def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
 
 def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
     run = a_running_job(store, server="gpu1")
-    moved = store_end(store, run.job.id, run.attempt, Why.FINISHED, LATER, result=RESULT)
+    moved = store_end(store, run.job.id, run.attempt, Reason.FINISHED, LATER, result=RESULT)
     job = store.get(run.job.id)
     assert (moved.to, moved.attempt) == (State.COMPLETED, 1)
     assert (job.result, job.error_code, job.error_message) == (RESULT, None, None)
@@ -343,7 +351,7 @@ def test_a_completed_job_keeps_its_result_and_where_it_ran(store):
 
 def test_a_failed_job_keeps_its_error(store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Why.INVALID_REQUEST, LATER, error=ERROR)
+    store_end(store, run.job.id, run.attempt, Reason.INVALID_REQUEST, LATER, error=ERROR)
     job = store.get(run.job.id)
     assert (job.result, job.error_code, job.error_message) == (None, "model_error", "out of memory")
     assert job.finished_ms == LATER
@@ -352,13 +360,21 @@ def test_a_failed_job_keeps_its_error(store):
 @pytest.mark.parametrize("message", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
 def test_an_error_is_stored_whatever_the_server_wrote(store, message):
     run = a_running_job(store)
-    assert store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=Error("bad", message), due_ms=LATER)
+    assert store_end(
+        store, run.job.id, run.attempt, Reason.SERVER_ERROR, T0, error=JobError("bad", message), due_ms=LATER
+    )
     assert store.get(run.job.id).error_message.startswith(message[:2])
     assert len(store.get(run.job.id).error_message) <= 2000
 
 
 def test_a_job_that_waits_again_holds_no_slot(store):
-    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK, Why.SERVER_LOST, Why.LEASE_EXPIRED):
+    for why in (
+        Reason.SERVER_BUSY,
+        Reason.SERVER_UNREACHABLE,
+        Reason.HANDED_BACK,
+        Reason.SERVER_LOST,
+        Reason.LEASE_EXPIRED,
+    ):
         run = a_running_job(store)
         _settle(store, run.job.id, run.attempt, why)
         job = store.get(run.job.id)
@@ -367,20 +383,20 @@ def test_a_job_that_waits_again_holds_no_slot(store):
 
 def test_a_retry_waits_until_it_is_due_and_is_not_among_the_queued(store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR, due_ms=LATER)
+    store_end(store, run.job.id, run.attempt, Reason.SERVER_ERROR, T0, error=ERROR, due_ms=LATER)
     job = store.get(run.job.id)
     assert (job.state, job.due_ms, job.failures, job.slot, job.lease) == (State.DELAYED, LATER, 1, None, None)
-    assert store.queued(["zimg"]) == []
+    assert store.list_queued(["zimg"]) == []
 
 
 def test_a_retry_without_a_time_is_refused_for_nothing_would_ever_wake_it(database, store):
     run = a_running_job(store)
     with pytest.raises(ValueError, match="due_ms"):
-        store_end(store, run.job.id, run.attempt, Why.SERVER_ERROR, T0, error=ERROR)
+        store_end(store, run.job.id, run.attempt, Reason.SERVER_ERROR, T0, error=ERROR)
     assert row_of(database, run.job.id)["state"] == "running"
 
 
-@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
+@pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.HANDED_BACK])
 def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0 + SECOND)
@@ -392,13 +408,15 @@ def test_a_run_that_only_its_worker_left_is_resumed_at_the_server(store, why):
 def test_a_remote_id_means_nothing_to_another_server(store):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
-    store_end(store, run.job.id, run.attempt, Why.LEASE_EXPIRED, T0)
+    store_end(store, run.job.id, run.attempt, Reason.LEASE_EXPIRED, T0)
     again = a_start(store, run.job.id, server="gpu2")
     assert (again.remote_id, again.sent_ms) == (None, None)
     assert store.get(run.job.id).remote_id is None
 
 
-@pytest.mark.parametrize("why", [Why.SERVER_LOST, Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.SERVER_ERROR])
+@pytest.mark.parametrize(
+    "why", [Reason.SERVER_LOST, Reason.SERVER_BUSY, Reason.SERVER_UNREACHABLE, Reason.SERVER_ERROR]
+)
 def test_a_run_that_the_server_left_is_not_resumed(store, why):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
@@ -410,21 +428,21 @@ def test_a_run_that_the_server_left_is_not_resumed(store, why):
 def test_time_at_the_server_counts_from_when_it_took_up_this_remote_id(store):
     run = a_running_job(store, server="gpu1")
     store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
-    store_end(store, run.job.id, run.attempt, Why.HANDED_BACK, T0)
+    store_end(store, run.job.id, run.attempt, Reason.HANDED_BACK, T0)
     again = a_start(store, run.job.id, server="gpu1")
     store_remote_id(store, run.job.id, again.attempt, "r-1", LATER)
     assert again.sent_ms == T0
     store_remote_id(store, run.job.id, again.attempt, "r-2", LATER)
-    store_end(store, run.job.id, again.attempt, Why.HANDED_BACK, LATER)
+    store_end(store, run.job.id, again.attempt, Reason.HANDED_BACK, LATER)
     third = a_start(store, run.job.id, server="gpu1")
     assert (third.remote_id, third.sent_ms) == ("r-2", LATER)
 
 
 def test_starts_that_met_no_server_are_no_attempts(store):
     job = a_queued_job(store)
-    for why in (Why.SERVER_BUSY, Why.SERVER_UNREACHABLE, Why.HANDED_BACK):
+    for why in (Reason.SERVER_BUSY, Reason.SERVER_UNREACHABLE, Reason.HANDED_BACK):
         _settle(store, job.id, a_start(store, job.id).attempt, why)
-    _settle(store, job.id, a_start(store, job.id).attempt, Why.SERVER_ERROR)
+    _settle(store, job.id, a_start(store, job.id).attempt, Reason.SERVER_ERROR)
     after = store.get(job.id)
     assert (after.attempt, after.waits, after.attempts, after.failures, after.crashes) == (4, 3, 1, 1, 0)
 
@@ -432,10 +450,10 @@ def test_starts_that_met_no_server_are_no_attempts(store):
 def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
     job = a_queued_job(store)
     first = a_start(store, job.id, server="gpu1", now_ms=T0 + 1)
-    store_end(store, job.id, first.attempt, Why.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
+    store_end(store, job.id, first.attempt, Reason.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
     store.promote_due(T0 + 3)
     a_start(store, job.id, server="gpu2", now_ms=T0 + 4)
-    done, under_way = attempts(store.events_of(job.id))
+    done, under_way = attempts(store.list_events(job.id))
     assert (done.attempt, done.server, done.slot, done.started_ms, done.ended_ms) == (
         1,
         "gpu1",
@@ -471,7 +489,7 @@ def test_jobs_due_at_the_same_moment_are_queued_as_accepted(store):
 
 
 def test_two_that_promote_at_once_queue_each_job_once(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     ids = {a_delayed_job(store).id for _ in range(20)}
     mine, theirs = at_once(lambda: store.promote_due(LATER), lambda: other.promote_due(LATER))
     promoted = [w.id for w in mine + theirs]
@@ -480,15 +498,15 @@ def test_two_that_promote_at_once_queue_each_job_once(database, store):
     other.database.close()
 
 
-@pytest.mark.parametrize("state", sorted(ACTIVE))
+@pytest.mark.parametrize("state", sorted(ACTIVE_STATES))
 def test_a_job_is_not_overdue_before_its_deadline_nor_after_its_end(store, state):
     job = a_job_in(store, state, deadline_ms=T0 + SECOND)
     a_job_in(store, state)  # has no deadline
     assert store.expire_overdue(T0 + SECOND - 1) == []
     if state is State.RUNNING:
-        assert store_end(store, job.id, job.attempt, Why.DEADLINE_PASSED, LATER)
+        assert store_end(store, job.id, job.attempt, Reason.DEADLINE_PASSED, LATER)
     else:
-        assert store.end_waiting(job.id, Why.DEADLINE_PASSED, LATER)
+        assert store.cancel_waiting(job.id, Reason.DEADLINE_PASSED, LATER)
     assert store.expire_overdue(LATER) == []
     assert store.get(job.id).state is State.EXPIRED
 
@@ -502,7 +520,7 @@ def test_a_dead_job_comes_back_at_its_own_place_with_fresh_budgets(store):
     waiting = store.revive(dead.id, LATER)
     job = store.get(dead.id)
     assert (waiting.id, waiting.seq) == (dead.id, dead.seq)
-    assert [w.id for w in store.queued(["zimg"])] == [dead.id, younger.id]
+    assert [w.id for w in store.list_queued(["zimg"])] == [dead.id, younger.id]
     assert (job.failures, job.crashes, job.attempt) == (0, 0, 1)
     assert (job.finished_ms, job.error_code, job.error_message, job.deadline_ms) == (None, None, None, None)
     assert (job.server, job.slot, job.lease, job.remote_id) == (None, None, None, None)
@@ -510,7 +528,7 @@ def test_a_dead_job_comes_back_at_its_own_place_with_fresh_budgets(store):
 
 def test_a_persons_retry_gives_back_both_budgets_and_keeps_the_count_of_starts(store):
     job = a_queued_job(store)
-    for why in (Why.SERVER_BUSY, Why.LEASE_EXPIRED, Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED):
+    for why in (Reason.SERVER_BUSY, Reason.LEASE_EXPIRED, Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED):
         _settle(store, job.id, a_start(store, job.id).attempt, why)
         store.promote_due(LATER * 2)
     dead = store.get(job.id)
@@ -521,7 +539,7 @@ def test_a_persons_retry_gives_back_both_budgets_and_keeps_the_count_of_starts(s
 
 
 def test_a_job_is_revived_once_however_many_ask(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     dead = an_ended_job(store, State.DEAD)
     revived = at_once(lambda: store.revive(dead.id, LATER), lambda: other.revive(dead.id, LATER))
     assert sum(w is not None for w in revived) == 1
@@ -530,12 +548,12 @@ def test_a_job_is_revived_once_however_many_ask(database, store):
     other.database.close()
 
 
-@pytest.mark.parametrize("why", [Why.CANCEL_REQUESTED, Why.DEADLINE_PASSED])
+@pytest.mark.parametrize("why", [Reason.CANCEL_REQUESTED, Reason.DEADLINE_PASSED])
 def test_a_revived_job_can_end_before_it_has_started_again(database, store, why):
     """It ends twice under one attempt number; each end owes a message of its own."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, LATER)
-    moved = store.end_waiting(dead.id, why, LATER)
+    moved = store.cancel_waiting(dead.id, why, LATER)
     with database.read() as connection:
         owed = [Message(*row) for row in connection.execute(select(messages).order_by(messages.c.event))]
     assert [it.id for it in owed] == [f"msg_{dead.id}_{moved.attempt}_{state}" for state in ("dead", moved.to)]
@@ -544,7 +562,7 @@ def test_a_revived_job_can_end_before_it_has_started_again(database, store, why)
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
 def test_a_waiting_job_is_canceled_at_once(store, state):
     job = a_job_in(store, state, callback_url=CALLBACK)
-    moved = store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
+    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER)
     after = store.get(job.id)
     assert (after.state, after.finished_ms, after.due_ms) == (State.CANCELED, LATER, None)
     assert moved.to is State.CANCELED
@@ -557,12 +575,12 @@ def _comes_to_nothing(state: State | None, to: State) -> bool:
 
 def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
     run = a_running_job(store)
-    assert store.end_waiting(run.job.id, Why.CANCEL_REQUESTED, LATER) is None
+    assert store.cancel_waiting(run.job.id, Reason.CANCEL_REQUESTED, LATER) is None
     assert store.request_cancel(run.job.id, LATER)
     assert store.request_cancel(run.job.id, LATER + 1)  # the first one counts
     job = store.get(run.job.id)
     assert (job.state, job.cancel_requested_ms) == (State.RUNNING, LATER)
-    assert store_end(store, run.job.id, run.attempt, Why.CANCEL_REQUESTED, LATER)
+    assert store_end(store, run.job.id, run.attempt, Reason.CANCEL_REQUESTED, LATER)
     assert store.get(run.job.id).state is State.CANCELED
 
 
@@ -574,9 +592,9 @@ def test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_resul
     run = a_running_job(store)
     store.request_cancel(run.job.id, T0)
     assert store_end(store, run.job.id, run.attempt + 1, why, T0, due_ms=LATER) is None
-    moved = store_end(store, run.job.id, run.attempt, why, T0, error=Error("busy", "come again"), due_ms=LATER)
+    moved = store_end(store, run.job.id, run.attempt, why, T0, error=JobError("busy", "come again"), due_ms=LATER)
     job = store.get(run.job.id)
-    assert (moved.to, job.state, job.why, job.due_ms) == (*[State.CANCELED] * 2, Why.CANCEL_REQUESTED, None)
+    assert (moved.to, job.state, job.why, job.due_ms) == (*[State.CANCELED] * 2, Reason.CANCEL_REQUESTED, None)
     assert (job.waits, job.failures, job.crashes, job.error_code) == (0, 0, 0, "canceled")
     assert trail_of(store, run.job.id)[1:] == [
         ("job.started", "started", 1),
@@ -596,8 +614,8 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
 
 def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(database, store):
     job = an_ended_job(store, callback_url=CALLBACK)
-    assert removal.purge(store.database, LATER) == 0
+    assert retention.delete_ended_jobs(store.database, LATER) == 0
     (webhook_id,) = due_ids(database, LATER)
     failed(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER, None)
-    assert removal.purge(store.database, LATER) == 1
+    assert retention.delete_ended_jobs(store.database, LATER) == 1
     assert store.get(job.id) is None

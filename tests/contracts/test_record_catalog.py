@@ -9,12 +9,12 @@ from sqlalchemy import event, text, update
 from structlog.testing import capture_logs
 
 from slotkeeper.clock import Clock
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.states import ACTIVE, FINAL, State
-from slotkeeper.registry import removal
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, State
+from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tables import metadata, models
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.registry.values import AdminState, TenantState
@@ -34,7 +34,7 @@ def tenants(database: Database) -> Tenants:
 
 
 def remove(catalog: Catalog, server: str) -> None:
-    removal.remove_server(catalog.database, server, T0, "", force=True)
+    catalog_removal.remove_server(catalog.database, server, T0, "", force=True)
 
 
 # -- servers ---------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def remove(catalog: Catalog, server: str) -> None:
 
 def test_a_registered_server_stands_in_the_catalog_with_its_model(catalog):
     answer = catalog.register("zimg", "gpu1", URL, 4, T0)
-    snapshot = catalog.snapshot()
+    snapshot = catalog.read()
     assert snapshot.servers == {"gpu1": answer}
     assert (answer.fleet, answer.slots, answer.state, answer.endpoints) == ("zimg", 4, "online", {"zimg": URL})
     assert snapshot.models["zimg"].config == ModelConfig()
@@ -55,55 +55,55 @@ def test_registering_again_changes_slots_and_endpoint_and_nothing_else(catalog):
     answer = catalog.register("zimg", "gpu1", "http://10.0.0.1:9000/v2", 2, T0 + SECOND)
     assert (answer.slots, answer.endpoints) == (2, {"zimg": "http://10.0.0.1:9000/v2"})
     assert (answer.state, answer.created_ms) == ("paused", T0)
-    assert catalog.snapshot().servers == {"gpu1": answer}
+    assert catalog.read().servers == {"gpu1": answer}
 
 
 def test_a_server_may_serve_several_models_of_one_fleet(catalog):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     answer = catalog.register("flux", "gpu1", "http://10.0.0.1:8000/flux", 4, T0)
-    snapshot = catalog.snapshot()
+    snapshot = catalog.read()
     assert answer.fleet == "zimg"
     assert answer.endpoints == {"zimg": URL, "flux": "http://10.0.0.1:8000/flux"}
     assert snapshot.models_of("zimg") == ["flux", "zimg"]
     assert [server.name for server in snapshot.servers_of("zimg")] == ["gpu1"]
-    assert (snapshot.slots_of("flux"), snapshot.slots_of("zimg"), snapshot.slots_of("trellis")) == (4, 4, 0)
+    assert (snapshot.count_slots("flux"), snapshot.count_slots("zimg"), snapshot.count_slots("trellis")) == (4, 4, 0)
 
 
 def test_a_model_may_have_several_servers(catalog):
     for name, slots in (("gpu2", 3), ("gpu1", 2)):
         catalog.register("zimg", name, URL, slots, T0)
-    snapshot = catalog.snapshot()
+    snapshot = catalog.read()
     assert [server.name for server in snapshot.servers_of("zimg")] == ["gpu1", "gpu2"]
-    assert snapshot.slots_of("zimg") == 5
+    assert snapshot.count_slots("zimg") == 5
 
 
 def test_a_known_model_that_nobody_serves_moves_to_the_fleet_of_its_first_server(catalog, store):
     catalog.configure("flux", {}, T0)
-    a_job_in(store, sorted(FINAL)[0], model="flux")  # jobs that have ended do not hold it
+    a_job_in(store, sorted(FINAL_STATES)[0], model="flux")  # jobs that have ended do not hold it
     catalog.register("zimg", "gpu1", URL, 4, T0)
     assert catalog.register("flux", "gpu1", URL, 4, T0).fleet == "zimg"
-    assert catalog.snapshot().models["flux"].fleet == "zimg"
+    assert catalog.read().models["flux"].fleet == "zimg"
 
 
 def test_fleets_that_both_have_servers_are_not_joined(catalog):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     catalog.register("flux", "gpu2", URL, 4, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(Conflict, match="another name"):
         catalog.register("flux", "gpu1", URL, 4, T0)
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
-@pytest.mark.parametrize("state", sorted(ACTIVE))
+@pytest.mark.parametrize("state", sorted(ACTIVE_STATES))
 def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, store, state):
     """They wait under the old fleet's keys, where nobody would look for them."""
     catalog.configure("flux", {}, T0)
     a_job_in(store, state, model="flux")
     catalog.register("zimg", "gpu2", URL, 4, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(Conflict):
         catalog.register("flux", "gpu2", URL, 4, T0)
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 def test_slot_1_a_server_that_was_removed_is_no_other_fleets_while_it_runs(catalog, store):
@@ -116,8 +116,8 @@ def test_slot_1_a_server_that_was_removed_is_no_other_fleets_while_it_runs(catal
 
 
 def test_a_record_has_an_identity_that_stays_and_that_no_other_has(catalog, database):
-    found = catalog.snapshot().record
-    assert found and Catalog(database).snapshot().record == found == catalog.identity()
+    found = catalog.read().database_id
+    assert found and Catalog(database).read().database_id == found == catalog.get_database_id()
 
 
 @pytest.mark.parametrize("state", sorted(set(AdminState) - {AdminState.ONLINE}))
@@ -125,18 +125,18 @@ def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     catalog.register("zimg", "gpu2", URL, 2, T0)
     catalog.set_server_state("gpu1", state)
-    assert catalog.snapshot().servers["gpu1"].state == state
-    assert catalog.snapshot().slots_of("zimg") == 2
+    assert catalog.read().servers["gpu1"].state == state
+    assert catalog.read().count_slots("zimg") == 2
     catalog.set_server_state("gpu1", "online")
-    assert catalog.snapshot().slots_of("zimg") == 6
+    assert catalog.read().count_slots("zimg") == 6
 
 
 def test_a_removed_server_is_gone_and_its_models_and_their_jobs_stay(catalog, store):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     job = a_queued_job(store, model="zimg")
     remove(catalog, "gpu1")
-    snapshot = catalog.snapshot()
-    assert (snapshot.servers, list(snapshot.models), snapshot.slots_of("zimg")) == ({}, ["zimg"], 0)
+    snapshot = catalog.read()
+    assert (snapshot.servers, list(snapshot.models), snapshot.count_slots("zimg")) == ({}, ["zimg"], 0)
     assert store.get(job.id).state == "queued"
     assert catalog.register("zimg", "gpu1", URL, 1, T0).endpoints == {"zimg": URL}
 
@@ -153,8 +153,8 @@ def test_servers_that_register_a_new_model_from_many_sides_at_once_are_all_in(da
     names = [f"gpu{n}" for n in range(3)]
     act = [lambda s=s, n=n: s.register("zimg", n, URL, 2, T0) for s, n in zip(sides, names, strict=True)]
     assert [getattr(answer, "name", repr(answer)) for answer in at_once(*act)] == names
-    assert sorted(catalog.snapshot().servers) == names
-    assert catalog.version() == 3
+    assert sorted(catalog.read().servers) == names
+    assert catalog.get_version() == 3
     for side in sides:
         side.database.close()
 
@@ -164,10 +164,10 @@ def test_what_a_server_declares_is_kept_until_it_declares_something_else(catalog
     answer = catalog.register("zimg", "gpu1", URL, 4, T0, declared, 2.5)
     assert (answer.attributes, answer.weight) == (declared, 2.5)
     assert catalog.register("zimg", "gpu1", URL, 4, T0) == answer
-    assert catalog.snapshot().servers == {"gpu1": answer}
+    assert catalog.read().servers == {"gpu1": answer}
     answer = catalog.register("zimg", "gpu1", URL, 4, T0, {}, 0.5)
     assert (answer.attributes, answer.weight) == ({}, 0.5)
-    assert catalog.snapshot().servers == {"gpu1": answer}
+    assert catalog.read().servers == {"gpu1": answer}
 
 
 def test_what_is_declared_for_one_model_stands_beside_what_is_declared_for_the_server(catalog):
@@ -181,7 +181,7 @@ def test_what_is_declared_for_one_model_stands_beside_what_is_declared_for_the_s
         "flux:model_version": "dev",
     }
     assert catalog.register("zimg", "gpu1", URL, 4, T0, of_model={}).attributes == answer.attributes
-    assert catalog.snapshot().servers["gpu1"].attributes == answer.attributes
+    assert catalog.read().servers["gpu1"].attributes == answer.attributes
 
 
 def test_models_that_are_declared_from_many_sides_at_once_are_all_in(database, catalog):
@@ -192,7 +192,7 @@ def test_models_that_are_declared_from_many_sides_at_once_are_all_in(database, c
         for n, s in enumerate(sides)
     ]
     at_once(*act)
-    assert catalog.snapshot().servers["gpu1"].attributes == {f"m{n}:model_version": str(n) for n in range(3)}
+    assert catalog.read().servers["gpu1"].attributes == {f"m{n}:model_version": str(n) for n in range(3)}
     for side in sides:
         side.database.close()
 
@@ -228,10 +228,10 @@ def test_a_server_that_declares_nothing_is_as_any_other(catalog):
 )
 def test_what_a_server_cannot_declare_changes_nothing(catalog, wrong):
     catalog.register("zimg", "gpu1", URL, 4, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(ValueError, match="give a"):
         catalog.register("zimg", "gpu1", URL, 1, T0, **wrong)
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 # -- who takes part --------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_what_a_server_cannot_declare_changes_nothing(catalog, wrong):
 
 def _stood(catalog: Catalog, kind: str, name: str):
     """How something stands: (state, reason, by whom, when); a tenant that is not listed stands online."""
-    found = getattr(catalog.snapshot(), f"{kind}s").get(name, TenantState(name, "online"))
+    found = getattr(catalog.read(), f"{kind}s").get(name, TenantState(name, "online"))
     return found.state, found.reason, found.changed_by, found.changed_ms
 
 
@@ -262,7 +262,7 @@ def test_only_tenants_that_do_not_stand_online_are_listed_and_they_need_no_key(c
     for name in ("keyed", "keyless", "quiet"):
         catalog.set_tenant_state(name, "frozen", now_ms=T0)
     catalog.set_tenant_state("quiet", "online", now_ms=T0)
-    assert catalog.snapshot().tenants == {
+    assert catalog.read().tenants == {
         name: TenantState(name, "frozen", None, None, T0) for name in ("keyed", "keyless")
     }
 
@@ -275,32 +275,32 @@ def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalo
     assert (answer.state, answer.reason, answer.changed_by, answer.changed_ms) == ("paused", "heat", "ann", T0)
     model = catalog.configure("zimg", {"max_retries": 5}, T0 + SECOND)
     assert (model.state, model.reason, model.changed_by, model.changed_ms) == ("frozen", "bad weights", "bob", T0)
-    assert catalog.snapshot().models == {"zimg": model}
+    assert catalog.read().models == {"zimg": model}
 
 
 @pytest.mark.parametrize("kind", ["server", "model"])
 def test_what_is_not_there_cannot_be_paused(catalog, kind):
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(NotFound) as refused:
         getattr(catalog, f"set_{kind}_state")("nobody", "paused", now_ms=T0)
     assert refused.value.facts == {kind: "nobody"}
-    assert catalog.snapshot().servers == before.servers
+    assert catalog.read().servers == before.servers
 
 
 @pytest.mark.parametrize("kind", ["server", "model", "tenant"])
 @pytest.mark.parametrize("wrong", ["off", "", "ONLINE"])
 def test_a_word_that_is_no_standing_is_refused(catalog, kind, wrong):
     catalog.register("gpu1", "gpu1", URL, 4, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(ValueError, match="AdminState"):
         getattr(catalog, f"set_{kind}_state")("gpu1", wrong, now_ms=T0)
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 @pytest.mark.parametrize("reason", ["x" * 5000, "half a \ud83d pair", "a \x00 byte"])
 def test_a_reason_is_stored_whatever_was_written(catalog, reason):
     catalog.set_tenant_state("acme", "paused", reason=reason, by=reason, now_ms=T0)
-    stored = catalog.snapshot().tenants["acme"]
+    stored = catalog.read().tenants["acme"]
     assert stored.reason == stored.changed_by
     assert stored.reason[:2] == reason[:2]
     assert len(stored.reason) <= 500
@@ -314,7 +314,7 @@ def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog
             lambda: other.set_tenant_state("acme", "frozen", by="bob", now_ms=T0),
         )
         assert answers == [None, None]
-        stored = catalog.snapshot().tenants["acme"]
+        stored = catalog.read().tenants["acme"]
         assert (stored.state, stored.changed_by) in {("paused", "ann"), ("frozen", "bob")}
     other.database.close()
 
@@ -324,12 +324,12 @@ def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog
 
 def test_an_override_replaces_the_one_before_and_nothing_goes_back_to_the_defaults(catalog):
     catalog.configure("flux", {"model_type": "async", "poll_interval": 3.0}, T0)
-    assert catalog.snapshot().models["flux"].config == ModelConfig(model_type="async", poll_interval=3.0)
+    assert catalog.read().models["flux"].config == ModelConfig(model_type="async", poll_interval=3.0)
     catalog.configure("flux", {"max_retries": 5}, T0)
-    model = catalog.snapshot().models["flux"]
+    model = catalog.read().models["flux"]
     assert (model.overrides, model.config) == ({"max_retries": 5}, ModelConfig(max_retries=5))
     answer = catalog.configure("flux", {}, T0)
-    assert answer == catalog.snapshot().models["flux"]
+    assert answer == catalog.read().models["flux"]
     assert (answer.overrides, answer.config) == ({}, ModelConfig())
 
 
@@ -338,7 +338,7 @@ def test_configuring_keeps_a_models_fleet_and_creates_an_unknown_one(catalog):
     catalog.register("flux", "gpu1", URL, 4, T0)
     assert catalog.configure("flux", {"max_retries": 5}, T0).fleet == "zimg"
     assert catalog.configure("new", {}, T0).fleet == "new"
-    assert catalog.snapshot().fleets() == ["new", "zimg"]
+    assert catalog.read().fleets() == ["new", "zimg"]
 
 
 @pytest.mark.parametrize(
@@ -353,10 +353,10 @@ def test_configuring_keeps_a_models_fleet_and_creates_an_unknown_one(catalog):
 )
 def test_an_override_that_is_wrong_changes_nothing(catalog, wrong):
     catalog.configure("flux", {"max_retries": 5}, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(ValidationError):
         catalog.configure("flux", wrong, T0)
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once(database, catalog):
@@ -365,7 +365,7 @@ def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once
     change = update(models).where(models.c.name == "flux").values(overrides=orjson.dumps(stored).decode())
     database.write(lambda tx: tx.connection.execute(change))
     with capture_logs() as logs:
-        found = [catalog.snapshot().models["flux"] for _ in range(3)]
+        found = [catalog.read().models["flux"] for _ in range(3)]
     assert [model.config for model in found] == [ModelConfig(max_retries=5)] * 3
     assert found[0].overrides == stored  # it is still there for the release that knows it
     assert logs == [
@@ -384,7 +384,7 @@ def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once
 
 
 def test_the_version_grows_with_every_change(catalog):
-    seen = [catalog.version()]
+    seen = [catalog.get_version()]
     for change in (
         lambda: catalog.register("zimg", "gpu1", URL, 4, T0),
         lambda: catalog.register("zimg", "gpu1", URL, 4, T0),
@@ -396,15 +396,15 @@ def test_the_version_grows_with_every_change(catalog):
         lambda: remove(catalog, "gpu1"),
     ):
         change()
-        seen.append(catalog.version())
-        assert catalog.snapshot().version == seen[-1]
+        seen.append(catalog.get_version())
+        assert catalog.read().version == seen[-1]
     assert seen[0] == 0
     assert seen == sorted(set(seen))
 
 
 def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
     catalog.register("zimg", "gpu1", URL, 4, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with faults("UPDATE counters"):
         for change in (
             lambda: catalog.register("zimg", "gpu2", URL, 4, T0),
@@ -416,7 +416,7 @@ def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
         ):
             with pytest.raises(ZeroDivisionError):
                 change()
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 def test_a_change_while_the_catalog_is_read_is_never_hidden_by_its_version(database, catalog):
@@ -431,10 +431,10 @@ def test_a_change_while_the_catalog_is_read_is_never_hidden_by_its_version(datab
             other.configure("zimg", {"max_retries": 5}, T0)
 
     event.listen(database.engine, "before_cursor_execute", change)
-    snapshot = catalog.snapshot()
+    snapshot = catalog.read()
     event.remove(database.engine, "before_cursor_execute", change)
     assert snapshot.models["zimg"].config.max_retries == 5
-    assert snapshot.version < catalog.version()
+    assert snapshot.version < catalog.get_version()
     other.database.close()
 
 
@@ -444,9 +444,9 @@ def test_a_change_while_the_catalog_is_read_is_never_hidden_by_its_version(datab
 def test_a_tenant_is_found_by_its_key(tenants):
     acme = Tenant("acme", admin=False, rate_per_s=10, burst=20)
     key = tenants.add(acme, T0)
-    assert tenants.by_key(key) == acme
-    assert tenants.by_key(key + "x") is None
-    assert tenants.by_key("") is None
+    assert tenants.find_by_key(key) == acme
+    assert tenants.find_by_key(key + "x") is None
+    assert tenants.find_by_key("") is None
 
 
 def test_the_key_cannot_be_read_from_the_record(database, tenants):
@@ -472,7 +472,7 @@ def test_a_name_is_taken_once(tenants):
     key = tenants.add(Tenant("acme", admin=False), T0)
     with pytest.raises(Conflict):
         tenants.add(Tenant("acme", admin=True), T0)
-    assert tenants.by_key(key) == Tenant("acme", admin=False)
+    assert tenants.find_by_key(key) == Tenant("acme", admin=False)
 
 
 def test_a_name_that_is_wanted_from_two_sides_at_once_is_taken_once(database, tenants):
@@ -481,14 +481,14 @@ def test_a_name_that_is_wanted_from_two_sides_at_once_is_taken_once(database, te
         tenant = Tenant(f"t{n}", admin=False)
         answers = at_once(lambda t=tenant: tenants.add(t, T0), lambda t=tenant: other.add(t, T0))
         assert sorted(type(answer) for answer in answers if isinstance(answer, Exception)) == [Conflict]
-    assert len(tenants.all()) == 5
+    assert len(tenants.list_all()) == 5
     other.database.close()
 
 
 def test_a_removed_tenants_key_stops_working_at_once(tenants):
     key = tenants.add(Tenant("acme", admin=False), T0)
     tenants.remove("acme")
-    assert tenants.by_key(key) is None
+    assert tenants.find_by_key(key) is None
     with pytest.raises(NotFound):
         tenants.remove("acme")
 
@@ -496,13 +496,13 @@ def test_a_removed_tenants_key_stops_working_at_once(tenants):
 def test_tenants_are_listed_by_name(tenants):
     for name in ("zoe", "acme"):
         tenants.add(Tenant(name, admin=False), T0)
-    assert [tenant.name for tenant in tenants.all()] == ["acme", "zoe"]
+    assert [tenant.name for tenant in tenants.list_all()] == ["acme", "zoe"]
 
 
 def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
     ours = Clock()
     monkeypatch.setattr("slotkeeper.registry.catalog.clock", ours)
-    Catalog(database).version()
+    Catalog(database).get_version()
     if database.engine.dialect.name == "postgresql":
         assert ours._ahead_ms is not None and abs(ours.skew_ms) < 1_000
     else:

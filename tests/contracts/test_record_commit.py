@@ -14,14 +14,14 @@ from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
 from routing.queries import listing
-from slotkeeper.config import Limits
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.errors import IdempotencyConflict, RecordUnavailable
-from slotkeeper.jobs.events import note
-from slotkeeper.jobs.models import counters, events, messages
-from slotkeeper.jobs.models import jobs as jobs_table
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.errors import DatabaseUnavailable, IdempotencyConflict
+from slotkeeper.jobs.events import add_event
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import counters, events, messages
+from slotkeeper.jobs.tables import jobs as jobs_table
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
 from tests.support.groups import held, in_one_group
@@ -37,10 +37,10 @@ class Crash(BaseException):
 @contextmanager
 def _commits(database: Database) -> Iterator[list[object]]:
     seen: list[object] = []
-    note = seen.append  # one object: the listener is removed by its identity
-    event.listen(database.engine, "commit", note)
+    append = seen.append  # one object: the listener is removed by its identity
+    event.listen(database.engine, "commit", append)
     yield seen
-    event.remove(database.engine, "commit", note)
+    event.remove(database.engine, "commit", append)
 
 
 def _raise(error: BaseException) -> Any:
@@ -66,7 +66,7 @@ def test_many_threads_write_much_and_each_write_is_committed_exactly_once(databa
 
 
 def test_two_processes_that_write_much_lose_and_double_nothing(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     work = [lambda s=s: [s.submit([a_job()], T0)[0] for _ in range(25)] for s in (store, other) * 3]
     answers = [answer for answered in at_once(*work) for answer in answered]
     assert len({answer.seq for answer in answers}) == 150
@@ -82,7 +82,7 @@ def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
 
 
 def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
-    monkeypatch.setattr("slotkeeper.db.db._LARGEST_BATCH", 4)
+    monkeypatch.setattr("slotkeeper.db.group_commit._LARGEST_BATCH", 4)
     with _commits(database) as seen:
         answers = in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
     assert len(set(answers)) == 10
@@ -101,7 +101,7 @@ def test_nobody_is_answered_before_the_commit(database, store):
     with ThreadPoolExecutor(3) as pool:
         with held(database):
             results += [pool.submit(store.submit, [a_job()], T0) for _ in range(3)]
-            eventually(lambda: len(database._line) == 3)
+            eventually(lambda: len(database._waiting) == 3)
             event.listen(database.engine, "commit", look_before_commit)
         assert all(result.result(30) for result in results)
     event.remove(database.engine, "commit", look_before_commit)
@@ -155,11 +155,11 @@ def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(
 
     def spoil(tx: Transaction) -> None:
         tx.connection.execute(insert(counters), {"name": "spoiled", "value": 1})
-        note(tx, None, "t", T0, {})
+        add_event(tx, None, "t", T0, {})
 
     moved, bad, accepted = in_one_group(
         database,
-        lambda: store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}"),
         lambda: database.write(spoil),
         lambda: store.submit([a_job()], T0)[0],
     )
@@ -174,7 +174,7 @@ def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_f
     run = a_running_job(store, callback_url="https://c.example/h")
     moved, _ = in_one_group(
         database,
-        lambda: store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}"),
         lambda: database.write(lambda _: _raise(ZeroDivisionError())),
     )
     assert moved.to is State.COMPLETED and _count(database, messages) == 1
@@ -187,7 +187,7 @@ def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(databa
         database,
         lambda: store_start(store, job.id, "gpu1", "gpu1-slot0", "l1", T0),
         lambda: store_start(store, job.id, "gpu2", "gpu2-slot0", "l2", T0),
-        lambda: store_end(store, job.id, 1, Why.FINISHED, T0, result="{}"),
+        lambda: store_end(store, job.id, 1, Reason.FINISHED, T0, result="{}"),
     )
     assert (first.attempt, second, third.to) == (1, None, "completed")
     assert len(trail_of(store, job.id)) == 3
@@ -204,7 +204,7 @@ def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(
 
     crashed, neighbour = in_one_group(database, lead, lambda: store.submit([a_job()], T0))
     assert isinstance(crashed, Crash)
-    assert type(neighbour) is RecordUnavailable
+    assert type(neighbour) is DatabaseUnavailable
     assert _count(database, jobs_table) == 0
     assert store.submit([a_job()], T0)
 
@@ -246,9 +246,9 @@ def test_a_unit_that_finds_a_row_where_it_saw_none_looks_again(database):
 
 
 def _is_unavailable(act: Act, *, reads: bool = False) -> None:
-    with pytest.raises(RecordUnavailable) as refused:
+    with pytest.raises(DatabaseUnavailable) as refused:
         act()
-    assert type(refused.value) is RecordUnavailable  # not an unknown
+    assert type(refused.value) is DatabaseUnavailable  # not an unknown
     assert refused.value.retry_after_s > 0
     assert ("nothing was stored" in refused.value.detail) is not reads  # A read does not know what was.
 
@@ -263,7 +263,7 @@ def _nowhere(kind: str, folder: Any) -> str:
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
     database = Database(_nowhere(kind, tmp_path))
-    store = Store(database)
+    store = JobStore(database)
     _is_unavailable(lambda: store.submit([a_job()], T0))
     _is_unavailable(lambda: store.get("j"), reads=True)
     _is_unavailable(lambda: listing.counts(database), reads=True)
@@ -272,10 +272,10 @@ def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
 
 def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the_next_one_works(postgres_url):
     database = Database(postgres_url)
-    store = Store(database)
+    store = JobStore(database)
 
     def cut(tx: Transaction) -> None:
-        store.submitting([a_job()], T0, None).unit(tx)
+        store.submit_write([a_job()], T0, None).unit(tx)
         pid = tx.connection.execute(text("SELECT pg_backend_pid()")).scalar()
         with database.read() as other:
             other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
@@ -300,7 +300,7 @@ def test_what_a_writers_connection_is_set_to_concerns_no_other_even_when_it_is_g
 
 def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postgres, postgres_url):
     database = Database(postgres_url)
-    store = Store(database)
+    store = JobStore(database)
     store.submit([a_job()], T0)
     postgres.put_out(postgres_url)
     assert len(store.submit([a_job()], T0)) == 1
@@ -313,7 +313,7 @@ def test_a_server_that_became_a_read_only_standby_is_unavailable(postgres_url):
     read_only = text("SET TRANSACTION READ ONLY")
     _is_unavailable(
         lambda: database.write(
-            lambda tx: (tx.connection.execute(read_only), Store(database).submitting([a_job()], T0, None).unit(tx))
+            lambda tx: (tx.connection.execute(read_only), JobStore(database).submit_write([a_job()], T0, None).unit(tx))
         )
     )
     database.close()
@@ -323,17 +323,17 @@ def test_when_every_connection_is_taken_the_record_is_unavailable(database, monk
     monkeypatch.setattr(database.engine.pool, "_timeout", 0.01)
     monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
     taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
-    _is_unavailable(lambda: Store(database).submit([a_job()], T0))
+    _is_unavailable(lambda: JobStore(database).submit([a_job()], T0))
     _is_unavailable(lambda: listing.counts(database), reads=True)
     for connection in taken:
         connection.close()
-    assert Store(database).submit([a_job()], T0)
+    assert JobStore(database).submit([a_job()], T0)
 
 
 @pytest.fixture
 def impatient(sqlite_url) -> Iterator[Database]:
     """An SQLite record that waits 50 ms for a lock."""
-    database = Database(sqlite_url, Limits(lock_s=0.05))
+    database = Database(sqlite_url, DatabaseTimeouts(lock_s=0.05))
     yield database
     database.close()
 
@@ -349,7 +349,7 @@ def lock(sqlite_url) -> Iterator[sqlite3.Connection]:
 
 
 def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_be_read(impatient, lock):
-    store = Store(impatient)
+    store = JobStore(impatient)
     job = a_queued_job(store)
     lock.execute("BEGIN IMMEDIATE")
     _is_unavailable(lambda: store_start(store, job.id, "gpu1", "gpu1-slot0", "l", T0))
@@ -368,15 +368,15 @@ def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_
         groups.append(len(group))
         return commit(group, *more)
 
-    store = Store(impatient)
+    store = JobStore(impatient)
     answers: list[Future[Any]] = []
     with ThreadPoolExecutor(6) as pool:
         with held(impatient):
             answers += [pool.submit(store.submit, [a_job()], T0) for _ in range(6)]
-            eventually(lambda: len(impatient._line) == 6)
+            eventually(lambda: len(impatient._waiting) == 6)
             monkeypatch.setattr(impatient, "_commit", lock_out)
         errors = [answer.exception(30) for answer in answers]
-    assert [type(error) for error in errors] == [RecordUnavailable] * 6
+    assert [type(error) for error in errors] == [DatabaseUnavailable] * 6
     assert groups == [6]
 
 
@@ -393,7 +393,7 @@ def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(da
 
     acts = [lambda: database.write(lose)] + [lambda: store.submit([a_job()], T0)] * 5
     errors = in_one_group(database, *acts)
-    assert [type(error) for error in errors] == [RecordUnavailable] * 6
+    assert [type(error) for error in errors] == [DatabaseUnavailable] * 6
     assert begins == [True]
 
 
@@ -415,7 +415,7 @@ def test_a_write_is_not_seen_half(database, store):
     """Readers see a job and its event together or not at all."""
     outside = Database(database.url)
     seen: list[int] = []
-    watch = Store(outside)
+    watch = JobStore(outside)
     job = a_queued_job(store)
 
     def look(connection: object, cursor: object, statement: str, *_: object) -> None:

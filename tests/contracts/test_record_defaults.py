@@ -2,11 +2,11 @@
 
 import pytest
 
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, InvalidJob, NotFound
-from slotkeeper.registry import descriptions
+from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.defaults import INSTALLATION, Source
+from slotkeeper.registry.defaults import INSTALLATION, ConfigSource
 from tests.support.builders import T0
 
 
@@ -20,16 +20,16 @@ def test_the_nearest_that_says_a_field_decides_it(catalog):
     catalog.set_defaults("training", {"max_retries": 2, "max_crashes": 2}, T0, "ops")
     catalog.configure("zimg", {"kind": "training", "max_retries": 3}, T0)
     catalog.configure("flux", {}, T0)
-    found = catalog.snapshot().models
+    found = catalog.read().models
     of_kind, plain = found["zimg"], found["flux"]
     assert (of_kind.config.max_retries, of_kind.config.max_crashes, of_kind.config.policy) == (3, 2, "fifo")
     assert (plain.config.max_retries, plain.config.max_crashes, plain.config.policy) == (1, 1, "fifo")
     said = ("kind", "max_retries", "max_crashes", "policy")
     assert [of_kind.sources[name] for name in said] == [
-        Source.MODEL,
-        Source.MODEL,
-        Source.KIND,
-        Source.INSTALLATION,
+        ConfigSource.MODEL,
+        ConfigSource.MODEL,
+        ConfigSource.KIND,
+        ConfigSource.INSTALLATION,
     ]
     assert "poll_interval" not in of_kind.sources, "it is built in"
 
@@ -37,9 +37,9 @@ def test_the_nearest_that_says_a_field_decides_it(catalog):
 def test_a_change_of_defaults_reaches_every_model_and_raises_the_version(catalog):
     catalog.set_defaults("training", {"max_retries": 2}, T0, "ops")
     catalog.configure("zimg", {"kind": "training"}, T0)
-    before = catalog.version()
+    before = catalog.get_version()
     catalog.set_defaults("training", {"max_retries": 9}, T0, "ops")
-    assert (catalog.snapshot().models["zimg"].config.max_retries, catalog.version()) == (9, before + 1)
+    assert (catalog.read().models["zimg"].config.max_retries, catalog.get_version()) == (9, before + 1)
 
 
 def test_how_servers_are_spoken_to_is_taken_together_from_the_nearest_that_says_it(catalog):
@@ -48,12 +48,12 @@ def test_how_servers_are_spoken_to_is_taken_together_from_the_nearest_that_says_
     catalog.configure("own", {"kind": "training", "preset": "c"}, T0, '{"c":1}')
     catalog.configure("of-kind", {"kind": "training"}, T0)
     catalog.configure("plain", {}, T0)
-    found = catalog.snapshot().models
+    found = catalog.read().models
     versions = {name: it.described_by for name, it in found.items()}
     assert versions == {
-        "own": descriptions.version_of('{"c":1}'),
-        "of-kind": descriptions.version_of('{"b":1}'),
-        "plain": descriptions.version_of('{"a":1}'),
+        "own": server_descriptions.hash_body('{"c":1}'),
+        "of-kind": server_descriptions.hash_body('{"b":1}'),
+        "plain": server_descriptions.hash_body('{"a":1}'),
     }
     assert (found["own"].config.model_type, found["of-kind"].config.id_field, found["of-kind"].config.preset) == (
         "sync",
@@ -64,17 +64,17 @@ def test_how_servers_are_spoken_to_is_taken_together_from_the_nearest_that_says_
 
 def test_a_description_that_defaults_name_is_kept(database, catalog):
     catalog.set_defaults(INSTALLATION, {"preset": "a"}, T0, "ops", '{"a":1}')
-    for now in (T0, T0 + descriptions.KEPT_MS):
-        descriptions.purge(database, now)
-    assert descriptions.read(database, descriptions.version_of('{"a":1}')) == '{"a":1}'
+    for now in (T0, T0 + server_descriptions.KEEP_UNUSED_MS):
+        server_descriptions.delete_unused(database, now)
+    assert server_descriptions.read_description(database, server_descriptions.hash_body('{"a":1}')) == '{"a":1}'
 
 
 def test_defaults_with_which_a_model_could_not_be_configured_are_refused_whole(catalog):
     catalog.configure("zimg", {"poll_interval": 300}, T0)
-    before = catalog.snapshot()
+    before = catalog.read()
     with pytest.raises(InvalidJob, match=r"poll_interval must not exceed max_poll_time.*'zimg'"):
         catalog.set_defaults(INSTALLATION, {"max_poll_time": 60}, T0, "ops")
-    assert catalog.snapshot() == before
+    assert catalog.read() == before
 
 
 def test_a_model_that_could_not_be_configured_so_by_its_kind_is_refused(catalog):
@@ -83,7 +83,7 @@ def test_a_model_that_could_not_be_configured_so_by_its_kind_is_refused(catalog)
         catalog.configure("zimg", {"kind": "training", "poll_interval": 300}, T0)
     with pytest.raises(InvalidJob, match="no kind 'deployment'"):
         catalog.configure("zimg", {"kind": "deployment"}, T0)
-    assert catalog.snapshot().models == {}
+    assert catalog.read().models == {}
 
 
 def test_a_kind_that_models_are_of_is_not_removed(catalog):
@@ -93,6 +93,6 @@ def test_a_kind_that_models_are_of_is_not_removed(catalog):
         catalog.remove_kind("training")
     catalog.configure("zimg", {}, T0)
     catalog.remove_kind("training")
-    assert catalog.snapshot().defaults == {}
+    assert catalog.read().defaults == {}
     with pytest.raises(NotFound):
         catalog.remove_kind("training")

@@ -3,11 +3,11 @@
 import pytest
 
 from slotkeeper.errors import NotFound
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.registry import descriptions
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.descriptions import KEPT_MS
 from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.server_descriptions import KEEP_UNUSED_MS
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
 from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start
@@ -22,7 +22,7 @@ def catalog(database):
 
 def _version(catalog, body, **overrides):
     described_by = catalog.configure("zimg", overrides, T0, body).described_by
-    assert described_by == descriptions.version_of(body)
+    assert described_by == server_descriptions.hash_body(body)
     return described_by
 
 
@@ -33,13 +33,13 @@ def _start(store, job, described_by):
 def test_a_version_is_stored_once_and_read_by_its_name(database, catalog):
     first = _version(catalog, '{"a":1}')
     assert _version(catalog, '{"a":2}') != first == _version(catalog, '{"a":1}')
-    assert descriptions.read(database, first) == '{"a":1}'
-    assert descriptions.read(database, "none") is None
+    assert server_descriptions.read_description(database, first) == '{"a":1}'
+    assert server_descriptions.read_description(database, "none") is None
 
 
 def test_what_is_given_and_the_version_it_makes_stand_together(catalog):
     version = _version(catalog, "{}", preset="x", max_retries=3)
-    model = catalog.snapshot().models["zimg"]
+    model = catalog.read().models["zimg"]
     assert (model.overrides, model.described_by) == ({"preset": "x", "max_retries": 3}, version)
     assert (model.config.preset, model.config.max_retries) == ("x", 3)
     assert catalog.configure("zimg", {}, T0).described_by is None
@@ -49,17 +49,17 @@ def test_a_registration_has_its_own_version_until_it_is_taken_away(catalog):
     of_model = _version(catalog, '{"a":1}')
     registered = ("zimg", "gpu1", "http://gpu1/", 1, T0)
     catalog.register(*registered, overrides={"preset": "x"}, description='{"a":2}')
-    own = descriptions.version_of('{"a":2}')
-    assert catalog.snapshot().described_by("gpu1", "zimg") == own
+    own = server_descriptions.hash_body('{"a":2}')
+    assert catalog.read().find_description("gpu1", "zimg") == own
     catalog.register(*registered)
-    assert catalog.snapshot().described_by("gpu1", "zimg") == own, "what is not said stays"
+    assert catalog.read().find_description("gpu1", "zimg") == own, "what is not said stays"
     catalog.register(*registered, overrides={})
-    assert catalog.snapshot().described_by("gpu1", "zimg") == of_model
-    assert catalog.snapshot().described_by("gpu2", "zimg") == of_model
-    assert catalog.snapshot().described_by("gpu1", "other") is None
+    assert catalog.read().find_description("gpu1", "zimg") == of_model
+    assert catalog.read().find_description("gpu2", "zimg") == of_model
+    assert catalog.read().find_description("gpu1", "other") is None
 
 
-@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.HANDED_BACK])
+@pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.HANDED_BACK])
 def test_a_run_that_was_sent_keeps_its_version_and_one_that_was_not_takes_the_new(store, why):
     sent, unsent = a_queued_job(store), a_queued_job(store)
     for job in (sent, unsent):
@@ -75,7 +75,7 @@ def test_a_run_elsewhere_takes_the_new_version(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
     store_remote_id(store, job.id, 1, "r", T0)
-    store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0)
+    store_end(store, job.id, 1, Reason.LEASE_EXPIRED, T0)
     run = store_start(store, job.id, "gpu2", "gpu2-slot0", "l w", T0, 0, None)
     assert (run.remote_id, run.described_by) == (None, None)
 
@@ -84,7 +84,7 @@ def test_a_run_that_the_server_has_lost_names_no_version_any_more(store):
     job = a_queued_job(store)
     _start(store, job, "v1")
     store_remote_id(store, job.id, 1, "r", T0)
-    store_end(store, job.id, 1, Why.SERVER_LOST, T0)
+    store_end(store, job.id, 1, Reason.SERVER_LOST, T0)
     assert store.get(job.id).described_by is None
 
 
@@ -95,35 +95,41 @@ def test_versions_that_nothing_names_are_removed_after_a_while_and_no_others(dat
     for job, version in zip(jobs, (running, queued), strict=True):
         _start(store, job, version)
         store_remote_id(store, job.id, 1, "r", T0)
-    store_end(store, jobs[1].id, 1, Why.LEASE_EXPIRED, T0)
-    assert descriptions.purge(database, T0) == 0
+    store_end(store, jobs[1].id, 1, Reason.LEASE_EXPIRED, T0)
+    assert server_descriptions.delete_unused(database, T0) == 0
     _version(catalog, '{"n":3}')
     _version(catalog, '{"n":9}')
-    assert descriptions.purge(database, T0 + KEPT_MS - 1) == 0
-    assert descriptions.purge(database, T0 + KEPT_MS) == 1
-    there = {version for version in (running, queued, idle, back, now) if descriptions.read(database, version)}
+    assert server_descriptions.delete_unused(database, T0 + KEEP_UNUSED_MS - 1) == 0
+    assert server_descriptions.delete_unused(database, T0 + KEEP_UNUSED_MS) == 1
+    there = {
+        version
+        for version in (running, queued, idle, back, now)
+        if server_descriptions.read_description(database, version)
+    }
     assert there == {running, queued, back, now}
     for job in jobs:
-        store_end(store, job.id, 1, Why.FINISHED, T0, result="1")
-    assert descriptions.purge(database, T0 + 4 * KEPT_MS) == 1, "that which was named again counts anew"
+        store_end(store, job.id, 1, Reason.FINISHED, T0, result="1")
+    assert server_descriptions.delete_unused(database, T0 + 4 * KEEP_UNUSED_MS) == 1, (
+        "that which was named again counts anew"
+    )
 
 
 def test_the_same_version_stored_at_once_is_one(database, catalog):
     at_once(*[lambda n=n: catalog.configure(f"m{n}", {}, T0, '{"same":1}') for n in range(4)])
-    assert descriptions.read(database, descriptions.version_of('{"same":1}')) == '{"same":1}'
+    assert server_descriptions.read_description(database, server_descriptions.hash_body('{"same":1}')) == '{"same":1}'
 
 
 def test_secrets_are_part_of_the_catalog(catalog):
-    before = catalog.version()
+    before = catalog.get_version()
     secret = Secret("KEY", frozenset({"b", "a"}), "sealed", "acme", T0)
     catalog.set_secret(secret)
-    assert catalog.snapshot().secrets == {"KEY": secret} and catalog.version() > before
+    assert catalog.read().secrets == {"KEY": secret} and catalog.get_version() > before
     other = Secret("KEY", None, "sealed anew", None, LATER)
     catalog.set_secret(other)
-    assert catalog.snapshot().secrets == {"KEY": other}
-    assert not catalog.replace_seal(secret, "x") and catalog.replace_seal(other, "sealed again")
-    assert catalog.snapshot().secrets["KEY"].sealed == "sealed again"
+    assert catalog.read().secrets == {"KEY": other}
+    assert not catalog.reseal_secret(secret, "x") and catalog.reseal_secret(other, "sealed again")
+    assert catalog.read().secrets["KEY"].sealed == "sealed again"
     catalog.remove_secret("KEY")
-    assert catalog.snapshot().secrets == {}
+    assert catalog.read().secrets == {}
     with pytest.raises(NotFound):
         catalog.remove_secret("KEY")

@@ -8,8 +8,8 @@ from sqlalchemy import event
 
 from app.simulate import history
 from app.simulate.history import Past
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.outbox import removal
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.outbox import retention
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_queued_job, a_running_job, an_ended_job
 
 HOUR = 3600 * SECOND
@@ -30,7 +30,7 @@ def test_history_tells_of_a_job_that_ended_without_a_start_and_not_of_one_that_o
     a_queued_job(store, now_ms=T0)
     a_delayed_job(store, now_ms=T0)
     assert list(history.read(store.database, T0, T0 + 1)) == []
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
     (told,) = history.read(store.database, T0, T0 + 1)
     assert (told.started_ms, told.finished_ms, told.state) == (None, T0 + SECOND, State.CANCELED)
 
@@ -69,7 +69,7 @@ def test_jobs_of_one_moment_are_told_as_they_were_accepted(store):
 def test_history_closes_the_gaps_that_removed_jobs_have_left(store):
     for n in range(20):
         (a_running_job if n % 5 == 0 else an_ended_job)(store, now_ms=T0 + n)
-    assert removal.purge(store.database, T0 + 20) == 16
+    assert retention.delete_ended_jobs(store.database, T0 + 20) == 16
     assert [past.created_ms - T0 for past in history.read(store.database, T0 + 1, T0 + 20)] == [5, 10, 15]
 
 

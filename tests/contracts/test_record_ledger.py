@@ -7,13 +7,13 @@ from sqlalchemy import func, select
 
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.config import Limits
-from slotkeeper.db.db import Database
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import IdempotencyConflict
-from slotkeeper.jobs.models import accepted
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import accepted
+from slotkeeper.outbox import retention
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, an_ended_job
 
 
@@ -45,7 +45,7 @@ def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(data
         for _ in range(2):
             a_job_in(store, state)
     assert ledger.standing(database) == listing.counts(store.database) == dict.fromkeys(State, 2)
-    removal.purge(store.database, T0 * 2, limit=3)
+    retention.delete_ended_jobs(store.database, T0 * 2, limit=3)
     store.submit([a_job(id=listing.find(store.database, state=State.QUEUED)[0].id)], T0)  # a doubled message
     assert ledger.standing(database) == listing.counts(store.database)
     assert {state: listing.count(store.database, state) for state in State} == listing.counts(store.database)
@@ -65,15 +65,15 @@ def test_job_3_what_was_not_accepted_is_not_counted(database, store):
 def test_job_3_what_is_removed_after_its_end_is_not_missed(database, store):
     for _ in range(3):
         an_ended_job(store)
-    assert removal.purge(store.database, T0 * 2) == 3
+    assert retention.delete_ended_jobs(store.database, T0 * 2) == 3
     found = ledger.read(database)
     assert (found.accepted, found.balanced) == (3, True)
 
 
 def test_job_3_many_who_submit_while_the_parts_are_added_up_are_all_counted(database):
-    patient = Limits(turn_s=60, transaction_s=60, lock_s=60)
+    patient = DatabaseTimeouts(turn_s=60, transaction_s=60, lock_s=60)
     two = [Database(database.url, patient) for _ in range(2)]
-    stores = [Store(one) for one in two]
+    stores = [JobStore(one) for one in two]
 
     def submit(n: int) -> None:
         stores[n % 2].submit([a_job(), a_job()], T0)

@@ -2,56 +2,56 @@
 
 import pytest
 
-from slotkeeper.db import lookout
-from slotkeeper.db.db import Database
-from slotkeeper.db.lookout import Lookout, News
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.store import Store
+from slotkeeper.db import change_listener
+from slotkeeper.db.change_listener import ChangeDetector, ChangeListener
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.store import JobStore
 from tests.support.builders import a_queued_job, eventually
 
 
 @pytest.fixture
-def news(database: Database) -> News:
+def news(database: Database) -> ChangeDetector:
     """Up to what there is."""
-    found = News(database)
-    assert found.has_come()
+    found = ChangeDetector(database)
+    assert found.has_changed()
     return found
 
 
-def test_whatever_anybody_commits_is_news_once(news: News, store: Store, database_url: str) -> None:
+def test_whatever_anybody_commits_is_news_once(news: ChangeDetector, store: JobStore, database_url: str) -> None:
     a_queued_job(store)
-    assert [news.has_come(), news.has_come()] == [True, False]
+    assert [news.has_changed(), news.has_changed()] == [True, False]
     another = Database(database_url)
     try:
-        a_queued_job(Store(another))
+        a_queued_job(JobStore(another))
     finally:
         another.close()
-    assert [news.has_come(), news.has_come()] == [True, False]
+    assert [news.has_changed(), news.has_changed()] == [True, False]
 
 
-def test_what_was_only_read_is_no_news(news: News, store: Store) -> None:
+def test_what_was_only_read_is_no_news(news: ChangeDetector, store: JobStore) -> None:
     store.get("nobody")
-    assert not news.has_come()
+    assert not news.has_changed()
 
 
-def test_after_the_record_was_away_there_is_news(news: News, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_record_was_away_there_is_news(news: ChangeDetector, monkeypatch: pytest.MonkeyPatch) -> None:
     def away() -> object:
-        raise RecordUnavailable("away")
+        raise DatabaseUnavailable("away")
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(news, "_look", away)
-        with pytest.raises(RecordUnavailable):
-            news.has_come()
-    assert [news.has_come(), news.has_come()] == [True, False]
+        with pytest.raises(DatabaseUnavailable):
+            news.has_changed()
+    assert [news.has_changed(), news.has_changed()] == [True, False]
 
 
 def test_a_lookout_that_fails_takes_it_for_news(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever relies on it looks too often then, instead of hardly ever."""
-    monkeypatch.setattr(lookout, "EVERY_S", 0.001)
-    monkeypatch.setattr(News, "has_come", lambda _: 1 / 0)
+    monkeypatch.setattr(change_listener, "EVERY_S", 0.001)
+    monkeypatch.setattr(ChangeDetector, "has_changed", lambda _: 1 / 0)
     woken: list[bool] = []
-    found = Lookout(database)
-    found.wake(lambda: woken.append(True))
-    found.begin()
+    found = ChangeListener(database)
+    found.on_change(lambda: woken.append(True))
+    found.start()
     eventually(lambda: len(woken) > 2)
-    found.end()
+    found.stop()

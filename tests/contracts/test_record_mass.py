@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import event, text
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
+from slotkeeper.jobs.store import JobStore
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -45,20 +45,25 @@ def _statements(database: Database) -> Iterator[list[str]]:
 # -- deadlines -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", sorted(ACTIVE))
+@pytest.mark.parametrize("state", sorted(ACTIVE_STATES))
 def test_a_job_past_its_deadline_is_ended_whatever_it_is_doing(store, state):
     job = a_job_in(store, state, deadline_ms=DUE)
     a_job_in(store, state)  # has no deadline
     assert store.expire_overdue(DUE - 1) == []
     (moved,) = store.expire_overdue(DUE)
-    assert (moved.job, moved.to, moved.attempt) == (job.waiting, State.EXPIRED, job.attempt)
+    assert (moved.job, moved.to, moved.attempt) == (job.queued, State.EXPIRED, job.attempt)
     after = store.get(job.id)
-    assert (after.state, after.why, after.finished_ms, after.lease) == (State.EXPIRED, Why.DEADLINE_PASSED, DUE, None)
+    assert (after.state, after.why, after.finished_ms, after.lease) == (
+        State.EXPIRED,
+        Reason.DEADLINE_PASSED,
+        DUE,
+        None,
+    )
     assert after.error_message == f"Its deadline passed while it was {state}."
     assert store.expire_overdue(LATER) == []
 
 
-@pytest.mark.parametrize("state", sorted(FINAL))
+@pytest.mark.parametrize("state", sorted(FINAL_STATES))
 def test_job_1_a_deadline_ends_nothing_that_has_ended(database, store, state):
     job = an_ended_job(store, state, deadline_ms=DUE)
     before = row_of(database, job.id)
@@ -71,7 +76,7 @@ def test_job_2_each_of_many_that_expire_has_its_one_event_with_its_attempt(store
     assert len(store.expire_overdue(LATER)) == 2
     assert trail_of(store, waiting.id)[1:] == [("job.expired", "deadline_passed", 0)]
     assert trail_of(store, running.job.id)[2:] == [("job.expired", "deadline_passed", 1)]
-    assert store.events_of(waiting.id)[-1].data["error"]["message"] == "Its deadline passed while it was queued."
+    assert store.list_events(waiting.id)[-1].data["error"]["message"] == "Its deadline passed while it was queued."
 
 
 def test_hook_1_each_of_many_that_expire_owes_its_webhook(database, store):
@@ -88,8 +93,8 @@ def test_the_longest_overdue_expire_first_and_no_more_than_asked_for(store):
 
 
 def test_two_that_expire_at_once_end_each_job_once(database, store):
-    other = Store(Database(database.url))
-    ids = [a_job_in(store, state, deadline_ms=DUE).id for state in ACTIVE for _ in range(10)]
+    other = JobStore(Database(database.url))
+    ids = [a_job_in(store, state, deadline_ms=DUE).id for state in ACTIVE_STATES for _ in range(10)]
     mine, theirs = at_once(lambda: store.expire_overdue(LATER), lambda: other.expire_overdue(LATER))
     assert Counter(moved.job.id for moved in mine + theirs) == Counter(ids)
     assert all(trail_of(store, job_id)[-1][0] == "job.expired" for job_id in ids)
@@ -97,10 +102,10 @@ def test_two_that_expire_at_once_end_each_job_once(database, store):
 
 
 def test_a_run_that_is_settled_at_the_same_moment_ends_once(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     runs = [a_running_job(store, deadline_ms=DUE) for _ in range(20)]
     settle = [
-        lambda run=run: store_end(other, run.job.id, run.attempt, Why.FINISHED, LATER, result="{}") for run in runs
+        lambda run=run: store_end(other, run.job.id, run.attempt, Reason.FINISHED, LATER, result="{}") for run in runs
     ]
     ended, *settled = at_once(lambda: store.expire_overdue(LATER), *settle)
     ended += store.expire_overdue(LATER)  # one that was being settled was left out, but nothing settles it any more
@@ -110,7 +115,7 @@ def test_a_run_that_is_settled_at_the_same_moment_ends_once(database, store):
 
 @pytest.mark.parametrize("many", [3, 60])
 def test_many_deadlines_take_no_more_statements_than_few(database, store, many):
-    for state in sorted(ACTIVE):
+    for state in sorted(ACTIVE_STATES):
         for _ in range(many // 3):
             a_job_in(store, state, deadline_ms=DUE, callback_url=CALLBACK)
     with _statements(database) as said:
@@ -141,7 +146,7 @@ def test_many_that_are_due_take_no_more_statements_than_few(database, store, man
 
 def test_a_job_that_somebody_is_just_canceling_holds_up_no_other_that_is_due(postgres_url):
     database = Database(postgres_url)
-    store = Store(database)
+    store = JobStore(database)
     held, free = a_delayed_job(store), a_delayed_job(store)
     with database.engine.begin() as somebody:
         somebody.execute(text("UPDATE jobs SET state = 'canceled', due_ms = NULL WHERE id = :id"), {"id": held.id})
@@ -156,14 +161,14 @@ def test_a_job_that_somebody_is_just_canceling_holds_up_no_other_that_is_due(pos
 def test_the_queued_jobs_of_all_models_are_read_in_order_of_acceptance(store):
     a_delayed_job(store)
     ids = [a_queued_job(store, model=model).id for model in ("zimg", "zvideo", "zimg")]
-    assert [job.id for job in store.queued()] == ids
-    assert [job.id for job in store.queued(limit=2)] == ids[:2]
-    assert [job.id for job in store.queued(after_seq=store.get(ids[0]).seq)] == ids[1:]
+    assert [job.id for job in store.list_queued()] == ids
+    assert [job.id for job in store.list_queued(limit=2)] == ids[:2]
+    assert [job.id for job in store.list_queued(after_seq=store.get(ids[0]).seq)] == ids[1:]
 
 
 def test_the_queued_jobs_of_more_models_than_one_statement_takes_come_in_order(store):
     ids = [a_queued_job(store, model=f"m{n % 7}").id for n in range(12)]
     models = [f"idle{n}" for n in range(250)] + [f"m{n}" for n in range(7)]
-    assert [job.id for job in store.queued(models)] == ids
-    assert [job.id for job in store.queued(models, limit=5)] == ids[:5]
-    assert store.queued([]) == []
+    assert [job.id for job in store.list_queued(models)] == ids
+    assert [job.id for job in store.list_queued(models, limit=5)] == ids[:5]
+    assert store.list_queued([]) == []

@@ -16,20 +16,20 @@ from sqlalchemy import event
 
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.db import fate
-from slotkeeper.db.db import Database
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.record import Withholding
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import forward, removal
-from slotkeeper.outbox.callbacks import Callbacks, Due
-from slotkeeper.outbox.messages import Answered, Key, Message, Messages
-from slotkeeper.outbox.receivers import Receiver
-from slotkeeper.outbox.tellings import Tellings
+from slotkeeper.db import commit_outcome
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
+from slotkeeper.jobs.values import Quarantine
+from slotkeeper.outbox import forward, retention
+from slotkeeper.outbox.redelivery import Callbacks, DueCallback
+from slotkeeper.outbox.result_notifications import ResultNotifications
+from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.rotations import Rotations
+from slotkeeper.registry.rotations import SecretRotations
 from slotkeeper.registry.tenants import Tenants
 from tests.support.builders import T0, a_job
 from tests.support.ends import store_end
@@ -48,7 +48,7 @@ _STATISTICS = ["no statistics", "statistics from before the backlog", "statistic
 
 
 @pytest.fixture(params=_STATISTICS)
-def full(request: pytest.FixtureRequest, database: Database) -> Store:
+def full(request: pytest.FixtureRequest, database: Database) -> JobStore:
     """Many ended jobs of one tenant and model, then a backlog; with each what hangs on it."""
     _fill_all(database, "done", ENDED, f"'completed', 'finished', 5, 'big', {T0}, {T0}, NULL, NULL", "given_up", 0)
     if request.param == _STATISTICS[1]:
@@ -58,7 +58,7 @@ def full(request: pytest.FixtureRequest, database: Database) -> Store:
     )
     if request.param == _STATISTICS[2]:
         _count(database)
-    return Store(database)
+    return JobStore(database)
 
 
 def _fill_all(database: Database, name: str, rows: int, job: str, message: str, expires_ms: int) -> None:
@@ -169,52 +169,56 @@ def _finds_by(plans: list[str], *wanted: str) -> None:
 
 _EVENT = {"job_id": "wait-1", "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
 _HOOK = Message("wait-1", 10, "wait-1", "job.completed", T0, "pending", 0, T0, T0, None, None, None)
-_RECEIVER = Receiver("wait-1", "big", "http://c", frozenset(), "", T0)
-_LINGERS = Withholding("lost", T0)
+_RECEIVER = Subscription("wait-1", "big", "http://c", frozenset(), "", T0)
+_LINGERS = Quarantine("lost", T0)
 
-BY_KEY: dict[str, Callable[[Database, Store], Any]] = {
+BY_KEY: dict[str, Callable[[Database, JobStore], Any]] = {
     "submit": lambda _, store: store.submit([a_job(idempotency_key="k")], T0),
-    "knows": lambda _, store: store.knows([a_job(idempotency_key="k")], T0),
+    "knows": lambda _, store: store.knows_keys([a_job(idempotency_key="k")], T0),
     "start": lambda _, store: store_start(store, "wait-1", "gpu1", "gpu1-slot0", "l w", T0),
-    "settle": lambda _, store: store_end(store, "wait-1", 1, Why.FINISHED, T0, result="{}"),
+    "settle": lambda _, store: store_end(store, "wait-1", 1, Reason.FINISHED, T0, result="{}"),
     "starts at once": lambda database, store: _all_at_once(
         database, *[store.start_write(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
     ),
     "settles at once": lambda database, store: _all_at_once(
-        database, *[store.settle_write(f"wait-{n}", 1, Why.FINISHED, T0, result="{}") for n in (3, 4, 5)]
+        database, *[store.settle_write(f"wait-{n}", 1, Reason.FINISHED, T0, result="{}") for n in (3, 4, 5)]
     ),
-    "settle of a run without result": lambda _, store: store_end(store, "wait-1", 1, Why.SERVER_BUSY, T0),
-    "settle that withholds": lambda _, store: store_end(store, "wait-2", 1, Why.SERVER_LOST, T0, withhold=_LINGERS),
-    "end_waiting": lambda _, store: store.end_waiting("wait-1", Why.CANCEL_REQUESTED, T0),
+    "settle of a run without result": lambda _, store: store_end(store, "wait-1", 1, Reason.SERVER_BUSY, T0),
+    "settle that withholds": lambda _, store: store_end(store, "wait-2", 1, Reason.SERVER_LOST, T0, withhold=_LINGERS),
+    "end_waiting": lambda _, store: store.cancel_waiting("wait-1", Reason.CANCEL_REQUESTED, T0),
     "request_cancel": lambda _, store: store.request_cancel("wait-1", T0),
     "note_remote": lambda _, store: store_remote_id(store, "wait-1", 1, "r", T0),
     "revive": lambda _, store: store.revive("wait-1", T0),
     "get": lambda _, store: store.get("wait-1"),
-    "briefs": lambda _, store: store.briefs(["wait-1", "wait-2"]),
-    "state_of": lambda _, store: store.state_of("wait-1"),
-    "headers": lambda _, store: store.headers("wait-1"),
-    "events_of": lambda _, store: store.events_of("wait-1"),
-    "delete_dead": lambda _, store: removal.delete_dead(store.database, "wait-1"),
+    "briefs": lambda _, store: store.get_statuses(["wait-1", "wait-2"]),
+    "state_of": lambda _, store: store.get_state("wait-1"),
+    "headers": lambda _, store: store.get_message_headers("wait-1"),
+    "events_of": lambda _, store: store.list_events("wait-1"),
+    "delete_dead": lambda _, store: retention.delete_dead_job(store.database, "wait-1"),
     "whether it wrote an event": lambda database, _: _wrote(database),
-    "claim of a webhook": lambda database, _: Messages(database).claim_all([Key("wait-1", 10, of_job=True)], T0, T0),
-    "end of a delivery": lambda database, _: Messages(database).delivered(_HOOK, _RECEIVER, Answered(True, 200, 1), T0),
-    "owed": lambda database, _: Tellings(database).owed("t-wait-1"),
-    "told": lambda database, _: Tellings(database).told(["t-wait-1", "t-wait-2"]),
-    "withheld": lambda database, _: withheld.of_run(database, "wait-1", 1),
-    "let go of": lambda database, _: withheld.forget(database, "wait-1", 1),
-    "version of the catalog": lambda database, _: Catalog(database).version(),
-    "tenant of a key": lambda database, _: Tenants(database).by_key("k"),
-    "secret of a tenant": lambda database, _: Rotations(database).of("big"),
+    "claim of a webhook": lambda database, _: MessageQueue(database).claim(
+        [MessageKey("wait-1", 10, of_job=True)], T0, T0
+    ),
+    "end of a delivery": lambda database, _: MessageQueue(database).note_delivered(
+        _HOOK, _RECEIVER, DeliveryResult(True, 200, 1), T0
+    ),
+    "owed": lambda database, _: ResultNotifications(database).is_pending("t-wait-1"),
+    "told": lambda database, _: ResultNotifications(database).delete(["t-wait-1", "t-wait-2"]),
+    "withheld": lambda database, _: quarantine.find(database, "wait-1", 1),
+    "let go of": lambda database, _: quarantine.release(database, "wait-1", 1),
+    "version of the catalog": lambda database, _: Catalog(database).get_version(),
+    "tenant of a key": lambda database, _: Tenants(database).find_by_key("k"),
+    "secret of a tenant": lambda database, _: SecretRotations(database).get("big"),
 }
 
 
 def _all_at_once(database: Database, *writes: Any) -> None:
-    assert None not in database.do_all(writes)
+    assert None not in database.commit_all(writes)
 
 
 def _wrote(database: Database) -> bool:
     with database.read() as connection:
-        return fate.wrote(connection, fate.Witness(events, _EVENT))
+        return commit_outcome.has_row(connection, commit_outcome.WitnessRow(events, _EVENT))
 
 
 def test_one_job_is_found_by_its_key_and_never_by_its_state(database, full):
@@ -237,16 +241,16 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
 
 
 def test_running_jobs_are_found_by_their_state(database, full):
-    plans = _plans(database, full.running)
+    plans = _plans(database, full.list_running)
     _reads_nothing_through(plans)
     _finds_by(plans, "ix_jobs_state_seq")
 
 
 def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs(database, full):
-    alone = _plans(database, lambda: full.queued(["idle"], 0, 50))
+    alone = _plans(database, lambda: full.list_queued(["idle"], 0, 50))
     _reads_nothing_through(alone)
     _finds_by(alone, "ix_jobs_queued")
-    beside = _plans(database, lambda: full.queued(["idle", "busy"], 0, 50))
+    beside = _plans(database, lambda: full.list_queued(["idle", "busy"], 0, 50))
     _reads_nothing_through(beside)
     by_place = {plan for plan in beside if "ix_jobs_state_seq" in plan}
     assert len(by_place) <= 1, "nearly all that is queued is the busy one's, so both indexes are as good for it"
@@ -254,13 +258,13 @@ def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs
 
 
 def test_queued_jobs_of_all_models_are_read_from_where_the_last_look_ended(database, full):
-    plans = _plans(database, lambda: full.queued(None, 100, 50))
+    plans = _plans(database, lambda: full.list_queued(None, 100, 50))
     _reads_nothing_through(plans)
     _finds_by(plans, "ix_jobs_state_seq")
 
 
 def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(database, full):
-    plans = _plans(database, lambda: forward.queued_between(database, forward.last_event(database) - 1, 10**9))
+    plans = _plans(database, lambda: forward.list_queued_between(database, forward.get_last_id(database) - 1, 10**9))
     _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last one
     _finds_by(plans)
 
@@ -292,12 +296,15 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
     for act, index in (
         (full.promote_due, "ix_jobs_due"),
         (full.expire_overdue, "ix_jobs_deadline"),
-        (lambda now: removal.purge(database, now), "ix_jobs_finished"),
-        (full.forget_keys, "ix_idempotency_keys_expires_ms"),
-        (lambda now: Callbacks(database).due(now, 10), "ix_messages_due"),
-        (lambda now: Callbacks(database).due(now, 10, Due(T0, "m", 10, "", "")), "ix_messages_due"),
-        (lambda now: Callbacks(database).newest_due(now, 10), "ix_messages_due"),
-        (lambda now: Tellings(database).claim_due(now, 50), "ix_tellings_next_ms"),
+        (lambda now: retention.delete_ended_jobs(database, now), "ix_jobs_finished"),
+        (full.delete_expired_keys, "ix_idempotency_keys_expires_ms"),
+        (lambda now: Callbacks(database).list_due_callbacks(now, 10), "ix_messages_due"),
+        (
+            lambda now: Callbacks(database).list_due_callbacks(now, 10, DueCallback(T0, "m", 10, "", "")),
+            "ix_messages_due",
+        ),
+        (lambda now: Callbacks(database).list_newest_due_callbacks(now, 10), "ix_messages_due"),
+        (lambda now: ResultNotifications(database).claim_due(now, 50), "ix_tellings_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
         _reads_nothing_through(plans)
@@ -306,7 +313,11 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
 
 def test_callbacks_that_were_given_up_are_found_among_themselves(database, full):
     found = Callbacks(database)
-    for act in (found.given_up, lambda: found.given_up("big"), lambda: found.retry_given_up("big", T0, LATER)):
+    for act in (
+        found.list_given_up_callbacks,
+        lambda: found.list_given_up_callbacks("big"),
+        lambda: found.retry_all("big", T0, LATER),
+    ):
         _finds_by(_plans(database, act), "ix_messages_given_up")  # in which nothing else stands
 
 
@@ -320,10 +331,10 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
     for act, index in (
         (lambda: full.promote_due(LATER), "ix_jobs_due"),
         (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
-        (lambda: removal.purge(database, LATER, 10), "ix_jobs_finished"),
-        (lambda: Tellings(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
-        (lambda: Callbacks(database).due(LATER, 10), "ix_messages_due"),
-        (lambda: Callbacks(database).newest_due(LATER, 10), "ix_messages_due"),
+        (lambda: retention.delete_ended_jobs(database, LATER, 10), "ix_jobs_finished"),
+        (lambda: ResultNotifications(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
+        (lambda: Callbacks(database).list_due_callbacks(LATER, 10), "ix_messages_due"),
+        (lambda: Callbacks(database).list_newest_due_callbacks(LATER, 10), "ix_messages_due"),
     ):
         plans = _plans(database, act)
         _reads_nothing_through(plans)

@@ -31,10 +31,10 @@ def test_listing_filters_by_state_model_and_tenant_together(store):
 def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
     ids = [a_queued_job(store, model=model).id for model in ("zimg", "flux", "zimg", "trellis", "zimg")]
     a_delayed_job(store)
-    first = store.queued(["zimg", "flux"], limit=2)
-    rest = store.queued(["zimg", "flux"], after_seq=first[-1].seq)
+    first = store.list_queued(["zimg", "flux"], limit=2)
+    rest = store.list_queued(["zimg", "flux"], after_seq=first[-1].seq)
     assert [w.id for w in first + rest] == [ids[0], ids[1], ids[2], ids[4]]
-    assert store.queued([]) == []
+    assert store.list_queued([]) == []
 
 
 def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
@@ -44,4 +44,4 @@ def test_order_1_jobs_are_numbered_as_they_are_accepted(store):
 
 def test_a_task_message_can_be_written_without_the_payload(store):
     job = a_queued_job(store, priority=2, envelope='{"link":1}')
-    assert store.headers(job.id) == ("zimg", 2, 0, '{"link":1}')
+    assert store.get_message_headers(job.id) == ("zimg", 2, 0, '{"link":1}')

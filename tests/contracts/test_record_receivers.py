@@ -6,28 +6,28 @@ import pytest
 from sqlalchemy import func, select, update
 
 from slotkeeper.audit import search
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.models import messages as rows
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import messages as owed
-from slotkeeper.outbox import spreading
-from slotkeeper.outbox.messages import Answered, Key, Message, Messages
-from slotkeeper.outbox.receivers import (
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
+from slotkeeper.jobs.tables import messages as rows
+from slotkeeper.outbox import fan_out
+from slotkeeper.outbox import webhook_messages as owed
+from slotkeeper.outbox.fan_out import EventFanOut
+from slotkeeper.outbox.subscriptions import (
     FAILURES_TO_OPEN,
     LONGEST_COOLDOWN_MS,
     OVERLAP_MS,
-    Receiver,
-    Receivers,
+    Subscription,
+    Subscriptions,
     cooldown_ms,
-    cursor,
+    get_cursor,
     new_id,
 )
-from slotkeeper.outbox.spreading import Spreading
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.outbox.tables import tries
+from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
 from tests.support.ends import store_end
 from tests.support.untold import untold_events
@@ -36,26 +36,26 @@ HOUR = 3600 * SECOND
 DAY = 24 * HOUR
 ENDS = frozenset({"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"})
 ALL = ENDS | {"job.enqueued", "job.started", "job.delayed"}
-YES = Answered(True, 200, 5)
-NO = Answered(False, 500, 5, "https://client.example answered 500.", "oh no")
+YES = DeliveryResult(True, 200, 5)
+NO = DeliveryResult(False, 500, 5, "https://client.example answered 500.", "oh no")
 
 
 @pytest.fixture
-def receivers(database: Database) -> Receivers:
-    return Receivers(database)
+def receivers(database: Database) -> Subscriptions:
+    return Subscriptions(database)
 
 
 @pytest.fixture
-def messages(database: Database) -> Messages:
-    return Messages(database)
+def messages(database: Database) -> MessageQueue:
+    return MessageQueue(database)
 
 
 @pytest.fixture
-def spread(database: Database) -> Spreading:
-    return Spreading(database)
+def spread(database: Database) -> EventFanOut:
+    return EventFanOut(database)
 
 
-def a_receiver(receivers: Receivers, *, most: int = 100, **changes: Any) -> Receiver:
+def a_receiver(receivers: Subscriptions, *, most: int = 100, **changes: Any) -> Subscription:
     values: dict[str, Any] = {
         "id": new_id(),
         "tenant": "default",
@@ -65,39 +65,41 @@ def a_receiver(receivers: Receivers, *, most: int = 100, **changes: Any) -> Rece
         "created_ms": T0,
         **changes,
     }
-    return receivers.add(Receiver(**values), most)
+    return receivers.add(Subscription(**values), most)
 
 
-def all_steps(spread: Spreading, now_ms: int = T0) -> None:
+def all_steps(spread: EventFanOut, now_ms: int = T0) -> None:
     while spread.step(now_ms):
         pass
 
 
-def pending(database: Database, receiver: Receiver) -> list[tuple[str, str]]:
+def pending(database: Database, receiver: Subscription) -> list[tuple[str, str]]:
     query = select(rows.c.job_id, rows.c.type).where(rows.c.receiver == receiver.id, rows.c.state == "pending")
     with database.read() as connection:
         return [(row.job_id, row.type) for row in connection.execute(query.order_by(rows.c.event))]
 
 
-def outcomes(database: Database, receiver: Receiver) -> list[str]:
+def outcomes(database: Database, receiver: Subscription) -> list[str]:
     with database.read() as connection:
         query = select(tries.c.outcome).where(tries.c.receiver == receiver.id).order_by(tries.c.id)
         return list(connection.execute(query).scalars())
 
 
-def claimed(messages: Messages, receiver: Receiver, now_ms: int = T0, limit: int = 100) -> list[Message]:
-    wanted = [Key(receiver.id, event) for event in messages.due(receiver.id, now_ms, limit)]
-    return messages.claim_all(wanted, now_ms, now_ms + 20 * SECOND)
+def claimed(messages: MessageQueue, receiver: Subscription, now_ms: int = T0, limit: int = 100) -> list[Message]:
+    wanted = [MessageKey(receiver.id, event) for event in messages.list_due(receiver.id, now_ms, limit)]
+    return messages.claim(wanted, now_ms, now_ms + 20 * SECOND)
 
 
-def deliver(messages: Messages, spread: Spreading, receiver: Receiver, now_ms: int = T0) -> list[tuple[str, str]]:
+def deliver(
+    messages: MessageQueue, spread: EventFanOut, receiver: Subscription, now_ms: int = T0
+) -> list[tuple[str, str]]:
     """Have everything taken that is due; what it was, in order."""
     told: list[tuple[str, str]] = []
     while True:
         made = spread.step(now_ms)
         found = claimed(messages, receiver, now_ms)
         for message in found:
-            messages.delivered(message, messages.receivers.get(receiver.id), YES, now_ms)
+            messages.note_delivered(message, messages.receivers.get(receiver.id), YES, now_ms)
             told.append((message.job_id, message.type))
         if not found and not made:
             return told
@@ -141,8 +143,8 @@ def test_where_nobody_wants_anything_nothing_is_read_and_later_nothing_is_caught
 def test_several_processes_make_each_message_once(database, store, receivers) -> None:
     receiver = a_receiver(receivers, types=ALL)
     jobs = [an_ended_job(store).id for _ in range(30)]
-    at_once(*(lambda: all_steps(Spreading(database)) for _ in range(4)))
-    all_steps(Spreading(database))
+    at_once(*(lambda: all_steps(EventFanOut(database)) for _ in range(4)))
+    all_steps(EventFanOut(database))
     assert sorted(pending(database, receiver)) == sorted(
         (job, type_) for job in jobs for type_ in ("job.enqueued", "job.started", "job.completed")
     )
@@ -157,7 +159,7 @@ def test_a_process_that_was_slow_makes_no_message_that_another_has_made_and_sent
     an_ended_job(store)
 
     def meanwhile() -> None:
-        assert len(deliver(messages, Spreading(database), receiver)) == 2
+        assert len(deliver(messages, EventFanOut(database), receiver)) == 2
 
     monkeypatch.setattr(spread._database, "write", _after(meanwhile, database.write))
     assert spread.step(T0) == 0
@@ -170,19 +172,19 @@ def test_a_process_that_dies_between_the_events_and_the_messages_has_passed_noth
 ) -> None:
     receiver = a_receiver(receivers)
     job = an_ended_job(store)
-    dying = Spreading(database)
+    dying = EventFanOut(database)
     with monkeypatch.context() as dies:
-        dies.setattr(Messages, "owe", lambda *_: 1 / 0)
+        dies.setattr(MessageQueue, "enqueue", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dying.step(T0)
-    all_steps(Spreading(database))
+    all_steps(EventFanOut(database))
     assert pending(database, receiver) == [(job.id, "job.completed")]
 
 
 def test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_first_come_first(
     database, store, receivers, spread, monkeypatch
 ) -> None:
-    monkeypatch.setattr(spreading, "_AT_ONCE", 3)
+    monkeypatch.setattr(fan_out, "_AT_ONCE", 3)
     many = [a_receiver(receivers, tenant="greedy") for _ in range(8)]
     one = a_receiver(receivers)
     theirs, mine = an_ended_job(store, tenant="greedy"), an_ended_job(store)
@@ -191,7 +193,7 @@ def test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_fir
     assert sum(len(pending(database, it)) for it in many) == 2
     all_steps(spread)
     assert [pending(database, it) for it in many] == [[(theirs.id, "job.completed")]] * 8
-    assert all(it.behind is None for it in receivers.of())
+    assert all(it.behind is None for it in receivers.list_of_tenant())
 
 
 def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
@@ -206,11 +208,11 @@ def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
     other = Database(database_url)
 
     def full(*_: object) -> bool:
-        spreading.replay(other, receiver, 0)
+        fan_out.replay(other, receiver, 0)
         return False
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(spreading, "_has_room", full)
+        meanwhile.setattr(fan_out, "_has_room", full)
         spread._follow(T0)
     other.close()
     with database.read() as connection:
@@ -225,11 +227,11 @@ def test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing
     an_ended_job(store)
     all_steps(spread)
     with database.read() as connection:
-        here = cursor(connection)
+        here = get_cursor(connection)
     database.write(lambda tx: tx.connection.execute(update(table).where(table.c.id == late.id).values(behind=here)))
     missed = an_ended_job(store)
     a_receiver(receivers)
-    write, other = database.write, Spreading(database)
+    write, other = database.write, EventFanOut(database)
 
     def joined_first(unit: Any, **how: Any) -> Any:
         monkeypatch.setattr(database, "write", write)
@@ -248,11 +250,11 @@ def test_one_tenants_replays_take_a_small_part_of_a_step(database, store, receiv
     an_ended_job(store)
     all_steps(spread)
     for it in many:
-        spreading.replay(database, it, 0)
+        fan_out.replay(database, it, 0)
     asked: list[str] = []
     catch_up = spread._catch_up
     monkeypatch.setattr(spread, "_catch_up", lambda it, now: asked.append(it.id) or catch_up(it, now))
-    monkeypatch.setattr(spreading, "_CATCHING_UP_S", 0.0)
+    monkeypatch.setattr(fan_out, "_CATCHING_UP_S", 0.0)
     for n in range(1, 6):
         spread.step(T0)
         assert len(asked) == n, "one, where it takes all of the time"
@@ -262,7 +264,7 @@ def test_one_tenants_replays_take_a_small_part_of_a_step(database, store, receiv
 def test_what_nobody_wants_does_not_end_the_reading_of_what_is_new(
     database, store, receivers, spread, monkeypatch
 ) -> None:
-    monkeypatch.setattr(spreading, "_PAGE", 3)
+    monkeypatch.setattr(fan_out, "_PAGE", 3)
     receiver = a_receiver(receivers)
     for _ in range(4):
         an_ended_job(store, tenant="acme")
@@ -275,13 +277,13 @@ def test_what_nobody_wants_does_not_end_the_reading_of_what_is_new(
 def test_an_address_that_is_gone_disables_no_other(receivers) -> None:
     receiver = a_receiver(receivers)
     receivers.change(receiver.id, None, url="https://new.example/hook")
-    assert not receivers.disable_at(receiver.url, receiver.id, "It is gone.", T0)
+    assert not receivers.disable_if_url(receiver.url, receiver.id, "It is gone.", T0)
     assert receivers.get(receiver.id).enabled
-    assert receivers.disable_at("https://new.example/hook", receiver.id, "It is gone.", T0)
+    assert receivers.disable_if_url("https://new.example/hook", receiver.id, "It is gone.", T0)
     shown = receivers.get(receiver.id)
     assert (shown.enabled, shown.reason, shown.changed_by) == (False, "It is gone.", None)
     receivers.remove(receiver.id, None)
-    assert not receivers.disable_at("https://new.example/hook", receiver.id, "It is gone.", T0)
+    assert not receivers.disable_if_url("https://new.example/hook", receiver.id, "It is gone.", T0)
 
 
 # -- order and claims ----------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_messages_about_one_job_are_sent_one_after_the_other_and_those_about_oth
     first = claimed(messages, receiver)
     assert [(it.job_id, it.type) for it in first] == [(one.id, "job.enqueued"), (other.id, "job.enqueued")]
     assert claimed(messages, receiver) == []
-    messages.delivered(first[1], receiver, YES, T0)
+    messages.note_delivered(first[1], receiver, YES, T0)
     assert [(it.job_id, it.type) for it in claimed(messages, receiver)] == [(other.id, "job.started")]
 
 
@@ -305,10 +307,10 @@ def test_what_comes_after_a_failed_message_of_its_job_waits_with_it(store, recei
     an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
-    messages.failed(message, receiver, NO, T0, T0 + 60 * SECOND)
-    assert messages.due(receiver.id, T0 + 59 * SECOND, 10) == []
-    assert messages.ready(T0 + 59 * SECOND, 10) == [], "nobody looks at those behind it in vain"
-    assert messages.due(receiver.id, T0 + 60 * SECOND, 10) == [message.event]
+    messages.note_failed(message, receiver, NO, T0, T0 + 60 * SECOND)
+    assert messages.list_due(receiver.id, T0 + 59 * SECOND, 10) == []
+    assert messages.list_ready(T0 + 59 * SECOND, 10) == [], "nobody looks at those behind it in vain"
+    assert messages.list_due(receiver.id, T0 + 60 * SECOND, 10) == [message.event]
 
 
 def test_a_message_is_claimed_by_one_and_an_old_try_does_not_speak_for_the_next(
@@ -321,10 +323,10 @@ def test_a_message_is_claimed_by_one_and_an_old_try_does_not_speak_for_the_next(
     (slow,) = [it for one in found for it in one]
     (quick,) = claimed(messages, receiver, T0 + 20 * SECOND)
     assert (slow.id, slow.tries, quick.tries) == (quick.id, 1, 2)
-    messages.failed(slow, receiver, NO, T0, None)
-    messages.delivered(slow, receiver, YES, T0)
+    messages.note_failed(slow, receiver, NO, T0, None)
+    messages.note_delivered(slow, receiver, YES, T0)
     assert pending(database, receiver) and outcomes(database, receiver) == []
-    messages.delivered(quick, receiver, YES, T0)
+    messages.note_delivered(quick, receiver, YES, T0)
     assert pending(database, receiver) == [] and outcomes(database, receiver) == ["delivered"]
 
 
@@ -335,7 +337,7 @@ def test_a_message_keeps_its_id_and_no_two_have_the_same(database, store, receiv
     ids = {Message(**row._asdict()).id for row in _all(database)}
     assert len(ids) == 3
     (message,) = claimed(messages, receiver)
-    messages.failed(message, receiver, NO, T0, T0)
+    messages.note_failed(message, receiver, NO, T0, T0)
     (again,) = claimed(messages, receiver)
     assert message.id == again.id in ids
 
@@ -348,7 +350,9 @@ def _all(database: Database) -> list[Any]:
 # -- pace ----------------------------------------------------------------------------------------------------------
 
 
-def _paced(store: Store, receivers: Receivers, spread: Spreading, max_per_s: float | None, jobs: int = 10) -> Receiver:
+def _paced(
+    store: JobStore, receivers: Subscriptions, spread: EventFanOut, max_per_s: float | None, jobs: int = 10
+) -> Subscription:
     """A receiver with a pace, and messages that it is owed."""
     receiver = a_receiver(receivers, max_per_s=max_per_s)
     for _ in range(jobs):
@@ -361,13 +365,13 @@ def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
     database, store, receivers, messages, spread
 ) -> None:
     receiver, unpaced = _paced(store, receivers, spread, 4), a_receiver(receivers)
-    due, another = messages.due(receiver.id, T0, 64), Messages(database)
+    due, another = messages.list_due(receiver.id, T0, 64), MessageQueue(database)
     sent: list[int] = []
     for n, event in enumerate(due):
         process = (messages, another)[n % 2]
-        sent += [it.send_ms for it in process.claim_all([Key(receiver.id, event)], T0, T0 + 20 * SECOND)]
+        sent += [it.send_ms for it in process.claim([MessageKey(receiver.id, event)], T0, T0 + 20 * SECOND)]
     assert sent == [T0 + ms for ms in (0, 250, 500, 750, 1000)], "and none is held for longer than a second"
-    assert [it.receiver for it in messages.ready(T0 + 249, 10)] == [], "nobody looks at it in vain"
+    assert [it.receiver for it in messages.list_ready(T0 + 249, 10)] == [], "nobody looks at it in vain"
     (later,) = claimed(messages, receiver, T0 + 250, limit=1)
     assert later.send_ms == T0 + 1250
     an_ended_job(store)
@@ -377,7 +381,7 @@ def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
 
 def test_processes_that_claim_at_once_share_a_pace(database, store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 10)
-    found = at_once(*(lambda: claimed(Messages(database), receiver) for _ in range(4)))
+    found = at_once(*(lambda: claimed(MessageQueue(database), receiver) for _ in range(4)))
     sent = sorted(it.send_ms for one in found for it in one)
     assert sent == [T0 + 100 * n for n in range(len(sent))] and len(sent) == 10
 
@@ -385,7 +389,7 @@ def test_processes_that_claim_at_once_share_a_pace(database, store, receivers, m
 def test_who_finds_nothing_to_send_takes_no_turn(store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 1, jobs=2)
     (first,) = claimed(messages, receiver, limit=1)
-    assert messages.claim_all([Key(receiver.id, first.event)], T0, T0 + 20 * SECOND) == []
+    assert messages.claim([MessageKey(receiver.id, first.event)], T0, T0 + 20 * SECOND) == []
     (second,) = claimed(messages, receiver)
     assert (first.send_ms, second.send_ms) == (T0, T0 + SECOND)
 
@@ -408,9 +412,9 @@ def test_a_new_pace_holds_at_once(store, receivers, messages, spread) -> None:
 # -- receivers that fail -------------------------------------------------------------------------------------------
 
 
-def _break(messages: Messages, receiver: Receiver, now_ms: int = T0) -> Receiver:
+def _break(messages: MessageQueue, receiver: Subscription, now_ms: int = T0) -> Subscription:
     for _ in range(FAILURES_TO_OPEN):
-        messages.receivers.failed(messages.receivers.get(receiver.id), now_ms)
+        messages.receivers.note_failure(messages.receivers.get(receiver.id), now_ms)
     return messages.receivers.get(receiver.id)
 
 
@@ -430,8 +434,8 @@ def test_a_receiver_that_fails_is_tried_by_one_message_at_a_time_and_less_and_le
 
 def test_a_success_closes_the_breaker(receivers, messages) -> None:
     receiver = _break(messages, a_receiver(receivers))
-    assert receiver.is_open and receiver.failing_since_ms == T0
-    receivers.succeeded(receiver)
+    assert receiver.breaker_is_open and receiver.failing_since_ms == T0
+    receivers.note_success(receiver)
     well = receivers.get(receiver.id)
     assert (well.failures, well.failing_since_ms, well.open_until_ms) == (0, None, 0)
 
@@ -442,8 +446,10 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks(store, receivers, messa
         an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver, limit=1)
-    messages.failed(message, receiver, Answered(False, 429, 5, "too many", cooldown_ms=90 * SECOND), T0, T0 + SECOND)
-    assert messages.ready(T0 + 89 * SECOND, 10) == []
+    messages.note_failed(
+        message, receiver, DeliveryResult(False, 429, 5, "too many", cooldown_ms=90 * SECOND), T0, T0 + SECOND
+    )
+    assert messages.list_ready(T0 + 89 * SECOND, 10) == []
     assert claimed(messages, receiver, T0 + 89 * SECOND) == []
     assert len(claimed(messages, receiver, T0 + 90 * SECOND)) == 2
 
@@ -451,7 +457,7 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks(store, receivers, messa
 def test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_order_of_each_job(
     database, store, receivers, messages, spread, monkeypatch
 ) -> None:
-    monkeypatch.setattr(spreading, "MOST_PENDING", 20)
+    monkeypatch.setattr(fan_out, "MOST_PENDING", 20)
     receiver = a_receiver(receivers, types=ALL)
     wanted: list[tuple[str, str]] = []
     now = T0
@@ -461,10 +467,10 @@ def test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_
         wanted += [(job.id, type_) for type_ in ("job.enqueued", "job.started", "job.completed")]
         spread.step(now)
         for message in claimed(messages, receivers.get(receiver.id), now):
-            messages.failed(message, receivers.get(receiver.id), NO, now, now + 900 * SECOND)
-        messages.tidy([receiver.id], now, 3 * DAY)
+            messages.note_failed(message, receivers.get(receiver.id), NO, now, now + 900 * SECOND)
+        messages.trim([receiver.id], now, 3 * DAY)
     assert len(pending(database, receiver)) <= 20 + 3, "its backlog stands in the events, not in messages"
-    assert receivers.get(receiver.id).is_open
+    assert receivers.get(receiver.id).breaker_is_open
     told: list[tuple[str, str]] = []
     for _ in range(100):  # It is back.
         now += LONGEST_COOLDOWN_MS
@@ -484,12 +490,12 @@ def test_a_receiver_that_is_behind_joins_the_others_without_a_gap(
     wanted = [(an_ended_job(store).id, "job.completed") for _ in range(3)]
     all_steps(spread)
     assert receivers.get(receiver.id).behind is not None and pending(database, receiver) == []
-    receivers.succeeded(receiver)
+    receivers.note_success(receiver)
     original = spread._database.read
 
     def late_write(*args: Any) -> Any:
         wanted.append((an_ended_job(store).id, "job.completed"))
-        Spreading(database)._follow(T0)
+        EventFanOut(database)._follow(T0)
         return original(*args)
 
     (behind,) = spread._behind(T0)
@@ -532,11 +538,11 @@ def test_a_receiver_that_takes_nothing_for_days_is_disabled_and_what_it_was_owed
     an_ended_job(store)
     all_steps(spread)
     _break(messages, receiver)
-    messages.tidy([], T0 + 3 * DAY - 1, 3 * DAY)
+    messages.trim([], T0 + 3 * DAY - 1, 3 * DAY)
     assert receivers.get(receiver.id).enabled
-    messages.tidy([], T0 + 3 * DAY + 1, 3 * DAY)
-    assert receivers.get(receiver.id).reason == owed.SILENT
-    assert pending(database, receiver) == [] and len(messages.given_up()) == 1
+    messages.trim([], T0 + 3 * DAY + 1, 3 * DAY)
+    assert receivers.get(receiver.id).reason == owed.REASON_SILENT
+    assert pending(database, receiver) == [] and len(messages.list_given_up_webhooks()) == 1
 
 
 def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
@@ -546,11 +552,11 @@ def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
     job = an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
-    messages.failed(message, receiver, NO, T0, None)
-    (given_up,) = messages.given_up("default", receiver.id)
+    messages.note_failed(message, receiver, NO, T0, None)
+    (given_up,) = messages.list_given_up_webhooks("default", receiver.id)
     assert (given_up.id, given_up.last_status, given_up.last_error) == (message.id, 500, NO.error)
-    assert messages.given_up("acme") == [] and deliver(messages, spread, receiver, T0 + DAY) == []
-    assert messages.retry_given_up(receiver.id, T0 + DAY) == 1
+    assert messages.list_given_up_webhooks("acme") == [] and deliver(messages, spread, receiver, T0 + DAY) == []
+    assert messages.retry_all(receiver.id, T0 + DAY) == 1
     assert deliver(messages, spread, receiver, T0 + DAY) == [(job.id, "job.completed")]
 
 
@@ -578,7 +584,7 @@ def test_all_since_a_time_is_told_once_more(store, receivers, messages, spread) 
     receiver = a_receiver(receivers)
     jobs.append(an_ended_job(store, now_ms=T0 + 10 * HOUR).id)
     assert [job for job, _ in deliver(messages, spread, receiver)] == jobs[10:]
-    spreading.replay(spread._database, receiver, T0 + 7 * HOUR)
+    fan_out.replay(spread._database, receiver, T0 + 7 * HOUR)
     assert [job for job, _ in deliver(messages, spread, receiver)] == jobs[7:]
     assert deliver(messages, spread, receiver) == []
 
@@ -588,9 +594,9 @@ def test_one_event_is_told_once_more_and_only_to_its_own_tenant(store, receivers
     job = an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
-    messages.delivered(message, receiver, YES, T0)
-    assert spreading.replay_one(spread._database, receiver, message.event, T0)
-    assert not spreading.replay_one(spread._database, other, message.event, T0)
+    messages.note_delivered(message, receiver, YES, T0)
+    assert fan_out.replay_one(spread._database, receiver, message.event, T0)
+    assert not fan_out.replay_one(spread._database, other, message.event, T0)
     assert deliver(messages, spread, other) == []
     (again,) = claimed(messages, receiver)
     assert (again.id, again.job_id) == (message.id, job.id)
@@ -600,15 +606,15 @@ def test_a_test_goes_first_and_is_tried_once(database, store, receivers, message
     receiver = _break(messages, a_receiver(receivers))
     an_ended_job(store)
     all_steps(spread)
-    message_id = messages.test(receiver, T0 + 1)
+    message_id = messages.send_test(receiver, T0 + 1)
     (test,) = claimed(messages, receivers.get(receiver.id), T0 + 1)
-    assert (test.id, test.type, test.is_test) == (message_id, owed.TEST, True)
-    messages.failed(test, receiver, NO, T0, None)
-    assert messages.given_up() == [] and outcomes(database, receiver) == ["given_up"]
+    assert (test.id, test.type, test.is_test) == (message_id, owed.TEST_TYPE, True)
+    messages.note_failed(test, receiver, NO, T0, None)
+    assert messages.list_given_up_webhooks() == [] and outcomes(database, receiver) == ["given_up"]
     for n in range(owed.MOST_TESTS):
-        messages.test(receiver, T0 + n)
+        messages.send_test(receiver, T0 + n)
     with pytest.raises(Conflict, match="tests"):
-        messages.test(receiver, T0)
+        messages.send_test(receiver, T0)
 
 
 # -- whose they are, and how many ----------------------------------------------------------------------------------
@@ -616,11 +622,11 @@ def test_a_test_goes_first_and_is_tried_once(database, store, receivers, message
 
 def test_a_tenant_finds_its_own_receivers_only(receivers) -> None:
     mine, theirs = a_receiver(receivers), a_receiver(receivers, tenant="acme")
-    assert [it.id for it in receivers.of("acme")] == [theirs.id] and len(receivers.of()) == 2
+    assert [it.id for it in receivers.list_of_tenant("acme")] == [theirs.id] and len(receivers.list_of_tenant()) == 2
     for act in (
         lambda: receivers.get(mine.id, "acme"),
         lambda: receivers.change(mine.id, "acme", url="https://evil.example/"),
-        lambda: receivers.rotate(mine.id, "acme", "other", T0),
+        lambda: receivers.rotate_secret(mine.id, "acme", "other", T0),
         lambda: receivers.enable(mine.id, "acme", "acme", T0),
         lambda: receivers.disable(mine.id, "acme", "acme", None, T0),
         lambda: receivers.remove(mine.id, "acme"),
@@ -645,18 +651,18 @@ def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(
     an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
-    messages.delivered(message, receiver, YES, T0)
+    messages.note_delivered(message, receiver, YES, T0)
     (late,) = claimed(messages, receiver)
     receivers.remove(receiver.id, "default")
-    messages.delivered(late, receiver, YES, T0)
-    assert _all(database) == [] and messages.tries_of(receiver.id) == []
+    messages.note_delivered(late, receiver, YES, T0)
+    assert _all(database) == [] and messages.list_attempts(receiver.id) == []
 
 
 def test_for_a_day_messages_are_signed_with_the_former_secret_too(receivers) -> None:
     receiver = a_receiver(receivers, sealed="one")
-    receiver = receivers.rotate(receiver.id, "default", "two", T0)
+    receiver = receivers.rotate_secret(receiver.id, "default", "two", T0)
     assert receiver.seals(T0 + OVERLAP_MS - 1) == ["two", "one"] and receiver.seals(T0 + OVERLAP_MS) == ["two"]
-    assert receivers.rotate(receiver.id, "default", "three", T0).seals(T0) == ["three", "two"]
+    assert receivers.rotate_secret(receiver.id, "default", "three", T0).seals(T0) == ["three", "two"]
 
 
 def test_the_log_and_the_list_of_what_was_given_up_are_bounded(
@@ -669,12 +675,14 @@ def test_the_log_and_the_list_of_what_was_given_up_are_bounded(
         an_ended_job(store)
     all_steps(spread)
     for message in claimed(messages, receiver):
-        messages.failed(message, receiver, NO, T0, None)
-    kept = [it.event for it in messages.given_up()][:2]
-    messages.tidy([receiver.id], T0, DAY)
-    assert len(messages.tries_of(receiver.id)) == 3 and [it.event for it in messages.given_up()] == kept
-    messages.tidy([receiver.id], T0 + owed.LOGGED_MS + 1, DAY)
-    assert messages.tries_of(receiver.id) == []
+        messages.note_failed(message, receiver, NO, T0, None)
+    kept = [it.event for it in messages.list_given_up_webhooks()][:2]
+    messages.trim([receiver.id], T0, DAY)
+    assert (
+        len(messages.list_attempts(receiver.id)) == 3 and [it.event for it in messages.list_given_up_webhooks()] == kept
+    )
+    messages.trim([receiver.id], T0 + owed.LOGGED_MS + 1, DAY)
+    assert messages.list_attempts(receiver.id) == []
 
 
 def test_what_a_receiver_answered_is_kept_to_its_first_characters(store, receivers, messages, spread) -> None:
@@ -682,8 +690,8 @@ def test_what_a_receiver_answered_is_kept_to_its_first_characters(store, receive
     an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
-    messages.failed(message, receiver, Answered(False, 500, 7, "no", "\0\ud83d" + "x" * 10_000), T0, T0)
-    (entry,) = messages.tries_of(receiver.id)
+    messages.note_failed(message, receiver, DeliveryResult(False, 500, 7, "no", "\0\ud83d" + "x" * 10_000), T0, T0)
+    (entry,) = messages.list_attempts(receiver.id)
     assert entry.answer is not None and len(entry.answer) <= owed.LONGEST_ANSWER
     assert (entry.message, entry.status, entry.latency_ms, entry.number) == (message.id, 500, 7, 1)
 
@@ -695,15 +703,15 @@ def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(store, rece
     all_steps(spread)
     for receiver in some:
         for message in claimed(messages, receiver):
-            messages.failed(message, receiver, NO, T0, None)
-    whole = messages.given_up()
+            messages.note_failed(message, receiver, NO, T0, None)
+    whole = messages.list_given_up_webhooks()
     paged, before = [], None
-    while page := messages.given_up(before=before, limit=2):
+    while page := messages.list_given_up_webhooks(before=before, limit=2):
         paged += page
         before = (page[-1].receiver, page[-1].event)
     assert paged == whole and len(whole) == 6
-    log = messages.tries_of(some[0].id)
-    assert messages.tries_of(some[0].id, before=log[0].id) == log[1:] and len(log) == 3
+    log = messages.list_attempts(some[0].id)
+    assert messages.list_attempts(some[0].id, before=log[0].id) == log[1:] and len(log) == 3
 
 
 def test_how_much_is_untold_is_known(store, receivers, spread) -> None:
@@ -712,9 +720,9 @@ def test_how_much_is_untold_is_known(store, receivers, spread) -> None:
     receiver = a_receiver(receivers)
     an_ended_job(store)
     assert untold_events(receivers.database) == 4, "they count with the act of adding it"
-    assert receivers.backlog([receiver.id]) == {}
+    assert receivers.count_pending([receiver.id]) == {}
     all_steps(spread)
-    assert untold_events(receivers.database) == 0 and receivers.backlog([receiver.id]) == {receiver.id: 1}
+    assert untold_events(receivers.database) == 0 and receivers.count_pending([receiver.id]) == {receiver.id: 1}
 
 
 def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
@@ -722,16 +730,16 @@ def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
 ) -> None:
     receiver = a_receiver(receivers, tenant="acme")
     receivers.change(receiver.id, None, url="https://other.example/")
-    receivers.rotate(receiver.id, None, "two", T0)
+    receivers.rotate_secret(receiver.id, None, "two", T0)
     _break(messages, receiver)
-    messages.tidy([], T0 + 3 * DAY + 1, 3 * DAY)
+    messages.trim([], T0 + 3 * DAY + 1, 3 * DAY)
     receivers.enable(receiver.id, None, "acme", T0)
-    spreading.replay(database, receiver, T0)
+    fan_out.replay(database, receiver, T0)
     receivers.remove(receiver.id, None)
-    done = search.find(database, search.Wanted(tenant="acme"))
+    done = search.find_entries(database, search.AuditFilter(tenant="acme"))
     words = ["remove", "replay", "enable", "disable", "rotate", "change", "add"]
     assert [it.act for it in done] == [f"webhook.{word}" for word in words]
-    assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == owed.SILENT
+    assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == owed.REASON_SILENT
     assert "two" not in str(done), "no secret stands in it"
 
 
@@ -740,11 +748,11 @@ def test_a_revived_job_is_told_of_again(store, receivers, messages, spread) -> N
     job = an_ended_job(store, State.DEAD)
     store.revive(job.id, T0)
     run = a_start(store, job.id)
-    store_end(store, job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, job.id, run.attempt, Reason.FINISHED, T0, result="{}")
     assert deliver(messages, spread, receiver) == [(job.id, "job.dlq"), (job.id, "job.completed")]
 
 
-def test_a_job_that_waits_owes_those_nothing_who_want_its_end(store: Store, database, receivers, spread) -> None:
+def test_a_job_that_waits_owes_those_nothing_who_want_its_end(store: JobStore, database, receivers, spread) -> None:
     receiver = a_receiver(receivers)
     a_queued_job(store)
     all_steps(spread)
@@ -755,22 +763,22 @@ def test_while_a_receiver_is_behind_time_alone_may_bring_it_on(database, store, 
     one = a_receiver(receivers)
     an_ended_job(store)
     all_steps(spread)
-    assert not spread.waits
+    assert not spread.must_poll
     receivers.disable(one.id, None, None, None, T0)
     receivers.enable(one.id, None, "somebody", T0)
     for _ in range(FAILURES_TO_OPEN):
-        receivers.failed(receivers.get(one.id), T0)
+        receivers.note_failure(receivers.get(one.id), T0)
     spread.step(T0)
-    assert spread.waits, "it is left alone until its time has come"
-    receivers.succeeded(receivers.get(one.id))
+    assert spread.must_poll, "it is left alone until its time has come"
+    receivers.note_success(receivers.get(one.id))
     all_steps(spread, T0 + DAY)
     spread.step(T0 + DAY)
-    assert not spread.waits, "it goes on with the others"
+    assert not spread.must_poll, "it goes on with the others"
 
 
 def test_while_events_are_withheld_time_alone_may_let_them_be_told(receivers, store, spread) -> None:
     a_receiver(receivers)
-    spread._tail.withholds = True
+    spread._tail.has_gap = True
     spread._tail.read = lambda _: []  # type: ignore[method-assign]
     spread.step(T0)
-    assert spread.waits
+    assert spread.must_poll

@@ -4,12 +4,12 @@ import pytest
 from sqlalchemy import event, make_url, select
 
 from routing.queries import listing
-from slotkeeper.db.db import Database
-from slotkeeper.errors import Conflict, RecordUnavailable
-from slotkeeper.jobs.models import counters, messages
-from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import counters, messages
+from slotkeeper.outbox import retention
 from slotkeeper.outbox.tables import tries
 from tests.support.builders import (
     CALLBACK,
@@ -48,17 +48,17 @@ def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
             accepted += 1
             assert sum(listing.counts(store.database).values()) + sum(_purged(database).values()) == accepted
     assert set(listing.counts(store.database).values()) == {2}
-    assert removal.purge(store.database, T0 + 1, limit=3) == 3
+    assert retention.delete_ended_jobs(store.database, T0 + 1, limit=3) == 3
     assert sum(listing.counts(store.database).values()) + sum(_purged(database).values()) == accepted
-    assert removal.purge(store.database, T0 + 1) == 7
+    assert retention.delete_ended_jobs(store.database, T0 + 1) == 7
     assert sum(listing.counts(store.database).values()) == 6
-    assert _purged(database) == dict.fromkeys(FINAL, 2)
+    assert _purged(database) == dict.fromkeys(FINAL_STATES, 2)
 
 
 def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
     old, new = an_ended_job(store, now_ms=T0), an_ended_job(store, now_ms=LATER)
-    waiting = [a_job_in(store, state) for state in sorted(ACTIVE)]
-    assert removal.purge(store.database, LATER) == 1
+    waiting = [a_job_in(store, state) for state in sorted(ACTIVE_STATES)]
+    assert retention.delete_ended_jobs(store.database, LATER) == 1
     assert store.get(old.id) is None
     assert store.get(new.id) is not None
     assert all(store.get(job.id) is not None for job in waiting)
@@ -66,9 +66,9 @@ def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
 
 def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
     job = a_queued_job(store, now_ms=T0)
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, LATER)
-    assert removal.purge(store.database, LATER) == 0
-    assert removal.purge(store.database, LATER + 1) == 1
+    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER)
+    assert retention.delete_ended_jobs(store.database, LATER) == 0
+    assert retention.delete_ended_jobs(store.database, LATER + 1) == 1
 
 
 def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, store):
@@ -77,16 +77,19 @@ def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, st
     for webhook_id in due_ids(database, LATER):
         delivered(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER)
     assert (rows_in(database, messages), rows_in(database, tries)) == (0, 2)
-    assert removal.purge(store.database, LATER) == 1
-    assert len(store.events_of(old.id)) == len(store.events_of(kept.id)) == 4, "also that its message came"
+    assert retention.delete_ended_jobs(store.database, LATER) == 1
+    assert len(store.list_events(old.id)) == len(store.list_events(kept.id)) == 4, "also that its message came"
     assert rows_in(database, tries) == 1
 
 
 def test_two_that_purge_at_once_count_each_job_once(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     for _ in range(20):
         an_ended_job(store)
-    removed = at_once(lambda: removal.purge(store.database, LATER), lambda: removal.purge(other.database, LATER))
+    removed = at_once(
+        lambda: retention.delete_ended_jobs(store.database, LATER),
+        lambda: retention.delete_ended_jobs(other.database, LATER),
+    )
     assert sum(removed) == 20
     assert _purged(database) == {State.COMPLETED: 20}
     other.database.close()
@@ -96,8 +99,8 @@ def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = due_ids(database, LATER)
     delivered(database, claim(database, webhook_id, LATER, LATER + SECOND), LATER)
-    assert removal.delete_dead(store.database, dead.id)
-    assert not removal.delete_dead(store.database, dead.id)
+    assert retention.delete_dead_job(store.database, dead.id)
+    assert not retention.delete_dead_job(store.database, dead.id)
     assert store.get(dead.id) is None
     assert _purged(database) == {State.DEAD: 1}
     assert rows_in(database, tries) == 0
@@ -108,13 +111,13 @@ def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, 
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = due_ids(database, LATER)
     with pytest.raises(Conflict) as refused:
-        removal.delete_dead(store.database, dead.id)
+        retention.delete_dead_job(store.database, dead.id)
     assert refused.value.facts == {"job_id": dead.id, "webhook_id": webhook_id}
     assert store.get(dead.id).state is State.DEAD
     assert (due_ids(database, LATER), _purged(database)) == ([webhook_id], {})
     message = claim(database, webhook_id, LATER, LATER + SECOND)
     failed(database, message, LATER, None)  # given up: nothing is owed
-    assert removal.delete_dead(store.database, dead.id)
+    assert retention.delete_dead_job(store.database, dead.id)
 
 
 def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(database, store):
@@ -122,17 +125,17 @@ def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(database, store):
     (first,) = due_ids(database, LATER)
     delivered(database, claim(database, first, LATER, LATER + SECOND), LATER)
     store.revive(dead.id, LATER)
-    store_end(store, dead.id, a_start(store, dead.id).attempt, Why.RETRIES_EXHAUSTED, LATER)
+    store_end(store, dead.id, a_start(store, dead.id).attempt, Reason.RETRIES_EXHAUSTED, LATER)
     with pytest.raises(Conflict):
-        removal.delete_dead(store.database, dead.id)
+        retention.delete_dead_job(store.database, dead.id)
 
 
 def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     for _ in range(5):
         dead = an_ended_job(store, State.DEAD)
         deleted, revived = at_once(
-            lambda d=dead: removal.delete_dead(store.database, d.id), lambda d=dead: other.revive(d.id, LATER)
+            lambda d=dead: retention.delete_dead_job(store.database, d.id), lambda d=dead: other.revive(d.id, LATER)
         )
         assert deleted == (revived is None)
         assert (store.get(dead.id) is None) == deleted
@@ -143,7 +146,7 @@ def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(databa
 def test_only_a_dead_job_can_be_deleted(database, store, state):
     job = a_job_in(store, state)
     before = row_of(database, job.id)
-    assert not removal.delete_dead(store.database, job.id)
+    assert not retention.delete_dead_job(store.database, job.id)
     assert row_of(database, job.id) == before
     assert _purged(database) == {}
 
@@ -153,18 +156,18 @@ def test_hook_1_a_job_that_is_being_deleted_cannot_die_again_meanwhile(postgres_
     """Between the look for owed messages and the removal it could be revived, and owe another one."""
     impatient = make_url(postgres_url).update_query_dict({"options": "-c lock_timeout=50ms"})
     database, hurried = Database(postgres_url), Database(impatient.render_as_string(hide_password=False))
-    store, other = Store(database), Store(hurried)
+    store, other = JobStore(database), JobStore(hurried)
     dead = an_ended_job(store, State.DEAD)
     tried: list[object] = []
 
     def revive(connection: object, cursor: object, statement: str, *_: object) -> None:
         if statement.startswith("DELETE FROM jobs"):
-            with pytest.raises(RecordUnavailable, match="lock timeout"):
+            with pytest.raises(DatabaseUnavailable, match="lock timeout"):
                 tried.append(other.revive(dead.id, LATER))
             tried.append(None)
 
     event.listen(database.engine, "before_cursor_execute", revive)
-    assert removal.delete_dead(store.database, dead.id)
+    assert retention.delete_dead_job(store.database, dead.id)
     assert tried == [None]
     database.close()
     hurried.close()

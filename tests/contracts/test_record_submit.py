@@ -6,14 +6,14 @@ import pytest
 from sqlalchemy import event, func, select, text
 
 from routing.maintenance import ledger
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import IdempotencyConflict
-from slotkeeper.jobs.models import events, idempotency_keys
-from slotkeeper.jobs.models import jobs as jobs_table
-from slotkeeper.jobs.record import new_job_id
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal, tail
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events, idempotency_keys
+from slotkeeper.jobs.tables import jobs as jobs_table
+from slotkeeper.jobs.values import new_job_id
+from slotkeeper.outbox import event_reader, retention
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
 from tests.support.starts import store_start
@@ -23,8 +23,8 @@ KEYED: dict[str, Any] = {"idempotency_key": "k1", "fingerprint": "same request"}
 
 
 @pytest.fixture
-def store(database: Database) -> Store:
-    return Store(database, idempotency_window_s=WINDOW_S)
+def store(database: Database) -> JobStore:
+    return JobStore(database, idempotency_window_s=WINDOW_S)
 
 
 def _stored(database: Database) -> tuple[int, int, int]:
@@ -57,7 +57,7 @@ def test_a_job_with_a_time_before_which_it_must_not_run_is_delayed(database, sto
 
 def test_the_event_of_a_submit_says_what_was_accepted(store, database):
     (accepted,) = store.submit([a_job(priority=3, tenant="acme")], T0)
-    (told,) = tail.page(database, 0, 10).entries
+    (told,) = event_reader.read_page(database, 0, 10).entries
     assert (told.event.job_id, told.event.data) == (accepted.id, {"why": "submitted"})
     assert (told.model, told.priority, told.tenant) == ("zimg", 3, "acme")
 
@@ -78,7 +78,7 @@ def test_a_large_batch_takes_few_statements_and_its_numbers_are_in_its_order(dat
     first, *others = store.submit(batch, T0)
     assert sum(text.startswith("INSERT") for text in said) < 20
     assert [it.seq for it in others] == list(range(first.seq + 1, first.seq + 300))
-    assert [it.event.job_id for it in tail.page(database, 0, 300).entries] == [job.id for job in batch]
+    assert [it.event.job_id for it in event_reader.read_page(database, 0, 300).entries] == [job.id for job in batch]
 
 
 def test_in_a_batch_some_may_be_known_by_id_or_key_and_the_others_are_numbered_in_its_order(database, store):
@@ -161,7 +161,7 @@ def test_an_id_that_comes_twice_in_one_batch_is_one_job(database, store):
 
 
 def test_an_id_that_comes_from_many_sides_at_once_is_one_job(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     job = a_job()
     answers = at_once(*[lambda s=s: s.submit([job], T0)[0] for s in (store, other) * 3])
     assert sorted(answer.deduplicated for answer in answers) == [False, True, True, True, True, True]
@@ -204,7 +204,7 @@ def test_a_key_that_comes_twice_in_one_batch_is_one_job(database, store):
 
 
 def test_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store):
-    other = Store(Database(database.url))
+    other = JobStore(Database(database.url))
     for n in range(5):
         keyed = KEYED | {"idempotency_key": f"k{n}"}
         answers = at_once(*[lambda s=s, k=keyed: s.submit([a_job(**k)], T0)[0] for s in (store, other) * 2])
@@ -218,7 +218,7 @@ def test_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store):
 def test_a_key_that_another_process_is_just_storing_is_waited_for(postgres_url):
     """Between our look and our insert, another process stores the key and commits."""
     database = Database(postgres_url)
-    store = Store(database)
+    store = JobStore(database)
     (first,) = store.submit([a_job(idempotency_key="before", fingerprint="same request")], T0)
     rival = database.engine.connect()
     store_key = idempotency_keys.insert().values(
@@ -257,8 +257,8 @@ def test_after_the_window_the_key_may_come_with_another_request(store):
 def test_keys_are_forgotten_when_their_window_is_over_and_not_before(database, store):
     store.submit([a_job(**KEYED)], T0)
     store.submit([a_job(idempotency_key="k2")], T0 + SECOND)
-    assert store.forget_keys(T0 + WINDOW_S * SECOND - 1) == 0
-    assert store.forget_keys(T0 + WINDOW_S * SECOND) == 1
+    assert store.delete_expired_keys(T0 + WINDOW_S * SECOND - 1) == 0
+    assert store.delete_expired_keys(T0 + WINDOW_S * SECOND) == 1
     assert _stored(database) == (2, 2, 1)
 
 
@@ -266,8 +266,8 @@ def test_a_key_never_names_a_job_that_is_not_there(store):
     """The job was removed within the window: the key is fresh work, not a pointer to nothing."""
     (first,) = store.submit([a_job(**KEYED)], T0)
     run = store_start(store, first.id, "gpu1", "gpu1-slot0", "l", T0)
-    store_end(store, first.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert removal.purge(store.database, T0 + 1) == 1
+    store_end(store, first.id, run.attempt, Reason.FINISHED, T0, result="{}")
+    assert retention.delete_ended_jobs(store.database, T0 + 1) == 1
     (fresh,) = store.submit([a_job(**KEYED)], T0 + 2)
     assert not fresh.deduplicated
     assert store.get(fresh.id) is not None

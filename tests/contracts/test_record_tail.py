@@ -6,14 +6,14 @@ import threading
 import pytest
 from sqlalchemy import insert, text
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal, tail
-from slotkeeper.outbox.ageing import Ageing
-from slotkeeper.outbox.tail import Tail
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
+from slotkeeper.jobs.values import JobError
+from slotkeeper.outbox import event_reader, retention
+from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.outbox.event_reader import EventReader
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 from tests.support.ends import store_end
 from tests.support.starts import store_start
@@ -24,8 +24,8 @@ LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "da
 @pytest.fixture
 def follower(database):
     """A Tail that has begun."""
-    made = Tail(database)
-    made.begin()
+    made = EventReader(database)
+    made.skip_to_end()
     return made
 
 
@@ -41,10 +41,10 @@ def test_what_happened_before_is_not_told_and_what_happens_is_told_once(store, f
 
 def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, follower):
     run = a_running_job(store, server="gpu1", tenant="acme", priority=2)
-    store_end(store, run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, run.job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     store.promote_due(T0 + SECOND)
     store_start(store, run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
-    store_end(store, run.job.id, 2, Why.FINISHED, T0 + SECOND, result="{}")
+    store_end(store, run.job.id, 2, Reason.FINISHED, T0 + SECOND, result="{}")
     told = follower.read()
     assert {(it.model, it.tenant, it.priority) for it in told} == {("zimg", "acme", 2)}
     assert [(it.event.type, it.server) for it in told] == [
@@ -62,39 +62,39 @@ def test_pages_go_on_from_one_another(store, database):
     jobs = [a_queued_job(store).id for _ in range(5)]
     found, last, full = [], 0, True
     while full:
-        page = tail.page(database, last, 2)
+        page = event_reader.read_page(database, last, 2)
         found += [it.event.job_id for it in page.entries]
-        last, full = page.last, page.full
+        last, full = page.last, page.has_more
     assert found == jobs
-    assert [it.event.job_id for it in tail.page(database, 0, 10, jobs[3]).entries] == [jobs[3]]
+    assert [it.event.job_id for it in event_reader.read_page(database, 0, 10, jobs[3]).entries] == [jobs[3]]
 
 
 @pytest.mark.postgres
 def test_a_number_whose_transaction_commits_late_is_waited_for(postgres_url):
     """Numbers become visible out of order there."""
     database = Database(postgres_url)
-    store, follower = Store(database), Tail(database)
+    store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
-    follower.begin()
+    follower.skip_to_end()
     with database.engine.connect() as late:
         first = a_queued_job(store).id
         late.begin()
         late.execute(insert(events), LATE | {"job_id": first})
         second = a_queued_job(store).id
         assert [it.event.job_id for it in follower.read()] == [first]
-        assert follower.read() == [] and follower.withholds
+        assert follower.read() == [] and follower.has_gap
         late.commit()
     assert [it.event.job_id for it in follower.read()] == [first, second]
-    assert follower.read() == [] and not follower.withholds
+    assert follower.read() == [] and not follower.has_gap
     database.close()
 
 
 @pytest.mark.postgres
 def test_a_number_that_was_rolled_back_holds_nothing_up(postgres_url):
     database = Database(postgres_url)
-    store, follower = Store(database), Tail(database)
+    store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
-    follower.begin()
+    follower.skip_to_end()
     with database.engine.connect() as gone:
         gone.begin()
         gone.execute(insert(events), LATE)
@@ -108,9 +108,9 @@ def test_a_number_that_was_rolled_back_holds_nothing_up(postgres_url):
 @pytest.mark.postgres
 def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
     database = Database(postgres_url)
-    store, follower = Store(database), Tail(database)
+    store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
-    follower.begin()
+    follower.skip_to_end()
     with database.engine.connect() as gone, database.engine.connect() as later:
         gone.begin()
         gone.execute(insert(events), LATE)
@@ -127,12 +127,12 @@ def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
 @pytest.mark.postgres
 def test_reading_begins_when_those_have_ended_that_were_writing(postgres_url):
     database = Database(postgres_url)
-    store, follower = Store(database), Tail(database)
+    store, follower = JobStore(database), EventReader(database)
     before = a_queued_job(store).id
     begun = threading.Event()
 
     def begin() -> None:
-        follower.begin()
+        follower.skip_to_end()
         begun.set()
 
     with database.engine.connect() as late:
@@ -162,7 +162,7 @@ def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(sto
         for _ in range(25):
             run = a_running_job(store)
             if random.random() < 0.5:
-                store_end(store, run.job.id, 1, Why.FINISHED, T0, result="{}")
+                store_end(store, run.job.id, 1, Reason.FINISHED, T0, result="{}")
             _fail(database)
 
     def read() -> None:
@@ -185,7 +185,7 @@ def _fail(database: Database) -> None:
     """Take a number and give it back; on PostgreSQL it is missing from now on."""
 
     def unit(tx):
-        Store(database).submitting([a_job()], T0, None).unit(tx)
+        JobStore(database).submit_write([a_job()], T0, None).unit(tx)
         tx.flush()
         raise ZeroDivisionError
 
@@ -200,30 +200,30 @@ def _last(database: Database) -> int:
 
 def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, database):
     job = an_ended_job(store, State.DEAD)
-    first = tail.page(database, 0, 100).entries[0].event.id
+    first = event_reader.read_page(database, 0, 100).entries[0].event.id
     a_queued_job(store, now_ms=T0 + SECOND)
-    last = tail.page(database, 0, 100).last
-    removal.delete_dead(store.database, job.id)
-    assert tail.is_complete(database, first)
-    assert Ageing(database).remove(T0 + 1, 0, last) == 3
-    assert not tail.is_complete(database, first)
-    assert tail.is_complete(database, last)
+    last = event_reader.read_page(database, 0, 100).last
+    retention.delete_dead_job(store.database, job.id)
+    assert event_reader.has_all_since(database, first)
+    assert EventRetention(database).delete_next(T0 + 1, 0, last) == 3
+    assert not event_reader.has_all_since(database, first)
+    assert event_reader.has_all_since(database, last)
 
 
 def test_a_position_that_the_record_never_had_is_not_complete(store, database):
     a_queued_job(store)
-    assert not tail.is_complete(database, _last(database) + 1)
+    assert not event_reader.has_all_since(database, _last(database) + 1)
 
 
 def test_removing_older_events_later_lowers_nothing(store, database):
     waits = a_queued_job(store)
     an_ended_job(store)
-    last, ageing = tail.page(database, 0, 100).last, Ageing(database)
-    removal.purge(store.database, T0 + 1)
-    assert ageing.remove(T0 + 1, 0, last) == 3
-    store.end_waiting(waits.id, Why.CANCEL_REQUESTED, T0)
-    removal.purge(store.database, T0 + 1)
-    assert ageing.remove(T0 + 1, 0, last) is None
-    assert ageing.remove(T0 + 1, 0, last) == 1
-    assert tail.is_complete(database, last)
-    assert not tail.is_complete(database, last - 1)
+    last, ageing = event_reader.read_page(database, 0, 100).last, EventRetention(database)
+    retention.delete_ended_jobs(store.database, T0 + 1)
+    assert ageing.delete_next(T0 + 1, 0, last) == 3
+    store.cancel_waiting(waits.id, Reason.CANCEL_REQUESTED, T0)
+    retention.delete_ended_jobs(store.database, T0 + 1)
+    assert ageing.delete_next(T0 + 1, 0, last) is None
+    assert ageing.delete_next(T0 + 1, 0, last) == 1
+    assert event_reader.has_all_since(database, last)
+    assert not event_reader.has_all_since(database, last - 1)

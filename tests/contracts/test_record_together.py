@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select
 
-from slotkeeper.config import Limits
-from slotkeeper.db.db import Database, Write
-from slotkeeper.errors import RecordUnavailable, RecordUncertain
-from slotkeeper.jobs.models import jobs, messages, tellings
-from slotkeeper.jobs.record import Error, Run
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db.group_commit import Database, Write
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import jobs, messages, tellings
+from slotkeeper.jobs.values import JobError, Run
 from tests.support.builders import CALLBACK, T0, a_queued_job, a_running_job, rows_in, trail_of
 from tests.support.ends import store_end
 
@@ -43,15 +43,17 @@ def _statements(heard: Sequence[str]) -> list[str]:
     return [text for text in heard if not text.startswith(("BEGIN", "SET LOCAL", "SELECT txid"))]
 
 
-def _end(store: Store, run: Run, why: Why = Why.FINISHED, attempt: int | None = None, result: str = "{}") -> Write[Any]:
-    error = None if why is Why.FINISHED else Error("bad", f"of {run.job.id}")
+def _end(
+    store: JobStore, run: Run, why: Reason = Reason.FINISHED, attempt: int | None = None, result: str = "{}"
+) -> Write[Any]:
+    error = None if why is Reason.FINISHED else JobError("bad", f"of {run.job.id}")
     return store.settle_write(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
 
 
 def test_ends_that_come_together_take_no_more_statements_than_one(database, store):
     runs = [a_running_job(store) for _ in range(8)]
     with _heard(database, "before_cursor_execute") as heard:
-        moved = database.do_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
+        moved = database.commit_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
     assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
     assert [it.job for it in moved] == [run.job for run in runs]
     assert [store.get(run.job.id).result for run in runs] == [f'"{n}"' for n in range(8)]
@@ -65,30 +67,30 @@ def test_starts_that_come_together_take_no_more_statements_than_one(database, st
         for n, job in enumerate(waiting)
     ]
     with _heard(database, "before_cursor_execute") as heard:
-        runs = database.do_all(starts)
+        runs = database.commit_all(starts)
     assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
     for n, (job, run) in enumerate(zip(waiting, runs, strict=True)):
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
-        (told,) = [it.data for it in store.events_of(job.id) if it.type == "job.started"]
+        (told,) = [it.data for it in store.list_events(job.id) if it.type == "job.started"]
         assert told == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n}
 
 
 def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itself(database, store):
     ends, old, over, gone, failed, again = (a_running_job(store) for _ in range(6))
-    store_end(store, over.job.id, 1, Why.FINISHED, T0, result='"first"')
+    store_end(store, over.job.id, 1, Reason.FINISHED, T0, result='"first"')
     waits = a_queued_job(store)
     asked = [
         _end(store, ends),
         _end(store, old, attempt=7),
         _end(store, over),
-        store.settle_write("nobody", 1, Why.FINISHED, LATER, result="{}"),
-        store.settle_write(waits.id, 1, Why.FINISHED, LATER, result="{}"),
-        _end(store, failed, Why.INVALID_REQUEST),
-        _end(store, again, Why.SERVER_BUSY),
+        store.settle_write("nobody", 1, Reason.FINISHED, LATER, result="{}"),
+        store.settle_write(waits.id, 1, Reason.FINISHED, LATER, result="{}"),
+        _end(store, failed, Reason.INVALID_REQUEST),
+        _end(store, again, Reason.SERVER_BUSY),
         _end(store, gone),
     ]
-    told = database.do_all(asked)
+    told = database.commit_all(asked)
     assert [it and (it.job.id, it.to) for it in told] == [
         (ends.job.id, State.COMPLETED),
         None,
@@ -107,7 +109,7 @@ def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itse
 
 def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, store):
     first, running, last = a_queued_job(store), a_running_job(store).job, a_queued_job(store)
-    started = database.do_all(
+    started = database.commit_all(
         [store.start_write(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1) for job in (first, running, last)]
     )
     assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
@@ -115,8 +117,8 @@ def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, st
 
 def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
     runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
-    moved = database.do_all([_end(store, run) for run in runs])
-    assert [it.telling_id is not None for it in moved] == [False, False, True]
+    moved = database.commit_all([_end(store, run) for run in runs])
+    assert [it.notification_id is not None for it in moved] == [False, False, True]
     assert (rows_in(database, messages), rows_in(database, tellings)) == (1, 1)
 
 
@@ -124,7 +126,7 @@ def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_comm
     runs = [a_running_job(store) for _ in range(6)]
     asked = [_end(store, run, result=_NOT_TEXT if n == 4 else "{}") for n, run in enumerate(runs)]
     with _heard(database, "commit") as commits:
-        told = database.do_all(asked)
+        told = database.commit_all(asked)
     assert [isinstance(it, Exception) for it in told] == [False, False, False, False, True, False]
     assert [store.get(run.job.id).state for run in runs] == [
         State.RUNNING if n == 4 else State.COMPLETED for n in range(6)
@@ -135,13 +137,13 @@ def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_comm
 
 def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database, store):
     one, two, three = (a_running_job(store) for _ in range(3))
-    told = database.do_all(
+    told = database.commit_all(
         [
             _end(store, one),
-            store.noting_remote(two.job.id, 1, "r", LATER),
+            store.remote_id_write(two.job.id, 1, "r", LATER),
             _end(store, two),
             _end(store, three),
-            store.noting_remote(three.job.id, 1, "r", LATER),
+            store.remote_id_write(three.job.id, 1, "r", LATER),
         ]
     )
     assert [getattr(it, "to", it) for it in told] == [State.COMPLETED, True, State.COMPLETED, State.COMPLETED, False]
@@ -150,12 +152,12 @@ def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database,
 def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_others(database, store, monkeypatch):
     before, other = a_running_job(store), a_running_job(store)
     end = _end(store, before)
-    assert database.do(end).to is State.COMPLETED
+    assert database.commit(end).to is State.COMPLETED
     end.unheard()  # as who commits would, whose answer was lost
-    told = database.do_all([_end(store, other), end])
+    told = database.commit_all([_end(store, other), end])
     assert [it.to for it in told] == [State.COMPLETED] * 2
     assert len(trail_of(store, before.job.id)) == 3
-    assert database.do_all([end])[0] is None, "it has been told"
+    assert database.commit_all([end])[0] is None, "it has been told"
 
 
 def test_an_end_that_is_asked_for_again_and_again_in_vain_is_looked_for_once(database, store):
@@ -166,7 +168,7 @@ def test_an_end_that_is_asked_for_again_and_again_in_vain_is_looked_for_once(dat
         for _ in range(tries):
             end.unheard()
         with _heard(database, "before_cursor_execute") as heard:
-            assert database.do(end).to is State.COMPLETED
+            assert database.commit(end).to is State.COMPLETED
         return len(_statements(heard))
 
     assert statements_of(50) == statements_of(1)
@@ -176,7 +178,7 @@ def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_to
     ends = [_end(store, a_running_job(store)) for _ in range(4)]
     ends.pop().unheard()
     with _heard(database, "before_cursor_execute") as heard:
-        database.do_all(ends)
+        database.commit_all(ends)
     assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
 
 
@@ -184,13 +186,13 @@ def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_to
 @pytest.mark.parametrize("locked", [0, 2, 3])
 def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):
     """Not even two waits for a lock fit into the time of a transaction."""
-    database = Database(postgres_url, Limits(transaction_s=2.5, lock_s=1.5))
-    store = Store(database)
+    database = Database(postgres_url, DatabaseTimeouts(transaction_s=2.5, lock_s=1.5))
+    store = JobStore(database)
     runs = [a_running_job(store) for _ in range(4)]
     with database.engine.begin() as other:
         other.execute(select(jobs.c.id).where(jobs.c.id == runs[locked].job.id).with_for_update())
-        told = database.do_all([_end(store, run) for run in runs])
-    assert [isinstance(it, RecordUnavailable) for it in told] == [n == locked for n in range(4)]
+        told = database.commit_all([_end(store, run) for run in runs])
+    assert [isinstance(it, DatabaseUnavailable) for it in told] == [n == locked for n in range(4)]
     assert [store.get(run.job.id).state is State.RUNNING for run in runs] == [n == locked for n in range(4)]
     database.close()
 
@@ -198,7 +200,7 @@ def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_
 @pytest.mark.postgres
 def test_several_ends_of_which_the_answer_was_lost_are_known_by_what_they_wrote(postgres_url, monkeypatch):
     database = Database(postgres_url)
-    store = Store(database)
+    store = JobStore(database)
     runs = [a_running_job(store) for _ in range(3)]
 
     def lost(raw: Any) -> None:
@@ -207,7 +209,7 @@ def test_several_ends_of_which_the_answer_was_lost_are_known_by_what_they_wrote(
 
     with monkeypatch.context() as network:
         network.setattr(database.engine.dialect, "do_commit", lost)
-        told = database.do_all([_end(store, run) for run in runs])
-    assert not [it for it in told if isinstance(it, RecordUncertain)]
+        told = database.commit_all([_end(store, run) for run in runs])
+    assert not [it for it in told if isinstance(it, CommitUnknown)]
     assert [it.to for it in told] == [State.COMPLETED] * 3
     database.close()

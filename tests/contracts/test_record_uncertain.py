@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy import event, text
 
 from routing.queries import listing
-from slotkeeper.config import Limits
-from slotkeeper.db import fate
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable, RecordUncertain
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db import commit_outcome
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, trail_of
 from tests.support.ends import store_end
 from tests.support.groups import in_one_group
@@ -24,7 +24,7 @@ from tests.support.silence import Network, between
 from tests.support.starts import store_start
 
 # A new connection is given two seconds at least.
-QUICK = Limits(turn_s=0.5, transaction_s=2.5, inquiry_s=2.5, lock_s=0.3)
+QUICK = DatabaseTimeouts(turn_s=0.5, transaction_s=2.5, inquiry_s=2.5, lock_s=0.3)
 LATER = T0 + 60_000
 postgres = pytest.mark.postgres
 
@@ -41,27 +41,27 @@ def network(network_and_url) -> Network:
 
 
 @pytest.fixture
-def far(network_and_url) -> Iterator[Store]:
+def far(network_and_url) -> Iterator[JobStore]:
     """A record behind a network that can fail."""
     database = Database(network_and_url[1], QUICK)
-    store = Store(database)
+    store = JobStore(database)
     store.submit([a_job()], T0)  # It is connected.
     yield store
     database.close()
 
 
 @pytest.fixture
-def near(postgres_url) -> Iterator[Store]:
+def near(postgres_url) -> Iterator[JobStore]:
     """The same record, whatever the network does."""
     database = Database(postgres_url)
-    yield Store(database)
+    yield JobStore(database)
     database.close()
 
 
 def _result(act: Callable[[], Any]) -> Any:
     try:
         return act()
-    except RecordUnavailable as error:
+    except DatabaseUnavailable as error:
         return error
 
 
@@ -85,7 +85,7 @@ def test_a_start_that_was_stored_is_a_start_though_the_answer_was_lost(network, 
 
 
 @postgres
-@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_BUSY])
+@pytest.mark.parametrize("why", [Reason.FINISHED, Reason.SERVER_BUSY])
 def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run_again(network, far, near, why):
     runs = [a_running_job(near) for _ in range(5)]
     times: list[int] = []
@@ -109,7 +109,7 @@ def test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind(networ
     """The COMMIT did not arrive: its transaction stands open at the server, until whoever asks ends it."""
     job, network.swallows = a_queued_job(near), True
     answer = _result(lambda: store_start(far, job.id, "gpu1", "gpu1-slot0", "l w", T0))
-    assert type(answer) is RecordUnavailable
+    assert type(answer) is DatabaseUnavailable
     assert "nothing was stored" in answer.detail
     network.swallows = False
     assert near.get(job.id).state is State.QUEUED
@@ -123,9 +123,20 @@ def test_a_number_that_another_server_gave_again_proves_nothing(far, near):
     other = near.database.write(lambda tx: tx.connection.execute(numbered).scalar())
     with near.database.read() as connection:
         event_ = {"job_id": "nowhere", "type": "t", "at_ms": 1, "attempt": 0, "data": "{}"}
-        assert fate.ask(connection, fate.Mark(other, fate.Witness(events, event_))) is fate.Fate.NOT_STORED
-        assert fate.ask(connection, fate.Mark(other, None)) is fate.Fate.STORED
-        assert fate.ask(connection, fate.Mark(other + 1_000_000, None)) is fate.Fate.NOT_STORED
+        assert (
+            commit_outcome.find_outcome(
+                connection, commit_outcome.TransactionMark(other, commit_outcome.WitnessRow(events, event_))
+            )
+            is commit_outcome.CommitOutcome.NOT_COMMITTED
+        )
+        assert (
+            commit_outcome.find_outcome(connection, commit_outcome.TransactionMark(other, None))
+            is commit_outcome.CommitOutcome.COMMITTED
+        )
+        assert (
+            commit_outcome.find_outcome(connection, commit_outcome.TransactionMark(other + 1_000_000, None))
+            is commit_outcome.CommitOutcome.NOT_COMMITTED
+        )
 
 
 # -- nobody can be asked ---------------------------------------------------------------------------------------
@@ -135,7 +146,7 @@ def test_a_number_that_another_server_gave_again_proves_nothing(far, near):
 def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job(network, far, near):
     job, network.loses, network.closed = a_job(idempotency_key="k"), True, True
     answer = _result(lambda: far.submit([job], T0))
-    assert type(answer) is RecordUncertain
+    assert type(answer) is CommitUnknown
     assert answer.code == "record_uncertain"
     assert "nothing was stored" not in answer.detail
     network.loses = network.closed = False
@@ -146,7 +157,7 @@ def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_fin
 
 
 @postgres
-@pytest.mark.parametrize("why", [Why.FINISHED, Why.SERVER_BUSY, Why.SERVER_ERROR])
+@pytest.mark.parametrize("why", [Reason.FINISHED, Reason.SERVER_BUSY, Reason.SERVER_ERROR])
 def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses(network, far, near, why):
     run = a_running_job(near)
 
@@ -154,7 +165,7 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
         return _result(lambda: store_end(far, run.job.id, 1, why, now_ms, result="{}", due_ms=now_ms + 5000))
 
     network.loses = network.closed = True
-    assert type(settle(T0)) is RecordUncertain
+    assert type(settle(T0)) is CommitUnknown
     network.loses = network.closed = False
     eventually(lambda: near.get(run.job.id).state is not State.RUNNING)
     moved = settle(LATER)
@@ -167,7 +178,7 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
 def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_again(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
-    assert type(_result(lambda: store_end(far, run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    assert type(_result(lambda: store_end(far, run.job.id, 1, Reason.FINISHED, T0, result="1"))) is CommitUnknown
     network.swallows = network.closed = False
     with near.database.read() as connection:  # The server has noticed that nobody is there any more.
         connection.execute(
@@ -176,7 +187,7 @@ def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_agai
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
             )
         )
-    assert store_end(far, run.job.id, 1, Why.FINISHED, LATER, result="2").to is State.COMPLETED
+    assert store_end(far, run.job.id, 1, Reason.FINISHED, LATER, result="2").to is State.COMPLETED
     assert near.get(run.job.id).result == "2"
 
 
@@ -184,7 +195,7 @@ def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_agai
 def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
-    assert type(_result(lambda: store_end(far, run.job.id, 1, Why.FINISHED, T0, result="1"))) is RecordUncertain
+    assert type(_result(lambda: store_end(far, run.job.id, 1, Reason.FINISHED, T0, result="1"))) is CommitUnknown
     network.swallows = network.closed = False
     with near.database.read() as connection:
         connection.execute(
@@ -193,19 +204,19 @@ def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
             )
         )
-    assert store_end(near, run.job.id, 1, Why.LEASE_EXPIRED, LATER)
-    assert store_end(far, run.job.id, 1, Why.FINISHED, LATER, result="2") is None
+    assert store_end(near, run.job.id, 1, Reason.LEASE_EXPIRED, LATER)
+    assert store_end(far, run.job.id, 1, Reason.FINISHED, LATER, result="2") is None
 
 
 # -- SQLite: the COMMIT itself fails ---------------------------------------------------------------------------
 
 
 @pytest.fixture
-def failing(sqlite_url) -> Iterator[Callable[..., Store]]:
+def failing(sqlite_url) -> Iterator[Callable[..., JobStore]]:
     """A record whose next COMMIT ends with an error, after it was done or instead of it."""
     database = Database(sqlite_url, QUICK)
 
-    def fail(*, done: bool) -> Store:
+    def fail(*, done: bool) -> JobStore:
         def commit(connection: Any) -> None:
             del database.engine.dialect.do_commit
             if done:
@@ -213,7 +224,7 @@ def failing(sqlite_url) -> Iterator[Callable[..., Store]]:
             raise sqlite3.OperationalError("disk I/O error")
 
         database.engine.dialect.do_commit = commit
-        return Store(database)
+        return JobStore(database)
 
     yield fail
     database.close()
@@ -228,7 +239,7 @@ def test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered(f
 def test_a_commit_that_did_not_happen_on_sqlite_stored_nothing(failing):
     store, job = failing(done=False), a_job()
     answer = _result(lambda: store.submit([job], T0))
-    assert type(answer) is RecordUnavailable
+    assert type(answer) is DatabaseUnavailable
     assert "disk I/O error" in answer.detail
     assert store.get(job.id) is None
     assert store.submit([job], T0)
@@ -238,7 +249,7 @@ def test_a_commit_of_which_nothing_can_be_known_is_said_to_be_unknown_at_once(fa
     store = failing(done=False)
     began = time.monotonic()
     answer = _result(lambda: store.request_cancel("j", T0))
-    assert type(answer) is RecordUncertain
+    assert type(answer) is CommitUnknown
     assert time.monotonic() - began < QUICK.inquiry_s
 
 
@@ -259,10 +270,10 @@ def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back
     answers = at_once(*[lambda job=job: far.submit([job], T0) for job in jobs], timeout_s=30)
     assert time.monotonic() - began < _AT_WORST_S + 2  # for a loaded machine
     for job, answer in zip(jobs, answers, strict=True):
-        if type(answer) is RecordUnavailable:
+        if type(answer) is DatabaseUnavailable:
             assert near.get(job.id) is None
         else:
-            assert isinstance(answer, list | RecordUncertain)
+            assert isinstance(answer, list | CommitUnknown)
     assert far.submit([a_job()], T0)
     assert listing.counts(far.database)[State.QUEUED] > 0
 
@@ -274,20 +285,20 @@ def test_a_commit_that_meets_silence_is_answered_with_the_truth(network, far, ne
     A machine that has no time to find out says so, which is the truth as well; but not each time.
     """
     answers = []
-    while RecordUnavailable not in answers and len(answers) < 3:
+    while DatabaseUnavailable not in answers and len(answers) < 3:
         job, network.swallows = a_job(), True
         began = time.monotonic()
         answers.append(type(_result(lambda job=job: far.submit([job], T0))))
         network.swallows = False
         assert time.monotonic() - began < _AT_WORST_S + 2
         assert near.get(job.id) is None
-    assert answers[-1] is RecordUnavailable and set(answers) <= {RecordUnavailable, RecordUncertain}
+    assert answers[-1] is DatabaseUnavailable and set(answers) <= {DatabaseUnavailable, CommitUnknown}
 
 
 @pytest.fixture
-def quick(database_url) -> Iterator[Store]:
+def quick(database_url) -> Iterator[JobStore]:
     database = Database(database_url, QUICK)
-    yield Store(database)
+    yield JobStore(database)
     database.close()
 
 
@@ -306,7 +317,7 @@ def test_while_somebody_holds_a_lock_everybody_is_told_in_time_that_nothing_was_
     began = time.monotonic()
     answers = at_once(*[lambda job=job: quick.submit([job], T0) for job in jobs])
     assert time.monotonic() - began < _AT_WORST_S + 2
-    assert [type(answer) for answer in answers] == [RecordUnavailable] * 6
+    assert [type(answer) for answer in answers] == [DatabaseUnavailable] * 6
     assert all(quick.get(job.id) is None for job in jobs)
 
 
@@ -322,7 +333,7 @@ def test_a_write_whose_turn_does_not_come_is_refused_and_not_done_later(quick):
     assert began.wait(30)
     job = a_job()
     answer = _result(lambda: quick.submit([job], T0))
-    assert type(answer) is RecordUnavailable
+    assert type(answer) is DatabaseUnavailable
     goes_on.set()
     holder.join(30)
     assert quick.get(job.id) is None
@@ -332,7 +343,7 @@ def test_a_write_whose_turn_does_not_come_is_refused_and_not_done_later(quick):
 @postgres
 def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, near):
     database = Database(postgres_url, QUICK)
-    store, held = Store(database), a_queued_job(near)
+    store, held = JobStore(database), a_queued_job(near)
     with near.database.engine.begin() as somebody:
         somebody.execute(text("SELECT 1 FROM jobs WHERE id = :id FOR UPDATE"), {"id": held.id})
         waiting, *others = in_one_group(
@@ -340,6 +351,6 @@ def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, n
             lambda: store_start(store, held.id, "gpu1", "gpu1-slot0", "l", T0),
             *[lambda: store.submit([a_job()], T0)] * 4,
         )
-    assert type(waiting) is RecordUnavailable
+    assert type(waiting) is DatabaseUnavailable
     assert all(isinstance(answer, list) for answer in others)
     database.close()

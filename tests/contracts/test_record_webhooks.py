@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from slotkeeper.audit import search
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.states import FINAL, State, Why
-from slotkeeper.outbox import messages as module
-from slotkeeper.outbox import removal
-from slotkeeper.outbox.callbacks import Callbacks
-from slotkeeper.outbox.messages import MOST_LOGGED_OF_JOB, Message, Messages
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.outbox import retention
+from slotkeeper.outbox import webhook_messages as module
+from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.webhook_messages import MOST_LOGGED_OF_JOB, Message, MessageQueue
 from tests.support.builders import (
     CALLBACK,
     SECOND,
@@ -42,19 +42,19 @@ def begun(database: Database, webhook_id: str, now_ms: int = T0, until: int = UN
 
 
 def log_of(database: Database, message: Message) -> list[tuple[int, str, int | None, str | None]]:
-    return [(it.number, it.outcome, it.status, it.error) for it in Messages(database).tries_of(message.job_id)]
+    return [(it.number, it.outcome, it.status, it.error) for it in MessageQueue(database).list_attempts(message.job_id)]
 
 
-@pytest.mark.parametrize("state", sorted(FINAL))
+@pytest.mark.parametrize("state", sorted(FINAL_STATES))
 def test_every_end_of_a_job_owes_one_message_that_names_it(database, store, state):
     job = an_ended_job(store, state, callback_url=CALLBACK)
-    (due,) = Callbacks(database).due(T0, 10)
+    (due,) = Callbacks(database).list_due_callbacks(T0, 10)
     assert (due.job_id, due.url, due.tenant) == (job.id, CALLBACK, "default")
     message = begun(database, f"msg_{job.id}_{job.attempt}_{state}")
     assert (message.job_id, message.at_ms, message.tries) == (job.id, T0, 1)
 
 
-@pytest.mark.parametrize("state", sorted(set(State) - FINAL))
+@pytest.mark.parametrize("state", sorted(set(State) - FINAL_STATES))
 def test_a_job_that_has_not_ended_owes_nothing(database, store, state):
     a_job_in(store, state, callback_url=CALLBACK)
     assert due_ids(database, T0) == []
@@ -62,13 +62,13 @@ def test_a_job_that_has_not_ended_owes_nothing(database, store, state):
 
 def test_a_job_without_a_callback_owes_nothing(database, store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
     assert due_ids(database, T0) == []
 
 
 def test_a_settle_owes_one_message_that_is_named_after_the_end(database, store):
     run = a_running_job(store, callback_url=CALLBACK)
-    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
     assert due_ids(database, T0) == [f"msg_{run.job.id}_1_completed"]
 
 
@@ -76,7 +76,7 @@ def test_each_end_of_a_revived_job_has_a_message_of_its_own_and_they_are_sent_in
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, T0)
     run = a_start(store, dead.id)
-    store_end(store, dead.id, run.attempt, Why.RETRIES_EXHAUSTED, T0)
+    store_end(store, dead.id, run.attempt, Reason.RETRIES_EXHAUSTED, T0)
     first, second = due_ids(database, T0)
     assert claim(database, second, T0, UNTIL) is None
     delivered(database, begun(database, first), T0)
@@ -134,7 +134,7 @@ def test_a_failed_try_waits_for_the_next_one(database, owed):
 
 def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, owed):
     failed(database, begun(database, owed), UNTIL, None, None, "no such host " * 100)
-    (given_up,) = Callbacks(database).given_up()
+    (given_up,) = Callbacks(database).list_given_up_callbacks()
     message = given_up.message
     assert (message.id, message.last_status, message.ended_ms) == (owed, None, UNTIL)
     assert message.last_error is not None
@@ -153,7 +153,7 @@ def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, ow
     quick = begun(database, owed, UNTIL, UNTIL * 2)
     failed(database, slow, T0, None, 500, "too late")
     delivered(database, slow, UNTIL)
-    assert log_of(database, slow) == [] and Callbacks(database).given_up() == []
+    assert log_of(database, slow) == [] and Callbacks(database).list_given_up_callbacks() == []
     delivered(database, quick, UNTIL)
     failed(database, quick, T0, None, 500, "said twice")
     assert log_of(database, quick) == [(2, "delivered", 200, None)]
@@ -171,15 +171,17 @@ def test_messages_are_due_oldest_first_and_no_more_than_asked_for(database, stor
     third, first, second = (T0 + 3, T0 + 1, T0 + 2)
     for now in (third, first, second):
         job = a_queued_job(store, callback_url=CALLBACK)
-        store.end_waiting(job.id, Why.CANCEL_REQUESTED, now)
+        store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, now)
     owed = due_ids(database, T0 + 9)
     assert len(owed) == 3
     assert due_ids(database, T0 + 9, limit=2) == owed[:2]
     assert due_ids(database, T0 + 2) == owed[:2]
     assert due_ids(database, T0 + 1) == owed[:1]
     callbacks = Callbacks(database)
-    page = callbacks.due(T0 + 9, 2)
-    assert page + callbacks.due(T0 + 9, 2, page[-1]) == callbacks.newest_due(T0 + 9, 9)[::-1]
+    page = callbacks.list_due_callbacks(T0 + 9, 2)
+    assert (
+        page + callbacks.list_due_callbacks(T0 + 9, 2, page[-1]) == callbacks.list_newest_due_callbacks(T0 + 9, 9)[::-1]
+    )
 
 
 # -- given up, and sent once more ------------------------------------------------------------------------------------
@@ -197,17 +199,17 @@ def test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant
     callbacks = Callbacks(database)
     ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant=f"t{n % 2}") for n in range(4)]
     an_ended_job(store, callback_url=CALLBACK)  # owed, not given up
-    assert [it.message.id for it in callbacks.given_up()] == ids[::-1]
-    assert [it.message.id for it in callbacks.given_up("t1")] == [ids[3], ids[1]]
-    first = callbacks.given_up(limit=2)
+    assert [it.message.id for it in callbacks.list_given_up_callbacks()] == ids[::-1]
+    assert [it.message.id for it in callbacks.list_given_up_callbacks("t1")] == [ids[3], ids[1]]
+    first = callbacks.list_given_up_callbacks(limit=2)
     last = first[-1].message
-    rest = callbacks.given_up(before=(last.at_ms, last.receiver, last.event))
+    rest = callbacks.list_given_up_callbacks(before=(last.at_ms, last.receiver, last.event))
     assert [it.message.id for it in rest] == [ids[1], ids[0]]
     newest = first[0]
     assert (newest.tenant, newest.status, newest.message.tries) == ("t1", "completed", 1)
     assert (newest.message.last_status, newest.message.last_error) == (404, "gone")
     assert (newest.message.at_ms, newest.message.ended_ms) == (T0 + 3 * SECOND, T0 + 8 * SECOND)
-    assert Messages(database).given_up() == [], "that is the list of webhooks"
+    assert MessageQueue(database).list_given_up_webhooks() == [], "that is the list of webhooks"
 
 
 def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_own_tenant(database, store):
@@ -220,7 +222,7 @@ def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_o
     message = begun(database, owed, UNTIL, UNTIL + SECOND)
     assert (message.id, message.tries) == (owed, 1), "with all its tries before it"
     delivered(database, message, UNTIL)
-    assert callbacks.given_up() == []
+    assert callbacks.list_given_up_callbacks() == []
     assert callbacks.retry(owed, None, UNTIL) and due_ids(database, UNTIL) == [owed], "also what was delivered"
 
 
@@ -241,16 +243,16 @@ def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store,
     monkeypatch.setattr(module, "_PAGE", 2)
     callbacks = Callbacks(database)
     ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant="t1" if n == 3 else "default") for n in range(7)]
-    assert callbacks.retry_given_up("default", T0 + 2 * SECOND, UNTIL) == 4
+    assert callbacks.retry_all("default", T0 + 2 * SECOND, UNTIL) == 4
     assert sorted(due_ids(database, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
-    assert callbacks.retry_given_up(None, 0, UNTIL) == 3
-    assert callbacks.retry_given_up(None, 0, UNTIL) == 0
-    assert [it.act for it in search.find(database, search.Wanted())] == ["callback.replay"] * 3
+    assert callbacks.retry_all(None, 0, UNTIL) == 3
+    assert callbacks.retry_all(None, 0, UNTIL) == 0
+    assert [it.act for it in search.find_entries(database, search.AuditFilter())] == ["callback.replay"] * 3
 
 
 def test_a_job_stays_while_its_callback_is_sent_once_more(database, store):
     owed = _give_up(database, store)
     assert Callbacks(database).retry(owed, None, UNTIL)
-    assert removal.purge(database, UNTIL * 2, 10) == 0
+    assert retention.delete_ended_jobs(database, UNTIL * 2, 10) == 0
     delivered(database, begun(database, owed, UNTIL, UNTIL + SECOND), UNTIL)
-    assert removal.purge(database, UNTIL * 2, 10) == 1
+    assert retention.delete_ended_jobs(database, UNTIL * 2, 10) == 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from slotkeeper.redis.suitability import evicts, forgets
+from slotkeeper.redis.suitability import explain_eviction, explain_no_persistence
 from tests.support.api import Api
 
 
@@ -20,16 +20,16 @@ def keeping(client: Redis) -> Iterator[Redis]:
 
 
 def test_a_redis_that_throws_keys_away_is_told_apart_from_one_that_refuses_new_ones(keeping: Redis) -> None:
-    assert evicts(keeping) is None
+    assert explain_eviction(keeping) is None
     keeping.config_set("maxmemory-policy", "allkeys-lru")
-    assert "allkeys-lru" in (advice := evicts(keeping) or "") and "noeviction" in advice
+    assert "allkeys-lru" in (advice := explain_eviction(keeping) or "") and "noeviction" in advice
 
 
 def test_a_redis_without_an_append_only_file_is_told(keeping: Redis) -> None:
     keeping.config_set("appendonly", "no")
-    assert "appendonly yes" in (forgets(keeping) or "")
+    assert "appendonly yes" in (explain_no_persistence(keeping) or "")
     keeping.config_set("appendonly", "yes")
-    assert forgets(keeping) is None
+    assert explain_no_persistence(keeping) is None
 
 
 def test_a_process_whose_redis_may_throw_leases_away_is_degraded(api: Api) -> None:

@@ -7,13 +7,13 @@ from sqlalchemy import text
 
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.names import Because, NameClosed
-from slotkeeper.jobs.states import ACTIVE, FINAL, State, Why
-from slotkeeper.jobs.withheld import Withholding
-from slotkeeper.registry import removal
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.closed_models import ClosingReason, ModelClosed
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
+from slotkeeper.jobs.values import Quarantine
+from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.secrets import Secret
 from tests.support.builders import (
@@ -42,24 +42,24 @@ def catalog(database: Database) -> Catalog:
 # -- removing a model ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", sorted(ACTIVE))
+@pytest.mark.parametrize("state", sorted(ACTIVE_STATES))
 def test_a_model_is_not_removed_while_a_job_of_it_has_not_ended(database, catalog, store, state):
-    job, before = a_job_in(store, state), catalog.snapshot()
+    job, before = a_job_in(store, state), catalog.read()
     with pytest.raises(Conflict, match=rf"1 {state}.*drain=true") as refusal:
-        removal.remove_model(database, "zimg", T0, "ops")
+        catalog_removal.remove_model(database, "zimg", T0, "ops")
     assert refusal.value.facts == {"model": "zimg", state.value: 1}
-    assert catalog.snapshot().models == before.models and not catalog.snapshot().closed
+    assert catalog.read().models == before.models and not catalog.read().closed
     assert store.get(job.id).state is state
 
 
-@pytest.mark.parametrize("state", sorted(FINAL))
+@pytest.mark.parametrize("state", sorted(FINAL_STATES))
 def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(database, catalog, store, state):
     catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "A100"}, of_model={"model_version": "2.1"})
     catalog.register("flux", "gpu1", URL, 4, T0, of_model={"model_version": "1.0"})
     catalog.set_secret(Secret("KEY", frozenset({"zimg", "flux"}), "sealed", None, T0))
     job = an_ended_job(store, state)
-    found = removal.remove_model(database, "zimg", T0, "ops")
-    now = catalog.snapshot()
+    found = catalog_removal.remove_model(database, "zimg", T0, "ops")
+    now = catalog.read()
     assert (found.is_over, found.fleet, found.idle, list(now.models)) == (True, "zimg", (), ["flux"])
     assert now.servers["gpu1"].endpoints == {"flux": URL}
     assert now.servers["gpu1"].attributes == {"gpu": "A100", "flux:model_version": "1.0"}
@@ -69,16 +69,16 @@ def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(d
 
 
 def test_servers_that_a_removal_leaves_without_a_model_are_named(database, catalog):
-    assert removal.remove_model(database, "zimg", T0, "ops").idle == ("gpu1",)
+    assert catalog_removal.remove_model(database, "zimg", T0, "ops").idle == ("gpu1",)
     assert catalog.register("zimg", "gpu1", URL, 4, T0).endpoints == {"zimg": URL}
 
 
 def test_what_is_not_there_is_not_removed(database, catalog):
     for act in (
-        lambda: removal.remove_model(database, "flux", T0, ""),
-        lambda: removal.keep_model(database, "zimg"),
-        lambda: removal.remove_server(database, "gpu9", T0, ""),
-        lambda: removal.keep_server(database, "gpu1"),
+        lambda: catalog_removal.remove_model(database, "flux", T0, ""),
+        lambda: catalog_removal.cancel_model_removal(database, "zimg"),
+        lambda: catalog_removal.remove_server(database, "gpu9", T0, ""),
+        lambda: catalog_removal.cancel_server_removal(database, "gpu1"),
     ):
         with pytest.raises(NotFound):
             act()
@@ -86,35 +86,35 @@ def test_what_is_not_there_is_not_removed(database, catalog):
 
 def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(database, catalog, store):
     job, later = a_running_job(store), a_delayed_job(store)
-    found = removal.remove_model(database, "zimg", T0, "ops", drain=True)
+    found = catalog_removal.remove_model(database, "zimg", T0, "ops", drain=True)
     assert (found.is_over, found.left) == (False, {"running": 1, "delayed": 1})
-    assert catalog.snapshot().is_leaving("zimg") and catalog.snapshot().closed["zimg"].changed_by == "ops"
-    with pytest.raises(NameClosed):
+    assert catalog.read().is_being_removed("zimg") and catalog.read().closed["zimg"].changed_by == "ops"
+    with pytest.raises(ModelClosed):
         store.submit([a_job()], T0)
-    assert store_end(store, job.job.id, job.attempt, Why.FINISHED, T0, result="{}")
-    assert removal.end_removal(database, "zimg", T0) is None and "zimg" in catalog.snapshot().models
-    assert removal.left_of(database, "zimg") == {"delayed": 1}
-    assert store.end_waiting(later.id, Why.CANCEL_REQUESTED, T0)
-    assert removal.end_removal(database, "zimg", T0).is_over
-    assert catalog.snapshot().closed["zimg"].because is Because.REMOVED
-    assert removal.end_removal(database, "zimg", T0) is None, "once"
+    assert store_end(store, job.job.id, job.attempt, Reason.FINISHED, T0, result="{}")
+    assert catalog_removal.finish_model_removal(database, "zimg", T0) is None and "zimg" in catalog.read().models
+    assert catalog_removal.count_active_jobs(database, "zimg") == {"delayed": 1}
+    assert store.cancel_waiting(later.id, Reason.CANCEL_REQUESTED, T0)
+    assert catalog_removal.finish_model_removal(database, "zimg", T0).is_over
+    assert catalog.read().closed["zimg"].because is ClosingReason.REMOVED
+    assert catalog_removal.finish_model_removal(database, "zimg", T0) is None, "once"
 
 
 def test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way(database, catalog, store):
     job = a_queued_job(store)
-    removal.remove_model(database, "zimg", T0, "ops", drain=True)
-    removal.keep_model(database, "zimg")
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
-    assert removal.end_removal(database, "zimg", T0) is None
+    catalog_removal.remove_model(database, "zimg", T0, "ops", drain=True)
+    catalog_removal.cancel_model_removal(database, "zimg")
+    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
+    assert catalog_removal.finish_model_removal(database, "zimg", T0) is None
     a_queued_job(store)
-    assert "zimg" in catalog.snapshot().models
+    assert "zimg" in catalog.read().models
 
 
 def test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing(database, catalog, store):
-    removal.remove_model(database, "zimg", T0, "ops")
+    catalog_removal.remove_model(database, "zimg", T0, "ops")
     ids = [a_job(id="a", model="flux"), a_job(id="b"), a_job(id="c", idempotency_key="k", fingerprint="f")]
     for new in (ids[1:2], ids[2:], ids):
-        with pytest.raises(NameClosed):
+        with pytest.raises(ModelClosed):
             store.submit(new, T0)
     assert [store.get(job.id) for job in ids] == [None, None, None]
     assert store.submit([a_job(id="c", model="flux", idempotency_key="k", fingerprint="g")], T0)[0].id == "c"
@@ -125,9 +125,9 @@ def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(da
     new = a_job()
     store.submit([new], T0)
     run = store_start(store, new.id, "gpu1", "gpu1-slot0", "lease", T0)
-    store_end(store, new.id, run.attempt, Why.FINISHED, T0, result="{}")
-    removal.remove_model(database, "zimg", T0, "ops")
-    with pytest.raises(NameClosed):
+    store_end(store, new.id, run.attempt, Reason.FINISHED, T0, result="{}")
+    catalog_removal.remove_model(database, "zimg", T0, "ops")
+    with pytest.raises(ModelClosed):
         store.submit([a_job()], T0)
     assert store.get(new.id).state is State.COMPLETED
 
@@ -141,7 +141,7 @@ def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url
     waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'jobs'::regclass")
     with database.engine.connect() as slow, ThreadPoolExecutor(1) as pool:
         slow.execute(text(f"{row} VALUES ('j', 'zimg', 'queued', 'submitted', 5, 't', 1, 'rest', '{{}}')"))
-        removing = pool.submit(removal.remove_model, database, "zimg", T0, "ops")
+        removing = pool.submit(catalog_removal.remove_model, database, "zimg", T0, "ops")
 
         def waits() -> bool:
             with database.engine.connect() as looking:
@@ -151,24 +151,24 @@ def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url
         slow.commit()
         with pytest.raises(Conflict, match="1 queued"):
             removing.result(10)
-    assert "zimg" in Catalog(database).snapshot().models
+    assert "zimg" in Catalog(database).read().models
     database.close()
 
 
 def test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do(database, catalog, store):
     job = an_ended_job(store, State.DEAD)
-    removal.remove_model(database, "zimg", T0, "ops")
-    with pytest.raises(NameClosed, match=r"was removed.*stays dead"):
+    catalog_removal.remove_model(database, "zimg", T0, "ops")
+    with pytest.raises(ModelClosed, match=r"was removed.*stays dead"):
         store.revive(job.id, T0)
     assert store.get(job.id) == job
-    assert len(store.events_of(job.id)) == 3
+    assert len(store.list_events(job.id)) == 3
     catalog.register("zimg", "gpu1", URL, 4, T0)
     assert store.revive(job.id, T0).model == "zimg"
 
 
 def test_a_new_model_does_not_join_the_fleet_that_a_removed_one_left_to_others(database, catalog):
     catalog.register("flux", "gpu1", URL, 1, T0)
-    removal.remove_model(database, "zimg", T0, "")
+    catalog_removal.remove_model(database, "zimg", T0, "")
     assert catalog.register("zimg", "gpu3", URL, 1, T0).fleet == "zimg.2", "the first is flux' still"
 
 
@@ -178,43 +178,43 @@ def test_a_new_model_does_not_join_the_fleet_that_a_removed_one_left_to_others(d
 def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
     a_running_job(store)
     with pytest.raises(Conflict, match=r"runs 1 jobs.*drain=true.*force=true"):
-        removal.remove_server(database, "gpu1", T0, "ops")
-    assert catalog.snapshot().servers["gpu1"].takes_jobs
+        catalog_removal.remove_server(database, "gpu1", T0, "ops")
+    assert catalog.read().servers["gpu1"].takes_jobs
 
 
 def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}", withhold=Withholding("x", T0))
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", withhold=Quarantine("x", T0))
     with pytest.raises(Conflict, match="1 of its slots are withheld"):
-        removal.remove_server(database, "gpu1", T0, "ops")
-    removal.remove_server(database, "gpu1", T0, "ops", drain=True)
-    assert removal.end_leaving(database, "gpu1") is None
-    withheld.forget(database, run.job.id, run.attempt)
-    assert removal.end_leaving(database, "gpu1").is_over
+        catalog_removal.remove_server(database, "gpu1", T0, "ops")
+    catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    assert catalog_removal.finish_server_removal(database, "gpu1") is None
+    quarantine.release(database, run.job.id, run.attempt)
+    assert catalog_removal.finish_server_removal(database, "gpu1").is_over
 
 
 def test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended(database, catalog, store):
     run = a_running_job(store)
-    found = removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    found = catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)
     assert (found.is_over, found.left) == (False, {"running": 1})
-    leaving = catalog.snapshot().servers["gpu1"]
+    leaving = catalog.read().servers["gpu1"]
     assert (leaving.takes_jobs, leaving.leaving_by) == (False, "ops")
-    assert catalog.snapshot().slots_of("zimg") == 0
-    assert removal.end_leaving(database, "gpu1") is None
-    store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert removal.end_leaving(database, "gpu1").is_over
-    assert (catalog.snapshot().servers, list(catalog.snapshot().models)) == ({}, ["zimg"])
+    assert catalog.read().count_slots("zimg") == 0
+    assert catalog_removal.finish_server_removal(database, "gpu1") is None
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
+    assert catalog_removal.finish_server_removal(database, "gpu1").is_over
+    assert (catalog.read().servers, list(catalog.read().models)) == ({}, ["zimg"])
 
 
 def test_a_server_that_stays_after_all_takes_jobs_again(database, catalog, store):
     a_running_job(store)
-    removal.remove_server(database, "gpu1", T0, "ops", drain=True)
-    removal.keep_server(database, "gpu1")
-    assert catalog.snapshot().servers["gpu1"].takes_jobs
-    assert removal.end_leaving(database, "gpu1") is None
+    catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)
+    catalog_removal.cancel_server_removal(database, "gpu1")
+    assert catalog.read().servers["gpu1"].takes_jobs
+    assert catalog_removal.finish_server_removal(database, "gpu1") is None
 
 
 def test_who_removes_a_server_by_force_is_told_which_runs_are_lost(database, catalog, store):
     run = a_running_job(store)
-    found = removal.remove_server(database, "gpu1", T0, "ops", force=True)
-    assert (found.is_over, found.lost, catalog.snapshot().servers) == (True, (run.job.id,), {})
+    found = catalog_removal.remove_server(database, "gpu1", T0, "ops", force=True)
+    assert (found.is_over, found.lost, catalog.read().servers) == (True, (run.job.id,), {})

@@ -14,8 +14,8 @@ from routing.maintenance.rooms import depths
 from routing.queries import listing
 from routing.queue.leases import Lease, Renewal
 from slotkeeper.audit import acts, search
-from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, RecordUnavailable, TooMany, UnknownModel
-from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
@@ -126,7 +126,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
     stage.register(1, max_waiting=2)
     stage.submit_all([stage.a()])
     stage.submit_all([stage.a(), stage.a()])
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(TooManyRequests) as refused:
         stage.submit()
     assert refused.value.retry_after_s > 0
     assert sum(listing.counts(stage.store.database).values()) == 3
@@ -136,7 +136,7 @@ def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
     stage.register()
     acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
     stage.submit_all([stage.a() for _ in range(3)], acme)
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(TooManyRequests) as refused:
         stage.submit_all([stage.a()], acme)
     assert refused.value.retry_after_s == 0.5
     stage.later(500)
@@ -254,7 +254,7 @@ def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(
     first, second = stage.submit(), stage.submit()
     task = stage.start()
     cut_off = stage.cut_off()
-    assert end_run(cut_off, task, Why.FINISHED, result="1") is not None
+    assert end_run(cut_off, task, Reason.FINISHED, result="1") is not None
     assert stage.state(first) is State.COMPLETED and stage.free() == 0
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
@@ -267,11 +267,11 @@ def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
     task = stage.start()
 
     def away(*_: object, **__: object) -> None:
-        raise RecordUnavailable("away")
+        raise DatabaseUnavailable("away")
 
     with monkeypatch.context() as down:
         down.setattr(stage.store, "settle_write", away)
-        with pytest.raises(RecordUnavailable):
+        with pytest.raises(DatabaseUnavailable):
             stage.settle(task, Kind.BUSY)
     assert stage.renewal(task) is Renewal.RENEWED and stage.state(job_id) is State.RUNNING
 
@@ -394,7 +394,7 @@ def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(st
         stage.settle(stage.start(), Kind.RETRY)
         stage.later(60_000)
         reconcile.promote_due(stage.dispatcher)
-    assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Why.RETRIES_EXHAUSTED
+    assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Reason.RETRIES_EXHAUSTED
     assert stage.told.ends == [(job_id, State.DEAD)]
     stage.dispatcher.revive(job_id)
     assert stage.offered() == [job_id]
@@ -433,14 +433,14 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.CANCEL
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
-    end_run(stage.dispatcher, task, Why.CANCEL_REQUESTED)
+    end_run(stage.dispatcher, task, Reason.CANCEL_REQUESTED)
     assert stage.state(job_id) is State.CANCELED and stage.free() == 1
 
 
 def test_who_cancels_or_retries_a_job_is_noted_once(stage):
     stage.register(max_retries=0)
     job_id = stage.submit()
-    with acts.acting(acts.Actor("eve", "REST")):
+    with acts.acting_as(acts.Actor("eve", "REST")):
         stage.settle(stage.start(), Kind.RETRY)
         stage.dispatcher.revive(job_id)
         task = stage.start()
@@ -453,7 +453,7 @@ def test_who_cancels_or_retries_a_job_is_noted_once(stage):
         for refused in (stage.dispatcher.cancel, stage.dispatcher.revive):
             with pytest.raises(Conflict):
                 refused(waiting)
-    done = [it for it in search.find(stage.store.database, search.Wanted()) if it.job_id]
+    done = [it for it in search.find_entries(stage.store.database, search.AuditFilter()) if it.job_id]
     assert [(it.act, it.job_id, it.actor) for it in done] == [
         ("job.cancel", waiting, "eve"),
         ("job.cancel", job_id, "eve"),
@@ -494,9 +494,11 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
     write = stage.store.settle_write
     with monkeypatch.context() as lost:
         lost.setattr(
-            stage.store, "settle_write", lambda *args, **more: stage.database.do(write(*args, **more)) and _is_away()
+            stage.store,
+            "settle_write",
+            lambda *args, **more: stage.database.commit(write(*args, **more)) and _is_away(),
         )
-        with pytest.raises(RecordUnavailable):
+        with pytest.raises(DatabaseUnavailable):
             stage.settle(task, Kind.BUSY, retry_after_s=0.0)
     assert stage.settle(task, Kind.BUSY, retry_after_s=0.0).moved is None
     reconcile.sweep(stage.dispatcher)
@@ -504,10 +506,10 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
 
 
 def _is_away() -> None:
-    raise RecordUnavailable("the answer was lost")
+    raise DatabaseUnavailable("the answer was lost")
 
 
-@pytest.mark.parametrize("state", sorted(FINAL))
+@pytest.mark.parametrize("state", sorted(FINAL_STATES))
 def test_an_ended_job_cannot_be_canceled(stage, state):
     stage.register(1, max_retries=0)
     job_id = _ended(stage, state)

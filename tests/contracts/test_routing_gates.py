@@ -9,7 +9,7 @@ from redis.connection import AbstractConnection
 from routing.admission import gates
 from routing.admission.gates.gate import Asks, Gate
 from routing.admission.submission import Submission, prepare
-from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
 from tests.support import gate_of_share
 from tests.support.stage import Stage
@@ -34,7 +34,7 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
     """Pass the gates, and store nothing."""
     dispatcher = stage.dispatcher
-    new = [prepare(one, dispatcher.catalog.model(one.model), lambda url: None, stage.now) for one in asked]
+    new = [prepare(one, dispatcher.catalog.resolve(one.model), lambda url: None, stage.now) for one in asked]
     dispatcher.admission.check(new, tenant, stage.now)
 
 
@@ -59,7 +59,7 @@ def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
     stage.submit(tenant="t1")
     monkeypatch.setattr(gates, "GATES", (*gates.GATES[:-1], gate_of_share.GATE, gates.GATES[-1]))
     stage.submit(tenant="t1")
-    with pytest.raises(TooMany, match="Half of the jobs") as refused:
+    with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
         stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1", admin=False))
     assert refused.value.retry_after_s == 5.0
     stage.submit(tenant="t2")
@@ -98,11 +98,11 @@ def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
     stage.register(1, max_waiting=0)
     stage.submit()
     for _ in range(5):
-        with pytest.raises(TooMany, match="configured to hold 0"):
+        with pytest.raises(TooManyRequests, match="configured to hold 0"):
             check(stage, [stage.a()], ACME)
     stage.register(1, max_waiting=10)
     check(stage, [stage.a() for _ in range(3)], ACME)
-    with pytest.raises(TooMany, match="slow down"):
+    with pytest.raises(TooManyRequests, match="slow down"):
         check(stage, [stage.a()], ACME)
 
 
@@ -117,5 +117,5 @@ def test_the_first_gate_that_refuses_is_heard_also_where_a_later_one_needs_no_an
     with pytest.raises(InvalidJob, match="never"):
         check(stage, [stage.a()])
     monkeypatch.setattr(gates, "GATES", (*gates.GATES[1:], never))
-    with pytest.raises(TooMany, match="configured to hold 0"):
+    with pytest.raises(TooManyRequests, match="configured to hold 0"):
         check(stage, [stage.a()])

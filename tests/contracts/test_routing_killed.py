@@ -11,8 +11,8 @@ from redis.exceptions import RedisError
 from routing.maintenance import reconcile, runs
 from routing.queue.leases import Lease, Renewal
 from routing.queue.workers import Workers
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.redis.keys import Keys
 from tests.support.builders import at_once
 from tests.support.ends import end_run, free, hand_back, release, store_end
@@ -26,10 +26,10 @@ class Deaths:
     """Workers that have begun on this machine, and what maintenance does about their ends."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        self._stage, self.lifetimes = stage, Lifetimes(folder)
+        self._stage, self.lifetimes = stage, ProcessLocks(folder)
         self.workers = Workers(stage.dispatcher.queues.scripts)
         for worker in (KILLED, LIVING):
-            self.lifetimes.begin(worker)
+            self.lifetimes.acquire(worker)
             self.workers.say(worker, 1)
 
     def kill(self) -> None:
@@ -57,7 +57,7 @@ def test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_n
     deaths.kill()
     assert deaths.reap() == 1
     job = stage.job(lost)
-    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.LEASE_EXPIRED, 1, 0)
+    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Reason.LEASE_EXPIRED, 1, 0)
     assert (job.error_code, job.error_message) == (
         "worker_lost",
         f"The worker that ran it on {task.lease.slot} has died.",
@@ -87,7 +87,7 @@ def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(sta
     job_id = stage.submit()
     deaths.kill()
     assert deaths.reap() == 0
-    assert deaths.lifetimes.ended() == []
+    assert deaths.lifetimes.find_dead() == []
     assert stage.offered() == [job_id], "an offer that nobody has claimed is nobody's"
 
 
@@ -99,9 +99,9 @@ def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths)
     assert deaths.reap() == 1
     assert claim_offer(stage.dispatcher.leases, late, KILLED) is not None, "it was on its way"
     assert deaths.reap() == 1
-    assert deaths.lifetimes.ended() == [KILLED]
+    assert deaths.lifetimes.find_dead() == [KILLED]
     assert deaths.reap() == 0
-    assert deaths.lifetimes.ended() == []
+    assert deaths.lifetimes.find_dead() == []
     assert {stage.state(job_id) for job_id in (first, second)} == {State.QUEUED}
 
 
@@ -118,9 +118,9 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert claim_offer(stage.dispatcher.leases, again, LIVING) is not None
     free(stage.dispatcher, Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
     assert deaths.reap() == 1
-    assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Why.LEASE_EXPIRED)
+    assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Reason.LEASE_EXPIRED)
     deaths.reap()
-    assert deaths.lifetimes.ended() == []
+    assert deaths.lifetimes.find_dead() == []
 
 
 def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):
@@ -136,7 +136,7 @@ def test_a_slot_whose_run_had_ended_is_only_freed(stage, deaths):
     """Its worker was killed between the end in the record and the slot."""
     job_id = stage.submit()
     task = stage.start(KILLED)
-    store_end(stage.store, job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")
+    store_end(stage.store, job_id, task.run.attempt, Reason.FINISHED, stage.now, result="1")
     deaths.kill()
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).crashes, stage.free()) == (State.COMPLETED, 0, 2)
@@ -150,7 +150,7 @@ def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage
     release(stage.dispatcher.leases, task.lease, back=False, claimant=KILLED)
     deaths.kill()
     assert deaths.reap() == 2
-    assert [stage.job(job_id).why for job_id in (passing, following)] == [Why.LEASE_EXPIRED] * 2
+    assert [stage.job(job_id).why for job_id in (passing, following)] == [Reason.LEASE_EXPIRED] * 2
     assert sorted(stage.offered()) == [passing, following]
     assert runs.restore_missed(stage.dispatcher) == 0
 
@@ -175,7 +175,7 @@ def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_i
 
 def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(stage, deaths):
     drains, other = stage.submit(), stage.submit()
-    end_run(stage.dispatcher, stage.start(KILLED), Why.CANCEL_REQUESTED, lingers="canceled")
+    end_run(stage.dispatcher, stage.start(KILLED), Reason.CANCEL_REQUESTED, lingers="canceled")
     task = stage.start(KILLED)
     assert stage.dispatcher.leases.seize(task.lease, "reaper", 10 * SECOND, only_expired=False) is not None
     deaths.kill()
@@ -185,7 +185,7 @@ def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(st
 
 
 def _spoil(stage: Stage) -> Callable[[], Any]:
-    key = Keys("test").of("flux", "leases")
+    key = Keys("test").fleet_key("flux", "leases")
     stage.redis.set(key, "of another kind")
     return lambda: stage.redis.delete(key)
 
@@ -198,10 +198,10 @@ def test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read(stage, dea
     deaths.kill()
     assert deaths.reap() == 1, "it holds up no other"
     assert deaths.reap() == 0
-    assert deaths.lifetimes.ended() == [KILLED]
+    assert deaths.lifetimes.find_dead() == [KILLED]
     mend()
     deaths.reap()
-    assert deaths.lifetimes.ended() == [] and stage.offered() == [job_id]
+    assert deaths.lifetimes.find_dead() == [] and stage.offered() == [job_id]
 
 
 def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(stage, deaths, faults):
@@ -210,7 +210,7 @@ def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(st
     deaths.kill()
     with faults("UPDATE jobs"):
         assert deaths.reap() == 0
-    assert deaths.lifetimes.ended() == [KILLED] and stage.state(job_id) is State.RUNNING
+    assert deaths.lifetimes.find_dead() == [KILLED] and stage.state(job_id) is State.RUNNING
 
 
 def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
@@ -218,7 +218,7 @@ def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
     away = stage.cut_off()
     with pytest.raises(RedisError):
         reconcile.reap_killed(away, Workers(away.queues.scripts), deaths.lifetimes)
-    assert deaths.lifetimes.ended() == [KILLED]
+    assert deaths.lifetimes.find_dead() == [KILLED]
 
 
 def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
@@ -227,7 +227,7 @@ def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
     deaths.kill()
     stage.lose_redis()
     assert deaths.reap() == 0
-    assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.ended() == [KILLED]
+    assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.find_dead() == [KILLED]
     reconcile.rebuild(stage.dispatcher, "zimg")
     assert deaths.reap() == 1
     assert stage.state(job_id) is State.QUEUED

@@ -10,12 +10,12 @@ from routing.admission import questions
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
 from routing.queue.leases import Renewal
-from slotkeeper.db.db import Database
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import Job, Waiting, Withholding
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.registry import removal
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job, Quarantine, QueuedJob
+from slotkeeper.registry import catalog_removal
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
@@ -70,7 +70,7 @@ def test_an_offer_of_a_job_that_has_ended_is_taken_back(stage):
     stage.register()
     gone, following = stage.submit(), stage.submit()
     stage.offered()
-    stage.store.end_waiting(gone, Why.CANCEL_REQUESTED, stage.now)
+    stage.store.cancel_waiting(gone, Reason.CANCEL_REQUESTED, stage.now)
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
     assert stage.offered() == [following]
@@ -86,7 +86,7 @@ def test_a_worker_that_died_under_a_job_costs_a_crash_and_the_job_goes_back_to_i
     stage.later(1)
     assert reconcile.reap(stage.dispatcher) == 1
     job = stage.job(first)
-    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.LEASE_EXPIRED, 1, 0)
+    assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Reason.LEASE_EXPIRED, 1, 0)
     assert stage.run_all() == [first, second]
 
 
@@ -98,7 +98,7 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
         stage.later(LEASE_MS)
         reconcile.reap(stage.dispatcher)
         assert stage.job(poison).crashes == crash
-    assert stage.state(poison) is State.DEAD and stage.job(poison).why is Why.CRASHES_EXHAUSTED
+    assert stage.state(poison) is State.DEAD and stage.job(poison).why is Reason.CRASHES_EXHAUSTED
     assert stage.told.ends == [(poison, State.DEAD)]
     assert stage.offered() == [], "its server may be at it"
     stage.later(SECOND)
@@ -159,7 +159,7 @@ def test_a_lease_whose_run_had_already_ended_is_only_freed(stage):
     stage.register()
     job_id, following = stage.submit(), stage.submit()
     task = stage.start()
-    store_end(stage.store, job_id, task.run.attempt, Why.FINISHED, stage.now, result="1")  # and then the worker died
+    store_end(stage.store, job_id, task.run.attempt, Reason.FINISHED, stage.now, result="1")  # and then the worker died
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     assert stage.state(job_id) is State.COMPLETED and stage.job(job_id).crashes == 0
@@ -187,7 +187,7 @@ def test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next(stage, faults
     assert stage.state(job_id) is State.RUNNING
     stage.later(OFFER_MS)
     assert reconcile.reap(stage.dispatcher) == 1
-    assert stage.state(job_id) is State.QUEUED and stage.job(job_id).why is Why.LEASE_EXPIRED
+    assert stage.state(job_id) is State.QUEUED and stage.job(job_id).why is Reason.LEASE_EXPIRED
     assert stage.offered() == [job_id]
 
 
@@ -294,7 +294,7 @@ def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_
     stage.lose_redis()
     reconcile.sweep(stage.dispatcher)
     assert stage.room.waiting() == [waits], "its server may be at the run still"
-    (row,) = withheld.read(stage.database)
+    (row,) = quarantine.list_all(stage.database)
     assert (row.job_id, row.attempt, row.slot) == (job_id, task.run.attempt, task.lease.slot)
 
 
@@ -302,11 +302,11 @@ def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage
     stage.register()
     job_id = stage.submit()
     task = stage.start()
-    elsewhere = Store(Database(stage.database.url))  # another process
-    withholds = Withholding("canceled", stage.now + YEAR, resumes=True)
-    of_run = elsewhere, job_id, task.run.attempt, Why.HANDED_BACK, stage.now
+    elsewhere = JobStore(Database(stage.database.url))  # another process
+    withholds = Quarantine("canceled", stage.now + YEAR, resumes=True)
+    of_run = elsewhere, job_id, task.run.attempt, Reason.HANDED_BACK, stage.now
     handing_back = Thread(target=store_end, args=of_run, kwargs={"withhold": withholds})
-    note_many = withheld.note_many
+    note_many = quarantine.quarantine_slots
 
     def is_handed_back_just_after(*args: Any) -> None:
         note_many(*args)
@@ -314,12 +314,12 @@ def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage
             handing_back.start()
             handing_back.join(2.0)  # It waits for the end of this transaction, and must.
 
-    monkeypatch.setattr(withheld, "note_many", is_handed_back_just_after)
+    monkeypatch.setattr(quarantine, "quarantine_slots", is_handed_back_just_after)
     stage.dispatcher.cancel(job_id)
     handing_back.join()
     elsewhere.database.close()
     assert stage.state(job_id) is State.CANCELED
-    assert [(row.job_id, row.slot) for row in withheld.read(stage.database)] == [(job_id, task.lease.slot)]
+    assert [(row.job_id, row.slot) for row in quarantine.list_all(stage.database)] == [(job_id, task.lease.slot)]
 
 
 def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_removed(stage):
@@ -327,7 +327,7 @@ def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_
     job_id = stage.submit()
     assert hand_back(stage.dispatcher, stage.start())
     stage.register(1, server="b")
-    removal.remove_server(stage.database, "a", stage.now, "")
+    catalog_removal.remove_server(stage.database, "a", stage.now, "")
     stage.dispatcher.catalog.refresh()
     stage.lose_redis()
     reconcile.sweep(stage.dispatcher)
@@ -353,7 +353,7 @@ def test_a_job_that_came_to_another_server_is_not_bound_to_it(stage):
     task = stage.start()
     stage.remote(task)
     stage.lose_redis()
-    store_end(stage.store, job_id, 1, Why.HANDED_BACK, stage.now)
+    store_end(stage.store, job_id, 1, Reason.HANDED_BACK, stage.now)
     stage.set_state("paused", "a")
     stage.offered()
     stage.register(2, server="b")
@@ -375,7 +375,7 @@ def test_on_another_server_a_job_is_run_anew(stage):
     reconcile.reap(stage.dispatcher)
     stage.told.offers.clear()
     stage.lose_redis()
-    removal.remove_server(stage.database, "a", stage.now, "", force=True)
+    catalog_removal.remove_server(stage.database, "a", stage.now, "", force=True)
     stage.register(1, server="b")
     reconcile.sweep(stage.dispatcher)
     again = stage.start()
@@ -469,7 +469,7 @@ def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_plac
     stage.register()
     ids = [stage.submit() for _ in range(4)]
     lost = stage.job(ids[2])
-    stage.dispatcher.queues.withdraw("zimg", lost.waiting)
+    stage.dispatcher.queues.withdraw("zimg", lost.queued)
     assert stage.room.waiting() == [ids[1], ids[3]]
     reconcile.reconcile(stage.dispatcher)
     assert stage.room.waiting() == ids[1:]
@@ -545,7 +545,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
     stage.register(1, policy="fifo")
     stage.set_state("paused")
     old = stage.a_dispatcher(stage.redis)
-    old.catalog.snapshot()
+    old.catalog.get()
     ids = [stage.submit(priority=priority) for priority in (9, 1)]
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -558,8 +558,8 @@ def _ahead(stage, job_id: str) -> int | None:
     return position and position.ahead
 
 
-def _waiting(job: Job) -> Waiting:
-    return job.waiting
+def _waiting(job: Job) -> QueuedJob:
+    return job.queued
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------

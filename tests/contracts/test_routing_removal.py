@@ -7,10 +7,10 @@ from routing.maintenance.reconcile import removal as upkeep
 from routing.maintenance.rooms import depths
 from routing.queue.leases import Renewal
 from slotkeeper.errors import Conflict, UnknownModel
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.names import NameClosed
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.registry import removal
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.closed_models import ModelClosed
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.registry import catalog_removal
 from tests.support.stage import Stage
 
 
@@ -31,8 +31,8 @@ def _names_in_redis(stage: Stage, name: str) -> list[str]:
 def test_a_model_that_is_removed_works_off_what_waits_and_refuses_what_comes(stage):
     stage.register()
     ids = [stage.submit() for _ in range(3)]
-    assert not removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True).is_over
-    with pytest.raises(NameClosed, match="being removed"):
+    assert not catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True).is_over
+    with pytest.raises(ModelClosed, match="being removed"):
         stage.submit()
     assert upkeep.go_on(stage.dispatcher) == []
     assert stage.run_all() == ids
@@ -50,7 +50,7 @@ def test_of_a_removed_model_nothing_is_left_in_redis(stage):
     stage.run_all()
     stage.dispatcher.observer.learn()
     assert _names_in_redis(stage, "zimg")
-    upkeep.follow_model(stage.dispatcher, removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    upkeep.follow_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert _names_in_redis(stage, "zimg") == []
     stage.submit("flux")
     assert stage.run_all(), "its neighbour goes on"
@@ -60,8 +60,8 @@ def test_a_fleet_that_is_gone_leaves_no_key(stage):
     stage.register()
     stage.submit()
     stage.run_all()
-    removal.remove_server(stage.database, "gpu", stage.now, "ops")
-    upkeep.follow_model(stage.dispatcher, removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops")
+    upkeep.follow_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert stage.redis.keys("test:*{zimg}*") == []
 
 
@@ -70,9 +70,9 @@ def test_a_removal_that_is_cut_before_redis_hears_of_it_is_completed_by_maintena
     stage.register()
     stage.submit()
     stage.run_all()
-    removal.remove_model(stage.database, "zimg", stage.now, "ops")
+    catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     if gone:
-        removal.remove_server(stage.database, "gpu", stage.now, "ops")
+        catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops")
     reconcile.sweep(stage.dispatcher)
     reconcile.reconcile(stage.dispatcher)
     assert stage.redis.hkeys("test:3:{zimg}:rules") == []
@@ -82,7 +82,7 @@ def test_a_removal_that_is_cut_before_redis_hears_of_it_is_completed_by_maintena
 def test_a_removal_that_was_asked_for_goes_on_in_another_process(stage):
     stage.register()
     stage.submit()
-    removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True)
+    catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True)
     other = stage.a_dispatcher(stage.redis)
     stage.run_all()
     assert [it.name for it in upkeep.go_on(other)] == ["zimg"]
@@ -96,7 +96,7 @@ def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
     stage.later(60_000)
     reconcile.reap(stage.dispatcher)
     assert stage.state(job_id) is State.DEAD and task.run.job.id == job_id
-    removal.remove_model(stage.database, "zimg", stage.now, "ops")
+    catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     with pytest.raises(Conflict, match="was removed"):
         stage.dispatcher.revive(job_id)
     assert stage.state(job_id) is State.DEAD
@@ -106,11 +106,11 @@ def test_a_process_that_does_not_know_of_the_removal_leaves_nothing_in_the_room(
     """Its copy of the catalog is old, and it puts a job where nobody would look for it."""
     stage.register()
     stage.register(model="flux")
-    job = stage.job(stage.submit()).waiting
+    job = stage.job(stage.submit()).queued
     stage.run_all()
     stage.submit("flux")
     stage.start()
-    removal.remove_model(stage.database, "zimg", stage.now, "ops")
+    catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     stage.dispatcher.queues.enqueue("zimg", [job])
     assert depths(stage.dispatcher.queues.scripts, "zimg").waiting == {"zimg": 1}
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -125,7 +125,7 @@ def test_a_server_is_not_removed_while_one_of_its_slots_is_offered(stage):
     stage.submit()
     stage.submit()
     running = stage.start()
-    removal.remove_server(stage.database, "gpu", stage.now, "ops", drain=True)
+    catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops", drain=True)
     stage.settle(running)
     assert upkeep.go_on(stage.dispatcher) == []
     offered = stage.start()
@@ -139,7 +139,7 @@ def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
     job_id = stage.submit()
     task = stage.start()
     stage.register(server="b")
-    removal.remove_server(stage.database, "a", stage.now, "ops", drain=True)
+    catalog_removal.remove_server(stage.database, "a", stage.now, "ops", drain=True)
     assert upkeep.go_on(stage.dispatcher) == []
     second = stage.submit()
     assert stage.start().run.server == "b"
@@ -154,7 +154,7 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     job_id = stage.submit()
     task = stage.start()
     stage.register(server="b")
-    found = removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
+    found = catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     assert found.lost == (job_id,)
     if cut:  # Who removed it died before it said so.
         reconcile.sweep(stage.dispatcher)
@@ -163,7 +163,7 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
         upkeep.follow_server(stage.dispatcher, found)
         upkeep.end_runs_of(stage.dispatcher, found.lost)
     job = stage.job(job_id)
-    assert (job.why, job.error_code, job.crashes) == (Why.SERVER_UNREACHABLE, "server_removed", 0)
+    assert (job.why, job.error_code, job.crashes) == (Reason.SERVER_UNREACHABLE, "server_removed", 0)
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
     reconcile.sweep(stage.dispatcher)
     again = stage.start()
@@ -175,24 +175,26 @@ def test_slot_1_a_server_that_comes_again_after_it_was_removed_by_force_withhold
     stage.register(server="a")
     stage.submit()
     stage.start()
-    upkeep.follow_server(stage.dispatcher, removal.remove_server(stage.database, "a", stage.now, "ops", force=True))
+    upkeep.follow_server(
+        stage.dispatcher, catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
+    )
     upkeep.end_lost(stage.dispatcher)
     stage.register(server="a")
     draining.keep(stage.dispatcher)
-    assert stage.free() == 0 and len(withheld.read(stage.database)) == 1
+    assert stage.free() == 0 and len(quarantine.list_all(stage.database)) == 1
 
 
 def test_what_is_withheld_of_a_server_that_is_gone_is_forgotten_after_its_time(stage):
     stage.register(server="a")
     stage.submit()
     stage.start()
-    removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
+    catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     upkeep.end_lost(stage.dispatcher)
     draining.keep(stage.dispatcher)
-    assert len(withheld.read(stage.database)) == 1
+    assert len(quarantine.list_all(stage.database)) == 1
     stage.later(stage.dispatcher.settings.withhold_max_ms)
     draining.keep(stage.dispatcher)
-    assert withheld.read(stage.database) == []
+    assert quarantine.list_all(stage.database) == []
 
 
 # -- many models on one server ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from routing.dispatch.outcome import Kind
 from routing.maintenance import reconcile
 from routing.maintenance.identity import ServerReport
 from routing.queue.leases import Renewal
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
     stage.later(5_000)
     assert _stale_leases(stage, UP_AND_IDLE) == 1
     job = stage.job(job_id)
-    assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.SERVER_LOST, 1)
+    assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.SERVER_LOST, 1)
     assert (job.server, job.remote_id) == ("gpu", None), "it may have the result of a run that has ended"
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
     assert stage.run_all() == [job_id, following]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
 from tests.support.stage import SETTINGS, Stage
 
@@ -22,7 +22,7 @@ def asks(memory: int, tenant: str = "default") -> dict[str, object]:
 def test_a_tenant_may_have_so_many_different_constraints_waiting_and_any_number_of_jobs_with_them(narrow):
     for memory in (1, 2, 3, 3, 2, 1):
         narrow.submit(**asks(memory))
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(TooManyRequests) as refused:
         narrow.submit(**asks(4))
     assert "3 different constraints" in refused.value.detail and refused.value.retry_after_s > 0
     narrow.submit()  # asks for nothing
@@ -33,7 +33,7 @@ def test_all_tenants_together_may_have_so_many(narrow):
     for memory in range(5):
         narrow.submit(**asks(memory, f"t{memory}"))
     narrow.submit(**asks(0, "new"))
-    with pytest.raises(TooMany, match="all tenants"):
+    with pytest.raises(TooManyRequests, match="all tenants"):
         narrow.submit(**asks(9, "new"))
 
 

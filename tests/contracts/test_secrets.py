@@ -135,7 +135,7 @@ def test_a_secret_that_is_set_meanwhile_is_not_sealed_over(api):
     _set(api)
     stale = api.dispatcher.catalog.refresh().secrets["KEY"]
     _set(api, value="another-value")
-    assert not catalog().replace_seal(stale, vault.seal("KEY", VALUE)) and _opened() == "another-value"
+    assert not catalog().reseal_secret(stale, vault.seal("KEY", VALUE)) and _opened() == "another-value"
 
 
 def test_a_secret_that_is_named_stays(api):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from slotkeeper.jobs import short_ids
-from slotkeeper.jobs.record import new_job_id
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import new_job_id
 from tests.support.api import Api
 from tests.support.builders import T0, a_job
 from tests.support.sql_plans import plans_of
@@ -20,24 +20,24 @@ _ONE, _TWIN, _OTHER = (
 
 
 @pytest.mark.parametrize("short", [_ONE[-8:], _ONE[:23], _ONE[-8:].upper(), _OTHER[:8], _OTHER[:9]])
-def test_a_job_is_found_by_the_beginning_and_by_the_end_of_its_id(store: Store, short: str) -> None:
+def test_a_job_is_found_by_the_beginning_and_by_the_end_of_its_id(store: JobStore, short: str) -> None:
     store.submit([a_job(id=it) for it in (_ONE, _TWIN, _OTHER)], T0)
     assert short_ids.find(store.database, short, None).ids == (_OTHER if "5-" in short or short[-1] == "5" else _ONE,)
 
 
 @pytest.mark.parametrize("short", [_ONE[:7], _ONE[-7:], "%%%%%%%%", "________", "x" * 8, "", "-" * 8, "b" * 8])
-def test_what_is_no_part_of_an_id_finds_nothing(store: Store, short: str) -> None:
+def test_what_is_no_part_of_an_id_finds_nothing(store: JobStore, short: str) -> None:
     store.submit([a_job(id=it) for it in (_ONE, _TWIN, _OTHER)], T0)
     assert short_ids.find(store.database, short, None).ids == ()
 
 
-def test_an_ambiguous_id_is_said_with_five_of_the_jobs(store: Store) -> None:
+def test_an_ambiguous_id_is_said_with_five_of_the_jobs(store: JobStore) -> None:
     store.submit([a_job(id=f"{_ONE[:-2]}{n:02}") for n in range(7)], T0)
     found = short_ids.find(store.database, _ONE[:8], None)
     assert (len(found.ids), found.more) == (5, True)
 
 
-def test_a_short_id_is_looked_up_by_an_index(store: Store) -> None:
+def test_a_short_id_is_looked_up_by_an_index(store: JobStore) -> None:
     store.submit([a_job(id=new_job_id()) for _ in range(4000)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
     with plans_of(store) as plans:

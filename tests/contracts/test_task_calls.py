@@ -16,8 +16,8 @@ from kombu.utils import json
 
 from routing.admission.submission import Submission
 from routing.queries import listing
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
-from slotkeeper.jobs.record import now_ms
 from tasks import asking, inference
 from tasks.inference import infer
 from tests.support.stack import REPO

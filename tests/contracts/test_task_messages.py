@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from tasks import announce, messages
 from tasks.publisher import Publisher
 from tasks.wake_up import HEADER, is_wake_up
@@ -41,7 +41,7 @@ def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypa
     monkeypatch.setattr(announce.CeleryAnnouncer, "_wake", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures)))
     announcer = announce.CeleryAnnouncer(None, None)
-    announcer.offered(OFFER, Waiting("j1", 1, "zimg", 2, "default"))
+    announcer.offered(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))
     announcer.offered(OFFER, None)
     assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]
 

@@ -8,12 +8,12 @@ from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
 from routing.queries import holdings
-from slotkeeper.audit.search import Wanted, find
+from slotkeeper.audit.search import AuditFilter, find_entries
 from slotkeeper.clock import clock
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tasks.wiring import database as wired
 from tests.support.api import Api
@@ -29,49 +29,49 @@ def _set_clock(monkeypatch: pytest.MonkeyPatch, now_ms: int) -> None:
 def test_both_keys_are_valid_until_the_overlap_is_over(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants, acme = Tenants(database), Tenant("acme", admin=False, rate_per_s=3)
     old = tenants.add(acme, T0)
-    new = tenants.rotate("acme", HOUR_MS, T0)
+    new = tenants.rotate_key("acme", HOUR_MS, T0)
     _set_clock(monkeypatch, T0 + HOUR_MS - 1)
-    assert [tenants.by_key(key) for key in (old, new)] == [acme, acme]
-    assert set(tenants.by_hash().values()) == {acme} and len(tenants.by_hash()) == 2
+    assert [tenants.find_by_key(key) for key in (old, new)] == [acme, acme]
+    assert set(tenants.list_by_hash().values()) == {acme} and len(tenants.list_by_hash()) == 2
     _set_clock(monkeypatch, T0 + HOUR_MS)
-    assert [tenants.by_key(key) for key in (old, new)] == [None, acme]
-    assert len(tenants.by_hash()) == 1
+    assert [tenants.find_by_key(key) for key in (old, new)] == [None, acme]
+    assert len(tenants.list_by_hash()) == 1
 
 
 def test_only_the_two_latest_keys_are_valid(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants(database)
-    keys = [tenants.add(Tenant("acme", admin=False), T0), *(tenants.rotate("acme", HOUR_MS, T0) for _ in range(2))]
+    keys = [tenants.add(Tenant("acme", admin=False), T0), *(tenants.rotate_key("acme", HOUR_MS, T0) for _ in range(2))]
     _set_clock(monkeypatch, T0 + 1)
-    assert [tenants.by_key(key) is not None for key in keys] == [False, True, True]
+    assert [tenants.find_by_key(key) is not None for key in keys] == [False, True, True]
     tenants.remove("acme")
-    assert [tenants.by_key(key) for key in keys] == [None, None, None]
+    assert [tenants.find_by_key(key) for key in keys] == [None, None, None]
 
 
 def test_a_key_rotated_without_an_overlap_stops_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants(database)
     old = tenants.add(Tenant("acme", admin=False), T0)
     _set_clock(monkeypatch, T0)
-    tenants.rotate("acme", 0, T0)
-    assert tenants.by_key(old) is None
+    tenants.rotate_key("acme", 0, T0)
+    assert tenants.find_by_key(old) is None
 
 
 def test_limits_change_and_the_key_stays(database: Database) -> None:
     tenants = Tenants(database)
     key = tenants.add(Tenant("acme", admin=False, rate_per_s=2, burst=4), T0)
     tenants.change("acme", {"rate_per_s": 50})
-    assert tenants.by_key(key) == Tenant("acme", admin=False, rate_per_s=50, burst=4)
+    assert tenants.find_by_key(key) == Tenant("acme", admin=False, rate_per_s=50, burst=4)
     tenants.change("acme", {"rate_per_s": None})
-    assert tenants.by_key(key) == Tenant("acme", admin=False)
+    assert tenants.find_by_key(key) == Tenant("acme", admin=False)
     with pytest.raises(Conflict, match="rate"):
         tenants.change("acme", {"burst": 3})
-    assert tenants.by_key(key) == Tenant("acme", admin=False)
-    for act in (lambda: tenants.change("none", {"burst": 3}), lambda: tenants.rotate("none", 0, T0)):
+    assert tenants.find_by_key(key) == Tenant("acme", admin=False)
+    for act in (lambda: tenants.change("none", {"burst": 3}), lambda: tenants.rotate_key("none", 0, T0)):
         with pytest.raises(NotFound):
             act()
-    assert [it.act for it in find(database, Wanted())] == ["tenant.change", "tenant.change", "tenant.add"]
+    assert [it.act for it in find_entries(database, AuditFilter())] == ["tenant.change", "tenant.change", "tenant.add"]
 
 
-def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: Store) -> None:
+def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> None:
     for tenant in ("acme", "acme", "other"):
         a_queued_job(store, tenant=tenant)
     an_ended_job(store, State.COMPLETED, tenant="acme")
@@ -111,22 +111,22 @@ def _run(*words: str, answer: str = "") -> Result:
 
 def test_a_removal_says_what_the_tenant_has_and_asks(home: Tenants) -> None:
     home.add(Tenant("acme", admin=False), T0)
-    a_queued_job(Store(home.database), tenant="acme")
+    a_queued_job(JobStore(home.database), tenant="acme")
     asked = _run("remove", "acme", answer="n\n")
     assert asked.exit_code == 1 and "jobs that have not ended: 1 queued; webhooks: 0" in asked.output
-    assert [it.name for it in home.all()] == ["acme"]
+    assert [it.name for it in home.list_all()] == ["acme"]
     assert _run("remove", "acme").exit_code == 1, "nobody has answered"
     assert _run("remove", "acme", "--yes").exit_code == 0
-    assert home.all() == []
+    assert home.list_all() == []
     assert "There is no tenant" in _run("remove", "acme", "--yes").output
 
 
 def test_commands_change_and_rotate(home: Tenants) -> None:
     old = home.add(Tenant("acme", admin=False, rate_per_s=2), T0)
     assert _run("change", "acme", "--rate", "50", "--burst", "60").exit_code == 0
-    assert home.by_key(old) == Tenant("acme", admin=False, rate_per_s=50, burst=60)
+    assert home.find_by_key(old) == Tenant("acme", admin=False, rate_per_s=50, burst=60)
     new = _run("rotate", "acme", "--overlap", "1h").stdout.strip()
-    assert home.by_key(old) == home.by_key(new) != None  # noqa: E711
+    assert home.find_by_key(old) == home.find_by_key(new) != None  # noqa: E711
     assert _run("change", "acme").exit_code == 2
     for wrong in ("1", "1w", "31d", "-1h", ""):
         assert _run("rotate", "acme", "--overlap", wrong).exit_code == 2

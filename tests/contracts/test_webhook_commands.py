@@ -11,7 +11,7 @@ from werkzeug import Response
 from app.cli import webhooks as commands
 from app.cli.__main__ import main
 from slotkeeper.client import Client
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.clock import now_ms
 from tasks import webhooks
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
@@ -27,15 +27,15 @@ class _Direct:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    pages = Client.pages
+    iter_pages = Client.iter_pages
 
     def get(self, path: str, **params: Any) -> Any:
-        return self.call("GET", path, params={name: it for name, it in params.items() if it is not None})
+        return self.request("GET", path, params={name: it for name, it in params.items() if it is not None})
 
     def post(self, path: str, body: Any = None) -> Any:
-        return self.call("POST", path, body=body)
+        return self.request("POST", path, body=body)
 
-    def call(self, method: str, path: str, *, body: Any = None, params: Any = None) -> Any:
+    def request(self, method: str, path: str, *, body: Any = None, params: Any = None) -> Any:
         answer = self._api.client.open(path, method=method, json=body, query_string=params)
         assert answer.status_code < 300, answer.text
         return answer.json if answer.data else None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.up.ports import free_port, is_open
-from slotkeeper.outbox import messages, receivers
+from slotkeeper.outbox import subscriptions, webhook_messages
 from tasks import bodies, outbound, webhooks
 from tasks.config import TaskSettings
 from tests.house.tree import REPO
@@ -66,11 +66,11 @@ def test_the_template_of_the_page_is_one() -> None:
         f"up to {TaskSettings().webhook_most_receivers} ",
         f"{bodies.MOST_TEMPLATE_BYTES:,} bytes and {bodies.MOST_NAMES} names",
         f"cut to {bodies.LONGEST_VALUE:,} characters",
-        f"last {messages.MOST_LOGGED:,} tries",
+        f"last {webhook_messages.MOST_LOGGED:,} tries",
         f"first {outbound.QUOTED_MAX} bytes",
-        f"the last {messages.MOST_GIVEN_UP:,} messages",
-        f"every {receivers.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
-        f"after {receivers.SHORTEST_COOLDOWN_MS // 1000} s at first",
+        f"the last {webhook_messages.MOST_GIVEN_UP:,} messages",
+        f"every {subscriptions.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
+        f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",
     ],
 )
 def test_the_bounds_of_the_page_are_those_that_hold(told: str) -> None:

@@ -19,8 +19,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from slotkeeper.clock import clock
-from slotkeeper.config import RecordSettings
-from slotkeeper.db.db import Database
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.serve.demo import zimg
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
@@ -102,7 +102,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 
 def _keys(running: Stack) -> dict[str, str]:
     """Written to the record from here: a process for each would cost a second."""
-    database = Database(RecordSettings(home=running.home).record_url)
+    database = Database(StorageSettings(home=running.home).sqlalchemy_url)
     tenants = Tenants(database)
     found = {
         name: tenants.add(Tenant(name, name == "root"), clock.now_ms()) for name in ("root", "acme", "globex", EVIL)

@@ -195,7 +195,7 @@ def offers_of(stack: Stack, job_ids: list[str]) -> list[int]:
     """The number of the offer that each job was started by: the order in which the room let them go."""
     script = (
         "import sys, json; from tasks.wiring import dispatcher; ids = json.load(sys.stdin);"
-        "print(json.dumps([e.data['offer'] for i in ids for e in dispatcher().store.events_of(i)"
+        "print(json.dumps([e.data['offer'] for i in ids for e in dispatcher().store.list_events(i)"
         " if e.type == 'job.started']))"
     )
     return json.loads(stack.run_with_input(script, json.dumps(job_ids)))

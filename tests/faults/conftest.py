@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from migrations import migrate
-from slotkeeper.jobs.models import metadata
+from slotkeeper.jobs.tables import metadata
 from tasks.worker.process import Worker
 from tests.faults.lanes import Lane, free_lanes
 from tests.faults.one_run import FakeServer, a_worker

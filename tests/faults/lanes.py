@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import events, jobs
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.tables import events, jobs
 from tests.faults import life as a_life
 from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import REPO

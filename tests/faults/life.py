@@ -42,13 +42,14 @@ from routing.maintenance import draining, identity, reconcile
 from routing.maintenance.rooms import depths
 from routing.queries import invariants, listing
 from routing.queue.leases import Lease
-from slotkeeper import crash
+from slotkeeper import crash_points
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict
-from slotkeeper.jobs import owed
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import NewJob, now_ms
-from slotkeeper.jobs.states import ACTIVE, State, Why
-from slotkeeper.outbox.receivers import Receiver, Receivers, new_id
+from slotkeeper.jobs import notifications
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import ACTIVE_STATES, Reason, State
+from slotkeeper.jobs.values import NewJob
+from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
 from tasks import maintenance, messages, outbound, push, receivers, relay, telling, vault, wiring
 from tasks import webhooks as hooks
 from tasks.celery_app import celery as app
@@ -292,7 +293,7 @@ class Life:
             self.dispatcher.cancel(job_id)
 
     def _lose_from_room(self, job_id: str) -> None:
-        waiting = [job for job in self.dispatcher.store.queued([SYNC]) if job.id == job_id]
+        waiting = [job for job in self.dispatcher.store.list_queued([SYNC]) if job.id == job_id]
         self.dispatcher.queues.withdraw(SYNC, waiting[0])
 
     def _empty_redis(self) -> None:
@@ -305,7 +306,7 @@ class Life:
         """A job that ended longer ago than anything is kept."""
         store, then = self.dispatcher.store, now_ms() - _LONG_AGO_MS
         store.submit([NewJob(f"{self.name}-old", SYNC, "{}")], then)
-        store.end_waiting(f"{self.name}-old", Why.CANCEL_REQUESTED, then)
+        store.cancel_waiting(f"{self.name}-old", Reason.CANCEL_REQUESTED, then)
 
     # -- the rest --------------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class Life:
         """The server and its models, and an open room, if this is the first life of all."""
         if (self.home / "asked").exists():
             return
-        if not self.dispatcher.catalog.snapshot().servers:
+        if not self.dispatcher.catalog.get().servers:
             for model in (SYNC, ASYNC):
                 wiring.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
             wiring.catalog().configure(SYNC, _CONFIG, now_ms())
@@ -323,11 +324,11 @@ class Life:
 
     def _add_receiver(self) -> None:
         """A webhook of the tenant, which is told of everything."""
-        all_of_them = Receivers(wiring.database())
-        if not all_of_them.of():
+        all_of_them = Subscriptions(wiring.database())
+        if not all_of_them.list_of_tenant():
             id_ = new_id()
-            types, (_, sealed) = frozenset(TYPES.values()), vault.new_signing_secret(id_)
-            all_of_them.add(Receiver(id_, "default", f"{self.url}/events", types, sealed, now_ms()), 1)
+            types, (_, sealed) = frozenset(EVENT_TYPES.values()), vault.new_signing_secret(id_)
+            all_of_them.add(Subscription(id_, "default", f"{self.url}/events", types, sealed, now_ms()), 1)
 
     def _ask(self, wish: dict[str, Any]) -> None:
         if wish.get("by_task"):
@@ -348,7 +349,7 @@ class Life:
     def _is_quiet(self) -> bool:
         standing, room = listing.counts(self.dispatcher.store.database), depths(self.dispatcher.queues.scripts, SYNC)
         if (
-            any(standing[state] for state in ACTIVE)
+            any(standing[state] for state in ACTIVE_STATES)
             or room.taken
             or room.waiting
             or self.dispatcher.leases.all_of([SYNC])[SYNC]
@@ -370,24 +371,24 @@ class Life:
             "waiting": room.waiting,
             "leases": len(self.dispatcher.leases.all_of([SYNC])[SYNC]),
             "findings": sorted(f"{it.check} {it.subject}" for it in invariants.look(self.dispatcher, {})),
-            "passed": {point: _COUNTS_ONLY - left for point, left in crash._left.items() if left < _COUNTS_ONLY},
+            "passed": {point: _COUNTS_ONLY - left for point, left in crash_points._left.items() if left < _COUNTS_ONLY},
         }
         (self.home / f"report-{self.name}.json").write_text(json.dumps(found))
 
 
 def live(step: str) -> None:
     """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
-    crash._left.clear()
+    crash_points._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
     hooks._LOOK_EVERY_S = 0.0
     receivers._FIRST_RETRY_MS = 100
-    owed.FIRST_MS = 50
+    notifications.NOTIFY_AFTER_MS = 50
     telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
     identity.YOUNG_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
-    crash._left.update(dict.fromkeys(crash.POINTS, _COUNTS_ONLY))
-    crash._left.update(crash._read(os.environ.get("SLOTKEEPER_CRASH_AT", "")))
+    crash_points._left.update(dict.fromkeys(crash_points.POINTS, _COUNTS_ONLY))
+    crash_points._left.update(crash_points._read(os.environ.get("SLOTKEEPER_CRASH_AT", "")))
     life.recover()
     if step == "story":
         life.story()

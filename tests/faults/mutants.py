@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "a transition asks for no state",
         "JOB-1",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), stands(state))',
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
         (f"{RECORD}test_job_1_a_final_state_is_never_left", f"{RECORD}test_a_job_is_revived_once_however_many_ask"),
@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "a settle asks for no token",
         "LEASE-3",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         'statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))',
         "pass",
         (
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "the token does not grow",
         "LEASE-2",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         '"attempt": jobs.c.attempt + 1,',
         '"attempt": 1,',
         (f"{RECORD}test_lease_2_the_token_grows_with_every_start",),
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "events are written after the commit",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         """                    mark = transaction.flush()
                 except BaseException:
                     self._writer.undo(connection)
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "a key names any tenant's job",
         "idempotency",
-        "slotkeeper/jobs/idempotency.py",
+        "slotkeeper/jobs/acceptance.py",
         '(idempotency_keys.c.tenant == bindparam("p_tenant")) & ',
         "",
         (f"{SUBMIT}test_a_key_belongs_to_its_tenant",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         "a key stands for any request",
         "idempotency",
-        "slotkeeper/jobs/idempotency.py",
+        "slotkeeper/jobs/acceptance.py",
         "if known.fingerprint != job.fingerprint:",
         "if known.fingerprint is None:",
         (f"{SUBMIT}test_the_same_key_with_another_request_is_a_conflict_that_names_the_job",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "a key is kept for ever",
         "idempotency",
-        "slotkeeper/jobs/idempotency.py",
+        "slotkeeper/jobs/acceptance.py",
         "if known is None or known.expires_ms <= now_ms:",
         "if known is None:",
         (f"{SUBMIT}test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work",),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "what waits for long is removed",
         "no silent drops",
-        "slotkeeper/outbox/removal.py",
+        "slotkeeper/outbox/retention.py",
         "old = and_(jobs.c.finished_ms < ended_before_ms, ~messages",
         "old = and_(jobs.c.created_ms < ended_before_ms, ~messages",
         (f"{GUARDS}test_a_job_that_waits_for_a_year_is_not_removed",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         "a job is removed whose message is owed",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "pending")',
         '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "never")',
         (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "a message is tried before its time",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         '_TIME_HAS_COME = messages.c.next_ms <= bindparam("p_now")',
         '_TIME_HAS_COME = messages.c.next_ms + bindparam("p_now") > 0',
         (f"{HOOKS}test_only_one_at_a_time_may_try", f"{HOOKS}test_a_message_is_not_tried_before_its_time"),
@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         "a server's id is taken to another server",
         "LEASE-3",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         'return case((jobs.c.server == bindparam("p_server"), column), else_=None)',
         "return column",
         (f"{MAINTENANCE}test_on_another_server_a_job_is_run_anew",),
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "what is removed is not booked",
         "JOB-3",
-        "slotkeeper/outbox/removal.py",
+        "slotkeeper/outbox/retention.py",
         'count(tx, f"purged.{state}", number)',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),

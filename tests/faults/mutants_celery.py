@@ -92,7 +92,7 @@ CELERY = [
     Mutant(
         "an end is owed to nobody",
         "TELL-1",
-        "slotkeeper/jobs/owed.py",
+        "slotkeeper/jobs/notifications.py",
         "if to not in FINAL or row.envelope is None:",
         "if to:",
         (f"{TELLINGS}test_every_end_of_a_job_that_came_by_celery_is_owed",),
@@ -101,7 +101,7 @@ CELERY = [
     Mutant(
         "a job that came by another way owes a telling",
         "TELL-1",
-        "slotkeeper/jobs/owed.py",
+        "slotkeeper/jobs/notifications.py",
         "if to not in FINAL or row.envelope is None:",
         "if to not in FINAL:",
         (f"{TELLINGS}test_a_job_that_came_by_another_way_owes_nothing",),
@@ -110,7 +110,7 @@ CELERY = [
     Mutant(
         "what is being told is claimed by everybody",
         "TELL-1",
-        "slotkeeper/outbox/tellings.py",
+        "slotkeeper/outbox/result_notifications.py",
         'next_ms=bindparam("p_until") + case',
         'next_ms=0 * bindparam("p_until") + 0 * case',
         (f"{TELLINGS}test_what_was_claimed_falls_due_again_and_later_each_time",),
@@ -119,7 +119,7 @@ CELERY = [
     Mutant(
         "an id names whatever comes under it",
         "idempotency",
-        "slotkeeper/jobs/idempotency.py",
+        "slotkeeper/jobs/acceptance.py",
         "if getattr(row, name) != getattr(job, name):",
         "if name is None:",
         (f"{CALLS}test_a_task_id_with_another_payload_is_a_conflict",),

@@ -16,7 +16,7 @@ DOOR = [
     Mutant(
         "an endpoint is read by how it is written",
         "no request leads to a cloud's metadata",
-        "slotkeeper/addresses.py",
+        "slotkeeper/urls.py",
         'ip_address(text if ":" in text else socket.inet_aton(text))',
         "ip_address(text)",
         (f"{ENDPOINTS}test_no_endpoint_leads_to_metadata_however_the_host_is_written",),
@@ -25,7 +25,7 @@ DOOR = [
     Mutant(
         "an IPv6 address hides the IPv4 address that it carries",
         "no request leads to a cloud's metadata",
-        "slotkeeper/addresses.py",
+        "slotkeeper/urls.py",
         "return address.ipv4_mapped or address.sixtofour or address",
         "return address",
         (f"{ENDPOINTS}test_no_endpoint_leads_back_to_this_api_however_the_host_is_written",),
@@ -142,7 +142,7 @@ DOOR = [
     Mutant(
         "long numbers are rounded",
         "numbers",
-        "slotkeeper/exact.py",
+        "slotkeeper/json_text.py",
         "if not may_hold_long_numbers(raw):",
         "if True:",
         (f"{EXACT}test_numbers_within_64_bits_are_pythons_own",),

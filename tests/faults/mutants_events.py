@@ -58,7 +58,7 @@ EVENTS = [
         "what finds nothing is noted as an act",
         "acts are what was done",
         "slotkeeper/registry/catalog.py",
-        "            if found:\n                act.note(tx)\n",
+        "            if found:\n                entry.note(tx)\n",
         "            act.note(tx)\n",
         (f"{_ACTS}test_what_is_refused_or_finds_nothing_is_no_act",),
         still=_KEPT,
@@ -66,7 +66,7 @@ EVENTS = [
     Mutant(
         "two relay at once",
         "one relay",
-        "slotkeeper/outbox/relays.py",
+        "slotkeeper/outbox/sink_cursors.py",
         "is_free = or_(relays.c.holder.is_(None), relays.c.holder == holder, relays.c.until_ms < now_ms)",
         "is_free = relays.c.sink == sink",
         (f"{_RELAY}test_one_relay_at_a_time_and_the_next_when_its_time_is_over",),
@@ -75,7 +75,7 @@ EVENTS = [
     Mutant(
         "a relay that was taken over from moves the cursor",
         "one relay",
-        "slotkeeper/outbox/relays.py",
+        "slotkeeper/outbox/sink_cursors.py",
         "where = self._held(sink, holder) & (relays.c.position == before)",
         "where = relays.c.sink == sink",
         (f"{_RELAY}test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing",),

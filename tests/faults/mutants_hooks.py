@@ -24,7 +24,7 @@ PACED = [
     Mutant(
         "a receiver's pace holds up to any time",
         "pace",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "update(receivers).where(whose, receivers.c.paced_until_us <= soon_us(now_ms))",
         "update(receivers).where(whose)",
         (f"{RECORD}test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send",),
@@ -33,7 +33,7 @@ PACED = [
     Mutant(
         "who finds nothing to send keeps the turn",
         "pace",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         "            self.receivers.give_turn_back(tx, receiver_id, turn)\n",
         "",
         (f"{RECORD}test_who_finds_nothing_to_send_takes_no_turn",),
@@ -43,7 +43,7 @@ PACED = [
     Mutant(
         "a callback that was given up is anybody's",
         "tenants",
-        "slotkeeper/outbox/callbacks.py",
+        "slotkeeper/outbox/redelivery.py",
         "    return () if tenant is None else (compared(jobs.c.tenant) == tenant,)",
         "    return ()",
         (
@@ -56,7 +56,7 @@ PACED = [
     Mutant(
         "all callbacks of anybody are sent once more",
         "tenants",
-        "slotkeeper/outbox/callbacks.py",
+        "slotkeeper/outbox/redelivery.py",
         "which if tenant is None else which & (_tenant == tenant)",
         "which",
         (f"{CALLBACKS}test_all_given_up_since_a_time_are_sent_once_more_each_once",),
@@ -65,7 +65,7 @@ PACED = [
     Mutant(
         "a callback that is being sent is sent beside that",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         ".where(*there, IS_GIVEN_UP)",
         ".where(*there)",
         (f"{CALLBACKS}test_a_callback_that_is_being_sent_is_not_sent_beside_that",),

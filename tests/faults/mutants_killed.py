@@ -10,7 +10,7 @@ _GOES_ON = f"{_KILLED}test_what_a_killed_worker_had_claimed_and_not_started_cost
 
 def _of_proof(name: str, old: str, new: str, *tests: str) -> Mutant:
     found = tuple(f"{_PROOF}{test}" for test in tests)
-    return Mutant(name, "LEASE-4", "slotkeeper/lifetimes.py", old, new, found, _ENDS)
+    return Mutant(name, "LEASE-4", "slotkeeper/process_locks.py", old, new, found, _ENDS)
 
 
 def _of_reaper(name: str, breaks: str, old: str, new: str, *tests: str) -> Mutant:
@@ -143,7 +143,7 @@ KILLED = [
     Mutant(
         "a worker refuses to work where nobody could prove its end",
         "time",
-        "slotkeeper/lifetimes.py",
+        "slotkeeper/process_locks.py",
         "        except (OSError, SlotkeeperError) as error:\n            log.warning",
         "        except ZeroDivisionError as error:\n            log.warning",
         (f"{WORKERS}test_a_worker_whose_end_nobody_could_prove_works_all_the_same",),
@@ -152,7 +152,7 @@ KILLED = [
     Mutant(
         "only a folder with a database proves the end of a worker",
         "time",
-        "slotkeeper/lifetimes.py",
+        "slotkeeper/process_locks.py",
         "if not is_state_folder(home) and not is_private(home):",
         "if not is_state_folder(home):",
         ("tests/unit/test_lifetimes.py::test_a_private_folder_without_a_database_is_enough_for_the_proof",),

@@ -10,7 +10,7 @@ LOOP = [
     Mutant(
         "the loop gives promises that the disk does not know",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "if batch.committed is not None and all(write.relaxed for write in batch.writes):",
         "if batch.committed is not None:",
         (f"{_DB}test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk",),
@@ -18,7 +18,7 @@ LOOP = [
     Mutant(
         "the loop writes beside the thread that leads",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         """            if self._led:
                 return
             self._led = True
@@ -30,7 +30,7 @@ LOOP = [
     Mutant(
         "the loop waits for others who write",
         "time",
-        "slotkeeper/db/engines.py",
+        "slotkeeper/db/sqlite.py",
         "min(patience_s, left())",
         "patience_s",
         (f"{_DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
@@ -38,7 +38,7 @@ LOOP = [
     Mutant(
         "the loop waits until it is known what became of a commit",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "            return [_uncertain(lost.reason) for _ in writes]  # To ask what came of it may take seconds.",
         "            self._fate_of(lost.mark)\n            return [_uncertain(lost.reason) for _ in writes]",
         (f"{_DB}test_who_must_not_wait_does_not_ask_what_became_of_a_commit",),
@@ -46,7 +46,7 @@ LOOP = [
     Mutant(
         "the loop tries each end again on a disk that is full",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "            self._is_doubted = True\n",
         "",
         (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
@@ -54,7 +54,7 @@ LOOP = [
     Mutant(
         "after a commit that failed the loop never writes again",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "            self._is_doubted = False\n            _fulfil",
         "            _fulfil",
         (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
@@ -62,7 +62,7 @@ LOOP = [
     Mutant(
         "what the loop stored in part is stored again",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "            batch.committed = self._tried(batch.writes)\n",
         "            batch.committed = [it for one in batch.writes for it in self._tried([one]) or [None]]\n",
         (f"{_DB}test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all",),
@@ -78,7 +78,7 @@ LOOP = [
     Mutant(
         "the loop stands still for a large result",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         " or batch.size > _LARGEST_AT_ONCE",
         "",
         (f"{_DB}test_who_must_not_wait_leaves_much_to_others",),

@@ -28,14 +28,14 @@ MOVED = [
     ),
     _mutant(
         "a run that is resumed forgets the address to which it was sent",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         "case((_WAS_SENT, jobs.c.sent_to), else_=bindparam",
         "case((_WAS_SENT, None), else_=bindparam",
         "test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent",
     ),
     _mutant(
         "an ended job keeps the password of its server's address",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         '                "sent_to": None,  # It may hold a password.\n',
         "",
         "test_the_address_is_forgotten_when_the_run_is_over",

@@ -13,7 +13,7 @@ RECEIVERS = [
     Mutant(
         "the cursor is moved whether it stands there or not",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "moved = update(counters).where(_IS_CURSOR, counters.c.value == here).values(value=there)",
         "moved = update(counters).where(_IS_CURSOR).values(value=there)",
         (f"{RECORD}test_a_process_that_was_slow_makes_no_message_that_another_has_made_and_sent",),
@@ -22,7 +22,7 @@ RECEIVERS = [
     Mutant(
         "who was behind joins the others wherever they are",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "joins = told >= last and _stands(tx, last)",
         "joins = told >= last",
         (f"{RECORD}test_a_receiver_that_is_behind_joins_the_others_without_a_gap",),
@@ -31,7 +31,7 @@ RECEIVERS = [
     Mutant(
         "who takes nothing is passed over",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "update(receivers).where(which).values(behind=behind)",
         "update(receivers).where(which).values(behind=None)",
         (
@@ -43,7 +43,7 @@ RECEIVERS = [
     Mutant(
         "messages pile up for who takes nothing",
         "bounds",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "return not receiver.is_open and pending_of",
         "return True or pending_of",
         (f"{RECORD}test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_order_of_each_job",),
@@ -52,7 +52,7 @@ RECEIVERS = [
     Mutant(
         "a receiver is told of any tenant's jobs",
         "tenants",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "return entry.tenant == receiver.tenant and event.id",
         "return event.id",
         (f"{RECORD}test_a_receiver_is_told_of_its_tenants_events_of_its_types_from_its_beginning_on",),
@@ -61,7 +61,7 @@ RECEIVERS = [
     Mutant(
         "one event of any tenant is told once more",
         "tenants",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "            func.coalesce(events.c.tenant, jobs.c.tenant) == receiver.tenant,\n",
         "",
         (f"{RECORD}test_one_event_is_told_once_more_and_only_to_its_own_tenant",),
@@ -70,7 +70,7 @@ RECEIVERS = [
     Mutant(
         "very many webhooks are written for in one transaction",
         "bounds",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "            if n < _AT_ONCE and _has_room",
         "            if _has_room",
         (f"{RECORD}test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_first_come_first",),
@@ -80,7 +80,7 @@ RECEIVERS = [
     Mutant(
         "a message does not wait for the one before it",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         'compared(_earlier.c.state) == "pending"',
         'compared(_earlier.c.state) == "never"',
         (f"{RECORD}test_messages_about_one_job_are_sent_one_after_the_other_and_those_about_others_do_not_wait",),
@@ -89,7 +89,7 @@ RECEIVERS = [
     Mutant(
         "an old try of a receiver's message speaks for the next",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         '_IS_PENDING & (messages.c.tries == bindparam("p_tries"))',
         '_IS_PENDING & (messages.c.tries >= bindparam("p_tries"))',
         (f"{RECORD}test_a_message_is_claimed_by_one_and_an_old_try_does_not_speak_for_the_next",),
@@ -98,7 +98,7 @@ RECEIVERS = [
     Mutant(
         "a receiver that fails is sent all it is owed",
         "breaker",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "        if failures is None or failures < FAILURES_TO_OPEN:\n",
         "        if True:\n",
         (f"{RECORD}test_a_receiver_that_fails_is_tried_by_one_message_at_a_time_and_less_and_less_often",),
@@ -107,7 +107,7 @@ RECEIVERS = [
     Mutant(
         "who asks to be left alone is not",
         "breaker",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "until = now_ms + max(rest, cooldown_ms(since, now_ms) if opens else 0)",
         "until = now_ms + (cooldown_ms(since, now_ms) if opens else 0)",
         (f"{RECORD}test_a_receiver_is_left_alone_for_as_long_as_it_asks",),
@@ -126,7 +126,7 @@ RECEIVERS = [
     Mutant(
         "a tenant with very many webhooks goes before the others",
         "HOOK-1",
-        "slotkeeper/outbox/messages.py",
+        "slotkeeper/outbox/webhook_messages.py",
         ".order_by(_TURN, receivers.c.id)",
         ".order_by(receivers.c.id)",
         (f"{UNDER_WAY}test_a_tenant_with_very_many_dead_webhooks_delays_no_other_tenants",),
@@ -163,7 +163,7 @@ RECEIVERS = [
     Mutant(
         "a webhook is anybody's",
         "tenants",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "return () if tenant is None else (receivers.c.tenant == tenant,)",
         "return ()",
         (
@@ -175,7 +175,7 @@ RECEIVERS = [
     Mutant(
         "a tenant has as many webhooks as it likes",
         "bounds",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "if count >= most:",
         "if count < 0:",
         (f"{RECORD}test_a_tenant_has_so_many_receivers_and_no_more",),
@@ -184,7 +184,7 @@ RECEIVERS = [
     Mutant(
         "a former secret of a webhook is signed with for ever",
         "keys",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "overlaps = self.former_sealed is not None and now_ms < (self.former_until_ms or 0)",
         "overlaps = self.former_sealed is not None",
         (f"{RECORD}test_for_a_day_messages_are_signed_with_the_former_secret_too",),
@@ -220,7 +220,7 @@ RECEIVERS = [
     Mutant(
         "a dead job is removed before its webhooks were told",
         "HOOK-1",
-        "slotkeeper/outbox/removal.py",
+        "slotkeeper/outbox/retention.py",
         "        if objection is not None:\n",
         "        if False:\n",
         (f"{API}test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told",),

@@ -11,7 +11,7 @@ KEPT = [
     Mutant(
         "a lost answer is not asked for",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "if found is Fate.STORED:",
         "if found is None:",
         (
@@ -23,7 +23,7 @@ KEPT = [
     Mutant(
         "who is told of a commit keeps others from the disk",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         """                    batch[0].tell()
             finally:
                 self._secure_and_wake(batch)
@@ -39,7 +39,7 @@ KEPT = [
     Mutant(
         "what is not stored is told as committed",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "        if self.done and self.error is None:\n            tell,",
         "        if self.done:\n            tell,",
         (f"{DB}test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody",),
@@ -47,7 +47,7 @@ KEPT = [
     Mutant(
         "Redis waits until the disk has a job",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "                    batch[0].tell()\n",
         "                    pass\n",
         (f"{DB}test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for",),
@@ -55,7 +55,7 @@ KEPT = [
     Mutant(
         "an answer does not wait for the disk",
         "JOB-2",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "                self._secure(promised)\n",
         "                pass\n",
         (f"{DB}test_only_what_nobody_was_promised_does_not_wait_for_the_disk",),
@@ -63,7 +63,7 @@ KEPT = [
     Mutant(
         "a failing disk is taken for one that has stored",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "                ticket.fail(_uncertain(_reason(error)))\n            if not",
         "                pass\n            if not",
         (f"{DB}test_what_the_disk_may_not_have_is_not_called_stored_nor_refused",),
@@ -71,7 +71,7 @@ KEPT = [
     Mutant(
         "a disk that has failed once is believed",
         "JOB-3",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "            if anew:\n",
         "            if False:\n",
         (f"{DB}test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew",),
@@ -79,7 +79,7 @@ KEPT = [
     Mutant(
         "of several who wait for a failing disk one alone hears of it",
         "JOB-3",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "        with self._turn:\n",
         "        if True:\n",
         (f"{DB}test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well",),
@@ -87,7 +87,7 @@ KEPT = [
     Mutant(
         "a new connection believes a disk that has failed",
         "JOB-3",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "elif self._log is None or not self._log.is_at(log):",
         "else:",
         (f"{DB}test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew",),
@@ -95,7 +95,7 @@ KEPT = [
     Mutant(
         "the disk is believed for what was written after it was waited for",
         "JOB-2",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "if self._begun == before:",
         "if self._begun == before == 0:",
         (f"{DB}test_only_what_nobody_was_promised_does_not_wait_for_the_disk",),
@@ -103,7 +103,7 @@ KEPT = [
     Mutant(
         "who cannot write anew after the disk failed is not called uncertain",
         "JOB-3",
-        "slotkeeper/db/engines.py",
+        "slotkeeper/db/sqlite.py",
         "    except SQLAlchemyError as error:\n",
         "    except ZeroDivisionError as error:\n",
         (f"{DB}test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain",),
@@ -111,7 +111,7 @@ KEPT = [
     Mutant(
         "who goes away keeps the lead",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "        if any(ticket.leads and not ticket.done for ticket in tickets):\n",
         "        if False:\n",
         (f"{DB}test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing",),
@@ -119,7 +119,7 @@ KEPT = [
     Mutant(
         "an unknown is called a no",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "elif found is Fate.NOT_STORED:",
         "else:",
         (f"{COMMIT}test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job",),
@@ -128,7 +128,7 @@ KEPT = [
     Mutant(
         "a transaction whose COMMIT did not arrive keeps its locks",
         "JOB-3",
-        "slotkeeper/db/fate.py",
+        "slotkeeper/db/commit_outcome.py",
         'connection.execute(_END_BACKEND, {"number": of.number})',
         "pass",
         (f"{COMMIT}test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind",),
@@ -137,7 +137,7 @@ KEPT = [
     Mutant(
         "another server's number is believed",
         "JOB-3",
-        "slotkeeper/db/fate.py",
+        "slotkeeper/db/commit_outcome.py",
         "return Fate.NOT_STORED if _by_witness(connection, of) is Fate.NOT_STORED else Fate.STORED",
         "return Fate.STORED",
         (f"{COMMIT}test_a_number_that_another_server_gave_again_proves_nothing",),
@@ -155,7 +155,7 @@ KEPT = [
     Mutant(
         "a commit that failed leaves its transaction open",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "self._writer.drop(connection)",
         "self._writer._keep(connection)",
         (f"{COMMIT}test_a_commit_that_did_not_happen_on_sqlite_stored_nothing",),
@@ -163,7 +163,7 @@ KEPT = [
     Mutant(
         "what was interrupted keeps its transaction as long as its error lasts",
         "JOB-3",
-        "slotkeeper/db/prepared.py",
+        "slotkeeper/db/compiled_sql.py",
         "            cursor.close()",
         "            pass",
         (f"{DB}test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing",),
@@ -171,7 +171,7 @@ KEPT = [
     Mutant(
         "who writes for several waits for a lock as long as for one",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "            engines.hurry(transaction.connection)\n",
         "",
         (f"{TOGETHER}test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time",),
@@ -180,7 +180,7 @@ KEPT = [
     Mutant(
         "a connection that was busy is given up",
         "time",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "if engines.is_busy(error):",
         "if error is None:",
         (f"{DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
@@ -188,7 +188,7 @@ KEPT = [
     Mutant(
         "what was begun and failed is kept",
         "JOB-3",
-        "slotkeeper/db/writer.py",
+        "slotkeeper/db/write_connection.py",
         "            undo(connection)\n        finally:\n            engines.end_writer(connection)\n",
         "            pass\n        finally:\n            self._keep(connection)\n",
         (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
@@ -196,7 +196,7 @@ KEPT = [
     Mutant(
         "of two starts of one job in one transaction both are told that it is theirs",
         "LEASE-1",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "1 < len(group) == len({write.about for write in group})",
         "1 < len(group)",
         (
@@ -208,7 +208,7 @@ KEPT = [
     Mutant(
         "whoever shares a statement with one that fails is committed by himself",
         "time",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "self._commit(group, until, singly=True)",
         "self._commit(group, until)",
         (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
@@ -241,7 +241,7 @@ KEPT = [
     Mutant(
         "a connection that went away since the last write refuses the next",
         "JOB-3",
-        "slotkeeper/db/db.py",
+        "slotkeeper/db/group_commit.py",
         "isinstance(error, IntegrityError) or _was_lost(error)",
         "isinstance(error, IntegrityError)",
         (
@@ -253,7 +253,7 @@ KEPT = [
     Mutant(
         "an answer that was interrupted is read by the next",
         "JOB-3",
-        "slotkeeper/db/prepared.py",
+        "slotkeeper/db/compiled_sql.py",
         "lost = not isinstance(error, Exception)",
         "lost = False",
         ("tests/unit/jobs/test_prepared.py::test_a_connection_that_was_interrupted_is_used_no_more",),

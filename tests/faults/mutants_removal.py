@@ -10,7 +10,7 @@ REMOVAL = [
     Mutant(
         "a model is removed though jobs of it have not ended",
         "JOB-3",
-        "slotkeeper/registry/removal.py",
+        "slotkeeper/registry/catalog_removal.py",
         "        if not left:\n            return _removed(tx, model, fleet, now_ms, by)",
         "        if True:\n            return _removed(tx, model, fleet, now_ms, by)",
         (f"{KEPT}test_a_model_is_not_removed_while_a_job_of_it_has_not_ended",),
@@ -19,7 +19,7 @@ REMOVAL = [
     Mutant(
         "a removal that was called off is ended",
         "removal",
-        "slotkeeper/registry/removal.py",
+        "slotkeeper/registry/catalog_removal.py",
         "if closed is None or closed.because is not Because.REMOVING or _active(tx.connection, model):",
         "if closed is not None and closed.because is not Because.REMOVING or _active(tx.connection, model):",
         (f"{KEPT}test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way",),
@@ -37,7 +37,7 @@ REMOVAL = [
     Mutant(
         "who closes a name does not wait for jobs on their way",
         "JOB-3",
-        "slotkeeper/jobs/names.py",
+        "slotkeeper/jobs/closed_models.py",
         'if tx.connection.dialect.name == "postgresql":',
         "if False:",
         (f"{KEPT}test_no_job_is_written_behind_the_back_of_who_removes_its_model",),
@@ -47,7 +47,7 @@ REMOVAL = [
     Mutant(
         "a dead job of a removed model is queued",
         "QUEUE-1",
-        "slotkeeper/jobs/names.py",
+        "slotkeeper/jobs/closed_models.py",
         "if closed is not None:\n        raise NameClosed(",
         "if False:\n        raise NameClosed(",
         (f"{KEPT}test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do",),
@@ -92,7 +92,7 @@ REMOVAL = [
     Mutant(
         "a secret stays for a name that is free",
         "secrets",
-        "slotkeeper/registry/removal.py",
+        "slotkeeper/registry/catalog_removal.py",
         "    secrets.drop_from_scopes(tx, model)\n",
         "",
         (f"{KEPT}test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay",),
@@ -101,7 +101,7 @@ REMOVAL = [
     Mutant(
         "a server is removed under its runs",
         "SLOT-1",
-        "slotkeeper/registry/removal.py",
+        "slotkeeper/registry/catalog_removal.py",
         "if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):",
         "if row is None or row.leaving_ms is None:",
         (
@@ -150,7 +150,7 @@ REMOVAL = [
     Mutant(
         "a description that only defaults name is removed",
         "defaults",
-        "slotkeeper/registry/descriptions.py",
+        "slotkeeper/registry/server_descriptions.py",
         "        texts += connection.execute(select(defaults.c.overrides)).scalars()\n",
         "",
         (f"{DEFAULTS}test_a_description_that_defaults_name_is_kept",),

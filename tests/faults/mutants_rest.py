@@ -61,7 +61,7 @@ REST = [
     Mutant(
         "a receiver that is left alone for a while is forgotten until somebody writes",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         " or self._is_any_behind()",
         "",
         (f"{_SPREAD}test_while_a_receiver_is_behind_time_alone_may_bring_it_on",),
@@ -70,7 +70,7 @@ REST = [
     Mutant(
         "events that are withheld are forgotten until somebody writes",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         " or self._tail.withholds",
         "",
         (f"{_SPREAD}test_while_events_are_withheld_time_alone_may_let_them_be_told",),
@@ -97,7 +97,7 @@ REST = [
     Mutant(
         "a record that was away and is back has no news",
         "HOOK-1",
-        "slotkeeper/db/lookout.py",
+        "slotkeeper/db/change_listener.py",
         "before, self._seen = self._seen, None",
         "before = self._seen",
         (f"{_NEWS}test_after_the_record_was_away_there_is_news",),
@@ -106,7 +106,7 @@ REST = [
     Mutant(
         "a lookout that fails looks no more",
         "HOOK-1",
-        "slotkeeper/db/lookout.py",
+        "slotkeeper/db/change_listener.py",
         '        except Exception:\n            log.exception("lookout_failed")\n            return True\n',
         "        except ZeroDivisionError:\n            raise\n",
         (f"{_NEWS}test_a_lookout_that_fails_takes_it_for_news",),
@@ -136,7 +136,7 @@ REST = [
     Mutant(
         "a record that a newer release has migrated is taken for one that needs nothing",
         "JOB-3",
-        "migrations/current.py",
+        "migrations/revisions.py",
         "return found == known - followed",
         "return found >= known - followed",
         (f"{_MIGRATIONS}test_a_file_with_any_other_schema_is_left_to_the_migration",),
@@ -145,7 +145,7 @@ REST = [
     Mutant(
         "a record that cannot be written is taken for one that needs nothing",
         "JOB-3",
-        "migrations/current.py",
+        "migrations/revisions.py",
         '            connection.execute("BEGIN IMMEDIATE")\n',
         "",
         (f"{_MIGRATIONS}test_a_file_that_cannot_be_written_now_is_left_to_the_migration",),

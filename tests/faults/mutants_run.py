@@ -119,7 +119,7 @@ RUN = [
     Mutant(
         "a canceled job waits again when its run comes to nothing",
         "JOB-1",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         "    if state is State.RUNNING and edge(state, why).to in UNFINISHED:\n",
         "    if state is None:\n",
         (
@@ -224,7 +224,7 @@ RUN = [
     Mutant(
         "an emptied Redis offers a job anywhere that its server may be at",
         "LEASE-1",
-        "slotkeeper/jobs/withheld.py",
+        "slotkeeper/jobs/quarantine.py",
         """    tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
 """,
         "",

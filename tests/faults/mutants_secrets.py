@@ -130,7 +130,7 @@ SECRETS = [
     Mutant(
         "SQLite makes its files by the umask",
         "home",
-        "slotkeeper/db/engines.py",
+        "slotkeeper/db/sqlite.py",
         "        private_file(file)\n",
         "",
         (f"{HOME}test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only",),
@@ -139,7 +139,7 @@ SECRETS = [
     Mutant(
         "a folder of somebody else is believed",
         "home",
-        "slotkeeper/home.py",
+        "slotkeeper/state_folder.py",
         "if found.st_uid not in (os.geteuid(), _ROOT):",
         "if found.st_uid < 0:",
         (f"{HOME}test_a_folder_of_somebody_else_is_refused_however_private_it_is",),
@@ -148,7 +148,7 @@ SECRETS = [
     Mutant(
         "a folder that is too open stays so",
         "home",
-        "slotkeeper/home.py",
+        "slotkeeper/state_folder.py",
         "        path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)\n    elif",
         "        pass\n    elif",
         (f"{HOME}test_whoever_comes_first_makes_it_private", f"{HOME}test_what_an_older_release_left_open_is_closed"),
@@ -157,7 +157,7 @@ SECRETS = [
     Mutant(
         "a shared folder is closed to those who share it",
         "home",
-        "slotkeeper/home.py",
+        "slotkeeper/state_folder.py",
         "    if found.st_mode & stat.S_ISVTX:\n        return False\n",
         "",
         (f"{HOME}test_a_sticky_folder_is_never_ours",),

@@ -27,7 +27,7 @@ SEEN = [
     Mutant(
         "the cursor skips what somebody wants who has just joined",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "return self._database.write(lambda tx: _skip(tx, here))",
         "return self._database.write(lambda tx: first if _moves(tx, here, first) else None)",
         (f"{RECORD}test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing",),
@@ -36,7 +36,7 @@ SEEN = [
     Mutant(
         "who falls behind forgets a replay that has begun",
         "HOOK-1",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "which = receivers.c.id.in_(late) & receivers.c.behind.is_(None)",
         "which = receivers.c.id.in_(late)",
         (f"{RECORD}test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten",),
@@ -46,7 +46,7 @@ SEEN = [
     Mutant(
         "one tenant's replays take all of a step",
         "bounds",
-        "slotkeeper/outbox/spreading.py",
+        "slotkeeper/outbox/fan_out.py",
         "            if time.monotonic() >= until:\n                break\n        return made",
         "        return made",
         (f"{RECORD}test_one_tenants_replays_take_a_small_part_of_a_step",),
@@ -55,7 +55,7 @@ SEEN = [
     Mutant(
         "an address that is gone disables the one that has taken its place",
         "HOOK-1",
-        "slotkeeper/outbox/receivers.py",
+        "slotkeeper/outbox/subscriptions.py",
         "receivers.c.id == receiver_id, receivers.c.url == url).values(url=url)",
         "receivers.c.id == receiver_id).values(url=url)",
         (f"{RECORD}test_an_address_that_is_gone_disables_no_other",),

@@ -19,7 +19,7 @@ SPOKEN = [
     _mutant(
         "a resumed run takes the newest description",
         "versions",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         "case((_RESUMED, jobs.c.described_by), else_=",
         "case((jobs.c.seq < 0, jobs.c.described_by), else_=",
         RESUMED,
@@ -28,7 +28,7 @@ SPOKEN = [
     _mutant(
         "a new run keeps the description of the last",
         "versions",
-        "slotkeeper/jobs/moves.py",
+        "slotkeeper/jobs/statements.py",
         '(jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)',
         'jobs.c.server == bindparam("p_server")',
         f"{DESCRIBED}test_a_run_that_was_never_sent_begins_by_the_new_description",
@@ -37,7 +37,7 @@ SPOKEN = [
     _mutant(
         "a description is removed under a run",
         "versions",
-        "slotkeeper/registry/descriptions.py",
+        "slotkeeper/registry/server_descriptions.py",
         "        idle -= set(connection.execute(_of_runs(sorted(idle))).scalars()) if idle else set()\n",
         "",
         f"{DESCRIBED}test_a_version_that_a_run_names_stays",
@@ -46,7 +46,7 @@ SPOKEN = [
     _mutant(
         "a description is removed as soon as nothing names it",
         "versions",
-        "slotkeeper/registry/descriptions.py",
+        "slotkeeper/registry/server_descriptions.py",
         "now_ms - since >= KEPT_MS]",
         "now_ms >= since]",
         f"{DESCRIBED}test_a_version_that_nothing_names_is_removed_after_a_while",

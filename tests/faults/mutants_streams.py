@@ -11,7 +11,7 @@ STREAMS = [
     Mutant(
         "a number that commits late is passed over",
         "no event is passed over",
-        "slotkeeper/outbox/tail.py",
+        "slotkeeper/outbox/event_reader.py",
         "        if self._doubt.writers:\n            return rows[:sure]",
         "        if False:\n            return rows[:sure]",
         (f"{TAIL}test_a_number_whose_transaction_commits_late_is_waited_for",),
@@ -21,7 +21,7 @@ STREAMS = [
     Mutant(
         "whoever writes now is waited for, too",
         "no event is held up",
-        "slotkeeper/outbox/tail.py",
+        "slotkeeper/outbox/event_reader.py",
         "self._doubt.writers &= self._writers(connection)",
         "self._doubt.writers = self._writers(connection)",
         (f"{TAIL}test_who_writes_after_a_number_was_missed_holds_nothing_up",),
@@ -31,7 +31,7 @@ STREAMS = [
     Mutant(
         "reading begins while somebody writes",
         "no event is passed over",
-        "slotkeeper/outbox/tail.py",
+        "slotkeeper/outbox/event_reader.py",
         "            while writing:",
         "            while False:",
         (f"{TAIL}test_reading_begins_when_those_have_ended_that_were_writing",),
@@ -41,7 +41,7 @@ STREAMS = [
     Mutant(
         "an id that there never was is one",
         "a gap is told",
-        "slotkeeper/outbox/tail.py",
+        "slotkeeper/outbox/event_reader.py",
         "return removed <= after <= max(last, removed)",
         "return removed <= after",
         (f"{STREAM}test_of_a_record_that_was_restored_a_later_id_is_a_gap",),

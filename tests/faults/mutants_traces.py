@@ -14,7 +14,7 @@ TRACES = [
     Mutant(
         "a traceparent without a trace is taken",
         "what the standard wants ignored is ignored",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         " or not int(trace, 16) or not int(span, 16):",
         ":",
         (f"{_TRACES}test_what_is_no_traceparent_is_ignored",),
@@ -23,7 +23,7 @@ TRACES = [
     Mutant(
         "a traceparent of this version may say more",
         "what the standard wants ignored is ignored",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         'if version == "00" and more is not None:',
         "if False:",
         (f"{_TRACES}test_what_is_no_traceparent_is_ignored",),
@@ -41,7 +41,7 @@ TRACES = [
     Mutant(
         "a traceparent of the forbidden version is taken",
         "what the standard wants ignored is ignored",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         "if version == _FORBIDDEN_VERSION or ",
         "if ",
         (_IGNORED,),
@@ -50,7 +50,7 @@ TRACES = [
     Mutant(
         "something may stand before or behind a traceparent",
         "what the standard wants ignored is ignored",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         '    found = _FORM.fullmatch(given or "")\n',
         '    found = _FORM.search(given or "")\n',
         (_IGNORED,),
@@ -59,7 +59,7 @@ TRACES = [
     Mutant(
         "flags that nobody knows are told on",
         "what is told is of our version",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         "{int(flags, 16) & _KNOWN_FLAGS:02x}",
         "{int(flags, 16):02x}",
         (f"{_TRACES}test_flags_that_are_not_known_are_not_told_on",),
@@ -149,7 +149,7 @@ TRACES = [
     Mutant(
         "a traceparent that was spoiled in the record ends its run",
         "traces cost no job anything",
-        "slotkeeper/traces.py",
+        "slotkeeper/trace_context.py",
         "    found = checked(given)\n    if found is None:\n        return Trace(",
         "    found = given\n    if found is None:\n        return Trace(",
         (f"{_TRACES}test_a_traceparent_that_was_spoiled_in_the_record_counts_for_none",),

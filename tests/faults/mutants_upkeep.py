@@ -312,7 +312,7 @@ UPKEEP = [
     Mutant(
         "a step of the time of day is followed at once",
         "time",
-        "slotkeeper/registry/steady_time.py",
+        "slotkeeper/db/shared_clock.py",
         "elif steady_s - self._apart_since >= _FOLLOWED_AFTER_S:",
         "elif True:",
         ("tests/unit/jobs/test_steady_time.py::test_a_step_of_the_time_of_day_that_does_not_last_changes_nothing",),
@@ -321,7 +321,7 @@ UPKEEP = [
     Mutant(
         "the steady clock of another run of the machine is believed",
         "time",
-        "slotkeeper/registry/steady_time.py",
+        "slotkeeper/db/shared_clock.py",
         'self.name = f"{_PREFIX}{boot()}"',
         'self.name = f"{_PREFIX}x"',
         ("tests/unit/jobs/test_steady_time.py::test_between_two_runs_of_the_machine_nothing_is_carried_over",),

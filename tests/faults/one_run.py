@@ -11,7 +11,7 @@ import pytest
 from routing.dispatch.outcome import Outcome
 from routing.queries.said import Telling
 from routing.queue.workers import Workers
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.values import Job
 from tasks.aside import Aside
 from tasks.servers import DEFAULT, Call, Health, HealthKind
 from tasks.worker import calls, patient_io, runner

@@ -29,23 +29,23 @@ from sqlalchemy import select
 
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.crash import POINTS
-from slotkeeper.db.db import Database
-from slotkeeper.jobs import owed as ends
-from slotkeeper.jobs.events import TRANSITIONS as STEPS
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.models import events, jobs, messages
-from slotkeeper.jobs.record import Event, Job
-from slotkeeper.jobs.states import FINAL, TRANSITIONS, Budget, State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.messages import message_id
+from slotkeeper.crash_points import POINTS
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import notifications as ends
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.events import TRANSITION_TYPES as STEPS
+from slotkeeper.jobs.states import FINAL_STATES, TRANSITIONS, Budget, Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events, jobs, messages
+from slotkeeper.jobs.values import Event, Job
 from slotkeeper.outbox.tables import receivers
+from slotkeeper.outbox.webhook_messages import message_id
 from tests.faults.lanes import Aftermath, Lane, Oracle, ended
 from tests.faults.life import SLOTS, read_lines
 from tests.support.stack import REPO
 
 Case = tuple[str, ...]
-_ENDS = {TYPES[state]: state for state in FINAL}
+_ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}
 
 _SAMPLE, _SEED = 40, 20_260
 _ALL = os.environ.get("SLOTKEEPER_ALL_PAIRS") == "1"
@@ -314,9 +314,9 @@ def problems(case: Aftermath) -> list[str]:
     if case.ended[-1].code != 0:
         return [f"the last life ended with {case.ended[-1].code}"]
     with closing(Database(case.record)) as database:
-        store = Store(database)
+        store = JobStore(database)
         found = {job.id: job for job in listing.find(store.database, limit=1000)}
-        trails = {it: [event for event in store.events_of(it) if event.type in STEPS] for it in found}
+        trails = {it: [event for event in store.list_events(it) if event.type in STEPS] for it in found}
         return [
             *_lost(case, found),
             *(problem for job in found.values() for problem in _illegal(job, trails[job.id])),
@@ -335,7 +335,7 @@ def _lost(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
         if line["id"] not in found:
             yield f"{line['id']} was accepted and is lost"
     for job in found.values():
-        if job.state not in FINAL:
+        if job.state not in FINAL_STATES:
             yield f"{job.id} is {job.state} for ever"
 
 
@@ -344,8 +344,8 @@ def _illegal(job: Job, trail: list[Event]) -> Iterator[str]:
     state: State | None = None
     starts, spent = 0, dict.fromkeys(Budget, 0)
     for event in trail:
-        edge = TRANSITIONS.get((state, Why(event.data["why"])))
-        if edge is None or TYPES[edge.to] != event.type:
+        edge = TRANSITIONS.get((state, Reason(event.data["why"])))
+        if edge is None or EVENT_TYPES[edge.to] != event.type:
             yield f"{job.id}: no way leads from {state} by {event.data['why']} to {event.type}"
             return
         if edge.to is State.RUNNING:
@@ -401,7 +401,7 @@ def _untold(case: Aftermath, database: Database, found: dict[str, Job]) -> Itera
         ended = select(events).join(jobs, jobs.c.id == events.c.job_id).where(jobs.c.callback_url.is_not(None))
         rows = connection.execute(ended.where(events.c.type.in_(_ENDS))).all()
         left = connection.execute(select(messages).where(messages.c.receiver == messages.c.job_id)).all()
-    owed = {ends.message_id(row.job_id, ends.number_of_end(row.attempt, _ENDS[row.type])) for row in rows}
+    owed = {ends.make_message_id(row.job_id, ends.make_end_number(row.attempt, _ENDS[row.type])) for row in rows}
     heard = dict(case.oracle.hooks)
     yield from (f"{webhook} was owed and never told" for webhook in owed - heard.keys())
     yield from (f"{webhook} was told and is not owed" for webhook in heard.keys() - owed)
@@ -426,7 +426,7 @@ def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list
     undisturbed: dict[tuple[str, int, int], list[tuple[int, int, str]]] = {}
     for job in found.values():
         trail = trails[job.id]
-        first = next((event for event in trail if event.type == TYPES[State.RUNNING]), None)
+        first = next((event for event in trail if event.type == EVENT_TYPES[State.RUNNING]), None)
         if first is None or trail[1] is not first or not first.data["offer"]:
             continue
         span = sum(last < trail[0].id for last in breaks)

@@ -9,8 +9,8 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
 from routing.queries import listing
 from routing.queue.leases import Renewal
-from slotkeeper.jobs.record import Job
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import Job
 from tests.support.builders import at_once
 from tests.support.ends import hand_back
 from tests.support.stack import eventually
@@ -73,7 +73,7 @@ def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) ->
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
     assert stage.state(job_id) is state
-    assert _ends(stage.store.events_of(job_id)) == [f"job.{state}"]
+    assert _ends(stage.store.list_events(job_id)) == [f"job.{state}"]
     assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state)]
     assert job_id not in stage.room.waiting() and job_id not in stage.room.taken().values()
 
@@ -102,7 +102,7 @@ def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begu
     stage.later(stage.dispatcher.settings.lease_ms)
     reconcile.reap(stage.dispatcher)  # even if its worker dies of it
     assert stage.state(job_id) is State.CANCELED
-    assert _ends(stage.store.events_of(job_id)) == ["job.canceled"]
+    assert _ends(stage.store.list_events(job_id)) == ["job.canceled"]
     assert stage.settle(task).moved is None and stage.free() == 1
     return None
 
@@ -160,6 +160,6 @@ def test_deadlines_and_cancels_reach_the_servers_of_running_jobs(town: Town) -> 
 
     assert max(map(_late_s, ended[2:])) < _ENDED_WITHIN_S
     for job in ended:
-        assert _ends(town.store.events_of(job.id)) == [f"job.{job.state}"]
+        assert _ends(town.store.list_events(job.id)) == [f"job.{job.state}"]
     for job_id in in_line:
         eventually(lambda job_id=job_id: town.row(job_id).state in ("completed", "expired"), "it ends too")

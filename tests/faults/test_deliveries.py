@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.models import messages as rows
-from slotkeeper.jobs.record import NewJob, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.callbacks import Callbacks
-from slotkeeper.outbox.messages import Message, Messages
-from slotkeeper.outbox.receivers import Receiver
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import messages as rows
+from slotkeeper.jobs.values import NewJob
+from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.webhook_messages import Message, MessageQueue
 from tasks import receivers as source
 from tasks import webhooks
 from tasks.lines import host_of
@@ -36,7 +37,7 @@ class Receivers:
         self.told: list[tuple[str, str]] = []
         self.let_go = threading.Event()
 
-    def send(self, receiver: Receiver, message: Message, body: bytes, trace: str | None) -> Sent:
+    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> Sent:
         host = host_of(receiver.url)
         self.asked.append(host)
         if host.startswith("broken"):
@@ -70,10 +71,10 @@ def _deliveries(database: Database, receivers: Receivers) -> Deliveries:
     return Deliveries(database, ReceiverMessages(database, receivers.send, _CLAIM_MS, _KEEP_S))
 
 
-def _owe(store: Store, host: str, name: str, tenant: str = "default") -> str:
+def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
     store.submit([NewJob(name, "zimg", "{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
-    store.end_waiting(name, Why.CANCEL_REQUESTED, now)
+    store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now)
     return name
 
 
@@ -165,7 +166,7 @@ def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database,
         (left,) = connection.execute(rows.select()).all()
     said = "It could not be sent: ZeroDivisionError."
     assert (left.job_id, left.state, left.tries, left.last_error) == ("bad", "pending", 1, said)
-    assert [it.outcome for it in Messages(database).tries_of("well")] == ["delivered"]
+    assert [it.outcome for it in MessageQueue(database).list_attempts("well")] == ["delivered"]
 
 
 def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
@@ -188,11 +189,11 @@ def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, 
     _owe(store, "good", "g")
 
     def refuse(*_: Any) -> list[Message]:
-        raise RecordUnavailable("the database is away")
+        raise DatabaseUnavailable("the database is away")
 
     with monkeypatch.context() as away:
-        away.setattr(Messages, "claim_all", refuse)
-        with pytest.raises(RecordUnavailable):
+        away.setattr(MessageQueue, "claim", refuse)
+        with pytest.raises(DatabaseUnavailable):
             deliveries.turn()
         assert deliveries.under_way == 0
     _until_quiet(deliveries)
@@ -203,15 +204,15 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
     deliveries, store, receivers, monkeypatch
 ) -> None:
     monkeypatch.setattr(webhooks, "_AWAY_S", 0.01)
-    looks = iter([RecordUnavailable("away"), ZeroDivisionError("a bug")])
-    look = Callbacks.due
+    looks = iter([DatabaseUnavailable("away"), ZeroDivisionError("a bug")])
+    look = Callbacks.list_due_callbacks
 
     def shaky(self: Callbacks, *args: Any) -> Any:
         if (error := next(looks, None)) is not None:
             raise error
         return look(self, *args)
 
-    monkeypatch.setattr(Callbacks, "due", shaky)
+    monkeypatch.setattr(Callbacks, "list_due_callbacks", shaky)
     _owe(store, "good", "g")
     thread = threading.Thread(target=deliveries.run)
     thread.start()

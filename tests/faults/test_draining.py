@@ -16,10 +16,10 @@ from routing.maintenance import draining, reconcile, runs
 from routing.maintenance.identity import YOUNG_MS, ServerReport
 from routing.queries import invariants
 from routing.queue.leases import Renewal
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Moved
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import Transition
 from tasks.retries import decide_end
 from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
@@ -36,7 +36,7 @@ def heed(stage: Stage, report: ServerReport) -> int:
 
 
 def rows(stage: Stage) -> list[tuple[str, str, str]]:
-    return [(it.job_id, it.slot, it.reason) for it in withheld.read(stage.database)]
+    return [(it.job_id, it.slot, it.reason) for it in quarantine.list_all(stage.database)]
 
 
 def give_up(stage: Stage, task: ActiveRun, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
@@ -46,8 +46,8 @@ def give_up(stage: Stage, task: ActiveRun, kind: Kind = Kind.RETRY, lingers: str
     return moved.to
 
 
-def _end_lingering(stage: Stage, task: ActiveRun, kind: Kind, lingers: str) -> Moved | None:
-    config, outcome = stage.dispatcher.catalog.model("zimg").config, Outcome(kind, code=lingers, lingers=True)
+def _end_lingering(stage: Stage, task: ActiveRun, kind: Kind, lingers: str) -> Transition | None:
+    config, outcome = stage.dispatcher.catalog.resolve("zimg").config, Outcome(kind, code=lingers, lingers=True)
     decision = decide(task.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
     decision = decision._replace(error=None)
     return end_in_order(stage.dispatcher, task, decision).moved
@@ -191,7 +191,7 @@ def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
     ended(stage)
     stage.submit()
     stage.offered()
-    (row,) = withheld.read(stage.database)
+    (row,) = quarantine.list_all(stage.database)
     assert row.until_ms - row.since_ms == MOST_MS
     stage.later(row.until_ms - 1 - stage.now)
     heed(stage, running("one"))
@@ -243,7 +243,7 @@ def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_t
     _timed_out_where_runs_are_short(stage)
     stage.later(_USUAL_MS - SECOND)
     if tells == "its status":
-        draining.note_running(stage.dispatcher, withheld.read(stage.database)[0])
+        draining.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
     heed(stage, {"its id": running("one"), "a count": ServerReport(True, 1)}.get(tells, ServerReport(True)))
     stage.later(2 * SECOND)
     draining.keep(stage.dispatcher)
@@ -458,7 +458,7 @@ def test_a_slot_of_a_job_that_goes_back_to_be_resumed_is_not_withheld(one_slot):
     stage.start()
     stage.later(LEASE_MS)
     reconcile.reap(stage.dispatcher)
-    assert rows(stage) == [] and stage.job("one").why is Why.LEASE_EXPIRED
+    assert rows(stage) == [] and stage.job("one").why is Reason.LEASE_EXPIRED
     stage.settle(stage.start())
     assert rows(stage) == [] and stage.free() == 1
 

@@ -9,7 +9,7 @@ from redis.exceptions import OutOfMemoryError
 from routing.maintenance import reconcile
 from routing.maintenance.reconcile import room
 from routing.maintenance.rooms import depths
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.town import Town
@@ -60,7 +60,7 @@ def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
     stage.lose_redis()
     fill, filled = stage.dispatcher.queues.fill, list[int]()
 
-    def fill_one_chunk(fleet: str, jobs: Sequence[Waiting]) -> int:
+    def fill_one_chunk(fleet: str, jobs: Sequence[QueuedJob]) -> int:
         if filled:
             raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
         filled.append(len(jobs))

@@ -11,8 +11,8 @@ from sqlalchemy import update
 
 from routing.maintenance import ledger, reconcile
 from routing.queue.leases import Renewal
-from slotkeeper.jobs.models import jobs
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.scripts import connect
 from tasks.worker import runner
 from tasks.worker.heartbeat import Watch
@@ -47,7 +47,7 @@ def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_
     task = stage.start()
     stage.later(11 * MINUTE)
     monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
-    watch = runner.Runner(task, Watch(task.lease), stage.dispatcher.catalog.model("zimg").config, None, _not_noted)
+    watch = runner.Runner(task, Watch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted)
     assert watch._call.deadline_s == pytest.approx(left_s, abs=1)
 
 

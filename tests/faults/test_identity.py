@@ -8,7 +8,7 @@ import pytest
 from routing.maintenance import reconcile
 from routing.maintenance.identity import YOUNG_MS, ServerReport
 from routing.queue.leases import Renewal
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tests.support.ends import hand_back
 from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
 
@@ -55,7 +55,7 @@ def test_ghost_a_restarted_server_frees_the_slots_of_silent_workers_at_its_first
     tasks = [stage.start(), stage.start()]
     stage.later(SILENT_MS)
     assert heed(stage, UP_AND_IDLE) == 2
-    assert [(stage.job(it).why, stage.job(it).crashes) for it in ids[:2]] == [(Why.SERVER_LOST, 1)] * 2
+    assert [(stage.job(it).why, stage.job(it).crashes) for it in ids[:2]] == [(Reason.SERVER_LOST, 1)] * 2
     assert [stage.renewal(task) for task in tasks] == [Renewal.LOST] * 2
     assert stage.run_all() == ids, "back at their own places"
 

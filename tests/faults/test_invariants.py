@@ -14,8 +14,8 @@ from routing.maintenance.identity import ServerReport
 from routing.maintenance.reconcile.reaper import OFTEN
 from routing.queries import invariants
 from routing.queries.invariants import Check, Finding
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
 from tasks import maintenance
 from tests.support.builders import an_ended_job
 from tests.support.ends import store_end
@@ -61,7 +61,7 @@ def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
 
 def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_brought_back(busy):
     job = busy.job("j2")
-    busy.dispatcher.queues.withdraw("zimg", job.waiting)
+    busy.dispatcher.queues.withdraw("zimg", job.queued)
     assert look(busy) == {Finding(Check.ROOM, "zimg")}
     reconcile.reconcile(busy.dispatcher)
     assert look(busy) == set()
@@ -138,7 +138,7 @@ def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_
     """Its worker died between the end in the record and the freeing of the slot."""
     held = next(held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
-    store_end(busy.store, job.id, job.attempt, Why.FINISHED, busy.now, result="{}")
+    store_end(busy.store, job.id, job.attempt, Reason.FINISHED, busy.now, result="{}")
     assert Finding(Check.LEASE, job.id) not in invariants.look(busy.dispatcher, WELL)
     busy.later(SETTINGS.lease_ms)
     assert Finding(Check.LEASE, job.id) in invariants.look(busy.dispatcher, WELL)
@@ -162,10 +162,10 @@ def test_a_check_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_a
     assert not any(ledger.findings(watched.database).values())
 
     lost = watched.job("j3")
-    watched.dispatcher.queues.withdraw("zimg", lost.waiting)
+    watched.dispatcher.queues.withdraw("zimg", lost.queued)
     maintenance.check_invariants()
     assert ledger.findings(watched.database)[Check.ROOM] == 1
-    assert [event.data for event in watched.store.events_of("zimg")] == [{"check": "queued_not_in_room"}]
+    assert [event.data for event in watched.store.list_events("zimg")] == [{"check": "queued_not_in_room"}]
 
     maintenance.reconcile_all()
     maintenance.check_invariants()
@@ -183,7 +183,7 @@ def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(wat
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_the_ledger_reads_an_index_and_not_the_jobs(store: Store):
+def test_the_ledger_reads_an_index_and_not_the_jobs(store: JobStore):
     """Measured with 1,000,000 jobs: `python -m tools.benchmarks.recovery ledger`; here a tenth of that, on a busy machine."""
     path = store.database.url.removeprefix("sqlite:///")
     with closing(sqlite3.connect(path)) as connection, connection:

@@ -15,8 +15,8 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.maintenance import draining, reconcile
 from routing.maintenance.identity import YOUNG_MS, ServerReport
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
 from tasks import maintenance
 from tasks.descriptions import server_for
 from tasks.servers import Description, Live, Wires
@@ -49,7 +49,7 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingSer
 
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
-    report = maintenance._report(stage.dispatcher.catalog.snapshot().servers["gpu"])
+    report = maintenance._report(stage.dispatcher.catalog.get().servers["gpu"])
     return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
 
 
@@ -74,12 +74,12 @@ class Watching:
 
     async def _watch(self) -> Outcome | StopReason:
         stage, run, wires = self._stage, self._task.run, Wires(self._loop)
-        model = stage.dispatcher.catalog.model(run.job.model)
+        model = stage.dispatcher.catalog.resolve(run.job.model)
 
         async def note_remote(remote_id: str) -> bool:
             return store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
 
-        url = stage.dispatcher.catalog.snapshot().servers[run.server].endpoints[run.job.model]
+        url = stage.dispatcher.catalog.get().servers[run.server].endpoints[run.job.model]
         live = self._live or Live(server_for(url, model, run.described_by), wires)
         return await runner.Runner(self._task, self.watch, model.config, live, note_remote).outcome()
 
@@ -93,7 +93,7 @@ def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[Watch], None] | Non
             meanwhile(watching.watch)
     finally:
         outcome = watching.outcome()
-    run, config = task.run, stage.dispatcher.catalog.model(task.run.job.model).config
+    run, config = task.run, stage.dispatcher.catalog.resolve(task.run.job.model).config
     canceling = watching.watch.cancel
     decision = decide(run, outcome, config, stage.dispatcher.settings, stage.now, canceling=canceling)
     moved = end_in_order(stage.dispatcher, task, decision).moved
@@ -159,14 +159,14 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
 def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, server) -> None:
     server.hold("first")
     first = _times_out(stage)
-    (row,) = withheld.read(stage.database)
+    (row,) = quarantine.list_all(stage.database)
     maintenance._ask_about(row)
-    draining.heed(stage.dispatcher, stage.catalog.snapshot().servers["gpu"], _TELLS_NOTHING, [row], [])
-    assert withheld.read(stage.database) == [row], "its status tells that it goes on"
+    draining.heed(stage.dispatcher, stage.catalog.read().servers["gpu"], _TELLS_NOTHING, [row], [])
+    assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
     maintenance._ask_about(row)
-    assert withheld.read(stage.database) == []
+    assert quarantine.list_all(stage.database) == []
 
 
 @sqlite
@@ -177,12 +177,12 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
     stage.submit(id="first")
     task = stage.start()
-    end_run(stage.dispatcher, task, Why.CANCEL_REQUESTED, lingers="canceled")
+    end_run(stage.dispatcher, task, Reason.CANCEL_REQUESTED, lingers="canceled")
     stage.later(YOUNG_MS)
     monkeypatch.setattr(maintenance, "_awaited", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
     monkeypatch.setattr(maintenance, "_awaited", frozenset({"gpu"}))
-    assert _look(stage) == 1 and withheld.read(stage.database) == []
+    assert _look(stage) == 1 and quarantine.list_all(stage.database) == []
 
 
 # -- a worker that is told to stop -------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the
         assert watching.outcome() is StopReason.STOPPED
         assert hand_back(stage.dispatcher, task)
         job = stage.job(job_id)
-        assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Why.HANDED_BACK, 0, 0)
+        assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Reason.HANDED_BACK, 0, 0)
         assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.lease.slot)]
         server.release(job_id)
         assert _run(stage, stage.start("w2")) is State.COMPLETED

@@ -20,10 +20,10 @@ from routing.queue import leases as routed
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, source
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.redis.scripts import Scripts, read_source
+from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from tests.support.ends import release
 from tests.support.stage import SETTINGS
@@ -175,9 +175,9 @@ class Game:
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
         queues.begin_all([FLEET], "")
         server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
-        Slots(self.scripts, SETTINGS).sync_all([FLEET], Snapshot(1, {}, {"gpu": server}))
+        Slots(self.scripts, SETTINGS).sync_all([FLEET], CatalogSnapshot(1, {}, {"gpu": server}))
         queues.open_all([FLEET])
-        (offer,) = queues.enqueue(FLEET, [Waiting(JOB, 1, FLEET, 5, "default")])
+        (offer,) = queues.enqueue(FLEET, [QueuedJob(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")
         self.heard = self.start
@@ -252,6 +252,6 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
     ],
 )
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):
-    broken = source("lib/lease").replace(guard, without)
-    assert broken != source("lib/lease")
+    broken = read_source("lib/lease").replace(guard, without)
+    assert broken != read_source("lib/lease")
     assert not all(linearizable(history, start) for history, start in _histories(client, 0, {"lib/lease": broken}))

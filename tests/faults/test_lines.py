@@ -9,8 +9,8 @@ import pytest
 from routing.dispatch.outcome import Kind, Outcome
 from routing.queries.history import Historian
 from slotkeeper import logs
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.traces import trace_of
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.trace_context import find_trace
 from tasks.ends import log_end
 from tasks.worker import executor
 from tests.faults.one_run import run
@@ -75,15 +75,15 @@ def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_i
     server.answers = [Outcome(Kind.DONE, result={})]
     run(stage)
     canceled = stage.submit()
-    stage.store.end_waiting(canceled, Why.CANCEL_REQUESTED, stage.now)
+    stage.store.cancel_waiting(canceled, Reason.CANCEL_REQUESTED, stage.now)
     _count(stage)
     _count(stage)
     first, second = _ends(capsys.readouterr().err)
     told = ("job_id", "tenant", "trace_id", "state", "why", "attempt")
-    assert [first[it] for it in told] == [done, "acme", trace_of(done, None).id, State.COMPLETED, Why.FINISHED, 1]
+    assert [first[it] for it in told] == [done, "acme", find_trace(done, None).id, State.COMPLETED, Reason.FINISHED, 1]
     assert (first["server"], first["model"]) == ("gpu", "zimg") and first["run_ms"] >= 0
     assert [second[it] for it in told[:2]] == [canceled, "default"]
-    assert second["why"] == Why.CANCEL_REQUESTED and "run_ms" not in second
+    assert second["why"] == Reason.CANCEL_REQUESTED and "run_ms" not in second
 
 
 def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worker, server, capsys, monkeypatch):
@@ -98,7 +98,7 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
     monkeypatch.setattr(worker.calls, "_runner", says)
     run(stage)
     (line,) = [it for it in map(json.loads, capsys.readouterr().err.splitlines()) if it["event"] == "here"]
-    assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", trace_of(job_id, None).id)
+    assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", find_trace(job_id, None).id)
 
 
 def test_an_end_that_somebody_else_has_counted_is_not_told_twice(stage, worker, server, monkeypatch):

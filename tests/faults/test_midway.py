@@ -10,8 +10,8 @@ from redis.exceptions import RedisError, ResponseError
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import reconcile
 from routing.queries import listing
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.scripts import connect
 from tests.support import stage as stages
 from tests.support.ends import end_run
@@ -83,7 +83,7 @@ def _start(stage: Stage) -> Act:
 
 def _settle(stage: Stage) -> Act:
     task = stage.start()
-    return lambda stuck: end_run(stuck, task, Why.FINISHED, result="{}")
+    return lambda stuck: end_run(stuck, task, Reason.FINISHED, result="{}")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(stages, "FRAGMENTS", FRAGMENTS | {"lib/now_ms": _STUCK % writes + CLOCK})
         stuck = stage.a_dispatcher(connect(kept.url, _GIVES_UP_S))
-    stuck.catalog.model("zimg")
+    stuck.catalog.resolve("zimg")
     act, before = prepared(stage), stage.room.dump()
 
     act(stuck)

@@ -24,12 +24,12 @@ from routing.maintenance.identity import ServerReport
 from routing.queries import listing
 from routing.queue import queues
 from routing.queue.leases import Renewal
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable, TooMany
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable, TooManyRequests
+from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Call, connect
+from slotkeeper.redis.scripts import TwoStepCall, connect
 from tasks import maintenance
 from tests.support.ends import cool_down
 from tests.support.postgres import Postgres
@@ -202,8 +202,8 @@ def test_a_redis_that_does_not_answer_keeps_no_submit_from_the_disk(
     synced = stage.database._writer.sync
     steps: list[str] = []
     monkeypatch.setattr(stage.database._writer, "sync", lambda: (steps.append("the disk"), synced()))
-    answer = Call.answer
-    monkeypatch.setattr(Call, "answer", lambda call: steps.append("waits") or answer(call))
+    answer = TwoStepCall.receive
+    monkeypatch.setattr(TwoStepCall, "receive", lambda call: steps.append("waits") or answer(call))
     with frozen(valkey):
         receipts = [impatient.submit_one(stage.a()) for _ in range(3)]
     assert [receipt.position for receipt in receipts] == [None] * 3
@@ -216,7 +216,7 @@ def test_a_submit_needs_one_connection_to_redis_at_a_time(stage: Stage, valkey: 
     narrow = stage.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
     receipts = [narrow.submit_one(stage.a()) for _ in range(2)]
     assert all(receipt.position for receipt in receipts)
-    with pytest.raises(TooMany):
+    with pytest.raises(TooManyRequests):
         narrow.submit_one(stage.a())
 
 
@@ -311,7 +311,7 @@ def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(
     for _ in range(2):
         stage.submit()
     reconcile.note_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
-    stage.redis.hset(f"{Keys('test').of('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
+    stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
     assert rooms.pull_back(stage.dispatcher.leases.scripts, "zimg", stage.dispatcher.settings) >= 2
@@ -372,10 +372,10 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
     monkeypatch.setenv("SLOTKEEPER_DATABASE_LOCK_S", "0.05")
     hasty = Database(stage.database.url)
     dispatcher = stage.a_dispatcher(stage.redis)
-    dispatcher.catalog.model("zimg")
+    dispatcher.catalog.resolve("zimg")
     dispatcher.store.database = hasty
     try:
-        with locked(stage.database), pytest.raises(RecordUnavailable) as refused:
+        with locked(stage.database), pytest.raises(DatabaseUnavailable) as refused:
             dispatcher.submit([stage.a()])
     finally:
         dispatcher.store.database = stage.database
@@ -499,7 +499,7 @@ def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_
     others = [town.submit(model, 0.02) for _ in range(3)]
     with _restarted_whenever_it_dies(town, model):
         dead = town.until(poison, "dead", 90)
-        assert (dead.why, dead.crashes, dead.failures) == (Why.CRASHES_EXHAUSTED, 3, 0)
+        assert (dead.why, dead.crashes, dead.failures) == (Reason.CRASHES_EXHAUSTED, 3, 0)
         for job_id in others:
             town.until(job_id, "completed")
     assert [run["job_id"] for run in town.runs(model)] == others
@@ -514,7 +514,7 @@ def test_a_job_that_kills_its_worker_three_times_is_set_aside_and_the_others_go_
 
     dead = town.until(poison, "dead", 90)
 
-    assert (dead.why, dead.crashes, dead.failures) == (Why.CRASHES_EXHAUSTED, 3, 0)
+    assert (dead.why, dead.crashes, dead.failures) == (Reason.CRASHES_EXHAUSTED, 3, 0)
     town.crew(1)
     assert town.until(good, "completed").crashes == 0
 

@@ -9,9 +9,9 @@ from sqlalchemy import delete
 
 from routing.maintenance import reconcile
 from routing.maintenance.identity import ServerReport
-from slotkeeper.errors import RecordUncertain
-from slotkeeper.jobs.models import events, jobs
+from slotkeeper.errors import CommitUnknown
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import events, jobs
 from tasks.worker.process import Worker
 from tests.faults.one_run import FakeServer, take_up
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
@@ -76,7 +76,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_its_job_runs_all_th
 
     with monkeypatch.context() as patch:
         patch.setattr(stage.database._writer, "sync", fails)
-        with pytest.raises(RecordUncertain):
+        with pytest.raises(CommitUnknown):
             stage.dispatcher.submit_one(stage.a(id="one"))
     assert not stage.dispatcher.queues.scripts.redis.connection_pool._in_use_connections
     assert stage.offered() == []

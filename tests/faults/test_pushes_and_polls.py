@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from slotkeeper.jobs.states import FINAL
+from slotkeeper.jobs.states import FINAL_STATES
 from tests.support.stack import eventually
 from tests.support.town import Town
 
@@ -24,6 +24,6 @@ def test_a_run_that_is_pushed_and_polled_at_the_same_moment_ends_once(town: Town
     assert {(job.attempts, job.failures, job.crashes) for job in ended} == {(1, 0, 0)}
     assert Counter(run["job_id"] for run in town.runs(model)) == Counter(jobs)
     for job_id in jobs:
-        ends = [event for event in town.store.events_of(job_id) if event.type.removeprefix("job.") in FINAL]
+        ends = [event for event in town.store.list_events(job_id) if event.type.removeprefix("job.") in FINAL_STATES]
         assert len(ends) == 1, "JOB-2"
     eventually(lambda: not town.taken(model), "all slots are free")

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select
 
-from slotkeeper.db.db import Database, Transaction
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.models import messages as rows
-from slotkeeper.jobs.record import NewJob, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.messages import Message, Messages
-from slotkeeper.outbox.receivers import FAILURES_TO_OPEN, Receiver, Receivers, new_id
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
+from slotkeeper.jobs.tables import messages as rows
+from slotkeeper.jobs.values import NewJob
+from slotkeeper.outbox.subscriptions import FAILURES_TO_OPEN, Subscription, Subscriptions, new_id
 from slotkeeper.outbox.tables import receivers as table
-from slotkeeper.traces import span_of
+from slotkeeper.outbox.webhook_messages import Message, MessageQueue
+from slotkeeper.trace_context import make_span_id
 from tasks import receivers as source
 from tasks import webhooks
 from tasks.berths import MOST, Part
@@ -41,7 +42,7 @@ class Outside:
         self.traces: list[str | None] = []
         self.let_go = threading.Event()
 
-    def send(self, receiver: Receiver, message: Message, body: bytes, trace: str | None) -> Sent:
+    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> Sent:
         name = receiver.url.partition("//")[2]
         self.asked.append(name)
         if name.startswith("broken"):
@@ -76,16 +77,16 @@ def _deliveries(database: Database, outside: Outside) -> Deliveries:
     return Deliveries(database, ReceiverMessages(database, outside.send, _CLAIM_MS, _KEEP_S))
 
 
-def _add(database: Database, name: str, tenant: str = "default", max_per_s: float | None = None) -> Receiver:
+def _add(database: Database, name: str, tenant: str = "default", max_per_s: float | None = None) -> Subscription:
     wanted = frozenset({"job.canceled"})
-    new = Receiver(new_id(), tenant, f"https://{name}", wanted, "sealed", now_ms(), max_per_s=max_per_s)
-    return Receivers(database).add(new, 100_000)
+    new = Subscription(new_id(), tenant, f"https://{name}", wanted, "sealed", now_ms(), max_per_s=max_per_s)
+    return Subscriptions(database).add(new, 100_000)
 
 
-def _end(store: Store, name: str, tenant: str = "default") -> str:
+def _end(store: JobStore, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
     store.submit([NewJob(name, "zimg", "{}", tenant=tenant)], now)
-    store.end_waiting(name, Why.CANCEL_REQUESTED, now)
+    store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now)
     return name
 
 
@@ -97,7 +98,7 @@ def _until(deliveries: Deliveries, condition: Any, what: str) -> None:
     eventually(turned, what)
 
 
-def _owe_very_many(database: Database, store: Store, tenant: str) -> None:
+def _owe_very_many(database: Database, store: JobStore, tenant: str) -> None:
     """Messages to receivers that never answer, that are before all others, and want to hear of nothing else."""
     job = _end(store, "dead", tenant)
     its_end = select(events.c.id).where(events.c.job_id == job, events.c.type == "job.canceled")
@@ -151,12 +152,12 @@ def test_what_takes_long_to_write_down_holds_up_nothing_that_is_owed(
         ended.wait(60)
         return 0
 
-    monkeypatch.setattr(source.Spreading, "step", step)
+    monkeypatch.setattr(source.EventFanOut, "step", step)
     running = threading.Thread(target=deliveries.run)
     running.start()
     try:
         assert gathering.wait(60)
-        Messages(database).test(receiver, now_ms())
+        MessageQueue(database).send_test(receiver, now_ms())
         eventually(lambda: outside.told, "it is told meanwhile")
     finally:
         ended.set()
@@ -177,7 +178,7 @@ def test_a_webhook_that_refuses_is_asked_less_and_less(database, store, outside,
     receiver = _add(database, "refusing")
     for n in range(50):
         _end(store, f"job{n}")
-    _until(deliveries, lambda: Receivers(database).get(receiver.id).is_open, "its breaker opens")
+    _until(deliveries, lambda: Subscriptions(database).get(receiver.id).breaker_is_open, "its breaker opens")
     for _ in range(20):
         deliveries.turn()
     eventually(lambda: not deliveries.under_way, "its tries end")
@@ -188,8 +189,8 @@ def test_a_message_that_cannot_be_sent_is_tried_again_and_ends_nothing(database,
     broken, _ = _add(database, "broken"), _add(database, "good")
     job = _end(store, "job")
     _until(deliveries, lambda: outside.told, "the other is told")
-    eventually(lambda: Messages(database).tries_of(broken.id), "it is noted")
-    (entry,) = Messages(database).tries_of(broken.id)
+    eventually(lambda: MessageQueue(database).list_attempts(broken.id), "it is noted")
+    (entry,) = MessageQueue(database).list_attempts(broken.id)
     assert (entry.outcome, entry.error) == ("failed", "It could not be sent: ZeroDivisionError.")
     with database.read() as connection:
         (row,) = connection.execute(select(rows).where(rows.c.receiver == broken.id)).all()
@@ -253,8 +254,8 @@ def test_events_that_cannot_be_read_keep_nothing_from_being_sent(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
     receiver = _add(database, "good")
-    Messages(database).test(receiver, now_ms())
-    monkeypatch.setattr(source.Spreading, "step", lambda *_: 1 / 0)
+    MessageQueue(database).send_test(receiver, now_ms())
+    monkeypatch.setattr(source.EventFanOut, "step", lambda *_: 1 / 0)
     _until(deliveries, lambda: outside.told, "what is owed is sent")
 
 
@@ -262,10 +263,10 @@ def test_a_receiver_that_is_removed_while_it_is_told_is_told_no_more(database, s
     receiver = _add(database, "silent")
     _end(store, "job")
     _until(deliveries, lambda: outside.asked, "it is being told")
-    Receivers(database).remove(receiver.id, None)
+    Subscriptions(database).remove(receiver.id, None)
     outside.let_go.set()
     eventually(lambda: not deliveries.under_way, "its try ends")
-    assert deliveries.turn() == 0 and Messages(database).tries_of(receiver.id) == []
+    assert deliveries.turn() == 0 and MessageQueue(database).list_attempts(receiver.id) == []
 
 
 def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, store, outside, deliveries) -> None:
@@ -273,7 +274,7 @@ def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, stor
     _add(database, "good")
     for name, traceparent in (("traced", given), ("untraced", None)):
         store.submit([NewJob(name, "zimg", "{}", traceparent=traceparent)], now_ms())
-        store.end_waiting(name, Why.CANCEL_REQUESTED, now_ms())
+        store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now_ms())
     _until(deliveries, lambda: len(outside.told) == 2, "both ends are told")
     traces = {job: trace for (_, job, _), trace in zip(outside.told, outside.traces, strict=True)}
-    assert traces == {"traced": f"00-{'a' * 32}-{span_of('traced', 'job')}-01", "untraced": None}
+    assert traces == {"traced": f"00-{'a' * 32}-{make_span_id('traced', 'job')}-01", "untraced": None}

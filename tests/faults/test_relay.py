@@ -15,13 +15,13 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_structured
 from cloudevents.core.formats.json import JSONFormat
 
-from slotkeeper.db.db import Database
-from slotkeeper.db.lookout import Lookout
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.relays import Relays
-from slotkeeper.outbox.tail import Tail
+from slotkeeper.db.change_listener import ChangeListener
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import JobError
+from slotkeeper.outbox.event_reader import EventReader
+from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
@@ -68,15 +68,15 @@ def a_relay(database: Database, valkey: Valkey, cap: int = CAP) -> Relay:
     stream = EventStream(Scripts(valkey.client(), Keys("slotkeeper")), cap)
 
     def known(number: int) -> str | None:
-        found = Tail(database, after=number - 1, transitions_only=False).read(1)
-        source = f"/slotkeeper/{Catalog(database).identity()}"
+        found = EventReader(database, after=number - 1, transitions_only=False).read(1)
+        source = f"/slotkeeper/{Catalog(database).get_database_id()}"
         return cloudevents.text(found[0], source) if found and found[0].event.id == number else None
 
     return Relay("redis", database, RedisStream(stream, cap, known))
 
 
 def all_ids(database: Database) -> list[int]:
-    return [it.event.id for it in Tail(database, transitions_only=False).read(10_000)]
+    return [it.event.id for it in EventReader(database, transitions_only=False).read(10_000)]
 
 
 def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_reads(database, store, valkey):
@@ -105,7 +105,7 @@ def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_re
 
 def test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms(database, store, valkey):
     run = a_running_job(store)
-    store_end(store, run.job.id, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, run.job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     a_relay(database, valkey).turn()
     told = Reader(valkey).events()[-1]
     assert (told["type"], told["alias"]) == ("job.delayed", "job.failed")
@@ -129,13 +129,13 @@ def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(d
     jobs = [an_ended_job(store).id for _ in range(5)]
     with pytest.raises(SinkAway):
         relay.turn()
-    (lag,) = Relays(database).lags(["redis"], T0 + 5 * SECOND)
+    (lag,) = SinkCursors(database).list_lags(["redis"], T0 + 5 * SECOND)
     assert (lag.events, lag.seconds) == (15, 5.0)
     valkey.start()
     assert _drained(relay) == 15
     assert Reader(valkey).ids() == all_ids(database)
     assert {it["subject"] for it in Reader(valkey).events()} == {first.id, *jobs}
-    assert Relays(database).lags(["redis"], T0)[0].seconds == 0
+    assert SinkCursors(database).list_lags(["redis"], T0)[0].seconds == 0
 
 
 def _drained(relay: Relay) -> int:
@@ -191,15 +191,15 @@ def test_what_is_in_the_stream_already_is_not_added_again(database, store, valke
     """The relay died before its cursor was moved."""
     an_ended_job(store)
     first = a_relay(database, valkey)
-    first._relays.move = lambda *_: False  # type: ignore[method-assign]
+    first._relays.advance = lambda *_: False  # type: ignore[method-assign]
     first.turn()
-    first._relays = Relays(database)
+    first._relays = SinkCursors(database)
     first._leave()
-    assert Relays(database).slowest(["redis"]) < all_ids(database)[0]
+    assert SinkCursors(database).find_slowest(["redis"]) < all_ids(database)[0]
     an_ended_job(store)
     _settled(a_relay(database, valkey))
     assert Reader(valkey).ids() == all_ids(database)
-    assert Relays(database).slowest(["redis"]) == all_ids(database)[-1]
+    assert SinkCursors(database).find_slowest(["redis"]) == all_ids(database)[-1]
 
 
 def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store, valkey, monkeypatch):
@@ -208,7 +208,7 @@ def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store,
     assert first.turn() == 1
     a_queued_job(store)
     assert second.turn() == 0
-    assert Reader(valkey).ids() == [store.events_of(job.id)[0].id]
+    assert Reader(valkey).ids() == [store.list_events(job.id)[0].id]
     first._leave()
     second._hold_at = 0.0
     assert second.turn() == 1
@@ -219,12 +219,12 @@ def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(databas
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     a_queued_job(store)
     first.turn()
-    first._relays.let_go("redis", first._holder)
+    first._relays.release("redis", first._holder)
     a_queued_job(store)
     assert second.turn() == 1
     a_queued_job(store)
     assert first.turn() == 0
-    assert not Relays(database).move("redis", first._holder, first._position, 10**9, T0)
+    assert not SinkCursors(database).advance("redis", first._holder, first._position, 10**9, T0)
     assert _drained(second) == 1
     assert Reader(valkey).ids() == all_ids(database)
 
@@ -257,12 +257,12 @@ def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
     sink.fails = True
     with pytest.raises(SinkAway):
         relay.turn()
-    assert Relays(database).slowest(["kafka"]) == 0
+    assert SinkCursors(database).find_slowest(["kafka"]) == 0
     sink.fails = False
     relay.turn()
-    numbers = [it.id for it in store.events_of(job.id)]
+    numbers = [it.id for it in store.list_events(job.id)]
     assert [it.number for it in sink.taken] == numbers * 2
-    assert Relays(database).slowest(["kafka"]) == numbers[-1]
+    assert SinkCursors(database).find_slowest(["kafka"]) == numbers[-1]
 
 
 class SlowSink:
@@ -307,12 +307,12 @@ def test_sinks_come_on_apart_from_one_another(database, store):
     with pytest.raises(SinkAway):
         second.turn()
     assert first.turn() == 3
-    assert Relays(database).slowest(["nats", "amqp"]) == 0
+    assert SinkCursors(database).find_slowest(["nats", "amqp"]) == 0
 
 
 _PROCESS = """
 import sys
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from tests.faults.test_relay import a_relay
 from tests.support.valkey import Valkey
 
@@ -352,7 +352,7 @@ def _process(database_url: str, valkey: Valkey, crash_at: str = "") -> "subproce
 
 def test_events_are_in_the_stream_within_a_second(sqlite_url, valkey):
     database = Database(sqlite_url)
-    store, reader = Store(database), Reader(valkey)
+    store, reader = JobStore(database), Reader(valkey)
     process = _process(sqlite_url, valkey)
     try:
         a_queued_job(store)
@@ -391,16 +391,16 @@ def resting(database, store, valkey, monkeypatch) -> Iterator[Relay]:
     """One that runs, has published all there was, and would look again in an hour."""
     monkeypatch.setattr(relays, "_HOLD_EVERY_S", 3600.0)
     monkeypatch.setattr(relays, "_LONGEST_S", relays._SHORTEST_S)
-    found, lookout = a_relay(database, valkey), Lookout(database)
+    found, lookout = a_relay(database, valkey), ChangeListener(database)
     found.be_told(lookout)
-    lookout.begin()
+    lookout.start()
     an_ended_job(store)
     thread = threading.Thread(target=found.run)
     thread.start()
     eventually(lambda: Reader(valkey).ids() == all_ids(database))
     yield found
     found.stop()
-    lookout.end()
+    lookout.stop()
     thread.join(10)
     assert not thread.is_alive()
 
@@ -414,8 +414,8 @@ def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, r
 def test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is(database, store, valkey):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     for it in (first, second):
-        it.be_told(Lookout(database))
+        it.be_told(ChangeListener(database))
         it.turn()
     assert [first._rests, second._rests] == [True, False]
-    first._tail.withholds = True  # There is more, which time alone may let be told.
+    first._tail.has_gap = True  # There is more, which time alone may let be told.
     assert not first._rests

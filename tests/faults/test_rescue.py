@@ -2,7 +2,7 @@
 
 import pytest
 
-from slotkeeper.jobs.states import Why
+from slotkeeper.jobs.states import Reason
 from tests.support.stack import eventually
 from tests.support.town import Town
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 def _one_run(town: Town, model: str, job_id: str) -> None:
     job = town.until(job_id, "completed")
-    assert (job.why, job.crashes, job.failures) == (Why.FINISHED, 1, 0)
+    assert (job.why, job.crashes, job.failures) == (Reason.FINISHED, 1, 0)
     assert job.result is not None and "a cat" in job.result
     assert town.starts(job_id) == 2
     assert [run["job_id"] for run in town.runs(model)] == [job_id], "one run at the server"

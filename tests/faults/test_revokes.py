@@ -41,7 +41,7 @@ def _answered(ask: Callable[[], object]) -> object:
 
 
 def _admitted(town: Town, sent: AsyncResult, state: str = "queued") -> None:
-    eventually(lambda: town.store.state_of(sent.id) == state, f"{sent.id} is {state}")
+    eventually(lambda: town.store.get_state(sent.id) == state, f"{sent.id} is {state}")
 
 
 def _is_revoked(town: Town, sent: AsyncResult) -> None:

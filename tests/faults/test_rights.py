@@ -106,7 +106,7 @@ def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_
     run(stage)
 
     assert server.asked == []
-    assert [event.data["why"] for event in stage.store.events_of(job_id)] == ["submitted", "started", "handed_back"]
+    assert [event.data["why"] for event in stage.store.list_events(job_id)] == ["submitted", "started", "handed_back"]
     _expect_to_complete(stage, server, job_id, attempt=2)
 
 
@@ -189,7 +189,7 @@ def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attemp
 def test_while_redis_is_away_a_lease_holds_for_its_own_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, holds: bool
 ) -> None:
-    monkeypatch.setattr("tasks.worker.rights.steady_s", lambda: age_ms / 1000)
+    monkeypatch.setattr("tasks.worker.rights.boottime_s", lambda: age_ms / 1000)
 
     async def ask(_: object) -> str:
         raise Broken("Redis is away.")

@@ -17,10 +17,10 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.maintenance import reconcile, runs
 from routing.queue.leases import Renewal
-from slotkeeper import exact, large_json
-from slotkeeper.db.db import Write
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.states import State, Why
+from slotkeeper import json_text, large_json
+from slotkeeper.db.group_commit import Write
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.states import Reason, State
 from tasks.inference import infer
 from tasks.servers import FILED_FROM
 from tasks.worker import inquiry, patient_io, runner
@@ -42,7 +42,7 @@ FAULT = Outcome(Kind.RETRY, code="server_error", message="500")
 
 
 def _away(*_: object, **__: object) -> Any:
-    raise RecordUnavailable("away")
+    raise DatabaseUnavailable("away")
 
 
 def _away_for(times: int, act: Callable[..., Write[Any]]) -> Callable[..., Write[Any]]:
@@ -62,7 +62,7 @@ def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stag
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
-    monkeypatch.setattr(stage.store, "noting_remote", _away_for(3, stage.store.noting_remote))
+    monkeypatch.setattr(stage.store, "remote_id_write", _away_for(3, stage.store.remote_id_write))
     assert run(stage).state is State.COMPLETED
     job = stage.job(job_id)
     assert (job.state, job.crashes, job.failures, job.attempt) == (State.COMPLETED, 0, 0, 1)
@@ -118,7 +118,9 @@ def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, serv
 
     stage.register()
     job_id = stage.submit()
-    server.answers = [Outcome(Kind.DONE, result=exact.Unparsed(exact.Later(FILED_FROM + 1, read), large_json.member))]
+    server.answers = [
+        Outcome(Kind.DONE, result=json_text.RawJson(json_text.FilePart(FILED_FROM + 1, read), large_json.get_member))
+    ]
     run(stage)
     assert len(stage.job(job_id).result or "") == FILED_FROM + 1
     assert read_by and "engine" not in read_by
@@ -172,7 +174,7 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     assert runs.restore_missed(stage.dispatcher) == 0
     stage.later(runs.SETTLED_WITHIN_MS - 1)
     assert runs.restore_missed(stage.dispatcher) == 0
-    assert store_end(stage.store, job_id, 1, Why.FINISHED, stage.now, result="{}") is not None
+    assert store_end(stage.store, job_id, 1, Reason.FINISHED, stage.now, result="{}") is not None
     stage.later(1)
     assert runs.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
 
@@ -215,7 +217,7 @@ def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch
     server.answers, server.runs = [UNKNOWN, UNKNOWN], frozenset()
     run(stage)
     assert server.asked == ["submit", "health", "submit", "health"]
-    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Why.SERVER_LOST, 1)
+    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.SERVER_LOST, 1)
 
 
 def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
@@ -226,7 +228,7 @@ def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker
     server.answers, server.runs, server.down = [UNKNOWN], frozenset(), 2
     run(stage)
     assert server.asked == ["submit", "health", "health", "health"]
-    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Why.SERVER_LOST, 1)
+    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.SERVER_LOST, 1)
 
 
 # -- Redis does not know the lease -----------------------------------------------------------------------------
@@ -322,9 +324,11 @@ def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monk
     monkeypatch.undo()
     monkeypatch.setattr(inquiry, "_ASK_AGAIN_S", 0.001)
     asked = threading.Event()
-    left, briefs = iter(range(2)), stage.store.briefs
+    left, briefs = iter(range(2)), stage.store.get_statuses
     monkeypatch.setattr(
-        stage.store, "briefs", lambda ids: (asked.set(), _away() if next(left, None) is not None else briefs(ids))[1]
+        stage.store,
+        "get_statuses",
+        lambda ids: (asked.set(), _away() if next(left, None) is not None else briefs(ids))[1],
     )
     worker.heartbeat.beat()
     assert asked.wait(10) and not hold.lost
@@ -338,7 +342,7 @@ def test_a_worker_that_has_ended_asks_the_record_no_more(stage, worker, monkeypa
     _begun(stage, worker)
     _forgotten(stage, job_id)
     monkeypatch.undo()
-    monkeypatch.setattr(stage.store, "briefs", _away)
+    monkeypatch.setattr(stage.store, "get_statuses", _away)
     asked, wait = threading.Event(), worker.inquiry._ended.wait
     monkeypatch.setattr(worker.inquiry._ended, "wait", lambda _: (asked.set(), wait(20))[1])
     worker.heartbeat.beat()
@@ -362,7 +366,7 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
         silent.wait(5)
         _away()
 
-    monkeypatch.setattr(stage.store, "briefs", is_silent)
+    monkeypatch.setattr(stage.store, "get_statuses", is_silent)
     worker.heartbeat._was_away = True
     try:
         for _ in range(5):
@@ -403,7 +407,7 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
     stage.later(1)
     reconcile.reap(stage.dispatcher)
     job = stage.job(first)
-    assert (job.state, job.why, job.crashes) == (State.QUEUED, Why.LEASE_EXPIRED, 1)
+    assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.LEASE_EXPIRED, 1)
     again = stage.start("w3")
     assert again.run.job.id == first and stage.settle(again).moved is not None
     if busy:
@@ -479,7 +483,7 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
     offer = replace(stage.told.offers.pop(0), owner="w1")
     assert claim_offer(stage.dispatcher.leases, offer, "w1")
     stage.lose_redis()
-    read = stage.store.running
+    read = stage.store.list_running
     begin = iter([lambda: begin_run(stage.dispatcher, offer, "w1")])
 
     def begins_just_after() -> Any:
@@ -487,7 +491,7 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
         next(begin, lambda: None)()
         return found
 
-    monkeypatch.setattr(stage.store, "running", begins_just_after)
+    monkeypatch.setattr(stage.store, "list_running", begins_just_after)
     reconcile.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
@@ -599,7 +603,7 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
     kept: list[Payload | None] = []
 
     def loads(text: str) -> Payload:
-        payload = Payload(exact.loads(text))
+        payload = Payload(json_text.loads(text))
         read.append(weakref.ref(payload))
         return payload
 
@@ -607,7 +611,7 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
         kept.extend(it() for it in read)
         return DONE
 
-    monkeypatch.setattr(runner, "exact", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(runner, "json_text", SimpleNamespace(loads=loads))
     monkeypatch.setattr(runner, "orjson", SimpleNamespace(Fragment=loads))
     monkeypatch.setattr(server, "status", status)
     stage.register(model_type="async", poll_interval=0.001)
@@ -674,7 +678,7 @@ def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypat
 def test_the_result_that_a_server_pushes_stands_though_its_worker_receives_a_fault(stage, worker, server):
     stage.register()
     job_id = stage.submit()
-    server.during = lambda: store_end(stage.store, job_id, 1, Why.FINISHED, stage.now, result='{"by":"push"}')
+    server.during = lambda: store_end(stage.store, job_id, 1, Reason.FINISHED, stage.now, result='{"by":"push"}')
     server.answers = [FAULT]
     assert run(stage).result == '{"by":"push"}'
 
@@ -722,7 +726,7 @@ def _watched(stage: Stage, server: FakeServer, flag: Callable[[Watch], None], **
         return True
 
     async def outcome() -> Any:
-        config = stage.dispatcher.catalog.model("zimg").config
+        config = stage.dispatcher.catalog.resolve("zimg").config
         return await runner.Runner(task, hold, config, server, note_remote).outcome()  # type: ignore[arg-type]
 
     return asyncio.run(outcome())

@@ -16,9 +16,9 @@ import orjson
 import pytest
 
 from app.up.ports import free_port
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.relays import Relays
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox.sink_cursors import SinkCursors
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tests.support.builders import T0, a_queued_job, an_ended_job
@@ -50,7 +50,7 @@ def _drained(relay: Relay) -> None:
 
     def is_done() -> bool:
         try:
-            return relay.turn() == 0 and not Relays(relay._database).lags([relay._name], T0)[0].events
+            return relay.turn() == 0 and not SinkCursors(relay._database).list_lags([relay._name], T0)[0].events
         except SinkAway:
             return False
 
@@ -64,10 +64,10 @@ def _told(bodies: list[bytes]) -> list[tuple[int, str, str]]:
 
 
 def _assert_whole_and_in_order(told: list[tuple[int, str, str]], database: Database, jobs: list[str]) -> None:
-    store, by_job = Store(database), defaultdict(list)
+    store, by_job = JobStore(database), defaultdict(list)
     for number, job, _ in told:
         by_job[job].append(number)
-    assert {job: by_job[job] for job in jobs} == {job: [it.id for it in store.events_of(job)] for job in jobs}
+    assert {job: by_job[job] for job in jobs} == {job: [it.id for it in store.list_events(job)] for job in jobs}
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def test_kafka_gets_all_events_each_jobs_in_order_also_when_it_did_not_answer_fo
 
     with _kafka(tmp_path) as (broker, servers):
         sink = kafka.KafkaTopic(servers, "slotkeeper.events", {})
-        store, relay = Store(record), Relay("kafka", record, sink)
+        store, relay = JobStore(record), Relay("kafka", record, sink)
         jobs = [an_ended_job(store).id for _ in range(20)]
         _until(lambda: relay.turn(), "the first events")
         broker.send_signal(signal.SIGSTOP)
@@ -145,11 +145,11 @@ def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
 
     sink = kafka.KafkaTopic(f"127.0.0.1:{free_port()}", "slotkeeper.events", {})
     relay = Relay("kafka", record, sink)
-    job = a_queued_job(Store(record))
+    job = a_queued_job(JobStore(record))
     with monkeypatch.context() as impatient, pytest.raises(SinkAway):
         impatient.setattr(kafka, "_ANSWERS_S", 0.5)
         relay.turn()
-    assert Relays(record).lags(["kafka"], T0)[0].events == 1
+    assert SinkCursors(record).list_lags(["kafka"], T0)[0].events == 1
     with _kafka(tmp_path) as (_, servers):  # Another, empty one, in its place.
         relay._leave()
         relay = Relay("kafka", record, kafka.KafkaTopic(servers, "slotkeeper.events", {}))
@@ -193,7 +193,7 @@ def test_nats_gets_all_events_each_jobs_in_order_also_when_it_was_killed(record:
 
     port = free_port()
     url = f"nats://127.0.0.1:{port}"
-    store, sink = Store(record), JetStream(url, "slotkeeper")
+    store, sink = JobStore(record), JetStream(url, "slotkeeper")
     relay = Relay("nats", record, sink)
     with _nats(tmp_path, port):
         jobs = [an_ended_job(store).id for _ in range(20)]
@@ -258,7 +258,7 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
     port = free_port()
     url = f"amqp://guest:guest@127.0.0.1:{port}//"
     queue = Queue("test", Declared("slotkeeper.events", type="topic", durable=True), routing_key="job.*", durable=True)
-    store, sink = Store(record), amqp.Exchange(url, "slotkeeper.events")
+    store, sink = JobStore(record), amqp.Exchange(url, "slotkeeper.events")
     relay = Relay("amqp", record, sink)
 
     def some_jobs() -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import JobError
 from tasks.relay import Relay
 from tasks.sinks.sink import SinkAway
 from tasks.sinks.task_events import CLIENT, TaskEvents
@@ -23,9 +23,9 @@ from tests.support.valkey import Valkey
 
 
 @pytest.fixture
-def store(sqlite_url: str) -> Iterator[Store]:
+def store(sqlite_url: str) -> Iterator[JobStore]:
     database = Database(sqlite_url)
-    yield Store(database)
+    yield JobStore(database)
     database.close()
 
 
@@ -68,9 +68,9 @@ def _types(events: list[dict[str, Any]], job_id: str) -> list[str]:
     return [it["type"].removeprefix("task-") for it in events if it["uuid"] == job_id]
 
 
-def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store: Store) -> None:
+def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store: JobStore) -> None:
     retried = a_running_job(store).job.id
-    store_end(store, retried, 1, Why.SERVER_ERROR, T0, error=Error("server_error", "no"), due_ms=T0 + SECOND)
+    store_end(store, retried, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     lives = {
         a_job_in(store, State.QUEUED).id: ["sent"],
         a_delayed_job(store).id: ["sent"],
@@ -85,10 +85,10 @@ def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store
     assert {job_id: _types(events, job_id) for job_id in lives} == lives
 
 
-def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery, store: Store) -> None:
+def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery, store: JobStore) -> None:
     job_id = a_job_in(store, State.QUEUED).id
-    store.database.do(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
-    store_end(store, job_id, 1, Why.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
+    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
     with received(app) as events:
         _relay(app, store.database).turn()
         eventually(lambda: len(events) == 4, "all are received")
@@ -98,13 +98,13 @@ def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery
 
 
 def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
-    app: Celery, store: Store, broker: Valkey
+    app: Celery, store: JobStore, broker: Valkey
 ) -> None:
     relay = _relay(app, store.database)
     first = a_running_job(store)
     relay.turn()
     broker.kill()
-    store_end(store, first.job.id, 1, Why.SERVER_BUSY, T0)
+    store_end(store, first.job.id, 1, Reason.SERVER_BUSY, T0)
     with pytest.raises(SinkAway):
         relay.turn()
     broker.start()

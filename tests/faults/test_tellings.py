@@ -10,12 +10,12 @@ from celery import Celery, chain, chord, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.owed import FIRST_MS
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.tellings import Telling, Tellings
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.notifications import NOTIFY_AFTER_MS
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import JobError
+from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
 from tasks.telling import Teller
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.ends import store_end
@@ -29,96 +29,100 @@ FINAL = [State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED, State.DEA
 
 
 @pytest.fixture
-def owed(database: Database) -> Tellings:
-    return Tellings(database)
+def owed(database: Database) -> ResultNotifications:
+    return ResultNotifications(database)
 
 
-def _due(owed: Tellings, now_ms: int) -> list[str]:
+def _due(owed: ResultNotifications, now_ms: int) -> list[str]:
     return [telling.job_id for telling in owed.claim_due(now_ms, 100)]
 
 
 @pytest.mark.parametrize("state", FINAL)
-def test_every_end_of_a_job_that_came_by_celery_is_owed(store: Store, owed: Tellings, state: State) -> None:
+def test_every_end_of_a_job_that_came_by_celery_is_owed(
+    store: JobStore, owed: ResultNotifications, state: State
+) -> None:
     job = an_ended_job(store, state, envelope="{}")
-    assert _due(owed, T0 + FIRST_MS) == [job.id]
+    assert _due(owed, T0 + NOTIFY_AFTER_MS) == [job.id]
 
 
-def test_an_end_before_the_start_is_owed(store: Store, owed: Tellings) -> None:
+def test_an_end_before_the_start_is_owed(store: JobStore, owed: ResultNotifications) -> None:
     job = a_queued_job(store, envelope="{}")
-    moved = store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0, Error("canceled", "so"))
-    assert moved is not None and moved.telling_id is not None
-    assert owed.owed(moved.telling_id)
+    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0, JobError("canceled", "so"))
+    assert moved is not None and moved.notification_id is not None
+    assert owed.is_pending(moved.notification_id)
 
 
-def test_a_job_that_came_by_another_way_owes_nothing(store: Store, owed: Tellings) -> None:
+def test_a_job_that_came_by_another_way_owes_nothing(store: JobStore, owed: ResultNotifications) -> None:
     run = a_running_job(store)
-    moved = store_end(store, run.job.id, run.attempt, Why.FINISHED, T0, result="{}")
-    assert moved is not None and moved.telling_id is None
+    moved = store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
+    assert moved is not None and moved.notification_id is None
     assert _due(owed, T0 + 3600 * SECOND) == []
 
 
-def test_whoever_ended_a_job_tells_it_before_anybody_else_looks(store: Store, owed: Tellings) -> None:
+def test_whoever_ended_a_job_tells_it_before_anybody_else_looks(store: JobStore, owed: ResultNotifications) -> None:
     an_ended_job(store, envelope="{}")
-    assert _due(owed, T0 + FIRST_MS - 1) == []
+    assert _due(owed, T0 + NOTIFY_AFTER_MS - 1) == []
 
 
-def test_what_was_told_is_owed_no_more(store: Store, owed: Tellings) -> None:
+def test_what_was_told_is_owed_no_more(store: JobStore, owed: ResultNotifications) -> None:
     an_ended_job(store, envelope="{}")
-    (telling,) = owed.claim_due(T0 + FIRST_MS, 100)
-    owed.told([telling.id])
-    assert not owed.owed(telling.id)
+    (telling,) = owed.claim_due(T0 + NOTIFY_AFTER_MS, 100)
+    owed.delete([telling.id])
+    assert not owed.is_pending(telling.id)
     assert _due(owed, T0 + 3600 * SECOND) == []
 
 
 def test_where_nothing_is_due_nothing_is_written(database, monkeypatch) -> None:
     """It is asked every five seconds, and a write waits for the disk."""
     monkeypatch.setattr(Database, "write", lambda *_, **__: pytest.fail("a write"))
-    assert Tellings(database).claim_due(T0, 100) == []
+    assert ResultNotifications(database).claim_due(T0, 100) == []
 
 
-def test_what_was_claimed_falls_due_again_and_later_each_time(store: Store, owed: Tellings) -> None:
+def test_what_was_claimed_falls_due_again_and_later_each_time(store: JobStore, owed: ResultNotifications) -> None:
     job = an_ended_job(store, envelope="{}")
-    assert _due(owed, T0 + FIRST_MS) == [job.id]
-    waits, now = [], T0 + FIRST_MS
+    assert _due(owed, T0 + NOTIFY_AFTER_MS) == [job.id]
+    waits, now = [], T0 + NOTIFY_AFTER_MS
     for _ in range(12):
         begun = now
         while not _due(owed, now):
-            now += FIRST_MS // 2
+            now += NOTIFY_AFTER_MS // 2
         waits.append(now - begun)
-    assert waits == sorted(waits) and waits[0] >= FIRST_MS
-    assert waits[-1] <= 600 * SECOND + 2 * FIRST_MS
+    assert waits == sorted(waits) and waits[0] >= NOTIFY_AFTER_MS
+    assert waits[-1] <= 600 * SECOND + 2 * NOTIFY_AFTER_MS
 
 
-def test_the_oldest_is_told_first_and_only_so_many_at_once(store: Store, owed: Tellings) -> None:
+def test_the_oldest_is_told_first_and_only_so_many_at_once(store: JobStore, owed: ResultNotifications) -> None:
     ids = [an_ended_job(store, envelope="{}", now_ms=T0 + n).id for n in range(5)]
-    found = [telling.job_id for telling in owed.claim_due(T0 + 2 * FIRST_MS, 3)]
+    found = [telling.job_id for telling in owed.claim_due(T0 + 2 * NOTIFY_AFTER_MS, 3)]
     assert found == ids[:3]
 
 
-def test_each_end_of_a_revived_job_is_owed(store: Store, owed: Tellings) -> None:
+def test_each_end_of_a_revived_job_is_owed(store: JobStore, owed: ResultNotifications) -> None:
     job = an_ended_job(store, State.DEAD, envelope="{}")
-    (first,) = owed.claim_due(T0 + FIRST_MS, 100)
+    (first,) = owed.claim_due(T0 + NOTIFY_AFTER_MS, 100)
     store.revive(job.id, T0)
-    moved = store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
-    owed.told([first.id])
-    assert moved is not None and moved.telling_id is not None and owed.owed(moved.telling_id)
+    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
+    owed.delete([first.id])
+    assert moved is not None and moved.notification_id is not None and owed.is_pending(moved.notification_id)
 
 
-def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(store: Store, owed: Tellings) -> None:
-    let_go, told = threading.Event(), list[Telling]()
+def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(
+    store: JobStore, owed: ResultNotifications
+) -> None:
+    let_go, told = threading.Event(), list[ResultNotification]()
 
     class Slow(Teller):
-        def tell(self, batch: list[Telling]) -> None:
+        def tell(self, batch: list[ResultNotification]) -> None:
             let_go.wait(30)
             told.extend(batch)
             raise ValueError("what is wrong with one ends no thread")
 
     teller = Slow(owed, store)
     assert teller.flush(0.0), "nothing is on its way"
-    teller.soon(Telling("t1", "j1"))
+    teller.soon(ResultNotification("t1", "j1"))
     assert not teller.flush(0.01)
     let_go.set()
-    teller.soon(Telling("t2", "j2"))
+    teller.soon(ResultNotification("t2", "j2"))
     assert teller.flush(30) and [it.id for it in told] == ["t1", "t2"]
 
 
@@ -148,7 +152,7 @@ def _infer(bare: Celery, model: str, prompt: str, **payload: Any) -> Any:
 
 def _until(town: Town, sent: AsyncResult, state: str) -> None:
     """Wait until the job is there, and in this state."""
-    eventually(lambda: town.store.state_of(sent.id) == state, f"{sent.id} is {state}", 60)
+    eventually(lambda: town.store.get_state(sent.id) == state, f"{sent.id} is {state}", 60)
 
 
 @pytest.mark.e2e

@@ -9,13 +9,13 @@ from sqlalchemy import update
 
 from app.up.ports import free_port
 from routing.queries import spans
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.record import Error, Job
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.outbox import trails
-from slotkeeper.outbox.relays import Relays
-from slotkeeper.outbox.tail import Tail
-from slotkeeper.traces import span_of, trace_of
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.tables import events
+from slotkeeper.jobs.values import Job, JobError
+from slotkeeper.outbox import timelines
+from slotkeeper.outbox.event_reader import EventReader
+from slotkeeper.outbox.sink_cursors import SinkCursors
+from slotkeeper.trace_context import find_trace, make_span_id
 from tasks.config import EventSettings
 from tasks.relay import Relay
 from tasks.sinks.sink import Published
@@ -44,12 +44,12 @@ def a_tried_job(store: Any, traceparent: str | None = GIVEN, **more: Any) -> Job
     """Its first worker dies, its second run fails and is postponed, its third ends well."""
     job = a_queued_job(store, traceparent=traceparent, **more)
     a_start(store, job.id, now_ms=T0 + SECOND)
-    store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0 + 2 * SECOND)
+    store_end(store, job.id, 1, Reason.LEASE_EXPIRED, T0 + 2 * SECOND)
     a_start(store, job.id, now_ms=T0 + 3 * SECOND)
-    store_end(store, job.id, 2, Why.SERVER_ERROR, T0 + 4 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND)
+    store_end(store, job.id, 2, Reason.SERVER_ERROR, T0 + 4 * SECOND, error=JobError("x", "y"), due_ms=T0 + 9 * SECOND)
     store.promote_due(T0 + 9 * SECOND)
     a_start(store, job.id, now_ms=T0 + 10 * SECOND)
-    store_end(store, job.id, 3, Why.FINISHED, T0 + 14 * SECOND, result="{}")
+    store_end(store, job.id, 3, Reason.FINISHED, T0 + 14 * SECOND, result="{}")
     found: Job = store.get(job.id)
     return found
 
@@ -86,12 +86,16 @@ def test_the_trace_of_a_job_that_was_tried_thrice_is_whole(database, store):
     is_whole(by_id)
     named = sorted(it.name for it in by_id.values())
     assert named == sorted(["job", "submit", "webhook", *["wait", "attempt", "exchange", "settle"] * 3])
-    whole = by_id[span_of(job.id, "job")]
+    whole = by_id[make_span_id(job.id, "job")]
     assert (whole.start_time, whole.end_time) == (T0 * 10**6, (T0 + 14 * SECOND) * 10**6)
-    waited = [by_id[span_of(job.id, "wait", n)] for n in range(3)]
+    waited = [by_id[make_span_id(job.id, "wait", n)] for n in range(3)]
     assert [(it.end_time - it.start_time) // 10**9 for it in waited] == [1, 1, 6]
-    tried = [by_id[span_of(job.id, "attempt", n)] for n in (1, 2, 3)]
-    assert [it.attributes["slotkeeper.why"] for it in tried] == [Why.LEASE_EXPIRED, Why.SERVER_ERROR, Why.FINISHED]
+    tried = [by_id[make_span_id(job.id, "attempt", n)] for n in (1, 2, 3)]
+    assert [it.attributes["slotkeeper.why"] for it in tried] == [
+        Reason.LEASE_EXPIRED,
+        Reason.SERVER_ERROR,
+        Reason.FINISHED,
+    ]
     assert [it.status.is_ok or it.status.status_code.name for it in tried] == ["ERROR", "ERROR", True]
     assert {name for it in by_id.values() for name in it.attributes} == {f"slotkeeper.{name}" for name in SAID}
 
@@ -100,11 +104,11 @@ def test_a_job_that_came_in_no_trace_has_one_of_its_own_and_ends_while_it_waits(
     memory = InMemorySpanExporter()
     relay = a_relay(database, memory)
     job = a_queued_job(store)
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
     relay.turn()
     found = memory.get_finished_spans()
     assert sorted(it.name for it in found) == ["job", "submit", "wait"]
-    assert {format(it.context.trace_id, "032x") for it in found} == {trace_of(job.id, None).id}
+    assert {format(it.context.trace_id, "032x") for it in found} == {find_trace(job.id, None).id}
 
 
 def test_a_trace_that_its_client_does_not_want_sampled_is_not_told(database, store):
@@ -125,7 +129,7 @@ def test_a_receiver_that_refuses_delays_the_traces_alone_and_gets_all_afterwards
     relay.turn()
     assert len(receiver.spans) == 14
     assert {it.trace_id.hex() for it in receiver.spans} == {TRACE}
-    assert {it.span_id.hex() for it in receiver.spans} >= {span_of(job.id, spans.ATTEMPT, n) for n in (1, 2, 3)}
+    assert {it.span_id.hex() for it in receiver.spans} >= {make_span_id(job.id, spans.ATTEMPT, n) for n in (1, 2, 3)}
     assert relay.turn() == 0
 
 
@@ -136,8 +140,8 @@ def test_a_trace_that_is_told_again_has_the_same_spans(database, store):
         relay = Relay("otlp", database, otlp.Traces(database, memory))
         relay._sink.keeps = None  # From the oldest event on.
         relay.turn()
-        Relays(database).move("otlp", relay._holder, relay._position, 0, 0)
-        Relays(database).let_go("otlp", relay._holder)
+        SinkCursors(database).advance("otlp", relay._holder, relay._position, 0, 0)
+        SinkCursors(database).release("otlp", relay._holder)
     found = memory.get_finished_spans()
     assert len(found) == 28 and len({it.context.span_id for it in found}) == 14
 
@@ -152,17 +156,17 @@ def test_a_job_that_was_revived_is_told_as_it_went_on_and_what_was_told_before_s
     before = told_by(memory)
     assert sorted(it.name for it in before.values()) == ["attempt", "exchange", "job", "settle", "submit", "wait"]
     memory.clear()
-    store_end(store, job.id, 2, Why.FINISHED, T0 + 4 * SECOND, result="{}")
+    store_end(store, job.id, 2, Reason.FINISHED, T0 + 4 * SECOND, result="{}")
     relay.turn()
     after = told_by(memory)
     is_whole(after)
     assert {id_: it.to_json() for id_, it in after.items() if id_ in before} == {
         id_: it.to_json() for id_, it in before.items()
     }
-    again = after[span_of(job.id, "job", 1)]
-    assert format(again.parent.span_id, "016x") == span_of(job.id, "job")
+    again = after[make_span_id(job.id, "job", 1)]
+    assert format(again.parent.span_id, "016x") == make_span_id(job.id, "job")
     assert (again.start_time, again.end_time) == ((T0 + SECOND) * 10**6, (T0 + 4 * SECOND) * 10**6)
-    assert format(after[span_of(job.id, "attempt", 2)].parent.span_id, "016x") == span_of(job.id, "job", 1)
+    assert format(after[make_span_id(job.id, "attempt", 2)].parent.span_id, "016x") == make_span_id(job.id, "job", 1)
 
 
 def test_each_end_of_a_job_has_a_webhook_of_its_own(database, store):
@@ -171,7 +175,7 @@ def test_each_end_of_a_job_has_a_webhook_of_its_own(database, store):
     job = an_ended_job(store, State.DEAD, traceparent=GIVEN, callback_url=CALLBACK)
     store.revive(job.id, T0 + SECOND)
     a_start(store, job.id, now_ms=T0 + SECOND)
-    store_end(store, job.id, 2, Why.FINISHED, T0 + 2 * SECOND, result="{}")
+    store_end(store, job.id, 2, Reason.FINISHED, T0 + 2 * SECOND, result="{}")
     for owed in sorted(due_ids(database, T0 + 99 * SECOND)):  # the first end comes first
         delivered(database, claim(database, owed, T0 + 9 * SECOND, T0 + 99 * SECOND), T0 + 10 * SECOND)
     relay.turn()
@@ -186,21 +190,26 @@ def test_a_job_that_was_tried_without_end_has_a_trace_that_ends(database, store)
     for n in range(1, 151):
         a_start(store, job.id, now_ms=T0 + n)
         store_end(
-            store, job.id, n, Why.SERVER_BUSY if n < 150 else Why.FINISHED, T0 + n, result="{}" if n == 150 else None
+            store,
+            job.id,
+            n,
+            Reason.SERVER_BUSY if n < 150 else Reason.FINISHED,
+            T0 + n,
+            result="{}" if n == 150 else None,
         )
     while relay.turn():
         pass
     by_id = told_by(memory)
     is_whole(by_id)
     assert len(by_id) <= 2 * 200 + 2
-    assert {span_of(job.id, "attempt", n) for n in (1, 2, 149, 150)} <= set(by_id)
-    assert by_id[span_of(job.id, "job")].attributes["slotkeeper.attempts"] == 150
+    assert {make_span_id(job.id, "attempt", n) for n in (1, 2, 149, 150)} <= set(by_id)
+    assert by_id[make_span_id(job.id, "job")].attributes["slotkeeper.attempts"] == 150
 
 
 def test_a_job_whose_spans_are_refused_for_good_is_left_out_and_no_other(database, store, receiver):
     relay = a_relay(database, otlp.Receiver(receiver.url))
     jobs = [an_ended_job(store) for _ in range(9)]
-    traces = [trace_of(job.id, None).id for job in jobs]
+    traces = [find_trace(job.id, None).id for job in jobs]
     receiver.poison = traces[4]
     relay.turn()
     assert {it.trace_id.hex() for it in receiver.spans} == {*traces} - {traces[4]}
@@ -215,7 +224,7 @@ def test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other(database,
     database.write(lambda tx: tx.connection.execute(broken))
     relay._sink.publish([Published(n + 1, job.id, "job.completed", {}) for n, job in enumerate(jobs)])
     told = {format(it.context.trace_id, "032x") for it in memory.get_finished_spans()}
-    assert told == {trace_of(job.id, None).id for job in (jobs[0], jobs[2])}
+    assert told == {find_trace(job.id, None).id for job in (jobs[0], jobs[2])}
 
 
 def test_spans_that_cannot_be_sent_are_left_out_and_no_others(database, store, receiver):
@@ -232,10 +241,10 @@ def test_spans_that_cannot_be_sent_are_left_out_and_no_others(database, store, r
 def test_a_trace_is_known_to_whoever_runs_the_job_and_to_who_tells_of_it(database, store):
     job = a_queued_job(store, traceparent=GIVEN)
     run = a_start(store, job.id)
-    moved = store_end(store, job.id, 1, Why.LEASE_EXPIRED, T0)
+    moved = store_end(store, job.id, 1, Reason.LEASE_EXPIRED, T0)
     assert (run.traceparent, store.get(job.id).traceparent, moved.job.id) == (GIVEN, GIVEN, job.id)
-    assert [it.traceparent for it in Tail(database).read()] == [GIVEN] * 3
-    assert trails.read(database, [job.id, "none"])[job.id].traceparent == GIVEN
+    assert [it.traceparent for it in EventReader(database).read()] == [GIVEN] * 3
+    assert timelines.read_timelines(database, [job.id, "none"])[job.id].traceparent == GIVEN
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "collector"])
@@ -304,9 +313,9 @@ def test_neither_payload_nor_result_nor_error_is_in_a_trace(database, store):
     relay = a_relay(database, memory)
     job = a_queued_job(store, payload='{"prompt": "PLANTED"}', traceparent=GIVEN, callback_url=f"{CALLBACK}?PLANTED")
     a_start(store, job.id)
-    store_end(store, job.id, 1, Why.SERVER_ERROR, T0, error=Error("x", "PLANTED"), due_ms=T0)
+    store_end(store, job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("x", "PLANTED"), due_ms=T0)
     store.promote_due(T0)
     a_start(store, job.id)
-    store_end(store, job.id, 2, Why.FINISHED, T0, result='"PLANTED"')
+    store_end(store, job.id, 2, Reason.FINISHED, T0, result='"PLANTED"')
     relay.turn()
     assert told_by(memory) and not [it for it in memory.get_finished_spans() if "PLANTED" in it.to_json()]

@@ -16,7 +16,7 @@ from app.up.errors import UpError
 from app.up.ports import free_port
 from app.up.valkey import check_remote
 from slotkeeper.redis.scripts import connect
-from slotkeeper.redis.suitability import UnsuitedRedis, unsuited
+from slotkeeper.redis.suitability import UnsuitableRedis, explain_unsuitable
 from tasks import startup
 from tests.support.api import clear_wiring
 from tests.support.stack import REPO
@@ -78,7 +78,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("kind", REMEDIES)
 def test_it_is_known_by_what_info_says_and_the_remedy_is_named(servers: dict[str, str], kind: str) -> None:
     with connect(servers[kind], 5) as client:
-        assert REMEDIES[kind] in (unsuited(client) or "")
+        assert REMEDIES[kind] in (explain_unsuitable(client) or "")
     with pytest.raises(UpError, match=REMEDIES[kind]):
         check_remote(servers[kind])
 
@@ -87,7 +87,7 @@ def test_a_redis_that_forbids_config_is_judged_all_the_same(client: Redis) -> No
     client.acl_setuser("managed", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-config"])
     pool = client.connection_pool.connection_kwargs
     with Redis(host=pool["host"], port=pool["port"], username="managed", password="x") as managed:
-        assert unsuited(managed) is None
+        assert explain_unsuitable(managed) is None
 
 
 @pytest.mark.parametrize("kind", REMEDIES)
@@ -116,7 +116,7 @@ def test_a_cluster_is_no_broker_and_no_result_backend(
     monkeypatch.setenv(variable, servers["cluster"])
     clear_wiring()
     try:
-        with pytest.raises(UnsuitedRedis, match=f"{variable} leads to a Redis Cluster"):
+        with pytest.raises(UnsuitableRedis, match=f"{variable} leads to a Redis Cluster"):
             startup.check_redis()
     finally:
         monkeypatch.undo()
@@ -134,7 +134,7 @@ def test_a_cluster_is_no_broker_and_no_result_backend(
     ],
 )
 def test_a_url_that_is_none_of_a_single_redis_is_refused_and_not_repeated(scheme: str, kind: str) -> None:
-    with pytest.raises(UnsuitedRedis, match=REMEDIES.get(kind, kind)) as refused:
+    with pytest.raises(UnsuitableRedis, match=REMEDIES.get(kind, kind)) as refused:
         connect(f"{scheme}://:hunter2@127.0.0.1:6379/0", 1)
     assert "hunter2" not in str(refused.value)
 

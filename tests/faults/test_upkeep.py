@@ -17,7 +17,7 @@ from routing.maintenance.identity import ServerReport
 from routing.maintenance.rooms import depths, depths_of
 from routing.queries import invariants, listing
 from routing.queue import queues
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import Command
@@ -40,8 +40,8 @@ def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     stage.register()
 
     def spoil(key: str) -> None:
-        stage.redis.delete(Keys("test").of("flux", key))
-        stage.redis.set(Keys("test").of("flux", key), "of another kind")
+        stage.redis.delete(Keys("test").fleet_key("flux", key))
+        stage.redis.set(Keys("test").fleet_key("flux", key), "of another kind")
 
     return spoil
 
@@ -146,7 +146,7 @@ def _round_trips(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _reports(stage: Stage) -> dict[str, ServerReport]:
-    return {name: ServerReport(True, 0, frozenset()) for name in stage.dispatcher.catalog.snapshot().servers}
+    return {name: ServerReport(True, 0, frozenset()) for name in stage.dispatcher.catalog.get().servers}
 
 
 _UPKEEPS: dict[str, Callable[[Stage], object]] = {
@@ -256,7 +256,7 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
     reconcile.sweep(stage.dispatcher)
-    stage.dispatcher.queues.withdraw("zimg", stage.job(lost).waiting)
+    stage.dispatcher.queues.withdraw("zimg", stage.job(lost).queued)
     for _ in range(2):
         reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, lost, last]
@@ -269,8 +269,8 @@ def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkey
     stage.submit()
     reconcile.sweep(stage.dispatcher)
     read: list[object] = []
-    queued = stage.store.queued
-    monkeypatch.setattr(stage.store, "queued", lambda models, *a: read.append(models) or queued(models, *a))
+    queued = stage.store.list_queued
+    monkeypatch.setattr(stage.store, "list_queued", lambda models, *a: read.append(models) or queued(models, *a))
     for _ in range(10):
         reconcile.sweep(stage.dispatcher)
     assert read.count(["zimg"]) == 2, "one page, and that there are no more"
@@ -332,7 +332,7 @@ def _redis_is_away(*_: Any) -> NoReturn:
 
 
 def _keys_of(stage: Stage, fleet: str) -> list[bytes]:
-    return [key for pattern in Keys("test").patterns(fleet) for key in stage.redis.keys(pattern)]
+    return [key for pattern in Keys("test").fleet_patterns(fleet) for key in stage.redis.keys(pattern)]
 
 
 def _forget(stage: Stage, model: str) -> None:
@@ -399,7 +399,7 @@ def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(stage, monkey
     def slow(*args: Any, **more: Any) -> Any:
         monkeypatch.setattr(stage.store, "settle_write", settle)
         write = settle(*args, **more)
-        assert stage.database.do(write)  # by one whose answer comes late
+        assert stage.database.commit(write)  # by one whose answer comes late
         stage.later(OFFER_MS)
         assert reconcile.reap(other) == 1
         return write
@@ -416,7 +416,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
     stage.register()
     job_id = stage.submit()
     task = stage.start()
-    moved = store_end(stage.store, job_id, task.run.attempt, Why.SERVER_BUSY, stage.now)
+    moved = store_end(stage.store, job_id, task.run.attempt, Reason.SERVER_BUSY, stage.now)
     stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
     assert stage.offered() == []
     free(stage.dispatcher, task.lease, back=False)

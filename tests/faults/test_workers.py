@@ -23,12 +23,12 @@ from routing.queries.said import Telling
 from routing.queue.leases import Lease, Leases, Renewal
 from routing.queue.queues import Offer
 from routing.queue.workers import Workers
-from slotkeeper.clock import steady_s
-from slotkeeper.db.db import Write
-from slotkeeper.errors import RecordUnavailable, RecordUncertain
-from slotkeeper.jobs import withheld
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.clock import boottime_s
+from slotkeeper.db.group_commit import Write
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.process_locks import ProcessLocks
 from tasks import inference
 from tasks.aside import Aside
 from tasks.inference import infer
@@ -81,7 +81,7 @@ def _a_bare_message(job_id: str) -> Iterator[None]:
 
 
 def _is_away(*_: Any, **__: Any) -> Any:
-    raise RecordUnavailable("away")
+    raise DatabaseUnavailable("away")
 
 
 def _write_away(*_: Any, **__: Any) -> Write[Any]:
@@ -267,9 +267,9 @@ def _starts_unheard(
 
     def unheard(*told: Any) -> Write[Any]:
         if stored:
-            stage.database.do(start(*told))
+            stage.database.commit(start(*told))
         also()
-        return Write(_raise(RecordUncertain("the commit was not answered")))
+        return Write(_raise(CommitUnknown("the commit was not answered")))
 
     with monkeypatch.context() as away:
         away.setattr(stage.store, "start_write", unheard)
@@ -319,7 +319,7 @@ def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_
     (offer,) = stage.told.offers
 
     def is_taken() -> None:
-        stage.database.do(starting(job_id, "gpu", "gpu-slot1", "another w2", stage.now, 1))
+        stage.database.commit(starting(job_id, "gpu", "gpu-slot1", "another w2", stage.now, 1))
 
     starting = stage.store.start_write
     with _starts_unheard(stage, monkeypatch, is_taken, stored=False):
@@ -387,7 +387,7 @@ def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
     settling = stage.store.settle_write
 
     def fail_once(*args: Any, **ends: Any) -> Any:
-        if args[2] is Why.FINISHED:
+        if args[2] is Reason.FINISHED:
             return Write(_raise(TypeError("str is not valid UTF-8")))
         return settling(*args, **ends)
 
@@ -449,7 +449,7 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
         assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
         assert [(made.job_id, made.slot) for made in stage.told.offers] == [(job_id, offer.slot)]
     else:
-        assert [(row.job_id, row.slot) for row in withheld.read(stage.database)] == [(job_id, offer.slot)]
+        assert [(row.job_id, row.slot) for row in quarantine.list_all(stage.database)] == [(job_id, offer.slot)]
         assert stage.free() == 1
 
 
@@ -590,7 +590,7 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     for task in tasks[:2]:
         assert task is not None
         settled = stage.settle(task, claimant=worker.places.claimant)
-        worker.engine.spawn(worker.executor._spawn_next(task.lease, None, settled.next, steady_s()))
+        worker.engine.spawn(worker.executor._spawn_next(task.lease, None, settled.next, boottime_s()))
         assert worker.engine.wait(60)
         worker.places.release(worker.places._taken[task.lease.name])
 
@@ -670,7 +670,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
         hold.lost = len(waits) % 20 == 0
 
     monkeypatch.setattr(Watch, "wait", wait)
-    with pytest.raises(RecordUnavailable):
+    with pytest.raises(DatabaseUnavailable):
         asyncio.run(PatientIo(worker.engine, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._until_done(_is_away))
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
@@ -925,7 +925,7 @@ def test_while_redis_answers_the_record_is_not_asked(
     stage.submit()
     task = worker.begin_newest(stage)
     hold = worker.heartbeat.add(task.lease)
-    monkeypatch.setattr(stage.store, "briefs", _is_away)
+    monkeypatch.setattr(stage.store, "get_statuses", _is_away)
     worker.heartbeat.beat()
     assert not (hold.cancel or hold.lost)
 
@@ -948,7 +948,7 @@ def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
     if state is None:
         assert stage.state(job_id) in (State.QUEUED, State.DELAYED)
     else:
-        assert (stage.state(job_id), stage.job(job_id).why) == (state, Why.DEADLINE_PASSED)
+        assert (stage.state(job_id), stage.job(job_id).why) == (state, Reason.DEADLINE_PASSED)
 
 
 @sqlite
@@ -966,7 +966,7 @@ def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeyp
 
 def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
     (folder / "record.db").touch()
-    scripts, lives = stage.dispatcher.leases.scripts, Lifetimes(folder / "workers")
+    scripts, lives = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
     return Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=lives)
 
 
@@ -985,19 +985,19 @@ def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ende
     other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
     other.places.hold(Taken(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
     other.close()
-    lives = Lifetimes(tmp_path / "workers")
-    assert lives.ended() == [], "its threads may still do something"
+    lives = ProcessLocks(tmp_path / "workers")
+    assert lives.find_dead() == [], "its threads may still do something"
     held = other.background._lifetimes
     assert held is not None
     os.close(held._held.pop(other.owner))  # as the kernel does it
-    assert lives.ended() == [other.owner]
+    assert lives.find_dead() == [other.owner]
 
 
 @sqlite
 def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
     stage: Stage, worker: Beginner, tmp_path: Path
 ) -> None:
-    scripts, nowhere = stage.dispatcher.leases.scripts, Lifetimes(tmp_path / "none" / "workers")
+    scripts, nowhere = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
     with capture_logs() as said:
         other = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=nowhere)
     assert [line["event"] for line in said] == ["end_not_provable"]

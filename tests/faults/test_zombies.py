@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.values import Job
 from tests.support.stack import Process, eventually
 from tests.support.town import Town, freeze, thaw
 
@@ -17,12 +17,12 @@ _RUNS_AGAIN_WITHIN_S = 15
 
 def _ends(town: Town, job: Job) -> list[str]:
     """How the job ended: one event, or the promise is broken (JOB-1, JOB-2)."""
-    return [event.type for event in town.store.events_of(job.id) if event.type == f"job.{job.state}"]
+    return [event.type for event in town.store.list_events(job.id) if event.type == f"job.{job.state}"]
 
 
 def _lost(town: Town, job_id: str) -> str:
     """What the record says of the worker that was lost."""
-    (lost,) = (event for event in town.store.events_of(job_id) if event.data["why"] == "lease_expired")
+    (lost,) = (event for event in town.store.list_events(job_id) if event.data["why"] == "lease_expired")
     return str(lost.data["error"]["message"])
 
 

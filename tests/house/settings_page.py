@@ -9,14 +9,14 @@ from pydantic_settings import BaseSettings
 from app.config import AppSettings
 from app.up.plan import UpSettings
 from routing.queue.config import RoutingSettings
-from slotkeeper.config import Limits, RecordSettings
+from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import EventSettings, TaskSettings
 from tests.house.tree import REPO
 
 PAGE = REPO / "docs/settings.md"
 CHAPTERS: dict[str, type[BaseSettings]] = {
-    "The record": RecordSettings,
-    "How long the record may keep anybody waiting": Limits,
+    "The record": StorageSettings,
+    "How long the record may keep anybody waiting": DatabaseTimeouts,
     "Redis, slots, offers and waiting": RoutingSettings,
     "Workers, messages and webhooks": TaskSettings,
     "Where events are published to": EventSettings,

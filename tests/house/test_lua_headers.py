@@ -23,8 +23,16 @@ from routing.queue.queues import QueueScripts
 from routing.queue.slots import SlotScripts
 from routing.queue.workers import WorkerScripts
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import Command, Scripts, assemble, fragment, names, signature_of, source
-from slotkeeper.redis.signatures import Target, caller, joined, locals_of, signature
+from slotkeeper.redis.scripts import (
+    Command,
+    Scripts,
+    assemble,
+    read_fragment,
+    read_signature,
+    read_source,
+    script_names,
+)
+from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
 from tasks.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
 
@@ -65,14 +73,14 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     }  # parts of a score, answered by their place
 )
 
-every_script = pytest.mark.parametrize("name", names())
+every_script = pytest.mark.parametrize("name", script_names())
 
 
 def words_of(name: str) -> set[str]:
     """The words that the header says it can answer."""
     return {
         it.value
-        for answer in signature_of(name).returns.values()
+        for answer in read_signature(name).returns.values()
         for it in ast.walk(answer)
         if isinstance(it, ast.Constant) and it.value
     }
@@ -86,7 +94,7 @@ def commands(text: str) -> set[str]:
 def test_a_header_names_the_script_its_keys_its_answers_and_its_cost(name):
     text = header(name)
     assert text.lstrip().startswith(f"{name}: "), "the header begins with the script's name and one sentence"
-    for entry in ("  Keys: " if "@include lib/fleet" in source(name) else "  Key: ", "  Returns\n", "Cost O("):
+    for entry in ("  Keys: " if "@include lib/fleet" in read_source(name) else "  Key: ", "  Returns\n", "Cost O("):
         assert entry in text, f"{name}.lua: {entry.strip()} is missing"
 
 
@@ -95,7 +103,7 @@ def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
     assert "ARGV" not in body(name)
     assert max(map(len, assemble(name).splitlines())) <= 120
     functions = set(re.findall(r"^local function (\w+)", assemble(name), re.MULTILINE))
-    for argument, it in signature_of(name).takes.items():
+    for argument, it in read_signature(name).takes.items():
         assert argument not in functions, f"{name}.lua: {argument} would hide a function"
         rows = it.elts[0] if isinstance(it, ast.List) else it
         parts = [ast.unparse(part) for part in rows.keys] if isinstance(rows, ast.Dict) else []
@@ -105,7 +113,7 @@ def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
 
 @every_script
 def test_a_header_names_the_keys_that_its_script_touches(name):
-    if "@include lib/fleet" in source(name):
+    if "@include lib/fleet" in read_source(name):
         text = called_functions(name)
         touched = ", ".join(key for key in FLEET_KEYS if re.search(rf"\b{key.upper()}\b", text))
         assert f"\n  Keys: {touched}\n" in header(name), f"{name}.lua touches {touched}"
@@ -124,8 +132,8 @@ DECLARED = (
 
 def test_every_script_is_declared_once_and_as_its_header_says():
     scripts = Scripts(Redis(), Keys("test"))
-    found = [name for declared in DECLARED for name in vars(scripts.bound(declared))]
-    assert sorted(found) == list(names())
+    found = [name for declared in DECLARED for name in vars(scripts.bind(declared))]
+    assert sorted(found) == list(script_names())
 
 
 class Lease(NamedTuple):
@@ -175,7 +183,7 @@ class Acts(Protocol):
 
 def called(method: Any, header: str = HEADER) -> Any:
     """What a call comes to: the words that are sent, and how an answer is read."""
-    made = caller("act", signature(header), method)
+    made = make_caller("act", parse_signature(header), method)
     return made.pack(lambda fleet: fleet), made.read("zimg")
 
 
@@ -217,14 +225,14 @@ class Joining(Protocol):
 
 
 def test_calls_that_are_joined_are_sent_as_one_with_the_rows_of_all():
-    found = caller("act", signature(JOINING), Joining.act)
-    target = Target("act", [], (), b"", found.read("zimg"), found.rows)
+    found = make_caller("act", parse_signature(JOINING), Joining.act)
+    target = BoundScript("act", [], (), b"", found.read("zimg"), found.rows)
     call = found.pack(lambda fleet: target)
     one = call("zimg", rate=0.5, back=False, held=[Part(Named("l1", "w1"), 1)])
     two = call("zimg", rate=0.5, back=False, held=[Part(Named("l2", "w2"), 2), Part(Named("l3", "w3"), 3)])
-    assert [one.entries, two.entries] == [1, 2] and one.kind == two.kind
-    assert joined([one, two]).args == (0.5, 0, "l1", "w1", 1, "l2", "w2", 2, "l3", "w3", 3)
-    assert call("zimg", rate=0.6, back=False, held=[]).kind != one.kind
+    assert [one.entry_count, two.entry_count] == [1, 2] and one.join_key == two.join_key
+    assert join_commands([one, two]).args == (0.5, 0, "l1", "w1", 1, "l2", "w2", 2, "l3", "w3", 3)
+    assert call("zimg", rate=0.6, back=False, held=[]).join_key != one.join_key
     assert target.read([[b"a", [b"b"]], [b"c", []]]) == [Word("a", ["b"]), Word("c", [])]
 
 
@@ -240,12 +248,12 @@ def test_calls_that_are_joined_are_sent_as_one_with_the_rows_of_all():
 def test_only_calls_with_one_list_and_an_answer_for_each_of_its_rows_are_joined(old, new):
     assert JOINING.count(old) == 1
     with pytest.raises(SyntaxError):
-        signature(JOINING.replace(old, new))
+        parse_signature(JOINING.replace(old, new))
 
 
 def test_a_call_is_packed_as_redis_would_have_its_words():
     scripts = Scripts(Redis(), Keys("test"))
-    waiting = scripts.bound(QuestionScripts)
+    waiting = scripts.bind(QuestionScripts)
     for command in (
         waiting.backlog("zimg", account="a|zimg"),
         waiting.variety("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"]),
@@ -283,7 +291,7 @@ def test_a_header_that_says_otherwise_than_python_is_refused_before_anything_is_
 
 @pytest.mark.skipif(shutil.which("luac") is None, reason="luac is not installed")
 def test_the_locals_of_a_header_are_lua():
-    subprocess.run(["luac", "-p", "-"], input=locals_of(signature(HEADER)), text=True, check=True)
+    subprocess.run(["luac", "-p", "-"], input=render_locals(parse_signature(HEADER)), text=True, check=True)
 
 
 @every_script
@@ -300,7 +308,7 @@ def test_every_word_that_a_script_answers_stands_in_its_header(name):
 @every_script
 def test_the_clock_is_mentioned_exactly_where_it_is_read(name):
     reads = re.search(r"\bnow_ms\(", body(name)) is not None
-    assert ("@include lib/now_ms" in source(name)) is reads
+    assert ("@include lib/now_ms" in read_source(name)) is reads
     assert ("Clock Redis TIME" in header(name)) is reads
     assert "TIME" not in commands(body(name)), "time is read by lib/now_ms alone, so that tests can set it"
 
@@ -323,19 +331,19 @@ def test_an_invariant_that_a_header_cites_is_one(name):
 @every_script
 def test_every_fragment_that_is_included_is_used(name):
     for one in included(name):
-        functions = re.findall(rf"^{FUNCTION}", fragment(one), re.MULTILINE)
-        later = "".join(fragment(other) for other in included(name) if other != one)
+        functions = re.findall(rf"^{FUNCTION}", read_fragment(one), re.MULTILINE)
+        later = "".join(read_fragment(other) for other in included(name) if other != one)
         assert any(f in body(name) + later for f in functions) or one == "lib/fleet", f"{one} is not needed"
 
 
 def test_no_script_ever_scans_or_reads_a_random_member():
-    for name in names():
+    for name in script_names():
         forbidden = {"KEYS", "SCAN", "ZSCAN", "HSCAN", "RANDOMKEY", "SRANDMEMBER", "ZRANDMEMBER", "FLUSHALL", "FLUSHDB"}
         assert not commands(assemble(name)) & forbidden
 
 
 def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
-    lua = source("lib/fleet")
+    lua = read_source("lib/fleet")
     pairs = re.findall(r"^local ([A-Z, ]+) = (KEYS\[.*\])$", lua, re.MULTILINE)
     given = [
         (name.strip().lower(), int(number))
@@ -352,7 +360,7 @@ def test_luacheck_has_nothing_to_say_about_the_script_as_redis_gets_it(name, tmp
     """What a fragment offers need not all be used; what the script itself names must be."""
     path = tmp_path / f"{name}.lua"
     path.write_text(assemble(name))
-    offered = "".join(fragment(one) for one in included(name))
+    offered = "".join(read_fragment(one) for one in included(name))
     shared = re.findall(r"^local (?:function )?(\w+)(?: = remembering)?\(", offered, re.MULTILINE)
     shared += [key.upper() for key in FLEET_KEYS]
     command = ["luacheck", "--std", "lua51", "--globals", "KEYS", "ARGV", "--read-globals", "redis", "--no-color"]

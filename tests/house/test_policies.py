@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slotkeeper.redis.scripts import names, source
-from slotkeeper.registry.policies import DEFAULT, POLICIES
+from slotkeeper.redis.scripts import read_source, script_names
+from slotkeeper.registry.policies import DEFAULT_POLICY, POLICIES
 from tests.house.tree import REPO, name_of, product_files, python_files
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
@@ -41,14 +41,14 @@ def _local(name: str) -> str:
 def test_each_row_has_a_file_that_begins_with_its_name_and_each_file_a_row():
     assert {path.stem for path in FOLDER.iterdir()} == set(POLICIES)
     for name in POLICIES:
-        text = source(f"lib/policies/{name}")
+        text = read_source(f"lib/policies/{name}")
         assert text.startswith(f"-- {name}: ") and f'local {_local(name)} = new_policy("{name}")\n' in text
-        assert ("policies.default" in text) == (name == DEFAULT)
+        assert ("policies.default" in text) == (name == DEFAULT_POLICY)
 
 
 def test_a_policy_names_no_other():
     for name in POLICIES:
-        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", source(f"lib/policies/{name}"))))
+        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", read_source(f"lib/policies/{name}"))))
         others = POLICIES.keys() - {name}
         assert words.isdisjoint(others - FIELDS | set(map(_local, others))), name
 
@@ -94,5 +94,5 @@ def test_documents_have_the_same_policies_as_the_table_in_its_order(page: str):
 
 
 def test_every_script_that_orders_jobs_knows_all_policies():
-    for name in names():
-        assert ("include lib/order" in source(name)) == ("include lib/policies" in source(name)), name
+    for name in script_names():
+        assert ("include lib/order" in read_source(name)) == ("include lib/policies" in read_source(name)), name

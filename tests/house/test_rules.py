@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 
 import celeryconfig
 from migrations import migrate
-from slotkeeper.jobs.states import TRANSITIONS, State, Why
+from slotkeeper.jobs.states import TRANSITIONS, Reason, State
 from tasks.celery_app import celery
 from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
 
@@ -181,14 +181,14 @@ def test_the_function_that_a_transition_names_exists(by):
 
 
 def test_every_reason_is_the_reason_of_a_transition():
-    assert {why for _, why in TRANSITIONS} == set(Why)
+    assert {why for _, why in TRANSITIONS} == set(Reason)
 
 
 def test_every_state_can_be_reached():
     assert {edge.to for edge in TRANSITIONS.values()} == set(State)
 
 
-@pytest.mark.parametrize("word", [*State, *Why])
+@pytest.mark.parametrize("word", [*State, *Reason])
 def test_every_state_and_every_reason_is_explained(word):
     page = REPO / "ARCHITECTURE.md"
     assert page.exists(), "ARCHITECTURE.md is missing"

@@ -19,7 +19,7 @@ import requests
 
 from app.up.ports import free_port
 from routing.dispatch.outcome import Kind
-from slotkeeper.home import private_folder
+from slotkeeper.state_folder import make_private_folder
 from tasks.servers.probe import GENERIC
 
 REPO = Path(__file__).resolve().parents[2]
@@ -285,7 +285,7 @@ def wanted() -> list[Live]:
 
 def installed(package: str) -> Path:
     """The virtual environment's bin."""
-    private_folder(VENVS.parent)  # It may be the home of an installation, which nobody else may read.
+    make_private_folder(VENVS.parent)  # It may be the home of an installation, which nobody else may read.
     home = VENVS / package
     done = home / ".installed"
     if not done.exists():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from slotkeeper.jobs.record import Job
+from slotkeeper.jobs.values import Job
 from tests.live.servers import LLAMA_CONTEXT, Live, chat, installed, prompt, started, wanted
 from tests.support.stack import eventually
 from tests.support.town import Town

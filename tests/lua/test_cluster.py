@@ -16,8 +16,8 @@ from routing.queue.config import RoutingSettings
 from routing.queue.queues import Queues
 from routing.queue.workers import Workers
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import Scripts, assemble, names
-from slotkeeper.redis.signatures import Target
+from slotkeeper.redis.scripts import Scripts, assemble, script_names
+from slotkeeper.redis.signatures import BoundScript
 from tasks.sinks.event_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
@@ -59,7 +59,7 @@ class _Strict(Scripts):
         self.ran.update(command.target.script for command in commands)
         return [self._eval(command.target, command.args) for command in commands]
 
-    def _eval(self, it: Target, args: tuple[Any, ...]) -> Any:
+    def _eval(self, it: BoundScript, args: tuple[Any, ...]) -> Any:
         return self.redis.eval(_STRICT + assemble(it.script), len(it.keys), *it.keys, *args)
 
 
@@ -109,7 +109,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.run("reset", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close", room.version) == "closed" and room.open() == "opened"
-    assert strict.ran == set(names())
+    assert strict.ran == set(script_names())
 
     _check_keys(cluster)
 
@@ -133,4 +133,4 @@ def test_two_fleets_do_not_share_keys(client):
     one.with_slots(1)
     two.enqueue(a("j", 1))
     assert one.offer() == [] and two.offer() == []
-    assert not set(one.keys.fleet("zimg")) & set(two.keys.fleet("zimg2"))
+    assert not set(one.keys.fleet_keys("zimg")) & set(two.keys.fleet_keys("zimg2"))

@@ -14,7 +14,7 @@ from routing.maintenance import pulse
 from routing.queries.tallies import Tallies
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
-from slotkeeper.redis.scripts import Command, Scripts, connect, function, names, source
+from slotkeeper.redis.scripts import Command, Scripts, build_function, connect, read_source, script_names
 from tasks.broker import Transport
 from tests.support.valkey import Valkey
 
@@ -36,14 +36,16 @@ def redis(full: Valkey) -> Iterator[Redis]:
         yield client
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", script_names())
 def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str) -> None:
-    flags = re.findall(r'"([\w-]+)"', function(name).text.rsplit("flags =", 1)[1])
+    flags = re.findall(r'"([\w-]+)"', build_function(name).text.rsplit("flags =", 1)[1])
     if name in BRING_IN_NEW_WORK | ADD_TO_STREAMS:
         assert flags == []
     else:
-        assert flags == (["no-writes"] if re.search(r"Writes nothing$", source(name), re.MULTILINE) else ["allow-oom"])
-    assert function(name).eval_text.startswith(f"#!lua flags={','.join(flags)}\n")
+        assert flags == (
+            ["no-writes"] if re.search(r"Writes nothing$", read_source(name), re.MULTILINE) else ["allow-oom"]
+        )
+    assert build_function(name).eval_text.startswith(f"#!lua flags={','.join(flags)}\n")
 
 
 def _workers(scripts: Scripts) -> Command[int]:
@@ -64,7 +66,7 @@ def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_funct
     async def ask() -> Any:
         pipeline = Pipeline(asyncio.get_running_loop(), scripts, 5)
         try:
-            return await asyncio.gather(*(pipeline.ask(_workers(scripts)) for _ in range(2)))
+            return await asyncio.gather(*(pipeline.execute(_workers(scripts)) for _ in range(2)))
         finally:
             await pipeline.close()
 

@@ -97,7 +97,7 @@ def asked(*fleets: str) -> Callable[[Pipeline], Awaitable[list[Any]]]:
     """Ask for all of these at once; what each came to, its error too."""
 
     async def act(pipeline: Pipeline) -> list[Any]:
-        return await asyncio.gather(*(pipeline.ask(depths(fleet)) for fleet in fleets), return_exceptions=True)
+        return await asyncio.gather(*(pipeline.execute(depths(fleet)) for fleet in fleets), return_exceptions=True)
 
     return act
 
@@ -186,7 +186,7 @@ def test_what_redis_tells_everybody_passes_for_no_answer():
 def test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_asked_anew(monkeypatch):
     async def act(pipeline: Pipeline) -> list[Any]:
         with monkeypatch.context() as broken:
-            broken.setattr(pipeline._scripts, "load_words", None)  # for what this Redis does not know
+            broken.setattr(pipeline._scripts, "load_command", None)  # for what this Redis does not know
             found = await asked("a", "b")(pipeline)
         return found + await asked("c")(pipeline)
 
@@ -203,7 +203,7 @@ def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():
         assert line is not None
         line.end(exceptions.ConnectionError("over"))
         await over(pipeline)
-        following = pipeline.ask(depths("b"))
+        following = pipeline.execute(depths("b"))
         pipeline._flush(line)
         return [*found, await following]
 

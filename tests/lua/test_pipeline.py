@@ -17,9 +17,9 @@ from redis.exceptions import TimeoutError as Silent
 from routing.queue.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.pipeline import Pipeline, _Line
+from slotkeeper.redis.pipeline import Pipeline, _Connection
 from slotkeeper.redis.scripts import Command, Scripts
-from slotkeeper.redis.signatures import pack
+from slotkeeper.redis.signatures import pack_words
 from tests.support.room import Room, a
 from tests.support.valkey import Valkey
 
@@ -42,7 +42,7 @@ def freeing(name: str, fleet: str = "zimg", failures: int = 9) -> Command:
 def misused() -> Command:
     """It breaks off."""
     target = SCRIPTS.target("depths", "zimg", list)
-    return Command(target._replace(words=(words := (*target.words[:2], 0)), packed=pack(words)), ())
+    return Command(target._replace(words=(words := (*target.words[:2], 0)), packed=pack_words(words)), ())
 
 
 @pytest.fixture(params=["tcp", "unix", "password"])
@@ -94,8 +94,8 @@ def count_of(valkey: Valkey, command: str) -> int:
 
 def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        first = await asyncio.gather(*(pipeline.ask(depths()) for _ in range(50)))
-        return first + [await pipeline.ask(depths("flux")) for _ in range(3)]
+        first = await asyncio.gather(*(pipeline.execute(depths()) for _ in range(50)))
+        return first + [await pipeline.execute(depths("flux")) for _ in range(3)]
 
     assert play(own_valkey, act) == [("read", 0)] * 53
     assert count_of(own_valkey, "function|load") == 1
@@ -106,12 +106,12 @@ def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once
 @tcp
 def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
     async def act(pipeline: Pipeline) -> None:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         silence(own_valkey)
-        first = pipeline.ask(depths())
+        first = pipeline.execute(depths())
         while not pipeline._sent:
             await asyncio.sleep(0.01)
-        second = pipeline.ask(depths())
+        second = pipeline.execute(depths())
         while len(pipeline._sent) < 2:
             await asyncio.sleep(0.01)
         assert not first.done()
@@ -124,7 +124,7 @@ def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
 @tcp
 def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        asked = [pipeline.ask(it) for it in (depths(), misused(), depths())]
+        asked = [pipeline.execute(it) for it in (depths(), misused(), depths())]
         return await outcomes(*asked)
 
     one, wrong, other = play(own_valkey, act)
@@ -144,9 +144,9 @@ def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_
         client.config_resetstat()
 
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         leases = Leases(SCRIPTS, RoutingSettings())
-        return await asyncio.gather(*(pipeline.ask(leases.release_command(it, back=True, limit=1)) for it in held))
+        return await asyncio.gather(*(pipeline.execute(leases.release_command(it, back=True, limit=1)) for it in held))
 
     (one,), (refused,), (three,) = play(own_valkey, act)
     assert (one.released, refused.released, three.released) == (True, False, True)
@@ -165,12 +165,12 @@ def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_v
     sent: list[bytes] = []
 
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         line = pipeline._line
         assert line is not None
         send, line.send = line.send, lambda packed: (sent.extend(packed), send(packed))[1]  # type: ignore[method-assign]
         asked = [freeing(f"j{n:02}-", "flux" if n == 3 else "zimg", 8 if n == 5 else 9) for n in range(40)]
-        return await asyncio.gather(*(pipeline.ask(it) for it in asked))
+        return await asyncio.gather(*(pipeline.execute(it) for it in asked))
 
     assert all(len(answers) == 1 and not answers[0].released for answers in play(own_valkey, act))
     names = [re.findall(rb"j\d\d-", text)[::2] for text in sent if b"FCALL" in text][:4]
@@ -181,10 +181,10 @@ def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_v
 @tcp
 def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
     with own_valkey.client() as client:
-        client.set(Keys("test").of("zimg", "meta"), "no hash")
+        client.set(Keys("test").fleet_key("zimg", "meta"), "no hash")
 
     async def act(pipeline: Pipeline) -> Any:
-        return await outcomes(*(pipeline.ask(freeing(f"j{n}")) for n in range(3)), pipeline.ask(depths("flux")))
+        return await outcomes(*(pipeline.execute(freeing(f"j{n}")) for n in range(3)), pipeline.execute(depths("flux")))
 
     *wrong, right = play(own_valkey, act)
     assert all(isinstance(it, ResponseError) for it in wrong) and len(wrong) == 3 and right == ("read", 0)
@@ -194,7 +194,7 @@ def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
 def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         wrong = Command(SCRIPTS.target("depths", "zimg", lambda _: 1 // 0), ())
-        return await outcomes(pipeline.ask(wrong), pipeline.ask(depths()))
+        return await outcomes(pipeline.execute(wrong), pipeline.execute(depths()))
 
     wrong, right = play(own_valkey, act)
     assert isinstance(wrong, ZeroDivisionError) and right == ("read", 0)
@@ -203,7 +203,7 @@ def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
 @tcp
 def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        gone, here = pipeline.ask(depths()), pipeline.ask(depths())
+        gone, here = pipeline.execute(depths()), pipeline.execute(depths())
         gone.cancel()
         return await here
 
@@ -213,12 +213,12 @@ def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
 @tcp
 def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        before = await pipeline.ask(depths())
+        before = await pipeline.execute(depths())
         own_valkey.kill()
         own_valkey.start()
         while pipeline._life is not None:
             await asyncio.sleep(0.01)
-        return [before, await pipeline.ask(depths())]
+        return [before, await pipeline.execute(depths())]
 
     assert play(own_valkey, act) == [("read", 0)] * 2
 
@@ -226,14 +226,14 @@ def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey
 @tcp
 def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         silence(own_valkey)
-        asked = [pipeline.ask(depths()) for _ in range(3)]
+        asked = [pipeline.execute(depths()) for _ in range(3)]
         while not pipeline._sent:
             await asyncio.sleep(0.01)
         own_valkey.kill()
         found = await outcomes(*asked)
-        again = await outcomes(pipeline.ask(depths()))
+        again = await outcomes(pipeline.execute(depths()))
         return found + again
 
     found = play(own_valkey, act)
@@ -243,10 +243,10 @@ def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
 @tcp
 def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         silence(own_valkey)
-        found = await outcomes(*(pipeline.ask(depths()) for _ in range(3)))
-        return found, await outcomes(pipeline.ask(depths()))
+        found = await outcomes(*(pipeline.execute(depths()) for _ in range(3)))
+        return found, await outcomes(pipeline.execute(depths()))
 
     found, (again,) = play(own_valkey, act, _TIMEOUT_S)
     assert len(found) == 3 and all(isinstance(it, Silent) for it in found)
@@ -256,7 +256,7 @@ def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked
 @tcp
 def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        asked = pipeline.ask(depths())
+        asked = pipeline.execute(depths())
         await asyncio.sleep(0)
         await pipeline.close()
         return await outcomes(asked)
@@ -268,7 +268,7 @@ def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
 @tcp
 def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_an_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        asked = pipeline.ask(depths())
+        asked = pipeline.execute(depths())
         await pipeline.close()
         return await outcomes(asked)
 
@@ -279,11 +279,11 @@ def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_a
 @tcp
 def test_what_cannot_be_sent_ends_all_that_waits_and_the_next_is_asked_anew(own_valkey, monkeypatch):
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         with monkeypatch.context() as broken:
             broken.setattr(Command, "packed", None)
-            found = await outcomes(pipeline.ask(depths()), pipeline.ask(depths()))
-        return [*found, await pipeline.ask(depths())]
+            found = await outcomes(pipeline.execute(depths()), pipeline.execute(depths()))
+        return [*found, await pipeline.execute(depths())]
 
     *lost, again = play(own_valkey, act)
     assert len(lost) == 2 and all(isinstance(it, Broken) and "NoneType" in str(it) for it in lost)
@@ -293,12 +293,12 @@ def test_what_cannot_be_sent_ends_all_that_waits_and_the_next_is_asked_anew(own_
 @tcp
 def test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write(own_valkey, monkeypatch):
     async def act(pipeline: Pipeline) -> None:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         with monkeypatch.context() as watched:
             writes = list[int]()
-            send = _Line.send
-            watched.setattr(_Line, "send", lambda line, packed: (writes.append(len(packed)), send(line, packed)))
-            await asyncio.gather(*(pipeline.ask(depths()) for _ in range(20)))
+            send = _Connection.send
+            watched.setattr(_Connection, "send", lambda line, packed: (writes.append(len(packed)), send(line, packed)))
+            await asyncio.gather(*(pipeline.execute(depths()) for _ in range(20)))
             assert writes == [20]
 
     play(own_valkey, act)
@@ -308,10 +308,10 @@ def test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write(own_valkey, m
 def test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_before(own_valkey):
     async def act(pipeline: Pipeline) -> None:
         loop = asyncio.get_running_loop()
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         too_late, pipeline._timeout_s = loop.time() + pipeline._timeout_s, 60.0
         silence(own_valkey)
-        asked = pipeline.ask(depths())
+        asked = pipeline.execute(depths())
         while loop.time() < too_late + 0.05:
             await asyncio.sleep(0.01)
         assert not asked.done() and pipeline._is_watched
@@ -324,11 +324,11 @@ def test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_
 @tcp
 def test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_for_no_longer(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        await pipeline.ask(depths())
+        await pipeline.execute(depths())
         while pipeline._is_watched:
             await asyncio.sleep(0.01)
         silence(own_valkey)
-        return await outcomes(pipeline.ask(depths()))
+        return await outcomes(pipeline.execute(depths()))
 
     (found,) = play(own_valkey, act, _TIMEOUT_S)
     assert isinstance(found, Silent)
@@ -339,7 +339,7 @@ def test_why_a_text_was_not_taken_is_what_its_askers_hear(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         with own_valkey.client() as client:
             client.execute_command("ACL", "SETUSER", "default", "-function|load")
-        asked = [pipeline.ask(depths()) for _ in range(2)]
+        asked = [pipeline.execute(depths()) for _ in range(2)]
         return await outcomes(*asked)
 
     found = play(own_valkey, act)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from routing.queries.overtaking import longest_overtaking_s
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from tests.lua import policies
 from tests.support.room import START_MS, Job, Offered, Room, Server, a, a_config

@@ -13,8 +13,16 @@ from routing.maintenance.rooms import depths, depths_of
 from routing.queue.config import RoutingSettings
 from routing.queue.queues import Queues
 from routing.queue.workers import Workers
-from slotkeeper.redis.keys import FORMAT, Keys
-from slotkeeper.redis.scripts import Call, Scripts, assemble, connect, connection_for, names, source
+from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
+from slotkeeper.redis.scripts import (
+    Scripts,
+    TwoStepCall,
+    assemble,
+    connect,
+    make_async_connection,
+    read_source,
+    script_names,
+)
 from tests.house.lua_text import called_functions
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
@@ -27,11 +35,11 @@ def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", script_names())
 def test_a_fragment_is_replaced_by_its_name_and_nothing_else_is(name):
     ours = assemble(name, FRAGMENTS)
-    assert (CLOCK in ours) == ("-- @include lib/now_ms" in source(name))
-    assert ours.replace(CLOCK, source("lib/now_ms")) == assemble(name)
+    assert (CLOCK in ours) == ("-- @include lib/now_ms" in read_source(name))
+    assert ours.replace(CLOCK, read_source("lib/now_ms")) == assemble(name)
     assert "@include" not in ours
 
 
@@ -62,17 +70,17 @@ def test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts
     workers.say("w1", 7)
     client.function_flush()
     for _ in range(2):
-        with closing(Call(scripts)) as call:
-            call.ask(workers.looking())
-            assert call.answer() == 7
+        with closing(TwoStepCall(scripts)) as call:
+            call.send(workers.looking())
+            assert call.receive() == 7
 
 
 def test_an_answer_that_nobody_heard_is_not_taken_for_the_next(client: Redis):
     scripts = Scripts(client, Keys("test"))
     workers = Workers(scripts)
     workers.say("w1", 6)
-    with closing(Call(scripts)) as unheard:
-        unheard.ask(workers.looking())
+    with closing(TwoStepCall(scripts)) as unheard:
+        unheard.send(workers.looking())
     assert workers.say("w1", 7) == 7
 
 
@@ -86,11 +94,11 @@ def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
     assert (len(one.waiting()), len(two.waiting())) == (2, 3)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", script_names())
 def test_nothing_that_a_script_changes_is_left_unwritten(name):
     """Changes of fields that are not written at the end are lost."""
     text = assemble(name)
-    body = text.rsplit(source("lib/fields"), 1)[-1] if "lib/fields" in source(name) else ""
+    body = text.rsplit(read_source("lib/fields"), 1)[-1] if "lib/fields" in read_source(name) else ""
     changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "add_to_field"))
     assert ("write_fields()" in body) == changes
 
@@ -116,9 +124,9 @@ def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_val
 
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])
 def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
-    keys = Keys("mine").fleet(fleet)
-    assert keys[0] == f"mine:{FORMAT}:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 14
-    assert Keys("mine").fleet(fleet) == keys
+    keys = Keys("mine").fleet_keys(fleet)
+    assert keys[0] == f"mine:{QUEUE_FORMAT}:{{{fleet}}}:classes" and len(keys) == len(set(keys)) == 14
+    assert Keys("mine").fleet_keys(fleet) == keys
 
 
 @pytest.mark.parametrize(
@@ -131,6 +139,6 @@ def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
     ],
 )
 def test_an_event_loops_connection_is_to_the_same_redis_as_the_clients(url, kind, told):
-    found = connection_for(connect(url, 3.0))
+    found = make_async_connection(connect(url, 3.0))
     assert type(found) is kind
     assert {name: getattr(found, name) for name in told} == told

@@ -11,7 +11,7 @@ from routing.queue.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from tests.support.ends import release
@@ -45,7 +45,7 @@ class Plain:
         for number, arrival in enumerate(self.scenario.arrivals, 1):
             self.go_on(arrival.at_ms)
             self.clock(arrival.at_ms)
-            job = Waiting(
+            job = QueuedJob(
                 str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
             )
             for offer in self.enqueue(job):
@@ -74,7 +74,7 @@ class Plain:
         self.runs[number] = (now_ms, end, offer.slot)
         heapq.heappush(self.ends, (end, offer.job_id, offer))
 
-    def enqueue(self, job: Waiting) -> list[Offer]:
+    def enqueue(self, job: QueuedJob) -> list[Offer]:
         return self.queues.enqueue(FLEET, [job])
 
     def clock(self, now_ms: int) -> None:

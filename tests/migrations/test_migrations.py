@@ -1,4 +1,4 @@
-"""The migrations lead to exactly the tables of slotkeeper.jobs.models, on both databases, whoever runs them and how often."""
+"""The migrations lead to exactly the tables of slotkeeper.jobs.tables, on both databases, whoever runs them and how often."""
 
 import ast
 import shutil
@@ -19,10 +19,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect, make_url, text
 
 import slotkeeper.audit.protected  # noqa: F401  Its triggers are of the same record.
-from migrations import current, migrate
-from slotkeeper.db.db import Database
-from slotkeeper.errors import Conflict, RecordUnavailable
-from slotkeeper.jobs.store import Store
+from migrations import migrate, revisions
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.tables import metadata
 from tests.house.tree import PACKAGES
 from tests.migrations.schema import schema_of
@@ -78,7 +78,7 @@ def postgres_or_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 def test_an_upgraded_record_takes_a_job(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    job = a_queued_job(Store(database))
+    job = a_queued_job(JobStore(database))
     assert row_of(database, job.id)["state"] == "queued"
     database.close()
 
@@ -86,7 +86,7 @@ def test_an_upgraded_record_takes_a_job(empty_url):
 def test_upgrading_twice_changes_nothing_and_keeps_the_jobs(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    job = a_queued_job(Store(database))
+    job = a_queued_job(JobStore(database))
     before = row_of(database, job.id)
     migrate.upgrade(empty_url)
     assert row_of(database, job.id) == before
@@ -108,7 +108,7 @@ def test_several_processes_may_upgrade_at_once(empty_url):
 
 def test_who_upgrades_waits_for_another_who_does(empty_url, monkeypatch):
     monkeypatch.setattr(migrate, "_PATIENCE_S", 0.0)
-    with migrate._alone(empty_url), pytest.raises(RecordUnavailable, match="Another process"):
+    with migrate._alone(empty_url), pytest.raises(DatabaseUnavailable, match="Another process"):
         migrate.upgrade(empty_url)
     migrate.upgrade(empty_url)
     assert migrate.check(empty_url) is None
@@ -139,7 +139,7 @@ def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, t
 
 
 def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
-    known, followed = current.revisions()
+    known, followed = revisions.read_revisions()
     steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
     assert known == {step.revision for step in steps.walk_revisions()}
     assert known - followed == set(steps.get_heads()) == {_HEAD}
@@ -168,10 +168,10 @@ def test_a_process_that_is_newer_than_the_schema_refuses_and_says_to_migrate(emp
         connection.execute(text(f"ALTER TABLE jobs {change}"))
     engine.dispose()
     database = Database(empty_url)
-    with pytest.raises(RecordUnavailable, match="slotkeeper migrate") as refused:
-        a_queued_job(Store(database))
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate") as refused:
+        a_queued_job(JobStore(database))
     assert refused.value.retry_after_s
-    with pytest.raises(RecordUnavailable, match="slotkeeper migrate"), database.read() as connection:
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate"), database.read() as connection:
         connection.execute(text("SELECT tenant FROM jobs"))
     database.close()
 
@@ -200,7 +200,7 @@ def _tables(url: str) -> set[str]:
 def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    job = a_queued_job(Store(database))
+    job = a_queued_job(JobStore(database))
     with pytest.raises(RuntimeError, match="delete every job"):
         command.downgrade(migrate._config(empty_url), "base")
     assert row_of(database, job.id)["state"] == "queued"
@@ -240,18 +240,18 @@ def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
 
 
 def test_a_file_with_the_newest_schema_is_current(sqlite_url):
-    assert current.is_current(sqlite_url)
+    assert revisions.is_current(sqlite_url)
 
 
-@pytest.mark.parametrize("revisions", [["0001"], ["from_the_future"], [_HEAD, "from_the_future"], []])
-def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, revisions):
+@pytest.mark.parametrize("stored", [["0001"], ["from_the_future"], [_HEAD, "from_the_future"], []])
+def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, stored):
     engine = create_engine(sqlite_url)
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM alembic_version"))
-        for revision in revisions:
+        for revision in stored:
             connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": revision})
     engine.dispose()
-    assert not current.is_current(sqlite_url)
+    assert not revisions.is_current(sqlite_url)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database " * 500])
@@ -259,24 +259,24 @@ def test_what_is_no_record_is_left_to_the_migration_and_stays_as_it_is(tmp_path,
     file = tmp_path / "record.db"
     if content is not None:
         file.write_bytes(content)
-    assert not current.is_current(f"sqlite:///{file}")
+    assert not revisions.is_current(f"sqlite:///{file}")
     assert (file.read_bytes() if file.exists() else None) == content
 
 
 def test_a_file_that_cannot_be_written_now_is_left_to_the_migration(sqlite_url, tmp_path):
     with closing(sqlite3.connect(tmp_path / "record.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        assert not current.is_current(sqlite_url)
+        assert not revisions.is_current(sqlite_url)
 
 
 @pytest.mark.parametrize("url", ["postgresql://nobody@/record", "sqlite:///record.db", "sqlite://"])
 def test_a_record_elsewhere_is_left_to_the_migration(url):
-    assert not current.is_current(url)
+    assert not revisions.is_current(url)
 
 
 @pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
 def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
-    with pytest.raises(RecordUnavailable):
+    with pytest.raises(DatabaseUnavailable):
         act(f"postgresql://nobody@/record?host={tmp_path}")
 
 
@@ -291,7 +291,7 @@ def test_a_postgresql_that_does_not_answer_is_waited_for_a_few_seconds_only(monk
 
     monkeypatch.setattr(psycopg, "connect", connect)
     monkeypatch.setattr(psycopg.Connection, "connect", connect)
-    with pytest.raises(RecordUnavailable, match="no answer"):
+    with pytest.raises(DatabaseUnavailable, match="no answer"):
         act(f"postgresql://nobody:p%40ss@192.0.2.1/record{query}")
     assert given == [expected]
 

@@ -10,14 +10,14 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from migrations import migrate
 from routing.maintenance import ledger
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.owed import message_id
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.notifications import make_message_id
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox.callbacks import Callbacks
-from slotkeeper.outbox.messages import Key, Messages
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.webhook_messages import MessageKey, MessageQueue
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.secrets import Secret
 from slotkeeper.registry.tenants import Tenants
 from tests.migrations.schema import schema_of
@@ -141,7 +141,7 @@ def test_the_new_release_understands_what_the_first_one_wrote(empty_url, engine)
     _use(engine)
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    snapshot = Catalog(database).snapshot()
+    snapshot = Catalog(database).read()
     assert snapshot.version == 7
     assert snapshot.models["zimg"].config == ModelConfig(max_retries=5)
     assert {server.name: server.state for server in snapshot.servers.values()} == {
@@ -151,9 +151,9 @@ def test_the_new_release_understands_what_the_first_one_wrote(empty_url, engine)
     }
     assert snapshot.servers["gpu0"].endpoints == {"zimg": "http://10.0.0.1/run"}
     assert snapshot.tenants == {}
-    assert [tenant.name for tenant in Tenants(database).all()] == ["acme"]
-    store = Store(database)
-    (waiting,) = store.queued(["zimg"])
+    assert [tenant.name for tenant in Tenants(database).list_all()] == ["acme"]
+    store = JobStore(database)
+    (waiting,) = store.list_queued(["zimg"])
     assert waiting == store.get("j-queued").waiting
     assert (waiting.id, waiting.constraints) == ("j-queued", "")
     assert a_queued_job(store).seq > waiting.seq  # numbers go on where they were
@@ -177,8 +177,8 @@ def test_the_first_release_goes_on_writing_while_the_new_one_starts(empty_url, e
     migrate.upgrade(empty_url)
     _use(engine)
     database = Database(empty_url)
-    assert Catalog(database).snapshot().models["zimg"].state == "online"
-    assert Store(database).get("j-queued").constraints == ""
+    assert Catalog(database).read().models["zimg"].state == "online"
+    assert JobStore(database).get("j-queued").constraints == ""
     database.close()
 
 
@@ -294,11 +294,11 @@ def test_going_back_leads_to_the_schema_before_and_keeps_what_it_can_hold(empty_
 def test_going_back_is_refused_while_jobs_wait_that_may_not_run_anywhere(empty_url, engine):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    a_queued_job(Store(database), constraints="gpu=A100")
+    a_queued_job(JobStore(database), constraints="gpu=A100")
     with pytest.raises(RuntimeError, match="cancel them"):
         _go_back(empty_url, "0001")
     assert migrate.check(empty_url) is None
-    assert len(Store(database).queued(["zimg"])) == 1
+    assert len(JobStore(database).list_queued(["zimg"])) == 1
     database.close()
 
 
@@ -321,7 +321,7 @@ def test_the_release_before_goes_on_beside_descriptions(empty_url, engine):
     """It configures, registers and starts without a word of them."""
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    catalog, store = Catalog(database), Store(database)
+    catalog, store = Catalog(database), JobStore(database)
     catalog.configure("zimg", {"preset": "x"}, T0, "{}")
     job = a_queued_job(store)
     with engine.begin() as connection:
@@ -330,8 +330,8 @@ def test_the_release_before_goes_on_beside_descriptions(empty_url, engine):
         _write(connection, "servers", [server])
         _write(connection, "endpoints", [{"server": "gpu", "model": "zimg", "url": "http://10.0.0.1/run"}])
         connection.execute(text("UPDATE jobs SET state = 'running', why = 'started', attempt = 1, server = 'gpu'"))
-    now = catalog.snapshot()
-    assert (now.models["zimg"].config.max_retries, now.described_by("gpu", "zimg")) == (5, None)
+    now = catalog.read()
+    assert (now.models["zimg"].config.max_retries, now.find_description("gpu", "zimg")) == (5, None)
     assert store.get(job.id).described_by is None
     database.close()
 
@@ -349,8 +349,8 @@ def test_going_back_forgets_descriptions_and_secrets(empty_url, engine):
         assert connection.execute(text("SELECT overrides FROM models")).scalar() == '{"max_retries": 5}'
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    now = Catalog(database).snapshot()
-    assert (now.described_by("gpu", "zimg"), now.secrets) == (None, {})
+    now = Catalog(database).read()
+    assert (now.find_description("gpu", "zimg"), now.secrets) == (None, {})
     database.close()
 
 
@@ -382,12 +382,12 @@ def test_callbacks_that_were_not_delivered_are_messages_afterwards_under_their_i
         _write(connection, "webhooks", rows)
     migrate.upgrade(empty_url)
     database = Database(empty_url)
-    callbacks, messages = Callbacks(database), Messages(database)
-    (due,) = callbacks.due(T0 + 7, 10)
-    (claimed,) = messages.claim_all([Key(due.job_id, due.event, of_job=True)], T0 + 7, T0 + 8)
+    callbacks, messages = Callbacks(database), MessageQueue(database)
+    (due,) = callbacks.list_due_callbacks(T0 + 7, 10)
+    (claimed,) = messages.claim([MessageKey(due.job_id, due.event, of_job=True)], T0 + 7, T0 + 8)
     assert (claimed.id, claimed.type, claimed.at_ms) == ("msg_j-dead_2_dead", "job.dlq", T0)
     assert (claimed.tries, claimed.last_error) == (4, "it answered 503")
-    (lost,) = callbacks.given_up()
+    (lost,) = callbacks.list_given_up_callbacks()
     assert (lost.message.id, lost.status, lost.message.ended_ms) == (given_up["id"], "completed", T0 + 7)
     database.close()
 
@@ -408,8 +408,8 @@ def test_callbacks_that_the_release_before_writes_are_sent_by_this_one(empty_url
         ):
             connection.execute(text(act))
     database = Database(empty_url)
-    due = Callbacks(database).due(T0 + 7, 10)
-    assert {(it.job_id, message_id(it.job_id, it.event)) for it in due} == {
+    due = Callbacks(database).list_due_callbacks(T0 + 7, 10)
+    assert {(it.job_id, make_message_id(it.job_id, it.event)) for it in due} == {
         ("j-dead", "msg_j-dead_2_dead"),
         ("j-failed", "msg_j-failed_10_failed"),
     }

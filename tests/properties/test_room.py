@@ -24,7 +24,7 @@ from redis import Redis
 
 from routing.queue.slots import model_rules
 from slotkeeper.registry.catalog import Model as CatalogModel
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 from tests.properties.search import search
 from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 

@@ -27,12 +27,13 @@ from werkzeug.test import TestResponse
 from app.openapi import document
 from routing.dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
 from routing.queue.queues import Offer
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import events, idempotency_keys, jobs, messages
-from slotkeeper.jobs.record import Error, Job, Waiting, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Moved
-from slotkeeper.once import Once
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import Transition
+from slotkeeper.jobs.tables import events, idempotency_keys, jobs, messages
+from slotkeeper.jobs.values import Job, JobError, QueuedJob
+from slotkeeper.process import Singleton
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.ends import end_run
 from tests.support.starts import begin_run
@@ -46,10 +47,10 @@ def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
     from tasks import callbacks, keyring, wiring
 
-    if wiring.database.made:
+    if wiring.database.created:
         wiring.database().close()
     for cached in vars(wiring).values():
-        if isinstance(cached, Once):
+        if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()
     callbacks._base.cache_clear()
@@ -146,13 +147,13 @@ class Heard(Announcer):
 
     real: Announcer
     offers: list[Offer] = field(default_factory=list)
-    ends: list[Moved] = field(default_factory=list)
+    ends: list[Transition] = field(default_factory=list)
 
-    def offered(self, offer: Offer, new: Waiting | None) -> None:
+    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
         self.offers.append(offer)
         self.real.offered(offer, new)
 
-    def ended(self, moved: Moved) -> None:
+    def ended(self, moved: Transition) -> None:
         self.ends.append(moved)
         self.real.ended(moved)
 
@@ -241,13 +242,13 @@ class TimedApi(Api):
     def later(self, ms: int) -> None:
         self.set_clock(self.now + ms)
 
-    def run(self, took_ms: int = 60_000, why: Why = Why.FINISHED) -> str:
+    def run(self, took_ms: int = 60_000, why: Reason = Reason.FINISHED) -> str:
         """The job whose offer came first, run for so long; answers its id."""
         task = begin_run(self.dispatcher, self.heard.offers.pop(0), "a-worker")
         assert task is not None
         self.later(took_ms)
-        failed = None if why is Why.FINISHED else Error(why.value, "out of memory")
-        result = "{}" if why is Why.FINISHED else None
+        failed = None if why is Reason.FINISHED else JobError(why.value, "out of memory")
+        result = "{}" if why is Reason.FINISHED else None
         end_run(self.dispatcher, task, why, result=result, error=failed)
         return task.run.job.id
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from sqlalchemy import Table, func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.record import Error, Job, NewJob, Run, new_job_id
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import jobs
+from slotkeeper.jobs.values import Job, JobError, NewJob, Run, new_job_id
 from tests.support.ends import store_end
 from tests.support.starts import store_start
 
@@ -24,11 +24,11 @@ SECOND = 1000
 CALLBACK = "https://client.example/hook"
 
 _ENDED_BY = {
-    State.COMPLETED: Why.FINISHED,
-    State.FAILED: Why.INVALID_REQUEST,
-    State.EXPIRED: Why.DEADLINE_PASSED,
-    State.CANCELED: Why.CANCEL_REQUESTED,
-    State.DEAD: Why.RETRIES_EXHAUSTED,
+    State.COMPLETED: Reason.FINISHED,
+    State.FAILED: Reason.INVALID_REQUEST,
+    State.EXPIRED: Reason.DEADLINE_PASSED,
+    State.CANCELED: Reason.CANCEL_REQUESTED,
+    State.DEAD: Reason.RETRIES_EXHAUSTED,
 }
 
 
@@ -37,35 +37,35 @@ def a_job(**changes: Any) -> NewJob:
     return replace(NewJob(id=new_job_id(), model="zimg", payload='{"prompt":"a cat"}'), **changes)
 
 
-def a_queued_job(store: Store, *, now_ms: int = T0, **changes: Any) -> Job:
+def a_queued_job(store: JobStore, *, now_ms: int = T0, **changes: Any) -> Job:
     return _read(store, store.submit([a_job(**changes)], now_ms)[0].id)
 
 
-def a_delayed_job(store: Store, *, now_ms: int = T0, due_ms: int = T0 + SECOND, **changes: Any) -> Job:
+def a_delayed_job(store: JobStore, *, now_ms: int = T0, due_ms: int = T0 + SECOND, **changes: Any) -> Job:
     return a_queued_job(store, now_ms=now_ms, not_before_ms=due_ms, **changes)
 
 
-def a_running_job(store: Store, *, now_ms: int = T0, server: str = "gpu1", **changes: Any) -> Run:
+def a_running_job(store: JobStore, *, now_ms: int = T0, server: str = "gpu1", **changes: Any) -> Run:
     return a_start(store, a_queued_job(store, now_ms=now_ms, **changes).id, now_ms=now_ms, server=server)
 
 
-def a_start(store: Store, job_id: str, *, now_ms: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
+def a_start(store: JobStore, job_id: str, *, now_ms: int = T0, server: str = "gpu1", lease: str = "lease") -> Run:
     """The next start of a queued job."""
     run = store_start(store, job_id, server, f"{server}-slot0", lease, now_ms)
     assert run is not None, f"{job_id} is not queued"
     return run
 
 
-def an_ended_job(store: Store, state: State = State.COMPLETED, *, now_ms: int = T0, **changes: Any) -> Job:
+def an_ended_job(store: JobStore, state: State = State.COMPLETED, *, now_ms: int = T0, **changes: Any) -> Job:
     """A job that ran once and ended in `state`."""
     run = a_running_job(store, now_ms=now_ms, **changes)
     result = '{"url":"https://cdn.example/1.png"}' if state is State.COMPLETED else None
-    error = None if state is State.COMPLETED else Error("model_error", "out of memory")
+    error = None if state is State.COMPLETED else JobError("model_error", "out of memory")
     assert store_end(store, run.job.id, run.attempt, _ENDED_BY[state], now_ms, result=result, error=error)
     return _read(store, run.job.id)
 
 
-def a_job_in(store: Store, state: State, *, now_ms: int = T0, **changes: Any) -> Job:
+def a_job_in(store: JobStore, state: State, *, now_ms: int = T0, **changes: Any) -> Job:
     """A job in any state, by the shortest way there."""
     match state:
         case State.QUEUED:
@@ -90,9 +90,9 @@ def rows_in(database: Database, table: Table) -> int:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
-def trail_of(store: Store, job_id: str) -> list[tuple[str, str, int]]:
+def trail_of(store: JobStore, job_id: str) -> list[tuple[str, str, int]]:
     """The job's events: (type, why, attempt)."""
-    return [(event.type, event.data["why"], event.attempt) for event in store.events_of(job_id)]
+    return [(event.type, event.data["why"], event.attempt) for event in store.list_events(job_id)]
 
 
 def at_once(*acts: Callable[[], Any], timeout_s: float = 30) -> list[Any]:
@@ -120,7 +120,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 10) -> None:
     raise AssertionError(f"did not happen within {timeout_s} s")
 
 
-def _read(store: Store, job_id: str) -> Job:
+def _read(store: JobStore, job_id: str) -> Job:
     job = store.get(job_id)
     assert job is not None
     return job

@@ -10,9 +10,10 @@ from routing.dispatch.steps import BlockingIo, Postponed, Steps, blocking, settl
 from routing.dispatch.verdict import Verdict
 from routing.queue.leases import Lease, Leases, Released
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import Error, Withholding, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import JobError, Quarantine
 from tasks import retries
 from tasks.worker.executor import finish
 
@@ -21,18 +22,18 @@ from tasks.worker.executor import finish
 class Settled:
     """What came of a run.  `moved` None: the run was over before, and nothing was stored."""
 
-    moved: Moved | None
+    moved: Transition | None
     next: Offer | None  # already claimed by the claimant
 
 
-def store_end(store: Store, job_id: str, attempt: int, why: Why, now_ms: int, **ends: Any) -> Moved | None:
+def store_end(store: JobStore, job_id: str, attempt: int, why: Reason, now_ms: int, **ends: Any) -> Transition | None:
     """Store the end of a run; None: it is over already, nothing was changed."""
-    return store.database.do(store.settle_write(job_id, attempt, why, now_ms, **ends))
+    return store.database.commit(store.settle_write(job_id, attempt, why, now_ms, **ends))
 
 
 def decided(dispatcher: Dispatcher, active: ActiveRun, outcome: Outcome | StopReason) -> Decision:
     """How a run of this outcome ends, by its model's configuration."""
-    run, config = active.run, dispatcher.catalog.model(active.run.job.model).config
+    run, config = active.run, dispatcher.catalog.resolve(active.run.job.model).config
     return retries.decide_end(run, outcome, config, dispatcher.settings, canceling=run.cancel_requested)
 
 
@@ -58,26 +59,26 @@ def end_in_order(
 def end_run(
     dispatcher: Dispatcher,
     active: ActiveRun,
-    why: Why,
+    why: Reason,
     *,
     result: str | None = None,
-    error: Error | None = None,
+    error: JobError | None = None,
     due_ms: int | None = None,
     lingers: str = "",
-) -> Moved | None:
+) -> Transition | None:
     """End a run for a reason, as maintenance does; `lingers`: why its slot is quarantined."""
     at_ms, run = now_ms(), active.run
     if due_ms is None:
-        config = dispatcher.catalog.model(run.job.model).config
+        config = dispatcher.catalog.resolve(run.job.model).config
         due_ms = at_ms + round(retries.countdown_s(run.failures, config) * 1000)
-    quarantine = Withholding(lingers, at_ms + dispatcher.settings.withhold_max_ms) if lingers else None
+    quarantine = Quarantine(lingers, at_ms + dispatcher.settings.withhold_max_ms) if lingers else None
     decision = Decision(
         why,
         result=result,
         error=error,
         due_ms=due_ms,
         outcome=Verdict(why).outcome,
-        cooldown_ms=dispatcher.settings.busy_cooldown_ms if why is Why.SERVER_BUSY else 0,
+        cooldown_ms=dispatcher.settings.busy_cooldown_ms if why is Reason.SERVER_BUSY else 0,
         quarantine=quarantine,
     )
     return settle(dispatcher, active, decision)

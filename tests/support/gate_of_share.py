@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from routing.admission import questions
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
 from routing.admission.questions import Backlog
-from slotkeeper.errors import TooMany
+from slotkeeper.errors import TooManyRequests
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:
@@ -16,9 +16,11 @@ def _check(submit: Submit, known: Known) -> Iterable[Question]:
 def _question(known: Known, model: str, tenant: str, more: int) -> Question:
     def judge(found: Backlog) -> None:
         if found.everyones >= 10 and found.own + more > (found.everyones + more) / 2:
-            raise TooMany(f"Half of the jobs of model {model!r} are {tenant!r}'s; try again later.", 5.0, model=model)
+            raise TooManyRequests(
+                f"Half of the jobs of model {model!r} are {tenant!r}'s; try again later.", 5.0, model=model
+            )
 
-    return Question(questions.backlog(known.queues, known.catalog.model(model).fleet, model, tenant), judge)
+    return Question(questions.backlog(known.queues, known.catalog.resolve(model).fleet, model, tenant), judge)
 
 
 GATE = Gate("share", Asks.LOOKS, _check)

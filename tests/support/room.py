@@ -14,12 +14,12 @@ from redis import Redis
 
 from routing.queue import order
 from routing.queue.slots import entry, model_rules
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command, Scripts
 from slotkeeper.registry.catalog import Model
-from slotkeeper.registry.config import ModelConfig
-from slotkeeper.registry.policies import DEFAULT
+from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.policies import DEFAULT_POLICY
 from slotkeeper.registry.values import Server as CatalogServer
 
 START_MS = 1_800_000_000_000
@@ -66,7 +66,7 @@ class Job:
     @property
     def lane(self) -> str:
         return order.lane(
-            Waiting(self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints)
+            QueuedJob(self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints)
         )
 
     @property
@@ -77,7 +77,7 @@ class Job:
 a = Job
 
 
-def a_config(policy: str = DEFAULT, **config: Any) -> ModelConfig:
+def a_config(policy: str = DEFAULT_POLICY, **config: Any) -> ModelConfig:
     """With a policy that the product need not know."""
     return ModelConfig(**config).model_copy(update={"policy": policy})
 
@@ -142,8 +142,8 @@ class Room:
 
     def key(self, name: str) -> str:
         if name in FLEET_KEYS:
-            return self.keys.of(self.fleet, name)
-        return f"{self.keys.fleet(self.fleet)[0].removesuffix(':classes')}:{name}"
+            return self.keys.fleet_key(self.fleet, name)
+        return f"{self.keys.fleet_keys(self.fleet)[0].removesuffix(':classes')}:{name}"
 
     def members(self, name: str) -> list[str]:
         """Of `free`, `cooling`, `leases`, or a class's lanes `classes:<class>`, in order."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from sqlalchemy import event
 
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.store import JobStore
 
 
 @contextmanager
-def plans_of(store: Store) -> Iterator[list[str]]:
+def plans_of(store: JobStore) -> Iterator[list[str]]:
     """The plan of each statement that is read meanwhile."""
     plans: list[str] = []
     explain = "EXPLAIN QUERY PLAN " if store.database.engine.dialect.name == "sqlite" else "EXPLAIN "

@@ -178,7 +178,7 @@ class RefServer:
 
 
 _MIGRATE = (
-    "from slotkeeper.config import *; from migrations.migrate import upgrade; upgrade(RecordSettings().record_url)"
+    "from slotkeeper.config import *; from migrations.migrate import upgrade; upgrade(StorageSettings().sqlalchemy_url)"
 )
 
 

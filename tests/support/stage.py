@@ -26,14 +26,14 @@ from routing.queue.config import RoutingSettings
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import Job, Waiting
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import Job, QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
-from slotkeeper.registry.cache import CatalogCache
 from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import T0
 from tests.support.ends import Settled, decided, end_in_order
@@ -58,12 +58,12 @@ class Recorder:
     count_taken: Callable[[], int] = lambda: -1
     broken: bool = False
 
-    def offered(self, offer: Offer, new: Waiting | None) -> None:
+    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
         self.offers.append(offer)
 
-    def ended(self, moved: Moved) -> None:
+    def ended(self, moved: Transition) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
         self.ends.append((moved.job.id, moved.to))
@@ -75,7 +75,7 @@ class Stage:
 
     def __init__(self, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
         self.database, self.redis = database, redis
-        self.store, self.catalog = Store(database), Catalog(database)
+        self.store, self.catalog = JobStore(database), Catalog(database)
         self.told = Recorder()
         self.room = Room(redis)
         self.dispatcher = self.a_dispatcher(redis)
@@ -145,11 +145,11 @@ class Stage:
         self.catalog.register(model, server, f"http://{server}:1/run", slots, self.now)
         if config:
             self.catalog.configure(model, config, self.now)
-        reconcile.refresh_fleet(self.dispatcher, self.catalog.snapshot().models[model].fleet)
+        reconcile.refresh_fleet(self.dispatcher, self.catalog.read().models[model].fleet)
 
     def set_state(self, state: str, server: str = "gpu") -> None:
         self.catalog.set_server_state(server, state)
-        reconcile.refresh_fleet(self.dispatcher, self.catalog.snapshot().servers[server].fleet)
+        reconcile.refresh_fleet(self.dispatcher, self.catalog.read().servers[server].fleet)
 
     def submit(self, model: str = "zimg", **changes: Any) -> str:
         (job_id,) = self.submit_all([self.a(model, **changes)])

@@ -4,8 +4,8 @@ from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.steps import blocking, wait
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer
-from slotkeeper.jobs.record import Run
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Run
 
 
 def claim_offer(leases: Leases, offer: Offer, owner: str) -> Offer | None:
@@ -21,7 +21,7 @@ def begin_run(dispatcher: Dispatcher, offer: Offer, owner: str) -> ActiveRun | N
 
 
 def store_start(
-    store: Store,
+    store: JobStore,
     job_id: str,
     server: str,
     slot: str,
@@ -33,9 +33,9 @@ def store_start(
 ) -> Run | None:
     """Give a queued job to the caller; None: it is not queued."""
     write = store.start_write(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to)
-    return store.database.do(write)
+    return store.database.commit(write)
 
 
-def store_remote_id(store: Store, job_id: str, attempt: int, remote_id: str, now_ms: int) -> bool:
+def store_remote_id(store: JobStore, job_id: str, attempt: int, remote_id: str, now_ms: int) -> bool:
     """Store the server's own id of a running job.  False: this run is over."""
-    return store.database.do(store.noting_remote(job_id, attempt, remote_id, now_ms))
+    return store.database.commit(store.remote_id_write(job_id, attempt, remote_id, now_ms))

@@ -19,9 +19,9 @@ import requests
 from redis import Redis
 
 from routing.queue.workers import Workers
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import Job
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Scripts
 from tests.support.gated import Gate
@@ -45,7 +45,7 @@ _numbers = itertools.count(1)
 
 def _key(fleet: str, name: str) -> str:
     """Of the town's room in Redis."""
-    return Keys("slotkeeper").fleet(fleet)[FLEET_KEYS.index(name)]
+    return Keys("slotkeeper").fleet_keys(fleet)[FLEET_KEYS.index(name)]
 
 
 class Town:
@@ -54,7 +54,7 @@ class Town:
     def __init__(self, stack: Stack, record_url: str) -> None:
         self.stack, self.api = stack, HttpApi(stack)
         self.servers: dict[str, RefServer] = {}
-        self.store = Store(Database(record_url))
+        self.store = JobStore(Database(record_url))
         self._crew: list[Process] = []
 
     # -- workers -----------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Town:
 
     def starts(self, job_id: str) -> int:
         """How often the job was started by a worker."""
-        return len([event for event in self.store.events_of(job_id) if event.type == "job.started"])
+        return len([event for event in self.store.list_events(job_id) if event.type == "job.started"])
 
     def started(self, job_id: str, times: int, every_s: float = 0.05) -> None:
         """Wait until the job has been started so often."""
@@ -131,7 +131,7 @@ class Town:
 
     def why(self, job_id: str) -> list[str]:
         """The reasons of all that the job has gone through, in order."""
-        return [event.data["why"] for event in self.store.events_of(job_id)]
+        return [event.data["why"] for event in self.store.list_events(job_id)]
 
     def sent(self, model: str, count: int = 1) -> None:
         """Wait until the model's server runs so many jobs."""

@@ -2,8 +2,8 @@
 
 from sqlalchemy import func, select
 
-from slotkeeper.db.db import Database
-from slotkeeper.outbox.receivers import cursor, last_event
+from slotkeeper.db.group_commit import Database
+from slotkeeper.outbox.subscriptions import get_cursor, get_last_id
 from slotkeeper.outbox.tables import receivers
 
 
@@ -14,4 +14,4 @@ def untold_events(database: Database) -> int:
         following = connection.execute(select(func.min(receivers.c.after_event)).where(follows)).scalar()
         if following is None:
             return 0
-        return max(last_event(connection) - max(cursor(connection), following), 0)
+        return max(get_last_id(connection) - max(get_cursor(connection), following), 0)

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.record import Event
 from slotkeeper.jobs.states import State
-from slotkeeper.outbox.messages import Message
-from slotkeeper.outbox.receivers import ENDS, Receiver
-from slotkeeper.outbox.tail import Entry
+from slotkeeper.jobs.values import Event
+from slotkeeper.outbox.event_reader import OutboxEvent
+from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription
+from slotkeeper.outbox.webhook_messages import Message
 from tasks import bodies
 from tasks.bodies import FIELDS, LONGEST_VALUE, MOST_NAMES, MOST_TEMPLATE_BYTES, body, checked_template, told_of_event
 
 MESSAGE = Message("we_1", 7, "j1", "job.failed", 1_800_000_000_123, "pending", 1, 0, 0, None, None, None)
 ERROR = {"code": "bad", "message": "no"}
-ENTRY = Entry(
+ENTRY = OutboxEvent(
     Event(
         7, "j1", "job.failed", MESSAGE.at_ms, 2, {"why": "invalid_request", "error": {"code": "bad", "message": "no"}}
     ),
@@ -175,7 +175,7 @@ def test_a_test_says_what_an_end_says() -> None:
 def test_an_address_of_slack_is_sent_what_slack_takes_unless_it_has_a_template(
     template: str | None, expected: bool
 ) -> None:
-    receiver = Receiver("we", "acme", "https://Hooks.Slack.com/services/T/B/X", ENDS, "", 0, template)
+    receiver = Subscription("we", "acme", "https://Hooks.Slack.com/services/T/B/X", END_EVENT_TYPES, "", 0, template)
     found = bodies.template_of(receiver)
     assert found is not None and (found != template) is expected
     assert bodies.template_of(replace(receiver, url="https://example.com/hooks.slack.com", template=None)) is None
@@ -185,7 +185,9 @@ def test_a_job_whose_callback_is_an_address_of_slack_is_told_there_in_a_text() -
     job = SimpleNamespace(id="j<1>", model="zimg", state=State.DEAD, attempts=2, result=None)
     job.error_code, job.error_message = "oom", "<!channel>"
     message = replace(MESSAGE, receiver="j<1>", job_id="j<1>", type="job.dlq")
-    template = bodies.template_of(Receiver("j<1>", "acme", "https://hooks.slack.com/services/T/B/X", ENDS, "", 0))
+    template = bodies.template_of(
+        Subscription("j<1>", "acme", "https://hooks.slack.com/services/T/B/X", END_EVENT_TYPES, "", 0)
+    )
     told = bodies.told_of_end(message, job)  # type: ignore[arg-type]
     assert json.loads(body(message, told, template)) == {"text": "zimg: job.dlq, job j&lt;1&gt; &lt;!channel&gt;"}
     assert json.loads(body(message, told, None)) == {

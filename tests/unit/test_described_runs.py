@@ -11,9 +11,10 @@ from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Kind, Outcome, StopReason
 from routing.queue.leases import Lease
-from slotkeeper import exact
-from slotkeeper.jobs.record import Run, Waiting, now_ms
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.values import QueuedJob, Run
+from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Call, Description, Health, HealthKind
 from tasks.worker import runner
 from tasks.worker.heartbeat import Watch
@@ -77,7 +78,7 @@ class Live:
 
 def _run(**changes: Any) -> Run:
     values: dict[str, Any] = {
-        "job": Waiting("j", 1, "zimg", 5, "default"),
+        "job": QueuedJob("j", 1, "zimg", 5, "default"),
         "payload": '{"user":"anna"}',
         "attempt": 1,
         "failures": 0,
@@ -230,7 +231,7 @@ def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
     live = Live({"mode": "async", **description}, submit=[Outcome(Kind.PENDING, remote_id="r")], status=[DONE])
     _watch(live)
     submit, status = live.calls
-    assert exact.dumps(submit.payload) == b'{"user":"anna"}' and status.payload == payload
+    assert json_text.dumps(submit.payload) == b'{"user":"anna"}' and status.payload == payload
     assert submit.model == status.model == "zimg"
 
 

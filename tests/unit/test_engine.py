@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slotkeeper import logs
-from slotkeeper.db.db import Batch, Write
-from slotkeeper.errors import RecordUnavailable
+from slotkeeper.db.group_commit import Batch, Write
+from slotkeeper.errors import DatabaseUnavailable
 from tasks.worker import engine
 from tasks.worker.engine import Commits, Engine
 
@@ -25,7 +25,7 @@ class Record:
         self.is_taken = False  # Others write now.
         self.fails: Exception | None = None
 
-    def try_commit(self, batch: Batch) -> None:
+    def try_commit_all(self, batch: Batch) -> None:
         if not self.is_taken:
             self._note(batch.writes)
             batch.committed = [write.about for write in batch.writes]
@@ -95,8 +95,8 @@ def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(re
 
 
 def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record) -> None:
-    record.fails = RecordUnavailable("away")
-    with _commits(record) as ask, pytest.raises(RecordUnavailable):
+    record.fails = DatabaseUnavailable("away")
+    with _commits(record) as ask, pytest.raises(DatabaseUnavailable):
         ask("a", "b", relaxed=False)
 
 
@@ -118,7 +118,7 @@ def lived() -> Iterator[Engine]:
         pass
 
     record: Any = Record()
-    record.is_taken, record.fails = True, RecordUnavailable("away")
+    record.is_taken, record.fails = True, DatabaseUnavailable("away")
     room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
     found = Engine(record, room)
     yield found
@@ -160,7 +160,7 @@ def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: Eng
     async def run() -> None:
         try:
             await lived.commit(Write(lambda tx: None, relaxed))
-        except RecordUnavailable as error:
+        except DatabaseUnavailable as error:
             heard.append(error)
 
     lived.spawn(run())
@@ -182,12 +182,12 @@ def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: En
     told: dict[str, Any] = {}
 
     async def other() -> None:
-        logs.about(job_id="other")
+        logs.bind_context(job_id="other")
         await asyncio.sleep(0)
         told["other"] = logs._about.get()
 
     async def run() -> None:
-        logs.about(job_id="one")
+        logs.bind_context(job_id="one")
         lived.spawn(other())
         told["one"] = logs._about.get()
 

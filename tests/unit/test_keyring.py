@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from slotkeeper.registry.rotations import OVERLAP_MS, Rotation
+from slotkeeper.registry.rotations import OVERLAP_MS, SecretRotation
 from tasks import callbacks, keyring
 from tasks.keyring import Purpose, derive, webhook_secrets
 
@@ -46,7 +46,7 @@ def test_no_two_purposes_tenants_or_rotations_share_a_key() -> None:
 def test_who_can_verify_webhooks_can_make_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with the webhook secret nor in the ways in which tokens were made of a shared one before."""
     _set(monkeypatch, SECRET)
-    given = webhook_secrets("acme", Rotation(), NOW)[0]
+    given = webhook_secrets("acme", SecretRotation(), NOW)[0]
     bare = given.removeprefix("whsec_")
     for key in (given.encode(), bare.encode(), base64.b64decode(bare), SECRET.encode()):
         assert not callbacks.is_valid(callbacks._token(key, JOB, 1), JOB, 1)
@@ -61,33 +61,33 @@ def test_a_token_is_hmac_sha256(size: int) -> None:
 
 def test_each_tenant_has_a_webhook_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SECRET)
-    assert webhook_secrets("acme", Rotation(), NOW) != webhook_secrets("other", Rotation(), NOW)
-    assert SECRET not in webhook_secrets("acme", Rotation(), NOW)[0]
+    assert webhook_secrets("acme", SecretRotation(), NOW) != webhook_secrets("other", SecretRotation(), NOW)
+    assert SECRET not in webhook_secrets("acme", SecretRotation(), NOW)[0]
 
 
 def test_a_rotated_secret_overlaps_with_the_one_before_for_a_day_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SECRET)
-    (before,) = webhook_secrets("acme", Rotation(), NOW)
-    rotated = Rotation(1, NOW)
+    (before,) = webhook_secrets("acme", SecretRotation(), NOW)
+    rotated = SecretRotation(1, NOW)
     after, former = webhook_secrets("acme", rotated, NOW + OVERLAP_MS - 1)
     assert former == before != after
     assert webhook_secrets("acme", rotated, NOW + OVERLAP_MS) == [after]
 
 
 def test_the_first_secret_has_none_before_it() -> None:
-    assert Rotation().valid(0) == (0,)
+    assert SecretRotation().list_valid(0) == (0,)
 
 
 def test_what_a_former_secret_signed_is_valid_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SECRET)
-    token, (hook,) = callbacks.token(JOB, 1), webhook_secrets("acme", Rotation(), NOW)
+    token, (hook,) = callbacks.token(JOB, 1), webhook_secrets("acme", SecretRotation(), NOW)
     _set(monkeypatch, OTHER, former=SECRET)
     assert callbacks.is_valid(token, JOB, 1)
     assert callbacks.token(JOB, 1) != token
-    assert webhook_secrets("acme", Rotation(), NOW)[1:] == [hook]
+    assert webhook_secrets("acme", SecretRotation(), NOW)[1:] == [hook]
     _set(monkeypatch, OTHER)
     assert not callbacks.is_valid(token, JOB, 1)
-    assert hook not in webhook_secrets("acme", Rotation(), NOW)
+    assert hook not in webhook_secrets("acme", SecretRotation(), NOW)
 
 
 @pytest.mark.parametrize("secret", ["short", "c2hvcnQ=", "no base64 at all, but long enough to be some", "ä" * 60])

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from slotkeeper import exact, large_json
-from slotkeeper.exact import Unparsed
+from slotkeeper import json_text, large_json
+from slotkeeper.json_text import RawJson
 from tasks.servers import pointers
 from tests.support.stack import REPO
 
-_FILL = "x" * large_json.LARGE
+_FILL = "x" * large_json.LARGE_BYTES
 
 
 def _large(value: Any) -> bytes:
@@ -33,31 +33,34 @@ def _large(value: Any) -> bytes:
         ([_FILL, *range(98), "last"], "/99", "last"),
         ({"fill": _FILL, "a/b~c": True}, "/a~1b~0c", True),
         ({"fill": _FILL, "ü": "ö"}, "/ü", "ö"),
-        ({"": _FILL, "n": 12345678901234567890123}, "/n", exact.WrittenNumber("12345678901234567890123")),
+        ({"": _FILL, "n": 12345678901234567890123}, "/n", json_text.WrittenNumber("12345678901234567890123")),
     ],
 )
 def test_a_pointer_finds_in_a_large_text_what_it_finds_in_its_objects(value: Any, pointer: str, found: Any) -> None:
     text = json.dumps(value, ensure_ascii=False).encode()
-    parsed = large_json.read(text)
-    assert isinstance(parsed, Unparsed)
+    parsed = large_json.parse(text)
+    assert isinstance(parsed, RawJson)
     at = pointers.parse(pointer)
     assert pointers.resolve(parsed, at) == found
-    told = large_json.heard(text, large_json.told(text, [at]))
+    told = large_json.apply_report(text, large_json.report_pointers(text, [at]))
     assert pointers.resolve(told, at) == found
 
 
 def test_a_large_part_of_a_large_text_is_kept_as_it_came() -> None:
     text = b'{"result": {"b":"' + _FILL.encode() + b'", "n": 1.10}, "status": 1}'
-    for parsed in (large_json.read(text), large_json.heard(text, large_json.told(text, [("result",)]))):
+    for parsed in (
+        large_json.parse(text),
+        large_json.apply_report(text, large_json.report_pointers(text, [("result",)])),
+    ):
         part = pointers.resolve(parsed, ("result",))
-        assert isinstance(part, Unparsed)
-        assert exact.dumps(part) == b'{"b":"' + _FILL.encode() + b'", "n": 1.10}'
-        assert exact.unwritten({"result": part}) == {"result": {"b": _FILL, "n": 1.1}}
+        assert isinstance(part, RawJson)
+        assert json_text.dumps(part) == b'{"b":"' + _FILL.encode() + b'", "n": 1.10}'
+        assert json_text.unwritten({"result": part}) == {"result": {"b": _FILL, "n": 1.1}}
 
 
 def test_of_two_members_of_one_name_the_last_counts_in_a_large_text_as_in_a_small_one() -> None:
     text = b'{"fill":"' + _FILL.encode() + b'","at":1,"at":2}'
-    assert pointers.resolve(large_json.read(text), ("at",)) == exact.loads(b'{"at":1,"at":2}')["at"]
+    assert pointers.resolve(large_json.parse(text), ("at",)) == json_text.loads(b'{"at":1,"at":2}')["at"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_of_two_members_of_one_name_the_last_counts_in_a_large_text_as_in_a_smal
 )
 def test_a_large_text_that_is_no_json_is_refused(end: bytes) -> None:
     with pytest.raises(ValueError):
-        large_json.read(b'{"fill":"' + _FILL.encode() + b'","at":' + end)
+        large_json.parse(b'{"fill":"' + _FILL.encode() + b'","at":' + end)
 
 
 def _elsewhere(text: bytes, pointer: list[str]) -> "subprocess.CompletedProcess[bytes]":
@@ -78,5 +81,5 @@ def test_a_process_of_its_own_tells_what_stands_where_and_ends_with_1_where_that
     text = b'{"status":"success","result":[' + b"[]," * 2_000_000 + b"[]]}"
     ended = _elsewhere(text, ["status"])
     assert ended.returncode == 0, ended.stderr
-    assert pointers.resolve(large_json.heard(text, ended.stdout), ("status",)) == "success"
+    assert pointers.resolve(large_json.apply_report(text, ended.stdout), ("status",)) == "success"
     assert _elsewhere(text[:-1], ["status"]).returncode == 1

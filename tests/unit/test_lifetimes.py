@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from slotkeeper import lifetimes as lifetimes_module
-from slotkeeper.home import HomeNotPrivate
-from slotkeeper.lifetimes import Lifetimes
+from slotkeeper import process_locks as lifetimes_module
+from slotkeeper.process_locks import ProcessLocks
+from slotkeeper.state_folder import StateFolderNotPrivate
 from tests.support.stack import REPO, eventually
 
 NAME = "worker/00c0ffee"
 _BEGIN = """
 import os, sys
 from pathlib import Path
-from slotkeeper.lifetimes import Lifetimes
-Lifetimes(Path(sys.argv[1])).begin(sys.argv[2])
+from slotkeeper.process_locks import ProcessLocks
+ProcessLocks(Path(sys.argv[1])).acquire(sys.argv[2])
 child = os.fork() if "forks" in sys.argv else 1
 print(os.getpid() if child == 0 else 0, flush=True) if "forks" not in sys.argv or child == 0 else None
 sys.stdin.read()
@@ -55,7 +55,7 @@ def begin(folder: Path) -> Iterator[Callable[..., tuple["subprocess.Popen[str]",
         process.communicate()
 
 
-def _die(lives: Lifetimes, name: str = NAME) -> None:
+def _die(lives: ProcessLocks, name: str = NAME) -> None:
     """As the kernel does it for a process that ends."""
     os.close(lives._held.pop(name))
 
@@ -69,121 +69,121 @@ def test_a_process_that_was_killed_is_proved_to_have_ended_and_one_that_is_stopp
     process, _ = begin()
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert Lifetimes(folder).ended() == []
+    assert ProcessLocks(folder).find_dead() == []
     process.kill()
     process.wait()
-    assert Lifetimes(folder).ended() == [NAME]
-    assert Lifetimes(folder).ended() == [NAME], "until what had to be done is done"
-    Lifetimes(folder).forget(NAME)
-    assert Lifetimes(folder).ended() == [] and list(folder.iterdir()) == []
+    assert ProcessLocks(folder).find_dead() == [NAME]
+    assert ProcessLocks(folder).find_dead() == [NAME], "until what had to be done is done"
+    ProcessLocks(folder).remove(NAME)
+    assert ProcessLocks(folder).find_dead() == [] and list(folder.iterdir()) == []
 
 
 def test_a_child_that_has_its_descriptors_only_delays_the_proof(folder, begin):
     process, child = begin("forks")
     process.kill()
     process.wait()
-    assert Lifetimes(folder).ended() == []
+    assert ProcessLocks(folder).find_dead() == []
     os.kill(child, signal.SIGKILL)
-    eventually(lambda: Lifetimes(folder).ended() == [NAME], "the child has ended, too")
+    eventually(lambda: ProcessLocks(folder).find_dead() == [NAME], "the child has ended, too")
 
 
 def test_a_program_that_a_process_has_started_does_not_hold_its_lock(folder):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=False):
         _die(lives)
-        assert Lifetimes(folder).ended() == [NAME]
+        assert ProcessLocks(folder).find_dead() == [NAME]
 
 
 def test_a_process_does_not_take_itself_for_dead(folder):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
-    assert lives.ended() == Lifetimes(folder).ended() == []
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
+    assert lives.find_dead() == ProcessLocks(folder).find_dead() == []
 
 
 def test_who_ends_in_order_leaves_nothing(folder):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
-    lives.end(NAME)
-    lives.end(NAME)
-    assert lives.ended() == [] and list(folder.iterdir()) == []
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
+    lives.release(NAME)
+    lives.release(NAME)
+    assert lives.find_dead() == [] and list(folder.iterdir()) == []
 
 
 def test_what_another_kernel_wrote_proves_nothing(folder, tmp_path):
     other = tmp_path / "boot_id"
     other.write_text("another-start\n")
-    lives = Lifetimes(folder, other)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder, other)
+    lives.acquire(NAME)
     _die(lives)
-    assert lives.ended() == [NAME]
-    assert Lifetimes(folder).ended() == []
+    assert lives.find_dead() == [NAME]
+    assert ProcessLocks(folder).find_dead() == []
 
 
 def test_where_no_kernel_says_which_it_is_nothing_begins_and_nothing_is_proved(folder, tmp_path):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     _die(lives)
-    unknown = Lifetimes(folder, tmp_path / "none")
-    assert unknown.ended() == []
+    unknown = ProcessLocks(folder, tmp_path / "none")
+    assert unknown.find_dead() == []
     with pytest.raises(OSError):
-        unknown.begin("worker/other")
-    assert Lifetimes(folder).ended() == [NAME], "and left nothing behind"
+        unknown.acquire("worker/other")
+    assert ProcessLocks(folder).find_dead() == [NAME], "and left nothing behind"
     assert len(list(folder.iterdir())) == 1
 
 
 def test_a_copy_of_a_living_processs_file_proves_nothing(folder, tmp_path):
     """As of a state folder that was copied, or put back."""
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     copied = shutil.copytree(folder, tmp_path / "copy" / "workers")
-    assert Lifetimes(copied).ended() == []
+    assert ProcessLocks(copied).find_dead() == []
     file = _one(folder)
     shutil.copy(file, folder / "draft")
     (folder / "draft").rename(file)
-    assert Lifetimes(folder).ended() == [], "the name is another file's by now"
+    assert ProcessLocks(folder).find_dead() == [], "the name is another file's by now"
 
 
 def test_a_file_proves_the_end_of_whom_it_names_only(folder):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     file = _one(folder)
     file.rename(file.with_name("worker%2Fanother"))
     _die(lives)
-    assert lives.ended() == []
+    assert lives.find_dead() == []
 
 
 @pytest.mark.parametrize("much", [0, 10, -1])
 def test_what_was_not_written_to_its_end_proves_nothing(folder, much):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     file = _one(folder)
     _die(lives)
     os.truncate(file, much if much >= 0 else file.stat().st_size + much)
-    assert lives.ended() == []
+    assert lives.find_dead() == []
 
 
 def test_a_file_that_others_could_have_written_proves_nothing(folder, monkeypatch):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     _die(lives)
     _one(folder).chmod(0o620)
-    assert lives.ended() == []
+    assert lives.find_dead() == []
     _one(folder).chmod(0o600)
-    assert lives.ended() == [NAME]
+    assert lives.find_dead() == [NAME]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert lives.ended() == []
+    assert lives.find_dead() == []
 
 
 def test_a_link_or_a_pipe_in_the_folder_is_passed_over(folder):
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     file = _one(folder)
     _die(lives)
     file.rename(folder.parent / "elsewhere")
     file.symlink_to(folder.parent / "elsewhere")
     os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()
-    assert lives.ended() == []
+    assert lives.find_dead() == []
 
 
 def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder, monkeypatch):
@@ -192,7 +192,7 @@ def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder
     def looking(act: Callable[..., Any]) -> Callable[..., Any]:
         def first_look(*args: Any, **more: Any) -> Any:
             monkeypatch.undo()
-            looks.append(Lifetimes(folder).ended())
+            looks.append(ProcessLocks(folder).find_dead())
             patch()
             return act(*args, **more)
 
@@ -205,19 +205,19 @@ def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder
 
     flock, write, fstat = fcntl.flock, os.write, os.fstat
     patch()
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     monkeypatch.undo()
     assert len(looks) >= 4 and not any(looks)
-    assert Lifetimes(folder).ended() == []
+    assert ProcessLocks(folder).find_dead() == []
     _die(lives)
-    assert Lifetimes(folder).ended() == [NAME]
+    assert ProcessLocks(folder).find_dead() == [NAME]
 
 
 def test_on_a_file_system_that_keeps_no_locks_nobody_begins(folder, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
     with pytest.raises(OSError, match="does not keep locks"):
-        Lifetimes(folder).begin(NAME)
+        ProcessLocks(folder).acquire(NAME)
     assert list(folder.iterdir()) == []
 
 
@@ -225,14 +225,14 @@ def test_on_a_full_disk_nobody_begins(folder, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:5]))
     with pytest.raises(OSError, match="no room"):
-        Lifetimes(folder).begin(NAME)
+        ProcessLocks(folder).acquire(NAME)
     assert list(folder.iterdir()) == []
 
 
 def test_where_there_is_no_state_folder_none_is_made(tmp_path):
     with pytest.raises(OSError, match="no state folder"):
-        Lifetimes(tmp_path / "var" / "workers").begin(NAME)
-    assert list(tmp_path.iterdir()) == [] and Lifetimes(tmp_path / "var" / "workers").ended() == []
+        ProcessLocks(tmp_path / "var" / "workers").acquire(NAME)
+    assert list(tmp_path.iterdir()) == [] and ProcessLocks(tmp_path / "var" / "workers").find_dead() == []
 
 
 def test_in_a_folder_that_is_not_ours_nobody_begins(folder, monkeypatch):
@@ -240,19 +240,19 @@ def test_in_a_folder_that_is_not_ours_nobody_begins(folder, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     if os.getuid() == 0:  # Whose folders are believed.
         os.chown(folder, 12345, -1)
-    with pytest.raises(HomeNotPrivate):
-        Lifetimes(folder).begin(NAME)
+    with pytest.raises(StateFolderNotPrivate):
+        ProcessLocks(folder).acquire(NAME)
 
 
 def test_what_cannot_be_taken_away_is_forgotten_all_the_same(folder, monkeypatch):
     """As in a folder that is mounted to be read only: it would be looked into twice a second for ever."""
-    lives = Lifetimes(folder)
-    lives.begin(NAME)
+    lives = ProcessLocks(folder)
+    lives.acquire(NAME)
     _die(lives)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", _refuse)
-        lives.forget(NAME)
-    assert lives.ended() == [] and _one(folder).exists()
+        lives.remove(NAME)
+    assert lives.find_dead() == [] and _one(folder).exists()
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -260,16 +260,16 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):
-    lives, old = Lifetimes(folder), lifetimes_module._KEPT_S + 60
+    lives, old = ProcessLocks(folder), lifetimes_module._KEPT_S + 60
     for name in ("held", "dead", "young"):
-        lives.begin(name)
+        lives.acquire(name)
     (folder / "half").touch()
     for name in ("dead", "young"):
         _die(lives, name)
     for name in ("held", "dead", "half"):
         found = (folder / name).stat()
         os.utime(folder / name, (found.st_mtime - old, found.st_mtime - old))
-    Lifetimes(folder).begin("another")
+    ProcessLocks(folder).acquire("another")
     assert sorted(path.name for path in folder.iterdir()) == ["another", "held", "young"]
 
 
@@ -277,10 +277,10 @@ def test_a_private_folder_without_a_database_is_enough_for_the_proof(tmp_path: P
     """In production the record is in PostgreSQL, and SLOTKEEPER_HOME holds nothing else."""
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    lives = Lifetimes(home / "workers")
-    lives.try_to_begin(NAME)
+    lives = ProcessLocks(home / "workers")
+    lives.try_acquire(NAME)
     _die(lives)
-    assert lives.ended() == [NAME]
+    assert lives.find_dead() == [NAME]
 
 
 def test_a_folder_that_others_can_enter_proves_nothing_and_the_worker_says_so(
@@ -290,5 +290,5 @@ def test_a_folder_that_others_can_enter_proves_nothing_and_the_worker_says_so(
     home.mkdir()
     home.chmod(0o755)
     with capture_logs() as logged:
-        Lifetimes(home / "workers").try_to_begin(NAME)
+        ProcessLocks(home / "workers").try_acquire(NAME)
     assert [(line["event"], line["log_level"]) for line in logged] == [("end_not_provable", "warning")]

@@ -42,8 +42,8 @@ def test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly(said: Callable[
     )
     logging.getLogger("kombu").warning("%s", "z\x1b[31m" * 10_000)
     ours, theirs = said()
-    assert len(ours) < 3 * logs.LONGEST_VALUE
-    assert len(theirs) <= logs.LONGEST_LINE
+    assert len(ours) < 3 * logs.MAX_VALUE_LENGTH
+    assert len(theirs) <= logs.MAX_LINE_LENGTH
     assert (ours + theirs).isprintable()
 
 
@@ -156,7 +156,7 @@ def test_as_json_a_line_stays_an_object_however_long_or_odd_its_facts(said: Call
     structlog.get_logger("tasks.x").info("100 %s of it" * 999, job_id="j1", big=1 << 99, none=None, **wild)
     logging.getLogger("kombu").warning("z\x1b[31m" * 10_000)
     lines = said()
-    assert all(len(line) <= logs.LONGEST_LINE and line.isprintable() and json.loads(line) for line in lines)
+    assert all(len(line) <= logs.MAX_LINE_LENGTH and line.isprintable() and json.loads(line) for line in lines)
     assert json.loads(lines[0])["job_id"] == "j1"
 
 
@@ -170,12 +170,12 @@ def test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_ab
     said: Callable[[], list[str]],
 ) -> None:
     log = structlog.get_logger("tasks.x")
-    logs.about(job_id="j1", tenant="acme")
+    logs.bind_context(job_id="j1", tenant="acme")
     log.info("one")
     log.info("two", job_id="j2")
-    logs.about(job_id="j3")
+    logs.bind_context(job_id="j3")
     log.info("three")
-    logs.about()
+    logs.bind_context()
     log.info("four")
     assert [line.partition("info    ")[2] for line in said()] == [
         "one job_id=j1 tenant=acme",

@@ -11,7 +11,7 @@ from kombu import compression
 from kombu.message import Message
 from kombu.utils import json
 
-from slotkeeper.registry.config import MOST_PAYLOAD_BYTES, ModelConfig
+from slotkeeper.registry.model_config import MOST_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
 
 MOST_BYTES = packed.MOST_BYTES

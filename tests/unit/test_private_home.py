@@ -20,10 +20,10 @@ from app.up.launcher import _without_password
 from app.up.ports import free_port
 from migrations import migrate
 from routing.queue.config import RoutingSettings
-from slotkeeper import home
-from slotkeeper.config import RecordSettings
-from slotkeeper.db.db import Database
-from slotkeeper.home import HomeNotPrivate, kept_text, private_file, private_folder
+from slotkeeper import state_folder as folders
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.group_commit import Database
+from slotkeeper.state_folder import StateFolderNotPrivate, make_private_file, make_private_folder, read_or_create
 
 FIRST = {
     "migrate": ["-m", "app.cli", "migrate"],
@@ -99,8 +99,8 @@ def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -
     shared.mkdir()
     (shared / "somebody's file").touch()
     shared.chmod(mode)
-    with pytest.raises(HomeNotPrivate, match=r"set SLOTKEEPER_HOME .*chmod 700"):
-        private_folder(shared)
+    with pytest.raises(StateFolderNotPrivate, match=r"set SLOTKEEPER_HOME .*chmod 700"):
+        make_private_folder(shared)
     with pytest.raises(UpError, match="chmod 700"), Home(shared):
         pass
     assert stat.S_IMODE(shared.stat().st_mode) == mode, "what is not ours is left as it is"
@@ -109,21 +109,21 @@ def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -
 def test_a_folder_of_somebody_else_is_refused_however_private_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = private_folder(tmp_path / "made")
+    folder = make_private_folder(tmp_path / "made")
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    monkeypatch.setattr(home, "_ROOT", folder.stat().st_uid + 2)
-    with pytest.raises(HomeNotPrivate, match="another user"):
-        private_folder(folder)
-    monkeypatch.setattr(home, "_ROOT", folder.stat().st_uid)
-    assert private_folder(folder) == folder
+    monkeypatch.setattr(folders, "_ROOT", folder.stat().st_uid + 2)
+    with pytest.raises(StateFolderNotPrivate, match="another user"):
+        make_private_folder(folder)
+    monkeypatch.setattr(folders, "_ROOT", folder.stat().st_uid)
+    assert make_private_folder(folder) == folder
 
 
 def test_a_sticky_folder_is_never_ours(tmp_path: Path) -> None:
     """As root with a record in /tmp: closing it would stop everybody else."""
     (tmp_path / "record.db").touch()
     tmp_path.chmod(0o1777)
-    with pytest.raises(HomeNotPrivate):
-        private_folder(tmp_path)
+    with pytest.raises(StateFolderNotPrivate):
+        make_private_folder(tmp_path)
 
 
 def test_a_folder_of_that_name_is_left_alone_when_nothing_is_kept_there(
@@ -131,7 +131,7 @@ def test_a_folder_of_that_name_is_left_alone_when_nothing_is_kept_there(
 ) -> None:
     (tmp_path / "log").mkdir()
     tmp_path.chmod(0o755)
-    home.open_home(RecordSettings(home=tmp_path, database_url="postgresql://x"))
+    folders.restrict_state_folder(StorageSettings(home=tmp_path, database_url="postgresql://x"))
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
@@ -140,7 +140,7 @@ def test_a_link_is_not_followed_to_somebodys_file(tmp_path: Path) -> None:
     target.touch()
     target.chmod(0o644)
     (tmp_path / "link").symlink_to(target)
-    private_file(tmp_path / "link")
+    make_private_file(tmp_path / "link")
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
 
 
@@ -149,7 +149,7 @@ def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
 
     def ask() -> None:
         gate.wait()
-        found.append(kept_text(tmp_path / "word", lambda: os.urandom(8).hex()))
+        found.append(read_or_create(tmp_path / "word", lambda: os.urandom(8).hex()))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -166,7 +166,7 @@ def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[int, str, "subprocess.Popen[bytes]"]]:
     port, password = free_port(), redis_password(tmp_path)
-    folder = private_folder(tmp_path / 'valkey "x"')
+    folder = make_private_folder(tmp_path / 'valkey "x"')
     role = valkey.role(valkey.find(), port, folder, 1, password)
     assert password not in role.command
     process = subprocess.Popen(["/bin/sh", "-c", f"exec {role.command}"], stdout=subprocess.DEVNULL, umask=0o077)

@@ -8,8 +8,8 @@ from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.registry.model_config import ModelConfig
 from tasks import retries
 from tasks.inference import infer
 from tasks.retries import ServerFault, countdown_s
@@ -41,23 +41,29 @@ def _wait_s(stage: Stage, **config: Any) -> float:
 # -- each option decides -------------------------------------------------------------------------------------------
 
 
-def _ends_as(stage: Stage) -> Why:
+def _ends_as(stage: Stage) -> Reason:
     stage.register()
     stage.submit()
     return decided(stage.dispatcher, stage.start(), FAULT).why
 
 
-@pytest.mark.parametrize(("faults", "why"), [((ServerFault,), Why.SERVER_ERROR), ((OSError,), Why.RETRIES_EXHAUSTED)])
+@pytest.mark.parametrize(
+    ("faults", "why"), [((ServerFault,), Reason.SERVER_ERROR), ((OSError,), Reason.RETRIES_EXHAUSTED)]
+)
 def test_autoretry_for_says_whether_a_wrong_answer_is_tried_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, faults: tuple[type[Exception], ...], why: Why
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, faults: tuple[type[Exception], ...], why: Reason
 ) -> None:
     assert infer.autoretry_for == (ServerFault,)
     monkeypatch.setattr(infer, "autoretry_for", faults)
     assert _ends_as(stage) is why
 
 
-@pytest.mark.parametrize(("most", "why"), [(0, Why.RETRIES_EXHAUSTED), (1, Why.SERVER_ERROR), (None, Why.SERVER_ERROR)])
-def test_max_retries_says_how_often(stage: Stage, monkeypatch: pytest.MonkeyPatch, most: int | None, why: Why) -> None:
+@pytest.mark.parametrize(
+    ("most", "why"), [(0, Reason.RETRIES_EXHAUSTED), (1, Reason.SERVER_ERROR), (None, Reason.SERVER_ERROR)]
+)
+def test_max_retries_says_how_often(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, most: int | None, why: Reason
+) -> None:
     assert infer.max_retries == 50
     monkeypatch.setattr(infer, "max_retries", most)
     assert _ends_as(stage) is why

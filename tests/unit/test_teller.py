@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery.signals import worker_shutdown
 
-from slotkeeper.outbox.tellings import Telling
+from slotkeeper.outbox.result_notifications import ResultNotification
 from tasks import telling
 from tests.support.threads import no_thread_left
 
@@ -19,8 +19,8 @@ def test_an_end_for_which_there_was_no_thread_keeps_no_later_one_from_being_told
     nothing: Any = None
     teller = telling.Teller(nothing, nothing)
     with no_thread_left():
-        teller.soon(Telling("first", "j1"))  # Nothing is raised: it is a run that has ended that asks.
-    teller.soon(Telling("second", "j2"))
+        teller.soon(ResultNotification("first", "j1"))  # Nothing is raised: it is a run that has ended that asks.
+    teller.soon(ResultNotification("second", "j2"))
     assert told.wait(10)
 
 
@@ -33,6 +33,6 @@ def test_a_worker_that_stops_waits_for_what_its_teller_has_begun(monkeypatch: py
     teller = telling.Teller(nothing, nothing)
     worker_shutdown.send(sender=None)
     assert waited == [], "it has nothing"
-    teller.soon(Telling("first", "j1"))
+    teller.soon(ResultNotification("first", "j1"))
     worker_shutdown.send(sender=None)
     assert len(waited) == 1

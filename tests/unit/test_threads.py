@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from routing.queue.leases import Lease
-from slotkeeper.db.db import Write
+from slotkeeper.db.group_commit import Write
 from tasks import threads
 from tasks.aside import Aside
 from tasks.worker.engine import Commits

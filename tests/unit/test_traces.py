@@ -2,23 +2,30 @@
 
 import pytest
 
-from slotkeeper.traces import checked, of_process, span_of, trace_of, traceparent, under_way
+from slotkeeper.trace_context import (
+    find_trace,
+    get_current_traceparent,
+    get_process_traceparent,
+    make_span_id,
+    make_traceparent,
+    parse_traceparent,
+)
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"
 
 
 def test_a_traceparent_is_kept_as_it_came() -> None:
-    assert checked(GOOD) == GOOD
+    assert parse_traceparent(GOOD) == GOOD
 
 
 @pytest.mark.parametrize("given", [f"cc-{TRACE}-{SPAN}-01", f"cc-{TRACE}-{SPAN}-01-what-the-future-will-be-like"])
 def test_of_a_later_version_what_is_known_is_kept(given: str) -> None:
-    assert checked(given) == GOOD
+    assert parse_traceparent(given) == GOOD
 
 
 def test_flags_that_are_not_known_are_not_told_on() -> None:
-    assert checked(f"00-{TRACE}-{SPAN}-fd") == GOOD
+    assert parse_traceparent(f"00-{TRACE}-{SPAN}-fd") == GOOD
 
 
 @pytest.mark.parametrize(
@@ -42,40 +49,40 @@ def test_flags_that_are_not_known_are_not_told_on() -> None:
     ],
 )
 def test_what_is_no_traceparent_is_ignored(given: str | None) -> None:
-    assert checked(given) is None
+    assert parse_traceparent(given) is None
 
 
 def test_a_job_is_in_its_clients_trace_and_else_in_one_of_its_own() -> None:
-    assert trace_of("j1", GOOD) == (TRACE, SPAN, 1)
-    own, other = trace_of("j1", None), trace_of("j2", None)
-    assert own == trace_of("j1", None) and own.id != other.id and (own.parent, own.sampled) == ("", True)
-    assert checked(traceparent("j1", None, "attempt", 1)) is not None
+    assert find_trace("j1", GOOD) == (TRACE, SPAN, 1)
+    own, other = find_trace("j1", None), find_trace("j2", None)
+    assert own == find_trace("j1", None) and own.id != other.id and (own.parent, own.sampled) == ("", True)
+    assert parse_traceparent(make_traceparent("j1", None, "attempt", 1)) is not None
 
 
 @pytest.mark.parametrize("spoiled", ["", "x", "00-a-b", f"{GOOD}-more"])
 def test_a_traceparent_that_was_spoiled_in_the_record_counts_for_none(spoiled: str) -> None:
-    assert trace_of("j1", spoiled) == trace_of("j1", None)
+    assert find_trace("j1", spoiled) == find_trace("j1", None)
 
 
 def test_each_span_of_a_job_has_a_name_of_its_own_whoever_tells_it() -> None:
-    named = [span_of(job, kind, n) for job in ("j1", "j2") for kind in ("wait", "attempt") for n in (1, 2)]
+    named = [make_span_id(job, kind, n) for job in ("j1", "j2") for kind in ("wait", "attempt") for n in (1, 2)]
     assert len(set(named)) == 8
-    assert traceparent("j1", GOOD, "attempt", 2) == f"00-{TRACE}-{span_of('j1', 'attempt', 2)}-01"
+    assert make_traceparent("j1", GOOD, "attempt", 2) == f"00-{TRACE}-{make_span_id('j1', 'attempt', 2)}-01"
 
 
 def test_the_span_that_a_client_is_at_by_opentelemetry_is_found() -> None:
     provider = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed").TracerProvider()
-    assert under_way() is None
+    assert get_current_traceparent() is None
     with provider.get_tracer("test").start_as_current_span("a request") as span:
         context = span.get_span_context()
-        found = checked(under_way())
+        found = parse_traceparent(get_current_traceparent())
         assert found is not None
-        assert trace_of("j1", found)[:2] == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
-    assert under_way() is None
+        assert find_trace("j1", found)[:2] == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
+    assert get_current_traceparent() is None
 
 
 def test_a_process_is_in_the_trace_that_its_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACEPARENT", GOOD)
-    assert of_process() == GOOD
+    assert get_process_traceparent() == GOOD
     monkeypatch.delenv("TRACEPARENT")
-    assert of_process() is None
+    assert get_process_traceparent() is None

@@ -16,7 +16,7 @@ from tools.benchmarks.submits import measure_submits
 
 _FEED = """
 import sys
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.values import now_ms
 from upkeep import reconcile
 from routing.admission.submission import Submission
 from tasks.wiring import catalog, dispatcher

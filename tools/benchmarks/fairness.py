@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from app.simulate import Arrival, Job, Outcome, Scenario, jain, run
 from app.simulate.figures import percentile, slot_seconds
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 
 T0 = 1_800_000_000_000
@@ -19,12 +19,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _catalog(slots: int, **config: object) -> Snapshot:
+def _catalog(slots: int, **config: object) -> CatalogSnapshot:
     server = Server("gpu", "bench", slots, "online", {"bench": ""}, 0)
-    return Snapshot(1, {"bench": Model("bench", "bench", config, ModelConfig(**config))}, {"gpu": server})  # type: ignore[arg-type]
+    return CatalogSnapshot(1, {"bench": Model("bench", "bench", config, ModelConfig(**config))}, {"gpu": server})  # type: ignore[arg-type]
 
 
-def _played(arrivals: Sequence[Arrival], catalog: Snapshot) -> tuple[Outcome, float]:
+def _played(arrivals: Sequence[Arrival], catalog: CatalogSnapshot) -> tuple[Outcome, float]:
     """The outcome, and jobs simulated per second."""
     begin = time.monotonic()
     outcome = run(Scenario(arrivals, catalog, T0, arrivals[-1].at_ms + 1))

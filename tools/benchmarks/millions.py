@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager
 from migrations import migrate
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import NewJob, new_job_id, now_ms
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import forward, removal
-from slotkeeper.outbox.callbacks import Callbacks
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import NewJob, new_job_id
+from slotkeeper.outbox import forward, retention
+from slotkeeper.outbox.redelivery import Callbacks
 from tests.support.postgres import running_postgres
 from tests.support.starts import store_start
 
@@ -82,7 +83,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 def _expire_all(url: str) -> None:
     database = Database(url)
-    store = Store(database)
+    store = JobStore(database)
     ended = 0
     while ended < _LATE:
         ended += len(store.expire_overdue(now_ms(), _BATCH))
@@ -93,7 +94,7 @@ def _expire_all(url: str) -> None:
 def _play(where: str, jobs: int) -> None:
     with _record(where) as url:
         database = Database(url)
-        store = Store(database)
+        store = JobStore(database)
         began = time.monotonic()
         _fill(database, _ENDED, jobs)
         if where == "postgresql":  # as autovacuum does
@@ -105,7 +106,7 @@ def _play(where: str, jobs: int) -> None:
         database.close()
 
 
-def _acts(database: Database, store: Store) -> None:
+def _acts(database: Database, store: JobStore) -> None:
     def submit() -> str:
         return store.submit([NewJob(new_job_id(), "model-1", "{}", tenant="tenant-1")], now_ms())[0].id
 
@@ -113,9 +114,9 @@ def _acts(database: Database, store: Store) -> None:
         job = submit()
         started = store_start(store, job, "gpu", "gpu-slot0", "lease owner", now_ms())
         assert started is not None
-        store.database.do(store.settle_write(job, started.attempt, Why.FINISHED, now_ms(), result="{}"))
+        store.database.commit(store.settle_write(job, started.attempt, Reason.FINISHED, now_ms(), result="{}"))
 
-    last = forward.last_event(database)
+    last = forward.get_last_id(database)
     _measure("submit", submit)
     _measure("submit, start, settle", run)
     _measure("newest jobs", lambda: listing.find(database))
@@ -124,18 +125,18 @@ def _acts(database: Database, store: Store) -> None:
         "newest dead of a tenant and model",
         lambda: listing.find(store.database, tenant="tenant-1", model="model-1", state=State.DEAD),
     )
-    _measure("running jobs", store.running)
-    _measure("queued of 10 models", lambda: store.queued([f"model-{n}" for n in range(10)]))
-    _measure("outbox, all since the beginning", lambda: forward.queued_between(database, last, last + 10**6))
+    _measure("running jobs", store.list_running)
+    _measure("queued of 10 models", lambda: store.list_queued([f"model-{n}" for n in range(10)]))
+    _measure("outbox, all since the beginning", lambda: forward.list_queued_between(database, last, last + 10**6))
     _measure("what is due", lambda: store.promote_due(now_ms()))
     _measure("what is overdue", lambda: store.expire_overdue(now_ms()))
-    _measure("webhooks that are due", lambda: Callbacks(database).due(now_ms(), 1000))
-    _measure("purge of 500", lambda: removal.purge(store.database, now_ms() - 3_600_000), 20)
+    _measure("webhooks that are due", lambda: Callbacks(database).list_due_callbacks(now_ms(), 1000))
+    _measure("purge of 500", lambda: retention.delete_ended_jobs(store.database, now_ms() - 3_600_000), 20)
     _measure("counts", store.counts, 5)
     _measure("ledger", lambda: ledger.read(database), 5)
 
 
-def _crowd(url: str, database: Database, store: Store) -> None:
+def _crowd(url: str, database: Database, store: JobStore) -> None:
     """Submits while many deadlines pass."""
     _fill(database, _DEADLINES, _LATE)
     other = multiprocessing.get_context("spawn").Process(target=_expire_all, args=(url,))

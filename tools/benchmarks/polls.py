@@ -25,7 +25,7 @@ _MOST_WAIT_S = 300
 
 _FEED = """
 import sys
-from slotkeeper.jobs.record import now_ms
+from slotkeeper.jobs.values import now_ms
 from upkeep import reconcile
 from routing.admission.submission import Submission
 from tasks.wiring import catalog, dispatcher
@@ -39,7 +39,7 @@ for start in range(0, jobs, 500):
 _LEASES = """
 import json
 from tasks.wiring import dispatcher, leases
-fleets = dispatcher().catalog.snapshot().fleets()
+fleets = dispatcher().catalog.get().fleets()
 ages = [age for found in leases().all_of(fleets).values() for _, age in found]
 print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_ms]))
 """

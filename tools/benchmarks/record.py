@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from migrations import migrate
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import NewJob, Run, new_job_id
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import NewJob, Run, new_job_id
 from tests.support.postgres import running_postgres
 from tests.support.starts import store_start
 
@@ -29,7 +29,7 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _record(where: str) -> Iterator[Store]:
+def _record(where: str) -> Iterator[JobStore]:
     with ExitStack() as stack:
         if where == "postgresql":
             url = stack.enter_context(running_postgres()).create()
@@ -39,7 +39,7 @@ def _record(where: str) -> Iterator[Store]:
         migrate.upgrade(url)
         database = Database(url)
         stack.callback(database.close)
-        yield Store(database)
+        yield JobStore(database)
 
 
 def _measure(name: str, acts: Callable[[int], object], times: int) -> None:
@@ -66,13 +66,13 @@ def _play(where: str, times: int) -> None:
             runs.append(run)
 
         def settle(n: int) -> None:
-            assert store.database.do(store.settle_write(ids[n], runs[n].attempt, Why.FINISHED, 3, result="{}"))
+            assert store.database.commit(store.settle_write(ids[n], runs[n].attempt, Reason.FINISHED, 3, result="{}"))
 
         _measure("a transaction of nothing", lambda _: store.database.write(lambda tx: None), times)
         _measure("submit", lambda n: store.submit([NewJob(ids[n], "bench", _PAYLOAD)], 1), times)
         _measure("start", start, times)
         _measure("settle", settle, times)
-        _measure("state of a job", lambda n: store.state_of(ids[n]), times)
+        _measure("state of a job", lambda n: store.get_state(ids[n]), times)
         _measure("a job, whole", lambda n: store.get(ids[n]), times)
 
 

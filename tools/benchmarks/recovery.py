@@ -29,13 +29,14 @@ from routing.queue.config import RoutingSettings
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import Waiting, now_ms
-from slotkeeper.jobs.store import Moved, Store
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
-from slotkeeper.registry.cache import CatalogCache
 from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.catalog_cache import CatalogCache
 from tests.support.stack import Stack, eventually
 from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
@@ -56,9 +57,9 @@ def _say(text: str) -> None:
 class _Nobody:
     """Is told of offers and ends, and does nothing."""
 
-    def offered(self, offer: Offer, new: Waiting | None) -> None: ...
+    def offered(self, offer: Offer, new: QueuedJob | None) -> None: ...
 
-    def ended(self, moved: Moved) -> None: ...
+    def ended(self, moved: Transition) -> None: ...
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
         estimates = Estimates(cache, Forecasts(scripts))
         yield (
             Dispatcher(
-                store=Store(database),
+                store=JobStore(database),
                 catalog=cache,
                 queues=queues,
                 leases=Leases(scripts, settings),
@@ -110,7 +111,7 @@ def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
         ]
         offered = {job.decode() for job in redis.hvals("bench:{zimg}:slots")}
     recorded, seq = [], 0
-    while batch := dispatcher.store.queued(["zimg"], seq, 10_000):
+    while batch := dispatcher.store.list_queued(["zimg"], seq, 10_000):
         recorded += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
         seq = batch[-1].seq
     return room == sorted(recorded)
@@ -172,7 +173,7 @@ def kill() -> None:
         requests.post(f"{stack.url}/admin/register", json=body, timeout=10).raise_for_status()
         job = {"model": "bench", "payload": {"seconds": 30}}
         job_id = requests.post(f"{stack.url}/queue/submit", json=job, timeout=10).json()["job_id"]
-        store = Store(Database(f"sqlite:///{home}/record.db"))
+        store = JobStore(Database(f"sqlite:///{home}/record.db"))
         eventually(lambda: _starts(store, job_id) == 1, "it runs", 60)
         second = stack.worker("second")
         eventually(lambda: " ready." in second.log, "another worker is ready", 60)
@@ -182,8 +183,8 @@ def kill() -> None:
         store.database.close()
 
 
-def _starts(store: Store, job_id: str) -> int:
-    return len([event for event in store.events_of(job_id) if event.type == "job.started"])
+def _starts(store: JobStore, job_id: str) -> int:
+    return len([event for event in store.list_events(job_id) if event.type == "job.started"])
 
 
 def main(words: list[str]) -> None:

@@ -19,11 +19,11 @@ from routing.queue.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.jobs.record import Waiting, new_job_id
+from slotkeeper.jobs.values import QueuedJob, new_job_id
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 from tests.support.valkey import Valkey
 
@@ -46,7 +46,7 @@ class _Bench:
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         config = ModelConfig(policy=policy)
         server = Server("gpu", MODEL, SLOTS, "online", {MODEL: ""}, 0)
-        catalog = Snapshot(1, {MODEL: Model(MODEL, MODEL, {}, config)}, {"gpu": server})
+        catalog = CatalogSnapshot(1, {MODEL: Model(MODEL, MODEL, {}, config)}, {"gpu": server})
         Slots(scripts, settings).sync_all([MODEL], catalog)
         self.seq = 0
 
@@ -55,9 +55,9 @@ class _Bench:
         for start in range(0, count, 1000):
             self.queues.enqueue(MODEL, [self._job(tenants) for _ in range(min(1000, count - start))], limit=0)
 
-    def _job(self, tenants: int) -> Waiting:
+    def _job(self, tenants: int) -> QueuedJob:
         self.seq += 1
-        return Waiting(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
+        return QueuedJob(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
 
     def start(self) -> list[Offer]:
         self.queues.begin_all([MODEL], "")

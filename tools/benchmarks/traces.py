@@ -14,11 +14,11 @@ from opentelemetry.sdk.resources import Resource
 
 from routing.queries import spans
 from routing.queries.spans import ATTEMPT
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.record import Event, new_job_id
+from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
-from slotkeeper.outbox.trails import Trail
-from slotkeeper.traces import checked
+from slotkeeper.jobs.values import Event, new_job_id
+from slotkeeper.outbox.timelines import JobTimeline
+from slotkeeper.trace_context import parse_traceparent
 from tasks import tracing
 from tasks.sinks import otlp
 
@@ -32,7 +32,7 @@ def main(jobs: int = 10_000) -> None:
     for exported in (False, True):
         tracing.is_exported = lambda told=exported: told  # type: ignore[assignment]
         for given in (None, _GIVEN):
-            submit = _each([(given,)] * jobs, checked)
+            submit = _each([(given,)] * jobs, parse_traceparent)
             run = _each([(it, given, ATTEMPT, 1) for it in ids], tracing.told)
             whose = f"traces {'on' if exported else 'off'}, a client in {'a trace' if given else 'none'}"
             sys.stdout.write(f"{whose:32} submit {submit:5.2f}  run {run:5.2f} µs\n")
@@ -50,14 +50,16 @@ def _each(calls: Sequence[tuple[Any, ...]], act: Callable[..., Any]) -> float:
     return min(timeit.repeat(all_of_them, number=1, repeat=7)) / len(calls) * 1e6
 
 
-def _told(trail: Trail) -> bytes:
+def _told(trail: JobTimeline) -> bytes:
     found = [otlp.in_their_words(span, _RESOURCE) for span in spans.of_job(trail)]
     return encode_spans(found).SerializeToString()
 
 
-def _trail(job_id: str) -> Trail:
-    events = [Event(n, job_id, TYPES[state], n, attempt, {"server": "gpu1"}) for n, (state, attempt) in enumerate(_WAY)]
-    return Trail(job_id, "zimg", "default", _GIVEN, events)
+def _trail(job_id: str) -> JobTimeline:
+    events = [
+        Event(n, job_id, EVENT_TYPES[state], n, attempt, {"server": "gpu1"}) for n, (state, attempt) in enumerate(_WAY)
+    ]
+    return JobTimeline(job_id, "zimg", "default", _GIVEN, events)
 
 
 if __name__ == "__main__":

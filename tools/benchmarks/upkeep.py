@@ -29,9 +29,9 @@ from typing import ClassVar
 import requests
 from pytest_httpserver import HTTPServer
 
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.store import Store
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
 from tests.support.stack import Stack, eventually
 
@@ -137,7 +137,7 @@ def _play(name: str, crowd: int, prepare: "Prepare") -> None:
         _register(stack, "bench", server.endpoint, 1)
         victim = _submit(stack, {"seconds": 60})
         database = Database(f"sqlite:///{home}/record.db")
-        store = Store(database)
+        store = JobStore(database)
         eventually(lambda: _events(store, victim, "job.started"), "it runs", 60)
         second = stack.worker("second", threads=4)
         eventually(lambda: " ready." in second.log, "another worker is ready", 60)
@@ -167,7 +167,7 @@ def _play(name: str, crowd: int, prepare: "Prepare") -> None:
         )
         if crowd:
             began = time.monotonic()
-            eventually(lambda: not store.queued(["crowd"], limit=1), "all deadlines", 600, 0.5)
+            eventually(lambda: not store.list_queued(["crowd"], limit=1), "all deadlines", 600, 0.5)
             _say(f"{'':10} {crowd} deadlines: dealt with {time.monotonic() - began:.0f} s after that")
         database.close()
 
@@ -237,8 +237,8 @@ def _overdue(path: Path, crowd: int) -> None:
             connection.execute(_CROWD, (crowd, now_ms(), now_ms() + 1000))
 
 
-def _events(store: Store, job_id: str, kind: str) -> list[int]:
-    return [event.at_ms for event in store.events_of(job_id) if event.type == kind]
+def _events(store: JobStore, job_id: str, kind: str) -> list[int]:
+    return [event.at_ms for event in store.list_events(job_id) if event.type == kind]
 
 
 def _delayed(stack: Stack, seconds: float) -> str:
@@ -246,7 +246,7 @@ def _delayed(stack: Stack, seconds: float) -> str:
     return _submit(stack, {"seconds": 0, "due": due.timestamp()}, not_before=due.isoformat())
 
 
-def _late_s(store: Store, job_id: str) -> float:
+def _late_s(store: JobStore, job_id: str) -> float:
     """By how much a delayed job was queued late; its payload says when it was due."""
     job = store.get(job_id)
     assert job is not None and job.payload is not None

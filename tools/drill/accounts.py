@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from slotkeeper.jobs import events
-from slotkeeper.jobs.record import Event
-from slotkeeper.jobs.states import FINAL, State, Why
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.values import Event
 from tools.drill.checker import Run
 from tools.drill.receivers import Delivery
 
-_STARTED = events.TYPES[State.RUNNING]
-_RETRIES = frozenset({Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED})
-_CRASHES = frozenset({Why.LEASE_EXPIRED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED})
+_STARTED = events.EVENT_TYPES[State.RUNNING]
+_RETRIES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED})
+_CRASHES = frozenset({Reason.LEASE_EXPIRED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
 _ERROR = "error"
 _S = 1_000_000_000
 # A worker that dies a moment after its server has answered has not stored the answer yet, and one that dies a moment
@@ -134,7 +134,7 @@ def undeserved(states: Mapping[str, State], revoked: Collection[str], mortal: Co
     return [
         f"{job_id} is {state}"
         for job_id, state in sorted(states.items())
-        if state in FINAL and job_id not in excuses.get(state, ())
+        if state in FINAL_STATES and job_id not in excuses.get(state, ())
     ]
 
 
@@ -169,7 +169,7 @@ def webhooks(
     rows: dict[str, list[Owed]] = defaultdict(list)
     for one in owed:
         rows[one.job_id].append(one)
-    ended = {job_id: state for job_id, state in hooked.items() if state in FINAL}
+    ended = {job_id: state for job_id, state in hooked.items() if state in FINAL_STATES}
     return {
         "webhooks not told": sorted(job_id for job_id in ended if not told[job_id] and not _may_come(rows[job_id])),
         "webhooks given up": sorted(one.job_id for those in rows.values() for one in those if one.state == "given_up"),

@@ -12,9 +12,9 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from app.up.errors import UpError
-from slotkeeper.client import Client, ClientError, Refused
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable
+from slotkeeper.client import ApiError, Client, ClientError
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.policies import POLICIES
 from tools.drill import clocks, journals
 from tools.drill.proxy import Way
@@ -154,7 +154,7 @@ def _going_on(stack: Stack) -> list[str]:
     try:
         waiting, running = journals.going_on(database)
         return sorted({**waiting, **running})
-    except RecordUnavailable as error:
+    except DatabaseUnavailable as error:
         raise NotNow from error
     finally:
         database.close()
@@ -179,7 +179,7 @@ def _change(stack: Stack, client: Client, server: ServerPlan, change: Change, ch
     model, config = f"/admin/models/{server.model}", f"/admin/model-configs/{server.model}"
 
     def call(method: str, path: str, body: object = None) -> None:
-        client.call(method, path, body=body, timeout_s=_OPERATOR_S)
+        client.request(method, path, body=body, timeout_s=_OPERATOR_S)
 
     match change:
         case Change.SLOTS:
@@ -206,7 +206,7 @@ def _bring_back(stack: Stack, call: Callable[[str, str], None], server: ServerPl
     """Whether it is gone by now or not."""
     try:
         call("DELETE", f"/admin/servers/{server.name}/removal")
-    except Refused as refused:
+    except ApiError as refused:
         if refused.status != 404:
             raise
     stack.register(server)

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.states import FINAL, State
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES, State
 
 COMPLETED = "completed"
-_ENDS = frozenset(TYPES[state] for state in FINAL)
-_REVIVAL = (TYPES[State.DEAD], TYPES[State.QUEUED])
+_ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
+_REVIVAL = (EVENT_TYPES[State.DEAD], EVENT_TYPES[State.QUEUED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def check(seen: Evidence) -> Findings:
     states = {job_id: seen.record[job_id].state for job_id in accepted if job_id in seen.record}
     return Findings(
         accepted=len(accepted),
-        ended=dict(Counter(state for state in states.values() if state in FINAL)),
-        lost=sorted(job_id for job_id in accepted if states.get(job_id) not in FINAL),
+        ended=dict(Counter(state for state in states.values() if state in FINAL_STATES)),
+        lost=sorted(job_id for job_id in accepted if states.get(job_id) not in FINAL_STATES),
         unexpected=sorted({run.job_id for run in seen.runs} - accepted),
         duplicated=duplicated(seen.runs),
         overlaps=overlaps(seen.runs, seen.slots),

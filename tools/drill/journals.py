@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 from sqlalchemy import func, select
 
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs import events
-from slotkeeper.jobs.models import events as _events
-from slotkeeper.jobs.models import jobs as _jobs
-from slotkeeper.jobs.models import messages as _messages
-from slotkeeper.jobs.owed import message_id
-from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.notifications import make_message_id
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import events as _events
+from slotkeeper.jobs.tables import jobs as _jobs
+from slotkeeper.jobs.tables import messages as _messages
+from slotkeeper.jobs.values import Event
 from tools.drill.accounts import Owed
 from tools.drill.checker import Receipt, Recorded, Run
 
@@ -23,7 +23,7 @@ CUT = "cut"
 _OVERDUE_MS = 60_000
 # A try that is under way may last so long, and the wait after it grows from here.
 _LEAST_WAIT_MS, _FIRST_WAIT_MS = 60_000, 5_500
-_STARTED = events.TYPES[State.RUNNING]
+_STARTED = events.EVENT_TYPES[State.RUNNING]
 
 
 def server_runs(server: str, journal: Path, starts: Path, killed_ns: Sequence[int], now_ns: int) -> list[Run]:
@@ -64,7 +64,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def trails(database: Database) -> dict[str, list[Event]]:
     """Every job's transitions, oldest first.  What a check of invariants found is none, and may come after its end."""
-    query = select(_events).where(_events.c.type.in_(set(events.TYPES.values()))).order_by(_events.c.id)
+    query = select(_events).where(_events.c.type.in_(set(events.EVENT_TYPES.values()))).order_by(_events.c.id)
     found: dict[str, list[Event]] = defaultdict(list)
     with database.read() as connection:
         for row in connection.execute(query):
@@ -125,7 +125,13 @@ def owed(database: Database, now_ms: int) -> list[Owed]:
         wait_ms = row.next_ms - now_ms if row.state == "pending" else 0
         longest_ms = _LEAST_WAIT_MS + _FIRST_WAIT_MS * 2.5 ** max(row.tries - 1, 0)
         found.append(
-            Owed(message_id(row.job_id, row.event), row.job_id, row.state, wait_ms < -_OVERDUE_MS, wait_ms > longest_ms)
+            Owed(
+                make_message_id(row.job_id, row.event),
+                row.job_id,
+                row.state,
+                wait_ms < -_OVERDUE_MS,
+                wait_ms > longest_ms,
+            )
         )
     return found
 

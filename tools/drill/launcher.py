@@ -15,11 +15,12 @@ from app.up.errors import Stopped
 from app.up.guardian import Guardian
 from routing.maintenance import ledger
 from routing.queries import listing
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.record import Event, now_ms
-from slotkeeper.jobs.states import FINAL
-from slotkeeper.jobs.store import Store
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.states import FINAL_STATES
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Event
 from tools.drill import accounts, journals, recovery
 from tools.drill.accounts import Conduct, Sight, StuckWatch
 from tools.drill.card import Card
@@ -149,7 +150,7 @@ class _Drill:
         """Watch until every accepted job has ended; True: they have stopped ending."""
         self._clients.start()
         self._saboteur.start()
-        store = Store(database)
+        store = JobStore(database)
         with self._bars() as show:
             moved_at, before = time.monotonic(), -1
             while True:
@@ -159,9 +160,9 @@ class _Drill:
                 try:
                     counts = listing.counts(store.database)
                     self._look_for_stuck(database)
-                except RecordUnavailable:  # It has been killed, and comes back.
+                except DatabaseUnavailable:  # It has been killed, and comes back.
                     continue
-                ended, accepted = sum(counts[state] for state in FINAL), len(self._clients.receipts)
+                ended, accepted = sum(counts[state] for state in FINAL_STATES), len(self._clients.receipts)
                 show(accepted, ended)
                 if ended != before or self._saboteur.is_alive():
                     moved_at, before = now, ended

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from slotkeeper.jobs import events
-from slotkeeper.jobs.record import Event
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import Event
 from tools.drill.checker import Receipt, Run
 from tools.drill.faults import Struck
 from tools.drill.schedule import Kind
 from tools.drill.stack import ServerPlan
 
-_STARTED = events.TYPES[State.RUNNING]
+_STARTED = events.EVENT_TYPES[State.RUNNING]
 _OF_WORKERS = frozenset({Kind.WORKER, Kind.STOP})
 _NS = 1e9
 
@@ -101,7 +101,7 @@ def rerun_after(struck: Sequence[Struck], trails: Mapping[str, Sequence[Event]])
     found = []
     for trail in trails.values():
         for start, lost, again in zip(trail, trail[1:], trail[2:], strict=False):
-            if start.type == again.type == _STARTED and lost.data.get("why") == Why.LEASE_EXPIRED:
+            if start.type == again.type == _STARTED and lost.data.get("why") == Reason.LEASE_EXPIRED:
                 death = max((at for at in deaths if at <= lost.at_ms), default=None)
                 if death is not None:
                     found.append((again.at_ms - max(death, start.at_ms)) / 1000)

@@ -21,8 +21,8 @@ from app.up.plan import procfile
 from migrations import migrate
 from routing.maintenance import ledger
 from slotkeeper.client import Client, ClientError
-from slotkeeper.db.db import Database
-from slotkeeper.errors import RecordUnavailable
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
 from tools.drill import clocks, journals, postgres
 from tools.drill.proxy import Door, Proxy
 from tools.drill.schedule import Fault, Kind, targets
@@ -291,7 +291,7 @@ class Stack:
         database = Database(self.record_url)
         try:
             return journals.latest_event(database)
-        except RecordUnavailable:
+        except DatabaseUnavailable:
             return None
         finally:
             database.close()
@@ -306,7 +306,7 @@ class Stack:
         body = {"model": server.model, "server": server.name, "slots": slots or server.slots}
         try:
             client.post("/admin/register", body | {"endpoint": self.endpoint(server)})
-            client.call("PUT", f"/admin/model-configs/{server.model}", body=server.config)
+            client.request("PUT", f"/admin/model-configs/{server.model}", body=server.config)
         except ClientError as error:
             raise UpError(f"The servers could not be registered: {error}") from error
 

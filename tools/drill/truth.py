@@ -30,7 +30,7 @@ class Truth:
         """Raises redis errors."""
         found: Held = set()
         for fleet in {server.model for server in self._servers}:
-            held: dict[str, str] = self._redis.hgetall(self._keys.fleet(fleet)[_SLOTS_KEY])  # type: ignore[assignment]
+            held: dict[str, str] = self._redis.hgetall(self._keys.fleet_keys(fleet)[_SLOTS_KEY])  # type: ignore[assignment]
             found |= {(slot.rsplit("-slot", 1)[0], job) for slot, job in held.items()}
         return found
 

@@ -6,14 +6,14 @@ from routing.admission import questions
 from routing.admission.bounds import bound, refusal, retry_after_s
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
 from routing.admission.questions import Backlog
-from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.policies import POLICIES
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question[Backlog]]:
     for (name, tenant), more in submit.by_account.items():
-        model, slots = known.catalog.model(name), known.catalog.snapshot().slots_of(name)
+        model, slots = known.catalog.resolve(name), known.catalog.get().count_slots(name)
         limit = bound(model.config, slots)
         if limit is not None:
             yield _question(known, model, tenant, more, limit, slots)
@@ -28,7 +28,7 @@ def _question(known: Known, model: Model, tenant: str, more: int, limit: int, sl
             return
         if 1 < more > room:  # However long it waited, this would never fit.
             raise InvalidJob("jobs", f"{more} jobs at once never fit: model {model.name!r} holds {limit}; split them.")
-        raise TooMany(
+        raise TooManyRequests(
             refusal(model.name, waiting, limit, tenant if by_tenant else None),
             retry_after_s(waiting + more - room, slots, found.run_ms),
             model=model.name,

@@ -6,7 +6,7 @@ from routing.admission import questions
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
 from routing.admission.questions import QueueStatus
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.record import NewJob, Waiting
+from slotkeeper.jobs.values import NewJob, QueuedJob
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question[QueueStatus]]:
@@ -16,8 +16,8 @@ def _check(submit: Submit, known: Known) -> Iterable[Question[QueueStatus]]:
 
 
 def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int) -> Question[QueueStatus]:
-    model, now_ms = known.catalog.model(job.model), submit.now_ms
-    as_last = Waiting(job.id, 0, job.model, job.priority, job.tenant, now_ms, job.constraints)
+    model, now_ms = known.catalog.resolve(job.model), submit.now_ms
+    as_last = QueuedJob(job.id, 0, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
     def judge(facts: QueueStatus) -> None:
         position = facts.position

@@ -16,10 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from routing.admission.questions import Position
 from routing.queue.config import RoutingSettings
 from routing.queue.queues import Queues
-from slotkeeper.jobs.record import NewJob
+from slotkeeper.jobs.values import NewJob
 from slotkeeper.redis.scripts import Command
-from slotkeeper.registry.cache import CatalogCache
 from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from routing.admission import questions
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
-from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
 
 
@@ -21,7 +21,7 @@ def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Ques
 
     def judge(wait_ms: int) -> None:
         if wait_ms:
-            raise TooMany(
+            raise TooManyRequests(
                 f"Tenant {tenant.name!r} may submit {rate_per_s} jobs a second, {burst} at once; slow down.",
                 retry_after_s=wait_ms / 1000,
                 tenant=tenant.name,

@@ -4,18 +4,18 @@ from collections.abc import Iterable
 
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
 from slotkeeper.errors import Conflict
-from slotkeeper.jobs.names import NameClosed
-from slotkeeper.registry.values import CLOSED
+from slotkeeper.jobs.closed_models import ModelClosed
+from slotkeeper.registry.values import CLOSED_STATES
 
 
 def _check(submit: Submit, known: Known) -> Iterable[Question]:
     for job in submit.jobs:
-        model, catalog = known.catalog.model(job.model), known.catalog.snapshot()
+        model, catalog = known.catalog.resolve(job.model), known.catalog.get()
         tenant = catalog.tenants.get(job.tenant)
-        if catalog.is_leaving(model.name):
-            raise NameClosed(catalog.closed[model.name].refusal(), model=model.name, state="removing")
+        if catalog.is_being_removed(model.name):
+            raise ModelClosed(catalog.closed[model.name].explain(), model=model.name, state="removing")
         for kind, name, it in (("Model", job.model, model), ("Tenant", job.tenant, tenant)):
-            if it is not None and it.state in CLOSED:
+            if it is not None and it.state in CLOSED_STATES:
                 because = f" ({it.reason})" if it.reason else ""
                 raise Conflict(
                     f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until somebody resumes it.",

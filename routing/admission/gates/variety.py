@@ -6,7 +6,7 @@ from routing.admission import questions
 from routing.admission.bounds import too_various
 from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
 from routing.admission.questions import Variety
-from slotkeeper.errors import InvalidJob, TooMany
+from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.catalog import Model
 
 _RETRY_S = 10.0
@@ -18,7 +18,7 @@ def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
             job.constraints for job in submit.jobs if job.constraints and (job.model, job.tenant) == (name, tenant)
         }
         if constraints:
-            yield _question(known, known.catalog.model(name), tenant, constraints)
+            yield _question(known, known.catalog.resolve(name), tenant, constraints)
 
 
 def _question(known: Known, model: Model, tenant: str, constraints: set[str]) -> Question[Variety]:
@@ -32,7 +32,7 @@ def _question(known: Known, model: Model, tenant: str, constraints: set[str]) ->
                 raise InvalidJob(
                     "jobs", f"{len(constraints)} different constraints at once never fit; at most {limit} do."
                 )
-            raise TooMany(too_various(model.name, limit, whose), _RETRY_S, model=model.name)
+            raise TooManyRequests(too_various(model.name, limit, whose), _RETRY_S, model=model.name)
 
     return Question(questions.variety(known.queues, model.fleet, model.name, tenant, constraints), judge)
 

@@ -18,10 +18,11 @@ from routing.maintenance.seen import seen_by
 from routing.queue.leases import Lease
 from routing.queue.queues import Offer
 from routing.queue.workers import Workers
-from slotkeeper.crash import crash_at
-from slotkeeper.jobs.record import Error, Job, Withholding, now_ms
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.lifetimes import Lifetimes
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import Job, JobError, Quarantine
+from slotkeeper.process_locks import ProcessLocks
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +84,7 @@ def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
 
     What would last longer than it ever may, since Redis' clock was set back, is ended.  Raises redis errors.
     """
-    fleets = dispatcher.catalog.snapshot().fleets()
+    fleets = dispatcher.catalog.get().fleets()
     asked_s = time.monotonic()
     try:
         spans = rooms.spans(dispatcher.leases.scripts, fleets)
@@ -136,25 +137,25 @@ def _reap_each(leases: Sequence[Lease], reap_one: Callable[[Lease], bool]) -> in
         return sum(threads.map(reap_alone, leases))
 
 
-def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: Lifetimes) -> int:
+def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: ProcessLocks) -> int:
     """Take back at once what workers hold whose processes are proved to have ended; answers how many leases.
 
     Redis may have been away: this is no silence.  A room that is not open is left to its rebuild.  A worker is
     forgotten by the look that finds nothing more of it anywhere: what it sent last may have come after the first.
     """
-    killed = set(lifetimes.ended())
+    killed = set(lifetimes.find_dead())
     if not killed:
         return 0
     for owner in killed:
         workers.leave(owner)
-    fleets = dispatcher.catalog.snapshot().fleets()
+    fleets = dispatcher.catalog.get().fleets()
     found = rooms.depths_of(dispatcher.leases.scripts, fleets)
     running = runs.restore_of(dispatcher, killed)
     held = dispatcher.leases.all_of([fleet for fleet, room in found.items() if room.open])
     theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
     if len(held) == len(fleets):
         for owner in killed - running - {lease.owner for lease in theirs}:
-            lifetimes.forget(owner)
+            lifetimes.remove(owner)
     if theirs:
         log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))
     return _reap_each(theirs, lambda lease: _reap_lease(dispatcher, lease, killed=True))
@@ -226,9 +227,9 @@ def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> No
     joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
     """
     decision = Decision(
-        crashed(job.crashes, dispatcher.catalog.model(job.model).config, Why.LEASE_EXPIRED),
-        error=Error("worker_lost", f"The worker that ran it on {job.slot} {how}."),
-        quarantine=Withholding("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
+        crashed(job.crashes, dispatcher.catalog.resolve(job.model).config, Reason.LEASE_EXPIRED),
+        error=JobError("worker_lost", f"The worker that ran it on {job.slot} {how}."),
+        quarantine=Quarantine("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
         resumes=True,
     )
     _end_seized(dispatcher, mine, job, decision, "reap_committed")
@@ -260,8 +261,8 @@ def free_stale_lease(dispatcher: Dispatcher, job: Job) -> bool:
         return False
     crash_at("stale_seized")
     decision = Decision(
-        crashed(job.crashes, dispatcher.catalog.model(job.model).config),
-        error=Error("server_lost", f"Server {job.server} does not know the job any more."),
+        crashed(job.crashes, dispatcher.catalog.resolve(job.model).config),
+        error=JobError("server_lost", f"Server {job.server} does not know the job any more."),
         resumes=True,  # The server may remember the result of a run that has ended.
     )
     return _end_seized(dispatcher, mine, job, decision, "stale_committed")

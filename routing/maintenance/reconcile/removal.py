@@ -15,12 +15,13 @@ from routing.dispatch.steps import settle
 from routing.maintenance import rooms
 from routing.maintenance.each import alone
 from routing.maintenance.reconcile.room import refresh_fleet
-from slotkeeper.errors import RecordUnavailable
-from slotkeeper.jobs.names import Because
-from slotkeeper.jobs.record import Error, Job, Withholding, now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.registry import removal
-from slotkeeper.registry.removal import Removal
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.closed_models import ClosingReason
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.values import Job, JobError, Quarantine
+from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.catalog_removal import Removal
 
 log = structlog.get_logger(__name__)
 
@@ -30,9 +31,9 @@ def go_on(dispatcher: Dispatcher) -> list[Removal]:
     snapshot = dispatcher.catalog.refresh()
     ended: list[Removal] = []
     for name, closed in snapshot.closed.items():
-        if closed.because is Because.REMOVING:
+        if closed.because is ClosingReason.REMOVING:
             with alone("remove_model", model=name):
-                if (it := removal.end_removal(dispatcher.store.database, name, now_ms())) is not None:
+                if (it := catalog_removal.finish_model_removal(dispatcher.store.database, name, now_ms())) is not None:
                     follow_model(dispatcher, it)
                     ended.append(it)
     for server in snapshot.servers.values():
@@ -64,7 +65,7 @@ def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Removal | No
     leases = dispatcher.leases.all_of([fleet])
     if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):
         return None
-    found = removal.end_leaving(dispatcher.store.database, server)
+    found = catalog_removal.finish_server_removal(dispatcher.store.database, server)
     if found is None:
         return None
     follow_server(dispatcher, found)
@@ -75,7 +76,7 @@ def follow_server(dispatcher: Dispatcher, it: Removal) -> None:
     """Remove from Redis what concerns a server that was removed."""
     try:
         refresh_fleet(dispatcher, it.fleet)
-        catalog = dispatcher.catalog.snapshot()
+        catalog = dispatcher.catalog.get()
         if it.fleet not in catalog.fleets():
             rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
     except RedisError as error:
@@ -85,8 +86,8 @@ def follow_server(dispatcher: Dispatcher, it: Removal) -> None:
 
 def end_lost(dispatcher: Dispatcher) -> int:
     """Take runs of servers that were removed under them for lost: their jobs run again elsewhere.  Answers how many."""
-    servers = dispatcher.catalog.snapshot().servers
-    lost = [job for job in dispatcher.store.running() if job.server not in servers]
+    servers = dispatcher.catalog.get().servers
+    lost = [job for job in dispatcher.store.list_running() if job.server not in servers]
     if not lost:
         return 0
     servers = dispatcher.catalog.refresh().servers  # One that was registered just now is none.
@@ -99,9 +100,9 @@ def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
         if active is None:
             return False
         decision = Decision(
-            Why.SERVER_UNREACHABLE,  # An operator has done that, so it costs the job nothing.
-            error=Error("server_removed", f"Server {job.server} was removed while it ran the job."),
-            quarantine=Withholding("server_lost", now_ms() + dispatcher.settings.withhold_max_ms),
+            Reason.SERVER_UNREACHABLE,  # An operator has done that, so it costs the job nothing.
+            error=JobError("server_removed", f"Server {job.server} was removed while it ran the job."),
+            quarantine=Quarantine("server_lost", now_ms() + dispatcher.settings.withhold_max_ms),
         )
         return settle(dispatcher, active, decision) is not None
     return False
@@ -113,5 +114,5 @@ def end_runs_of(dispatcher: Dispatcher, job_ids: Sequence[str]) -> None:
         return
     try:
         end_lost(dispatcher)
-    except (RecordUnavailable, RedisError) as error:
+    except (DatabaseUnavailable, RedisError) as error:
         log.warning("lost_runs_postponed", jobs=len(job_ids), error=str(error))

@@ -14,11 +14,11 @@ from routing.maintenance.copies import bring_all
 from routing.maintenance.each import alone
 from routing.maintenance.rooms import Depths, depths, depths_of, forget_gone
 from routing.maintenance.seen import Doubt, seen_by
-from slotkeeper.crash import crash_at
+from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.outbox import forward
-from slotkeeper.registry.catalog import Snapshot
+from slotkeeper.registry.catalog import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ def sweep(dispatcher: Dispatcher) -> int:
 
     Answers offers made.  A fleet without jobs costs its share of one round trip.
     """
-    catalog = dispatcher.catalog.snapshot()
+    catalog = dispatcher.catalog.get()
     rooms = depths_of(dispatcher.queues.scripts, catalog.fleets())
     until = time.monotonic() + _READS_S
     with alone("catch_up"):
@@ -55,7 +55,7 @@ def sweep(dispatcher: Dispatcher) -> int:
     return _offer_all(dispatcher, catalog)
 
 
-def _offer_all(dispatcher: Dispatcher, catalog: Snapshot) -> int:
+def _offer_all(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> int:
     made, rooms = 0, depths_of(dispatcher.queues.scripts, catalog.fleets())
     _sync(dispatcher, catalog, rooms)
     for fleet, room in rooms.items():
@@ -67,7 +67,7 @@ def _offer_all(dispatcher: Dispatcher, catalog: Snapshot) -> int:
     return made
 
 
-def _sync(dispatcher: Dispatcher, catalog: Snapshot, rooms: Mapping[str, Depths]) -> None:
+def _sync(dispatcher: Dispatcher, catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> None:
     """Bring the catalog to the rooms, where it has changed or their slots are not those that it says."""
     synced, now = seen_by(dispatcher).synced, time.monotonic()
 
@@ -102,9 +102,9 @@ def _catch_up(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> 
     away (QUEUE-1).  The outbox tells, so that jobs that have waited for long are not read again."""
     seen, database = seen_by(dispatcher), dispatcher.store.database
     late_s = _VISIBLE_WITHIN_S.get(database.engine.dialect.name, 0.0)
-    last = forward.last_event(database)
+    last = forward.get_last_id(database)
     after = seen.after(last)
-    while batch := forward.queued_between(database, after, last, _CHUNK):
+    while batch := forward.list_queued_between(database, after, last, _CHUNK):
         after = batch[-1][0]
         _enqueue(dispatcher, fleets, [job for event, job in batch if event not in seen.events])
         seen.events |= {event for event, _ in batch}
@@ -116,14 +116,14 @@ def _scan(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None
     """Once in each process's life all queued jobs are looked at."""
     seen = seen_by(dispatcher)
     while seen.scanned is not None:
-        batch = dispatcher.store.queued(None, seen.scanned, _CHUNK)
+        batch = dispatcher.store.list_queued(None, seen.scanned, _CHUNK)
         _enqueue(dispatcher, fleets, batch)
         seen.scanned = batch[-1].seq if batch else None
         if time.monotonic() >= until:
             return
 
 
-def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Waiting]) -> None:
+def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[QueuedJob]) -> None:
     """Put these jobs into the rooms of `fleets`, where they are missing."""
     for fleet, its in _by_fleet(dispatcher, jobs).items():
         taken = False
@@ -135,18 +135,18 @@ def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Wai
             seen_by(dispatcher).filling.setdefault(fleet, 0)
 
 
-def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[Waiting]) -> dict[str, list[Waiting]]:
-    found: dict[str, list[Waiting]] = defaultdict(list)
+def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[QueuedJob]) -> dict[str, list[QueuedJob]]:
+    found: dict[str, list[QueuedJob]] = defaultdict(list)
     for job in jobs:
         with suppress(UnknownModel):
-            found[dispatcher.catalog.model(job.model).fleet].append(job)
+            found[dispatcher.catalog.resolve(job.model).fleet].append(job)
     return found
 
 
 # -- counts ----------------------------------------------------------------------------------------------------
 
 
-def _heed_counts(dispatcher: Dispatcher, catalog: Snapshot) -> None:
+def _heed_counts(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> None:
     """Fill the room of a fleet in which two looks in a row find fewer jobs than the record has queued."""
     seen, began = seen_by(dispatcher), time.monotonic()
     if began < seen.counted_at or seen.scanned is not None:
@@ -167,14 +167,14 @@ def _heed_counts(dispatcher: Dispatcher, catalog: Snapshot) -> None:
             seen.filling[fleet] = 0
 
 
-def short_rooms(dispatcher: Dispatcher, catalog: Snapshot) -> set[str]:
+def short_rooms(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
     """Fleets of which the record has more jobs queued than wait in the room or are under offer, at this moment."""
     queued = ledger.queued_by_model(dispatcher.store.database)
     recorded = {fleet: sum(queued[model] for model in catalog.models_of(fleet)) for fleet in catalog.fleets()}
     rooms = depths_of(dispatcher.queues.scripts, [fleet for fleet, count in recorded.items() if count])
     short = {fleet for fleet, room in rooms.items() if room.open and recorded[fleet] > sum(room.waiting.values())}
     leases = dispatcher.leases.all_of(sorted(short))
-    running = {job.id for job in dispatcher.store.running()} if leases else set()
+    running = {job.id for job in dispatcher.store.list_running()} if leases else set()
     for fleet, held in leases.items():
         offered = sum(1 for lease, _ in held if lease.job_id not in running and lease.owner != DRAINING)
         if recorded[fleet] <= sum(rooms[fleet].waiting.values()) + offered:
@@ -242,8 +242,8 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     """Answers those whose rooms can be filled now."""
     if not fleets:
         return []
-    catalog = dispatcher.catalog.snapshot()
-    begun = dispatcher.queues.begin_all(fleets, catalog.record)
+    catalog = dispatcher.catalog.get()
+    begun = dispatcher.queues.begin_all(fleets, catalog.database_id)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     runs.restore_all(dispatcher, begun)
@@ -266,8 +266,8 @@ def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
 
 def _having_queued(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     """Those of the fleets that have queued jobs."""
-    catalog = dispatcher.catalog.snapshot()
-    found = dispatcher.store.having_queued([model for fleet in fleets for model in catalog.models_of(fleet)])
+    catalog = dispatcher.catalog.get()
+    found = dispatcher.store.find_models_with_queued([model for fleet in fleets for model in catalog.models_of(fleet)])
     return [fleet for fleet in fleets if not found.isdisjoint(catalog.models_of(fleet))]
 
 
@@ -276,8 +276,8 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
 
     Answers how many there are.
     """
-    models, seq, filled = dispatcher.catalog.snapshot().models_of(fleet), 0, 0
-    while batch := dispatcher.store.queued(models, seq, _CHUNK):
+    models, seq, filled = dispatcher.catalog.get().models_of(fleet), 0, 0
+    while batch := dispatcher.store.list_queued(models, seq, _CHUNK):
         dispatcher.queues.fill(fleet, batch)
         seq, filled = batch[-1].seq, filled + len(batch)
     return filled
@@ -298,8 +298,8 @@ def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) ->
 
 def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
     """Go on filling a fleet's room until all is done, or it is `until`."""
-    seen, models = seen_by(dispatcher), dispatcher.catalog.snapshot().models_of(fleet)
-    while batch := dispatcher.store.queued(models, seen.filling[fleet], _CHUNK):
+    seen, models = seen_by(dispatcher), dispatcher.catalog.get().models_of(fleet)
+    while batch := dispatcher.store.list_queued(models, seen.filling[fleet], _CHUNK):
         missing = dispatcher.queues.fill(fleet, batch)
         if missing and fleet in seen.doubts:
             seen.doubts[fleet].pause_s = 0.0

@@ -11,9 +11,10 @@ from routing.maintenance.each import alone
 from routing.maintenance.identity import LeaseView, ServerReport
 from routing.maintenance.reconcile.reaper import free_stale_lease
 from routing.maintenance.seen import seen_by
-from slotkeeper.jobs.record import Job, now_ms
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
-from slotkeeper.registry.values import Place, Server, place_of
+from slotkeeper.jobs.values import Job
+from slotkeeper.registry.values import Location, Server, parse_location
 
 # How long after its end a job may still stand in a server's report.
 _JUST_ENDED_MS = 2_000
@@ -40,7 +41,7 @@ def _end_cooldowns(dispatcher: Dispatcher, servers: Sequence[Server]) -> None:
 
 def urgent_servers(dispatcher: Dispatcher) -> set[str]:
     """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
-    catalog, found = dispatcher.catalog.snapshot(), draining.servers(dispatcher)
+    catalog, found = dispatcher.catalog.get(), draining.servers(dispatcher)
     silent_ms = 2 * dispatcher.settings.renew_every_ms
     for trouble in rooms.troubled(dispatcher.slots.scripts, catalog.fleets()).values():
         found |= trouble.cooling | trouble.failing
@@ -100,22 +101,22 @@ def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> lis
 
 def _sent_there(jobs: Sequence[Job], server: Server, report: ServerReport) -> list[Job]:
     """Runs of this server that were sent to the address that made the report: it knows of no other."""
-    asked = {model: place_of(url) for model, url in (report.endpoints or server.endpoints).items()}
-    return [job for job in jobs if job.sent_to is None or place_of(job.sent_to) == asked.get(job.model)]
+    asked = {model: parse_location(url) for model, url in (report.endpoints or server.endpoints).items()}
+    return [job for job in jobs if job.sent_to is None or parse_location(job.sent_to) == asked.get(job.model)]
 
 
-def _by_place(running: Mapping[str, list[Job]]) -> defaultdict[Place, list[Job]]:
+def _by_place(running: Mapping[str, list[Job]]) -> defaultdict[Location, list[Job]]:
     """Running jobs by the address to which they were sent."""
-    found = defaultdict[Place, list[Job]](list)
+    found = defaultdict[Location, list[Job]](list)
     for job in chain.from_iterable(running.values()):
         if job.sent_to is not None:
-            found[place_of(job.sent_to)].append(job)
+            found[parse_location(job.sent_to)].append(job)
     return found
 
 
-def _of_others(at_place: Mapping[Place, list[Job]], server: Server, report: ServerReport) -> list[Job]:
+def _of_others(at_place: Mapping[Location, list[Job]], server: Server, report: ServerReport) -> list[Job]:
     """Runs of servers that are registered at the same address under another name."""
-    asked = {place_of(url) for url in (report.endpoints or server.endpoints).values()}
+    asked = {parse_location(url) for url in (report.endpoints or server.endpoints).values()}
     return [job for place in asked for job in at_place.get(place, ()) if job.server != server.name]
 
 
@@ -147,11 +148,11 @@ def _asked_within_ms(dispatcher: Dispatcher, job: Job) -> int:
     next worker that does, takes to ask by that id and to be told the result, or that it is unknown."""
     if job.remote_id is None:
         return 0
-    return round(2000 * dispatcher.catalog.model(job.model).config.poll_interval) + _ANSWERED_WITHIN_MS
+    return round(2000 * dispatcher.catalog.resolve(job.model).config.poll_interval) + _ANSWERED_WITHIN_MS
 
 
 def _known(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[tuple[Server, ServerReport]]:
-    servers = dispatcher.catalog.snapshot().servers
+    servers = dispatcher.catalog.get().servers
     return [(servers[name], report) for name, report in reports.items() if name in servers]
 
 
@@ -167,7 +168,7 @@ def _by_fleet(
 def _by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Job]]:
     """All running jobs, by the server that runs them."""
     found = defaultdict[str, list[Job]](list)
-    for job in dispatcher.store.running():
+    for job in dispatcher.store.list_running():
         found[job.server or ""].append(job)
     return found
 

@@ -7,10 +7,11 @@ from typing import Any
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import ledger
 from routing.maintenance.each import alone
-from slotkeeper.crash import crash_at
-from slotkeeper.jobs.record import Withholding, now_ms
-from slotkeeper.jobs.store import Moved
-from slotkeeper.outbox import removal
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs.store import Transition
+from slotkeeper.jobs.values import Quarantine
+from slotkeeper.outbox import retention
 
 # Jobs that one transaction moves: whoever else writes waits for it, and a due job for a batch of deadlines.
 _CHUNK = 200
@@ -32,16 +33,16 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
     The deadlines stand in the record, so however long nobody looked, none is missed.  `within_s`: as above.
     """
 
-    def act(ended: Sequence[Moved]) -> None:
+    def act(ended: Sequence[Transition]) -> None:
         crash_at("expire_committed")
         dispatcher.withdraw_all([moved.job for moved in ended])  # or tells their workers, who free the slots
         for moved in ended:
             with alone("announce", job_id=moved.job.id):
                 dispatcher.announce_end(moved)
 
-    def take() -> list[Moved]:
+    def take() -> list[Transition]:
         now = now_ms()
-        withhold = Withholding("deadline_passed", now + dispatcher.settings.withhold_max_ms)
+        withhold = Quarantine("deadline_passed", now + dispatcher.settings.withhold_max_ms)
         return dispatcher.store.expire_overdue(now, _CHUNK, withhold)
 
     return _in_batches(take, act, within_s)
@@ -49,10 +50,10 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
 
 def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
     """Remove what ended longer ago than `retention_s`; answers how many jobs.  `within_s`: as above."""
-    dispatcher.store.forget_keys(now_ms())
+    dispatcher.store.delete_expired_keys(now_ms())
     ledger.fold(dispatcher.store.database)
     until, removed = time.monotonic() + within_s, 0
-    while gone := removal.purge(dispatcher.store.database, now_ms() - retention_s * 1000, _CHUNK):
+    while gone := retention.delete_ended_jobs(dispatcher.store.database, now_ms() - retention_s * 1000, _CHUNK):
         removed += gone
         crash_at("purge_committed")
         if time.monotonic() >= until:

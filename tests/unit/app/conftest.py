@@ -1,7 +1,7 @@
 import pytest
 
-from slotkeeper.jobs.record import Job
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import Job
 from tests.support.builders import T0
 
 
@@ -31,7 +31,7 @@ def a_row() -> Job:
         seq=1,
         model="zimg",
         state=State.QUEUED,
-        why=Why.SUBMITTED,
+        why=Reason.SUBMITTED,
         priority=5,
         tenant="default",
         created_ms=T0,

@@ -12,7 +12,7 @@ from app.registry_answers import plain
 from routing.admission.placement import read_attributes
 from routing.queries.places import Place
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
 from tests.support.builders import T0
 
 
@@ -59,9 +59,12 @@ def test_every_state_has_an_outlook_or_needs_none(state):
 
 def test_a_dead_job_that_crashed_and_one_that_was_retried_in_vain_have_codes_of_their_own(a_row):
     dead = replace(a_row, state=State.DEAD, error_code="boom", error_message="x")
-    for why, code in ((Why.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Why.CRASHES_EXHAUSTED, "max_crashes_exceeded")):
+    for why, code in (
+        (Reason.RETRIES_EXHAUSTED, "max_retries_exceeded"),
+        (Reason.CRASHES_EXHAUSTED, "max_crashes_exceeded"),
+    ):
         assert error(replace(dead, why=why)) == {"code": code, "message": "x", "last_code": "boom"}
-    assert error(replace(dead, state=State.FAILED, why=Why.INVALID_REQUEST))["code"] == "boom"
+    assert error(replace(dead, state=State.FAILED, why=Reason.INVALID_REQUEST))["code"] == "boom"
 
 
 @dataclass(frozen=True, slots=True)

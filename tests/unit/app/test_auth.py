@@ -16,7 +16,7 @@ class FakeTenants:
         self.keys = keys
         self.asked: list[str] = []
 
-    def by_hashed(self, hashed: str) -> Tenant | None:
+    def find_by_hash(self, hashed: str) -> Tenant | None:
         known = {hash_key(key): key for key in ("k1", "k2")}
         key = known.get(hashed, hashed)
         self.asked.append(key)

@@ -5,7 +5,7 @@ from flask import Flask
 
 from app import errors
 from slotkeeper import errors as job_errors
-from slotkeeper.errors import Conflict, InvalidRequest, JobNotFound, SlotkeeperError, TooMany
+from slotkeeper.errors import Conflict, InvalidRequest, JobNotFound, SlotkeeperError, TooManyRequests
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def _raised(app: Flask, error: Exception):
 def _made(kind: type[SlotkeeperError]) -> SlotkeeperError:
     if issubclass(kind, InvalidRequest):
         return kind("payload", "payload is wrong")
-    return kind("wrong", 1.5) if issubclass(kind, TooMany) else kind("wrong")
+    return kind("wrong", 1.5) if issubclass(kind, TooManyRequests) else kind("wrong")
 
 
 KINDS = [
@@ -46,7 +46,7 @@ def test_every_refusal_of_a_use_case_has_a_status_of_its_own(app, kind):
 
 
 def test_times_to_come_back_are_whole_seconds_and_never_none(app):
-    assert _raised(app, TooMany("slow down", 0.001)).headers["Retry-After"] == "1"
+    assert _raised(app, TooManyRequests("slow down", 0.001)).headers["Retry-After"] == "1"
 
 
 def test_facts_do_not_take_the_place_of_what_the_rfc_names(app):

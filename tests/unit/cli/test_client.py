@@ -13,7 +13,7 @@ from werkzeug import Request, Response
 
 from app.cli.__main__ import main
 from app.up.ports import free_port
-from slotkeeper.client import Client, Refused, Unreachable
+from slotkeeper.client import ApiError, ApiUnreachable, Client
 
 PROBLEM = "application/problem+json"
 
@@ -117,22 +117,22 @@ def test_busy_is_waited_out_as_long_as_the_api_says(api: HTTPServer, monkeypatch
     answers = iter([Response("{}", 503, {"Retry-After": "3"}), Response("{}", 429), Response('{"ok": 1}')])
     api.expect_request("/x").respond_with_handler(lambda _: next(answers))
     client = Client(api.url_for(""))
-    assert client.patiently(lambda: client.get("/x")) == {"ok": 1}
+    assert client.retry(lambda: client.get("/x")) == {"ok": 1}
     assert slept == [3, 1.0]
 
 
 def test_a_wrong_request_is_not_sent_again(api: HTTPServer) -> None:
     api.expect_oneshot_request("/x").respond_with_response(problem(422, "Wrong", "field"))
     client = Client(api.url_for(""))
-    with pytest.raises(Refused):
-        client.patiently(lambda: client.get("/x"))
+    with pytest.raises(ApiError):
+        client.retry(lambda: client.get("/x"))
     assert len(api.log) == 1
 
 
 def test_patience_ends() -> None:
     client = Client(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(Unreachable):
-        client.patiently(lambda: client.get("/x"), patience_s=0)
+    with pytest.raises(ApiUnreachable):
+        client.retry(lambda: client.get("/x"), patience_s=0)
 
 
 def test_lists_are_read_page_by_page_up_to_the_limit(api: HTTPServer) -> None:
@@ -142,7 +142,7 @@ def test_lists_are_read_page_by_page_up_to_the_limit(api: HTTPServer) -> None:
         return Response(json.dumps({"jobs": found, "next_cursor": str(start + limit)}))
 
     api.expect_request("/queue/jobs").respond_with_handler(page)
-    found = list(Client(api.url_for("")).pages("/queue/jobs", "jobs", 450))
+    found = list(Client(api.url_for("")).iter_pages("/queue/jobs", "jobs", 450))
     assert [item["n"] for item in found] == list(range(450))
 
 

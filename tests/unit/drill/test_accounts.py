@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from slotkeeper.jobs.record import Event
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.values import Event
 from tools.drill.accounts import (
     Conduct,
     Limit,
@@ -31,7 +31,7 @@ def run(
     return Run(job_id, attempt, server, 0, round(start_s * S), round(end_s * S), outcome)
 
 
-def trail(why: Why, start_s: float = 10, end_s: float = 20) -> Mapping[str, list[Event]]:
+def trail(why: Reason, start_s: float = 10, end_s: float = 20) -> Mapping[str, list[Event]]:
     """Of a job j: its first attempt ended in this way."""
     return {
         "j": [
@@ -46,22 +46,22 @@ def trail(why: Why, start_s: float = 10, end_s: float = 20) -> Mapping[str, list
 
 
 def test_a_retry_is_due_when_the_server_answered_with_an_error() -> None:
-    assert undue_retries(trail(Why.SERVER_ERROR), [run("j", 10, 20, "error")]) == []
+    assert undue_retries(trail(Reason.SERVER_ERROR), [run("j", 10, 20, "error")]) == []
 
 
 @pytest.mark.parametrize("outcome", ["completed", "cut", "canceled"])
-@pytest.mark.parametrize("why", [Why.SERVER_ERROR, Why.RETRIES_EXHAUSTED])
-def test_a_retry_without_an_error_of_the_server_is_undue(why: Why, outcome: str) -> None:
+@pytest.mark.parametrize("why", [Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED])
+def test_a_retry_without_an_error_of_the_server_is_undue(why: Reason, outcome: str) -> None:
     assert len(undue_retries(trail(why), [run("j", 10, 20, outcome)])) == 1
     assert len(undue_retries(trail(why), [])) == 1
 
 
 def test_what_costs_nothing_is_no_retry() -> None:
-    assert undue_retries(trail(Why.SERVER_BUSY), []) == undue_retries(trail(Why.HANDED_BACK), []) == []
+    assert undue_retries(trail(Reason.SERVER_BUSY), []) == undue_retries(trail(Reason.HANDED_BACK), []) == []
 
 
-@pytest.mark.parametrize("why", [Why.LEASE_EXPIRED, Why.SERVER_LOST, Why.CRASHES_EXHAUSTED])
-def test_a_crash_is_due_only_if_something_died_under_the_run(why: Why) -> None:
+@pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED])
+def test_a_crash_is_due_only_if_something_died_under_the_run(why: Reason) -> None:
     runs = [run("j", 10, 20)]
     assert undue_crashes(trail(why), runs, [(15 * S, 16 * S)], 0) == []
     assert len(undue_crashes(trail(why), runs, [(40 * S, 41 * S)], 0)) == 1
@@ -69,28 +69,28 @@ def test_a_crash_is_due_only_if_something_died_under_the_run(why: Why) -> None:
 
 
 def test_a_crash_of_a_run_that_no_server_saw_is_judged_by_the_record_s_times() -> None:
-    assert undue_crashes(trail(Why.LEASE_EXPIRED), [], [(115 * S, 116 * S)], -100 * S) == []
-    assert len(undue_crashes(trail(Why.LEASE_EXPIRED), [], [(15 * S, 16 * S)], -100 * S)) == 1
+    assert undue_crashes(trail(Reason.LEASE_EXPIRED), [], [(115 * S, 116 * S)], -100 * S) == []
+    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED), [], [(15 * S, 16 * S)], -100 * S)) == 1
 
 
 def test_a_run_whose_answer_is_on_its_way_dies_with_its_worker() -> None:
     runs = [run("j", 10, 10.1)]
-    assert undue_crashes(trail(Why.LEASE_EXPIRED, 10, 30), runs, [(24 * S, 25 * S)], 0) == []
-    assert len(undue_crashes(trail(Why.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
+    assert undue_crashes(trail(Reason.LEASE_EXPIRED, 10, 30), runs, [(24 * S, 25 * S)], 0) == []
+    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
 
 
 def test_under_a_wrong_clock_a_run_ends_at_the_latest_where_the_next_one_begins() -> None:
     runs = [run("j", 10, 10.1), run("j", 30, 31, attempt=2)]
-    assert undue_crashes(trail(Why.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
-    assert len(undue_crashes(trail(Why.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
+    assert undue_crashes(trail(Reason.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
+    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
 
 
 def test_times_of_a_wrong_clock_prove_nothing() -> None:
-    assert undue_crashes(trail(Why.LEASE_EXPIRED), [], [], None) == []
+    assert undue_crashes(trail(Reason.LEASE_EXPIRED), [], [], None) == []
 
 
 def test_an_end_that_is_no_crash_needs_no_death() -> None:
-    assert undue_crashes(trail(Why.SERVER_UNREACHABLE), [run("j", 10, 20)], [], 0) == []
+    assert undue_crashes(trail(Reason.SERVER_UNREACHABLE), [run("j", 10, 20)], [], 0) == []
 
 
 # -- ends --------------------------------------------------------------------------------------------------

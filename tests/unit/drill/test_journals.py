@@ -4,11 +4,11 @@ import orjson
 import pytest
 
 from routing.maintenance import ledger
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.models import messages
-from slotkeeper.jobs.record import Event
+from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import Store
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import messages
+from slotkeeper.jobs.values import Event
 from tests.support.builders import an_ended_job
 from tools.drill.accounts import Owed
 from tools.drill.checker import Run
@@ -29,10 +29,10 @@ def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
     return {"job_id": job_id, "attempt": 1, "slot": slot, "at_ns": at_ns}
 
 
-def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: Store) -> None:
+def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: JobStore) -> None:
     job = an_ended_job(store).id
     ledger.note_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
-    assert [event.type for event in store.events_of(job)][-1] == "invariant.broken"
+    assert [event.type for event in store.list_events(job)][-1] == "invariant.broken"
     assert [event.type for event in trails(store.database)[job]][-1] == "job.completed"
 
 

@@ -1,4 +1,4 @@
-from slotkeeper.jobs.record import Event
+from slotkeeper.jobs.values import Event
 from tools.drill.checker import Receipt, Run
 from tools.drill.faults import Struck
 from tools.drill.recovery import placed, rerun_after, slot_recovery, summary

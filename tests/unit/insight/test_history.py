@@ -4,11 +4,11 @@ import pytest
 
 from routing.queries import history
 from routing.queries.history import BOUNDS_S, OTHER, Historian
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import Error
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import JobError
+from slotkeeper.outbox import retention
 from tests.support.builders import SECOND, T0, a_delayed_job, a_queued_job, a_start, an_ended_job
 from tests.support.ends import store_end
 
@@ -27,10 +27,10 @@ def _part(seconds: float) -> list[int]:
     return parts
 
 
-def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: Store) -> None:
+def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: JobStore) -> None:
     job = a_queued_job(store, priority=2)
     run = a_start(store, job.id, now_ms=T0 + 3 * SECOND)
-    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 23 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Reason.FINISHED, T0 + 23 * SECOND, result="{}")
     found = _counted(database)
     assert found.accepted == {("zimg",): 1}
     assert found.ended == {("zimg", "completed"): 1}
@@ -39,15 +39,21 @@ def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, sto
     assert (found.runs[("zimg",)].parts, found.runs[("zimg",)].sum_s) == (_part(20), 20.0)
 
 
-def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: Store) -> None:
+def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: JobStore) -> None:
     job = a_queued_job(store)
     run = a_start(store, job.id, now_ms=T0 + SECOND)
     store_end(
-        store, job.id, run.attempt, Why.SERVER_ERROR, T0 + 2 * SECOND, error=Error("x", "y"), due_ms=T0 + 9 * SECOND
+        store,
+        job.id,
+        run.attempt,
+        Reason.SERVER_ERROR,
+        T0 + 2 * SECOND,
+        error=JobError("x", "y"),
+        due_ms=T0 + 9 * SECOND,
     )
     store.promote_due(T0 + 9 * SECOND)
     run = a_start(store, job.id, now_ms=T0 + 10 * SECOND)
-    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 14 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Reason.FINISHED, T0 + 14 * SECOND, result="{}")
     found = _counted(database)
     assert found.accepted == {("zimg",): 1}
     assert found.attempts == {("zimg", "server_error"): 1, ("zimg", "finished"): 1}
@@ -55,7 +61,7 @@ def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: 
     assert found.runs[("zimg",)].sum_s == 5.0
 
 
-def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: Store) -> None:
+def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: JobStore) -> None:
     job = a_delayed_job(store, due_ms=T0 + 60 * SECOND)
     store.promote_due(T0 + 60 * SECOND)
     a_start(store, job.id, now_ms=T0 + 61 * SECOND)
@@ -64,27 +70,27 @@ def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: St
     assert found.waits[("zimg", "5")].sum_s == 1.0
 
 
-def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store: Store) -> None:
+def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store: JobStore) -> None:
     job = a_queued_job(store)
-    store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
     found = _counted(database)
     assert (found.attempts, found.runs) == ({}, {})
     assert found.ended == {("zimg", "canceled"): 1}
 
 
-def test_what_begins_in_one_look_and_ends_in_the_next_is_counted_whole(database: Database, store: Store) -> None:
+def test_what_begins_in_one_look_and_ends_in_the_next_is_counted_whole(database: Database, store: JobStore) -> None:
     job = a_queued_job(store)
     _counted(database)
     run = a_start(store, job.id, now_ms=T0 + 4 * SECOND)
     _counted(database)
-    store_end(store, job.id, run.attempt, Why.FINISHED, T0 + 9 * SECOND, result="{}")
+    store_end(store, job.id, run.attempt, Reason.FINISHED, T0 + 9 * SECOND, result="{}")
     found = _counted(database)
     assert found.waits[("zimg", "5")].sum_s == 4.0
     assert found.runs[("zimg",)].sum_s == 5.0
 
 
 def test_two_that_count_at_once_count_each_event_once(
-    database: Database, store: Store, monkeypatch: pytest.MonkeyPatch
+    database: Database, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     an_ended_job(store)
     slow, position = Historian(database), Historian._position
@@ -102,7 +108,7 @@ def test_two_that_count_at_once_count_each_event_once(
 
 
 def test_models_beyond_the_first_are_counted_as_one(
-    database: Database, store: Store, monkeypatch: pytest.MonkeyPatch
+    database: Database, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "MOST_MODELS", 2)
     for model in ("a", "b", "c", "d"):
@@ -111,14 +117,14 @@ def test_models_beyond_the_first_are_counted_as_one(
     assert _counted(database).accepted == {("a",): 1, ("b",): 1, (OTHER,): 2}
 
 
-def test_sums_outlive_the_jobs_that_they_count(database: Database, store: Store) -> None:
+def test_sums_outlive_the_jobs_that_they_count(database: Database, store: JobStore) -> None:
     job = an_ended_job(store, State.DEAD)
     _counted(database)
-    assert removal.delete_dead(store.database, job.id)
+    assert retention.delete_dead_job(store.database, job.id)
     assert _counted(database).ended == {("zimg", "dead"): 1}
 
 
-def test_what_is_not_counted_yet_has_an_age(database: Database, store: Store) -> None:
+def test_what_is_not_counted_yet_has_an_age(database: Database, store: JobStore) -> None:
     assert history.lag_ms(database, T0) == 0
     a_queued_job(store)
     assert history.lag_ms(database, T0 + SECOND) == SECOND

@@ -7,9 +7,9 @@ from routing.admission import questions
 from routing.admission.questions import Position
 from routing.queries.interval import Estimate
 from routing.queries.places import Place, Places
-from slotkeeper.jobs.record import Waiting
+from slotkeeper.jobs.values import QueuedJob
 
-JOB = Waiting("j", 1, "zimg", 5, "default")
+JOB = QueuedJob("j", 1, "zimg", 5, "default")
 SOON = Estimate(2000, 1000, 4000)
 
 

@@ -25,7 +25,7 @@ class Host:
 
     def hear(self, common_ms: int, took_s: float = 0.001) -> None:
         """The common clock said `common_ms` when the answer came."""
-        self.clock.note(common_ms - took_s * 500, self.steady - took_s, self.steady)
+        self.clock.adjust(common_ms - took_s * 500, self.steady - took_s, self.steady)
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def test_a_common_clock_that_was_set_is_followed_at_once(host: Host) -> None:
 
 
 def test_a_host_that_is_far_off_says_so_now_and_then(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.wall_ms += clocks.TOLERATED_MS + 1
+    host.wall_ms += clocks.MAX_SKEW_MS + 1
     for _ in range(3):
         host.hear(COMMON)
     assert capsys.readouterr().out.count("host_clock_differs") == 1
 
 
 def test_all_of_the_product_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotkeeper.jobs.record import now_ms
+    from slotkeeper.clock import now_ms
 
     monkeypatch.setattr(clocks.clock, "_ahead_ms", 5_000.0)
     assert abs(now_ms() - 5_000 - time.monotonic() * 1000) < 1_000

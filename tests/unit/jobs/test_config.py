@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from slotkeeper.config import RecordSettings
-from slotkeeper.registry.config import ModelConfig, understood
+from slotkeeper.config import StorageSettings
+from slotkeeper.registry.model_config import ModelConfig, parse_overrides
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -141,13 +141,13 @@ def test_new_policies_change_nothing_until_they_are_asked_for():
 
 def test_what_a_newer_release_has_stored_counts_as_not_set():
     stored = {"max_retries": 7, "policy": "auction", "gravity": 9.81, "affinity": -1}
-    assert understood(stored) == (ModelConfig(max_retries=7), {"policy", "gravity", "affinity"})
-    assert understood({"max_retries": 7}) == (ModelConfig(max_retries=7), set())
+    assert parse_overrides(stored) == (ModelConfig(max_retries=7), {"policy", "gravity", "affinity"})
+    assert parse_overrides({"max_retries": 7}) == (ModelConfig(max_retries=7), set())
 
 
 def test_stored_values_that_contradict_each_other_all_count_as_not_set():
     stored = {"retry_backoff": 5, "retry_backoff_max": 4}
-    assert understood(stored) == (ModelConfig(), set(stored))
+    assert parse_overrides(stored) == (ModelConfig(), set(stored))
 
 
 def test_a_configuration_cannot_be_changed():
@@ -157,21 +157,21 @@ def test_a_configuration_cannot_be_changed():
 
 def test_the_record_is_sqlite_in_the_home_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    settings = RecordSettings()
-    assert settings.record_url == f"sqlite:///{tmp_path / 'var' / 'record.db'}"
+    settings = StorageSettings()
+    assert settings.sqlalchemy_url == f"sqlite:///{tmp_path / 'var' / 'record.db'}"
     assert (settings.idempotency_window_s, settings.retention_s) == (86_400, 30 * 86_400)
 
 
 def test_the_environment_says_where_the_record_lies(monkeypatch):
     monkeypatch.setenv("SLOTKEEPER_HOME", "/srv/slotkeeper")
-    assert RecordSettings().home == Path("/srv/slotkeeper")
-    assert RecordSettings().record_url == "sqlite:////srv/slotkeeper/record.db"
+    assert StorageSettings().home == Path("/srv/slotkeeper")
+    assert StorageSettings().sqlalchemy_url == "sqlite:////srv/slotkeeper/record.db"
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", "postgresql://db/record")
-    assert RecordSettings().record_url == "postgresql://db/record"
+    assert StorageSettings().sqlalchemy_url == "postgresql://db/record"
 
 
 @pytest.mark.parametrize("name", ["SLOTKEEPER_IDEMPOTENCY_WINDOW_S", "SLOTKEEPER_RETENTION_S"])
 def test_a_span_of_time_is_positive(monkeypatch, name):
     monkeypatch.setenv(name, "0")
     with pytest.raises(ValidationError):
-        RecordSettings()
+        StorageSettings()

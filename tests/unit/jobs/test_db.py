@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from slotkeeper.config import Limits
-from slotkeeper.db import connections, db, engines, postgresql, writer
-from slotkeeper.db.db import Batch, Database, Write, _reason, _Ticket
-from slotkeeper.db.prepared import run
-from slotkeeper.errors import RecordUnavailable, RecordUncertain, SlotkeeperError
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db import group_commit, postgresql, time_limits, write_connection
+from slotkeeper.db import sqlite as sqlite_db
+from slotkeeper.db.compiled_sql import run
+from slotkeeper.db.group_commit import Batch, Database, Write, _Entry, _reason
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperError
 from tests.support.builders import eventually
 
 
@@ -68,7 +69,7 @@ def disk(sqlite, monkeypatch):
             act()
 
     acts: list[Callable[[], object]] = []
-    monkeypatch.setattr(writer, "_sync", sync)
+    monkeypatch.setattr(write_connection, "_sync", sync)
     return acts, waited
 
 
@@ -87,7 +88,7 @@ def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
 def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
     """Neither this process's threads nor other processes."""
     acts, waited = disk
-    other = Database(sqlite.url, Limits(lock_s=0.2))
+    other = Database(sqlite.url, DatabaseTimeouts(lock_s=0.2))
     acts += [
         lambda: other.write(_insert, relaxed=True),
         lambda: sqlite.write(_insert, relaxed=True),
@@ -123,11 +124,11 @@ def test_who_is_told_of_a_commit_and_fails_at_it_keeps_nobody_from_the_disk(sqli
 def test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody(sqlite, disk):
     told: list[str] = []
     writes: list[Write[Any]] = [
-        Write(lambda tx: "one", committed=told.append),
-        Write(_refuse, committed=told.append),
-        Write(lambda tx: "two", committed=told.append),
+        Write(lambda tx: "one", on_committed=told.append),
+        Write(_refuse, on_committed=told.append),
+        Write(lambda tx: "two", on_committed=told.append),
     ]
-    assert sqlite.do_all(writes) == ["one", _REFUSAL, "two"]
+    assert sqlite.commit_all(writes) == ["one", _REFUSAL, "two"]
     assert told == ["one", "two"]
 
 
@@ -142,16 +143,16 @@ def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, mon
             if len(pauses) == 20:
                 other.execute("COMMIT")
 
-        monkeypatch.setattr(engines.time, "sleep", pause)
+        monkeypatch.setattr(sqlite_db.time, "sleep", pause)
         sqlite.write(_insert)
     assert len(pauses) == 20 and max(pauses) <= 0.001
 
 
 def test_nobody_waits_for_others_to_write_longer_than_is_allowed(sqlite, disk):
-    impatient = Database(sqlite.url, Limits(lock_s=0.05))
+    impatient = Database(sqlite.url, DatabaseTimeouts(lock_s=0.05))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RecordUnavailable, match="locked"):
+        with pytest.raises(DatabaseUnavailable, match="locked"):
             impatient.write(_insert)
     impatient.write(_insert)
     impatient.close()
@@ -160,7 +161,7 @@ def test_nobody_waits_for_others_to_write_longer_than_is_allowed(sqlite, disk):
 def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, disk):
     acts, _ = disk
     acts.append(_fails)
-    with pytest.raises(RecordUncertain, match="Input/output"):
+    with pytest.raises(CommitUnknown, match="Input/output"):
         sqlite.write(_insert)
     sqlite.write(_insert, relaxed=True)
 
@@ -169,13 +170,13 @@ def test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew(sql
     """It forgets what it could not write, and has nothing more to refuse."""
     acts, _ = disk
     acts.append(_fails)
-    with pytest.raises(RecordUncertain):
+    with pytest.raises(CommitUnknown):
         sqlite.write(_insert)
     acts.clear()
     with sqlite.read() as reader:
         reader.exec_driver_sql("BEGIN")
         assert _count(reader) == 1
-        with pytest.raises(RecordUncertain, match="rewritten"):
+        with pytest.raises(CommitUnknown, match="rewritten"):
             sqlite.write(_insert)
         reader.exec_driver_sql("COMMIT")
     statements = []
@@ -195,7 +196,7 @@ def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk)
     acts.append(lambda: early.extend(answered))
     answered: list[bool] = []
     writes = [Write(_insert, heard=lambda: answered.append(True))] * 3
-    sqlite.do_all(writes)
+    sqlite.commit_all(writes)
     assert early == [] and answered == [True] * 3 and len(waited) == 1
 
 
@@ -204,7 +205,7 @@ def test_the_log_is_waited_for_where_sqlite_keeps_it(tmp_path, monkeypatch):
     (tmp_path / "far").mkdir()
     (tmp_path / "record.db").symlink_to(tmp_path / "far" / "real.db")
     waited: list[str] = []
-    monkeypatch.setattr(writer, "_sync", lambda log: waited.append(os.readlink(f"/proc/self/fd/{log}")))
+    monkeypatch.setattr(write_connection, "_sync", lambda log: waited.append(os.readlink(f"/proc/self/fd/{log}")))
     for url in (f"sqlite:///{tmp_path / 'record.db'}", f"sqlite:///file:{tmp_path / 'record.db'}?uri=true"):
         with closing(Database(url)) as database:
             database.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS rows (n)"))
@@ -213,7 +214,7 @@ def test_the_log_is_waited_for_where_sqlite_keeps_it(tmp_path, monkeypatch):
 
 
 def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "_sync", lambda log: pytest.fail("there is nothing to wait for"))
+    monkeypatch.setattr(write_connection, "_sync", lambda log: pytest.fail("there is nothing to wait for"))
     with closing(Database(f"sqlite:///file:{tmp_path / 'record.db'}?uri=true&vfs=unix-dotfile")) as database:
         found = database.write(lambda tx: tx.connection.exec_driver_sql("PRAGMA synchronous").scalar())
     assert found == 2
@@ -227,15 +228,15 @@ def test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_w
 
     acts, _ = disk
     acts.append(fail)
-    assert isinstance(sqlite.do_all([Write(_insert)])[0], RecordUncertain)
+    assert isinstance(sqlite.commit_all([Write(_insert)])[0], CommitUnknown)
     acts.clear()
     anew: list[str] = []
-    monkeypatch.setattr(engines, "rewrite", lambda engine: anew.append("anew"))
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: anew.append("anew"))
     with closing(sqlite3.connect(sqlite.engine.url.database)) as other:
         other.execute("SELECT count(*) FROM rows").fetchone()  # So that the log stays.
         with pytest.raises(ZeroDivisionError):
             sqlite.write(lambda tx: 1 / 0)  # Its connection is given up.
-        assert sqlite.do_all([Write(_insert)]) == [None]
+        assert sqlite.commit_all([Write(_insert)]) == [None]
     assert anew == ["anew"]
 
 
@@ -249,8 +250,8 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
     """The system tells of an error once for each file that is open: who waits beside hears of none."""
     acts, waited = disk
     at_it, goes_on, answers, anew = threading.Event(), threading.Event(), list[Any](), list[int]()
-    rewrite = engines.rewrite
-    monkeypatch.setattr(engines, "rewrite", lambda engine: (rewrite(engine), anew.append(len(waited))))
+    rewrite = sqlite_db.checkpoint_log
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: (rewrite(engine), anew.append(len(waited))))
 
     def fail_once() -> None:
         if len(waited) == 1:
@@ -259,7 +260,7 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
             raise OSError(5, "the disk is gone")
 
     def write() -> None:
-        answers.extend(sqlite.do_all([Write(_insert)]))
+        answers.extend(sqlite.commit_all([Write(_insert)]))
 
     acts.append(fail_once)
     first, second = threading.Thread(target=write), threading.Thread(target=write)
@@ -271,7 +272,7 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
     goes_on.set()
     first.join(10)
     second.join(10)
-    assert {type(it) for it in answers} == {RecordUncertain, type(None)}
+    assert {type(it) for it in answers} == {CommitUnknown, type(None)}
     assert anew == [1], "before the second waits for it"
 
 
@@ -291,13 +292,13 @@ def test_a_write_takes_no_file_descriptor(sqlite, disk):
 def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
     """What came of them without a wait; None: nothing was stored."""
     batch = Batch(writes)
-    database.try_commit(batch)
+    database.try_commit_all(batch)
     return None if batch.committed is None else list(batch.committed)
 
 
 def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
     batch = Batch(writes)
-    database.try_commit(batch)
+    database.try_commit_all(batch)
     assert batch.committed is not None
     database.complete([batch])
     return batch.answers or []
@@ -316,7 +317,7 @@ def test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk(sqlite
     heard: list[str] = []
     writes: list[Write[Any]] = [Write(_insert, heard=lambda: heard.append("heard")), Write(_insert, relaxed=True)]
     batch = Batch(writes)
-    sqlite.try_commit(batch)
+    sqlite.try_commit_all(batch)
     with sqlite.read() as connection:
         assert _count(connection) == 2, "others see it already"
     assert (waited, heard, batch.answers) == ([], [], None)
@@ -334,12 +335,12 @@ def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite
     unheard: list[str] = []
     writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard")), Write(_refuse)]
     answers = _at_once(sqlite, writes)
-    assert isinstance(answers[0], RecordUncertain)
+    assert isinstance(answers[0], CommitUnknown)
     assert answers[1] is _REFUSAL
     assert unheard == ["unheard"]
 
 
-@pytest.mark.parametrize("do", [Database.do_all, _at_once], ids=["by_a_thread", "at_once"])
+@pytest.mark.parametrize("do", [Database.commit_all, _at_once], ids=["by_a_thread", "at_once"])
 def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, disk, monkeypatch, do):
     """To rewrite the log takes another connection, and there may be none to be had."""
 
@@ -356,7 +357,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
     sqlite.engine.dispose()  # None is kept for those who read.
     folder.rename(folder.with_name("away"))
 
-    assert isinstance(do(sqlite, writes)[0], RecordUncertain)
+    assert isinstance(do(sqlite, writes)[0], CommitUnknown)
     assert unheard == ["unheard"] * 2 and len(waited) == 1
 
     folder.with_name("away").rename(folder)
@@ -365,7 +366,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
 
 
 def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
-    half = db._LARGEST_AT_ONCE // 2
+    half = group_commit._LARGEST_AT_ONCE // 2
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
     with sqlite.read() as connection:
@@ -373,7 +374,7 @@ def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
 
 
 def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):
-    monkeypatch.setattr(engines.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(sqlite_db.time, "sleep", lambda seconds: pytest.fail("it waits"))
     sqlite.write(_insert, relaxed=True)
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it connects anew"))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
@@ -399,7 +400,7 @@ def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_wri
 def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqlite, disk):
     def unit(tx: Any) -> None:
         other.start()
-        while not sqlite._line:
+        while not sqlite._waiting:
             time.sleep(0.001)
 
     other = threading.Thread(target=lambda: sqlite.write(_insert, relaxed=True))
@@ -419,7 +420,7 @@ def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk
     assert _tried(sqlite, writes) is None
     with sqlite.read() as connection:
         assert _count(connection) == 0
-    assert [type(it) for it in sqlite.do_all(writes)] == [type(None), ValueError, type(None)]
+    assert [type(it) for it in sqlite.commit_all(writes)] == [type(None), ValueError, type(None)]
 
 
 def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, monkeypatch):
@@ -433,7 +434,7 @@ def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, mo
     unheard: list[str] = []
     write = Write(_insert, relaxed=True, unheard=lambda: unheard.append("unheard"))
     (answer,) = _tried(sqlite, [write]) or []
-    assert isinstance(answer, RecordUncertain)
+    assert isinstance(answer, CommitUnknown)
     assert unheard == ["unheard"]
     event.remove(sqlite.engine, "commit", fail)
     monkeypatch.undo()
@@ -450,9 +451,9 @@ def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_
     sqlite.write(_insert)
     writes: list[Write[Any]] = [Write(_insert)]
     event.listen(sqlite.engine, "commit", fail)
-    assert isinstance((_tried(sqlite, writes) or [None])[0], RecordUncertain)
+    assert isinstance((_tried(sqlite, writes) or [None])[0], CommitUnknown)
     assert _tried(sqlite, writes) is None
-    with pytest.raises(RecordUnavailable):
+    with pytest.raises(DatabaseUnavailable):
         sqlite.write(_insert)
     assert _tried(sqlite, writes) is None
     event.remove(sqlite.engine, "commit", fail)
@@ -483,7 +484,7 @@ def test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing(sqlite, dis
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(_Ticket, "wait", interrupted)
+        patched.setattr(_Entry, "wait", interrupted)
         sqlite.write(_insert)
     sqlite.write(_insert)
     with sqlite.read() as connection:
@@ -496,12 +497,12 @@ def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is
 
     def after_the_commit(batch: Any, *_: Any) -> bool:
         for ticket in batch[1:]:
-            ticket.fulfil(None)
+            ticket.succeed(None)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sqlite, "_commit", after_the_commit)
     with pytest.raises(KeyboardInterrupt):
-        sqlite.do_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
+        sqlite.commit_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
     assert len(waited) == 1 and outcomes == []
 
 
@@ -512,10 +513,10 @@ def test_who_is_interrupted_before_it_could_commit_keeps_nobody_from_writing(sql
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
-        patched.setattr(writer.Writer, "commit", interrupted)
+        patched.setattr(write_connection.Writer, "commit", interrupted)
         sqlite.write(_insert)
     assert kept.tb is not None
-    with closing(Database(sqlite.url, Limits(lock_s=0))) as other:
+    with closing(Database(sqlite.url, DatabaseTimeouts(lock_s=0))) as other:
         other.write(_insert)
     with sqlite.read() as connection:
         assert _count(connection) == 1
@@ -528,7 +529,7 @@ def test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from
     with pytest.raises(KeyboardInterrupt) as kept:
         sqlite.write(lambda tx: run(tx.connection, "INSERT INTO rows VALUES (1), (2) RETURNING n", (), interrupted))
     assert kept.tb is not None
-    with closing(Database(sqlite.url, Limits(lock_s=0))) as other:
+    with closing(Database(sqlite.url, DatabaseTimeouts(lock_s=0))) as other:
         other.write(_insert)
     with sqlite.read() as connection:
         assert _count(connection) == 1
@@ -545,8 +546,8 @@ def _asked(monkeypatch, query: str, **limits: float) -> dict[str, object]:
         given.append(options)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(postgresql._Impatient, "connect", connect)
-    database = Database(f"postgresql://nobody@192.0.2.1/record{query}", Limits(**limits))
+    monkeypatch.setattr(postgresql._TimeLimitedConnection, "connect", connect)
+    database = Database(f"postgresql://nobody@192.0.2.1/record{query}", DatabaseTimeouts(**limits))
     with pytest.raises(ZeroDivisionError), database.snapshot():
         pass
     return given[0]
@@ -581,28 +582,30 @@ def test_what_the_url_says_comes_first(monkeypatch):
 
 def test_a_connection_takes_no_longer_than_there_is_time(monkeypatch):
     given = []
-    monkeypatch.setattr(postgresql._Impatient, "connect", lambda **options: given.append(options["connect_timeout"]))
-    with connections.within(3.9):
+    monkeypatch.setattr(
+        postgresql._TimeLimitedConnection, "connect", lambda **options: given.append(options["connect_timeout"])
+    )
+    with time_limits.time_limit(3.9):
         postgresql._connect(None, None, (), {"connect_timeout": 5})
-    with connections.within(1.9), pytest.raises(Exception, match="no time is left"):
+    with time_limits.time_limit(1.9), pytest.raises(Exception, match="no time is left"):
         postgresql._connect(None, None, (), {"connect_timeout": 5})
     assert given == [3]
 
 
 def test_a_write_is_answered_within_ten_seconds_at_worst():
-    limits = Limits()
+    limits = DatabaseTimeouts()
     assert limits.turn_s + limits.transaction_s + limits.inquiry_s < 10
     assert limits.lock_s < limits.transaction_s  # or who waits for a lock would be taken for a silent server
 
 
 def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
-    with connections.within(1.0):
-        with connections.within(60.0):
-            assert connections.left() <= 1.0
-        with connections.within(0.1):
-            assert connections.left() <= 0.1
-        assert connections.left() > 0.5
-    assert connections.left() == float("inf")
+    with time_limits.time_limit(1.0):
+        with time_limits.time_limit(60.0):
+            assert time_limits.time_left() <= 1.0
+        with time_limits.time_limit(0.1):
+            assert time_limits.time_left() <= 0.1
+        assert time_limits.time_left() > 0.5
+    assert time_limits.time_left() == float("inf")
 
 
 def test_an_unavailable_record_says_why_in_one_line():

@@ -3,7 +3,7 @@
 import inspect
 
 from slotkeeper import errors
-from slotkeeper.errors import Conflict, InvalidJob, RecordUnavailable, SlotkeeperError, TooMany
+from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, SlotkeeperError, TooManyRequests
 
 ALL = [
     found
@@ -33,6 +33,6 @@ def test_an_invalid_job_names_the_field():
 
 
 def test_what_may_be_tried_again_says_when():
-    assert RecordUnavailable("gone").retry_after_s > 0
-    assert TooMany("full", 1.5).retry_after_s == 1.5
+    assert DatabaseUnavailable("gone").retry_after_s > 0
+    assert TooManyRequests("full", 1.5).retry_after_s == 1.5
     assert Conflict("no").retry_after_s is None

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text, bindparam, event, insert, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from slotkeeper.db.prepared import Each, Prepared, Rows, run, say
+from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement, Each, run, say
 
 things = Table(
     "things",
@@ -13,8 +13,8 @@ things = Table(
     Column("size", Integer),
     Column("good", Boolean),
 )
-ADD = Prepared(insert(things), ["name", "size"])
-GROW = Prepared(
+ADD = CompiledStatement(insert(things), ["name", "size"])
+GROW = CompiledStatement(
     update(things)
     .where(things.c.name == bindparam("p_name"), things.c.size < 10)
     .values(size=things.c.size + bindparam("p_by"))
@@ -22,7 +22,7 @@ GROW = Prepared(
 )
 _NAMED = update(things).where(things.c.name == bindparam("p_name"), things.c.size < 1000)
 EACH = Each(_NAMED.values(size=things.c.size + bindparam("p_by")).returning(things.c.name, things.c.size.label("now")))
-SIZE = Prepared(select(things.c.size).where(things.c.name == bindparam("p_name")))
+SIZE = CompiledStatement(select(things.c.size).where(things.c.name == bindparam("p_name")))
 
 
 @pytest.fixture
@@ -33,27 +33,27 @@ def connection(database):
 
 
 def test_parameters_are_given_by_name_and_rows_have_the_names_of_their_columns(connection):
-    assert ADD.count(connection, {"size": 3, "name": "a", "more": "than it takes"}) == 1
-    assert [(row.name, row.size) for row in GROW.all(connection, {"p_name": "a", "p_by": 4})] == [("a", 7)]
-    assert GROW.first(connection, {"p_name": "b", "p_by": 4}) is None
-    assert SIZE.scalar(connection, {"p_name": "a"}) == 7
-    assert SIZE.scalar(connection, {"p_name": "b"}) is None
+    assert ADD.execute(connection, {"size": 3, "name": "a", "more": "than it takes"}) == 1
+    assert [(row.name, row.size) for row in GROW.fetch_all(connection, {"p_name": "a", "p_by": 4})] == [("a", 7)]
+    assert GROW.fetch_first(connection, {"p_name": "b", "p_by": 4}) is None
+    assert SIZE.fetch_value(connection, {"p_name": "a"}) == 7
+    assert SIZE.fetch_value(connection, {"p_name": "b"}) is None
 
 
 def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
-    rows = Rows(things)
-    rows.write(connection, [{"name": "a", "size": None}, {"name": "b", "size": 2}])
-    rows.write(connection, [{"size": None, "name": f"c{n}"} for n in range(300)])
-    rows.write(connection, [{"name": "d"}])
-    assert SIZE.scalar(connection, {"p_name": "b"}) == 2
+    rows = BulkInsert(things)
+    rows.execute(connection, [{"name": "a", "size": None}, {"name": "b", "size": 2}])
+    rows.execute(connection, [{"size": None, "name": f"c{n}"} for n in range(300)])
+    rows.execute(connection, [{"name": "d"}])
+    assert SIZE.fetch_value(connection, {"p_name": "b"}) == 2
     assert connection.exec_driver_sql("SELECT count(*), count(size) FROM things").one() == (303, 1)
 
 
 def test_rows_that_are_there_already_or_not_wanted_are_left_out_and_the_others_answered_in_their_order(connection):
-    rows = Rows(things, unless="given.size > 900", once="name", answers="size")
-    assert rows.write(connection, [{"name": "a", "size": 0}]) == [(0,)]
+    rows = BulkInsert(things, unless="given.size > 900", once="name", answers="size")
+    assert rows.execute(connection, [{"name": "a", "size": 0}]) == [(0,)]
     given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
-    assert rows.write(connection, given) == [(n,) for n in [1, *range(3, 901)]]
+    assert rows.execute(connection, given) == [(n,) for n in [1, *range(3, 901)]]
 
 
 def _sizes(connection):
@@ -62,7 +62,7 @@ def _sizes(connection):
 
 @pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 64, 65, 300])
 def test_many_rows_are_changed_each_by_its_own_parameters_and_where_the_condition_holds(connection, number):
-    Rows(things).write(connection, [{"name": f"n{n}", "size": n * 10} for n in range(number)])
+    BulkInsert(things).execute(connection, [{"name": f"n{n}", "size": n * 10} for n in range(number)])
     asked = [{"p_name": f"n{n}", "p_by": n, "more": "than it takes"} for n in range(number)]
     answered = EACH.all(connection, [*asked, {"p_name": "nobody", "p_by": 1}])
     changed = {f"n{n}": n * 11 for n in range(number) if n < 100}
@@ -71,15 +71,15 @@ def test_many_rows_are_changed_each_by_its_own_parameters_and_where_the_conditio
 
 
 def test_a_value_that_is_missing_is_missing_in_its_row_alone(connection):
-    Rows(things).write(connection, [{"name": name, "size": 1} for name in "abc"])
+    BulkInsert(things).execute(connection, [{"name": name, "size": 1} for name in "abc"])
     EACH.all(connection, [{"p_name": "a", "p_by": 1}, {"p_name": "b", "p_by": None}, {"p_name": "c", "p_by": 3}])
     assert _sizes(connection) == {"a": 2, "b": None, "c": 4}
 
 
 def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):
-    ADD.count(connection, {"name": "a", "size": 1})
+    ADD.execute(connection, {"name": "a", "size": 1})
     with pytest.raises(IntegrityError) as refused:
-        ADD.count(connection, {"name": "a", "size": 4711})
+        ADD.execute(connection, {"name": "a", "size": 4711})
     assert refused.value.orig is not None
     assert "4711" not in str(refused.value)
     assert not refused.value.connection_invalidated
@@ -92,7 +92,7 @@ def test_whoever_listens_to_the_engine_hears_these_statements_too(database, conn
         heard.append((text, values))
 
     event.listen(database.engine, "before_cursor_execute", listen)
-    ADD.count(connection, {"name": "a", "size": 1})
+    ADD.execute(connection, {"name": "a", "size": 1})
     say(connection, "SELECT 1")
     assert [text.split()[0] for text, _ in heard] == ["INSERT", "SELECT"]
     assert "a" in (heard[0][1].values() if isinstance(heard[0][1], dict) else heard[0][1])
@@ -102,7 +102,7 @@ def test_whoever_listens_to_the_engine_hears_these_statements_too(database, conn
 def test_what_would_have_to_be_converted_cannot_be_prepared(connection):
     for statement, columns in ((select(things.c.good), None), (insert(things), ["name", "good"])):
         with pytest.raises(TypeError, match="cannot be prepared"):
-            Prepared(statement, columns).count(connection, {"name": "a", "good": True})
+            CompiledStatement(statement, columns).execute(connection, {"name": "a", "good": True})
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

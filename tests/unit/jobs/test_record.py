@@ -5,9 +5,10 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from routing.queries.attempts import attempts
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.record import Event, Job, NewJob, Waiting, new_job_id, now_ms
-from slotkeeper.jobs.states import State, Why
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.tables import jobs
+from slotkeeper.jobs.values import Event, Job, NewJob, QueuedJob, new_job_id
 from tests.support.builders import T0, a_job
 
 
@@ -47,9 +48,9 @@ def test_a_job_knows_its_part_for_the_waiting_room():
             "created_ms": T0,
             "constraints": "gpu=A100",
         }
-        | {"state": State.QUEUED, "why": Why.SUBMITTED, "source": "rest"}
+        | {"state": State.QUEUED, "why": Reason.SUBMITTED, "source": "rest"}
     )
-    assert job.waiting == Waiting("j", 7, "zimg", 2, "acme", T0, "gpu=A100")
+    assert job.queued == QueuedJob("j", 7, "zimg", 2, "acme", T0, "gpu=A100")
 
 
 def test_times_are_milliseconds():

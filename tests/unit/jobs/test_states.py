@@ -3,18 +3,18 @@
 import pytest
 
 from slotkeeper.jobs import states
-from slotkeeper.jobs.events import TYPES
-from slotkeeper.jobs.models import jobs
-from slotkeeper.jobs.states import ACTIVE, FINAL, TRANSITIONS, Budget, State, Why, edge
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, TRANSITIONS, Budget, Reason, State, find_edge
+from slotkeeper.jobs.tables import jobs
 
 
 def test_job_1_no_edge_leads_out_of_a_final_state_but_a_persons_retry_out_of_dead():
-    assert [(state, why) for (state, why) in TRANSITIONS if state in FINAL] == [(State.DEAD, Why.REVIVED)]
+    assert [(state, why) for (state, why) in TRANSITIONS if state in FINAL_STATES] == [(State.DEAD, Reason.REVIVED)]
 
 
 def test_every_state_is_either_final_or_active():
-    assert set(State) == FINAL | ACTIVE
-    assert not FINAL & ACTIVE
+    assert set(State) == FINAL_STATES | ACTIVE_STATES
+    assert not FINAL_STATES & ACTIVE_STATES
 
 
 def test_every_state_can_be_reached():
@@ -25,17 +25,17 @@ def test_every_state_can_be_reached():
 
 
 def test_every_state_that_is_not_final_can_come_to_each_end_without_a_new_one_in_between():
-    for state in ACTIVE:
+    for state in ACTIVE_STATES:
         ends = {TRANSITIONS[key].to for key in TRANSITIONS if key[0] is state}
         assert {State.EXPIRED, State.CANCELED} <= ends
 
 
 def test_every_reason_is_the_reason_of_something():
-    assert {why for _, why in TRANSITIONS} == set(Why)
+    assert {why for _, why in TRANSITIONS} == set(Reason)
 
 
 def test_one_reason_leads_to_one_state_wherever_it_comes_from():
-    leads: dict[Why, set[State]] = {}
+    leads: dict[Reason, set[State]] = {}
     for (_, why), found in TRANSITIONS.items():
         leads.setdefault(why, set()).add(found.to)
     assert all(len(to) == 1 for to in leads.values())
@@ -48,22 +48,22 @@ def test_only_a_run_costs_anything():
 @pytest.mark.parametrize(
     ("why", "costs"),
     [
-        (Why.SERVER_BUSY, Budget.WAITS),
-        (Why.SERVER_UNREACHABLE, Budget.WAITS),
-        (Why.HANDED_BACK, Budget.WAITS),
-        (Why.SERVER_ERROR, Budget.FAILURES),
-        (Why.RETRIES_EXHAUSTED, Budget.FAILURES),
-        (Why.LEASE_EXPIRED, Budget.CRASHES),
-        (Why.SERVER_LOST, Budget.CRASHES),
-        (Why.CRASHES_EXHAUSTED, Budget.CRASHES),
-        (Why.FINISHED, Budget.NOTHING),
-        (Why.INVALID_REQUEST, Budget.NOTHING),
-        (Why.CANCEL_REQUESTED, Budget.NOTHING),
-        (Why.DEADLINE_PASSED, Budget.NOTHING),
+        (Reason.SERVER_BUSY, Budget.WAITS),
+        (Reason.SERVER_UNREACHABLE, Budget.WAITS),
+        (Reason.HANDED_BACK, Budget.WAITS),
+        (Reason.SERVER_ERROR, Budget.FAILURES),
+        (Reason.RETRIES_EXHAUSTED, Budget.FAILURES),
+        (Reason.LEASE_EXPIRED, Budget.CRASHES),
+        (Reason.SERVER_LOST, Budget.CRASHES),
+        (Reason.CRASHES_EXHAUSTED, Budget.CRASHES),
+        (Reason.FINISHED, Budget.NOTHING),
+        (Reason.INVALID_REQUEST, Budget.NOTHING),
+        (Reason.CANCEL_REQUESTED, Budget.NOTHING),
+        (Reason.DEADLINE_PASSED, Budget.NOTHING),
     ],
 )
 def test_what_happened_is_paid_from_its_own_budget(why, costs):
-    assert edge(State.RUNNING, why).costs is costs
+    assert find_edge(State.RUNNING, why).costs is costs
 
 
 def test_every_budget_is_a_counter_of_the_job():
@@ -72,8 +72,8 @@ def test_every_budget_is_a_counter_of_the_job():
 
 def test_what_is_not_in_the_table_is_a_key_error():
     with pytest.raises(KeyError):
-        edge(State.COMPLETED, Why.STARTED)
-    assert edge(State.QUEUED, Why.STARTED).to is State.RUNNING
+        find_edge(State.COMPLETED, Reason.STARTED)
+    assert find_edge(State.QUEUED, Reason.STARTED).to is State.RUNNING
 
 
 def test_the_drawing_names_every_state():
@@ -81,6 +81,6 @@ def test_the_drawing_names_every_state():
 
 
 def test_every_state_has_an_event_of_its_own():
-    assert set(TYPES) == set(State)
-    assert len(set(TYPES.values())) == len(State)
-    assert all(name.startswith("job.") for name in TYPES.values())
+    assert set(EVENT_TYPES) == set(State)
+    assert len(set(EVENT_TYPES.values())) == len(State)
+    assert all(name.startswith("job.") for name in EVENT_TYPES.values())

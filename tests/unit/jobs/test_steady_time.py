@@ -8,8 +8,8 @@ import pytest
 
 from migrations import migrate
 from slotkeeper.clock import Clock
-from slotkeeper.db.db import Database
-from slotkeeper.registry import steady_time
+from slotkeeper.db import shared_clock
+from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.catalog import Catalog
 
 START_MS = 1_800_000_000_000
@@ -25,7 +25,7 @@ class Process:
 
     def hears(self) -> "Process":
         self.machine.acts = self
-        self.catalog.version()
+        self.catalog.get_version()
         return self
 
     def now_ms(self) -> int:
@@ -53,12 +53,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     migrate.upgrade(url)
     with closing(Database(url)) as database:
         found = Machine(database)
-        monkeypatch.setattr(steady_time.time, "monotonic", lambda: found.steady_s)
+        monkeypatch.setattr(shared_clock.time, "monotonic", lambda: found.steady_s)
         monkeypatch.setattr(
-            steady_time.time, "time_ns", lambda: (found.right_ms() + found.acts.wrong_by_ms) * 1_000_000
+            shared_clock.time, "time_ns", lambda: (found.right_ms() + found.acts.wrong_by_ms) * 1_000_000
         )
-        monkeypatch.setattr(steady_time, "boot", lambda: "a-boot")
-        monkeypatch.setattr(steady_time.clock, "note", lambda *heard: found.acts.clock.note(*heard))
+        monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "a-boot")
+        monkeypatch.setattr(shared_clock.clock, "adjust", lambda *heard: found.acts.clock.adjust(*heard))
         yield found
 
 
@@ -105,7 +105,7 @@ def test_between_two_runs_of_the_machine_nothing_is_carried_over(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two(machine)
-    monkeypatch.setattr(steady_time, "boot", lambda: "another-boot")
+    monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "another-boot")
     machine.steady_s, machine.set_by_ms = 5.0, 7_000_000
     late = Process(machine).hears().hears()
     assert late.now_ms() == machine.right_ms()
@@ -117,7 +117,7 @@ def test_between_two_runs_of_the_machine_nothing_is_carried_over(
 def test_a_machine_that_does_not_name_its_runs_goes_by_its_time_of_day(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steady_time, "boot", lambda: "")
+    monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "")
     one, _ = _two(machine)
     machine.set_by_ms = 3_600_000
     assert one.hears().now_ms() == machine.right_ms()

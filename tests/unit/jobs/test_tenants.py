@@ -1,4 +1,4 @@
-from slotkeeper.registry.tenants import LOCAL, hash_key
+from slotkeeper.registry.tenants import LOCAL_TENANT, hash_key
 
 
 def test_a_key_is_kept_as_its_sha_256():
@@ -6,4 +6,9 @@ def test_a_key_is_kept_as_its_sha_256():
 
 
 def test_without_keys_everybody_is_the_default_tenant_and_may_administer():
-    assert (LOCAL.name, LOCAL.admin, LOCAL.rate_per_s, LOCAL.burst) == ("default", True, None, None)
+    assert (LOCAL_TENANT.name, LOCAL_TENANT.admin, LOCAL_TENANT.rate_per_s, LOCAL_TENANT.burst) == (
+        "default",
+        True,
+        None,
+        None,
+    )

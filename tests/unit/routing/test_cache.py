@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.errors import RecordUnavailable, UnknownModel
-from slotkeeper.registry.cache import CatalogCache
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.errors import DatabaseUnavailable, UnknownModel
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.model_config import ModelConfig
 from tests.support.builders import at_once
 
 
@@ -26,17 +26,17 @@ class FakeCatalog:
         self.models += models
         self.number += 1
 
-    def version(self) -> int:
+    def get_version(self) -> int:
         self.looks += 1
         if self.away:
-            raise RecordUnavailable("away")
+            raise DatabaseUnavailable("away")
         return self.number
 
-    def snapshot(self) -> Snapshot:
+    def read(self) -> CatalogSnapshot:
         self.reads += 1
         if self.away:
-            raise RecordUnavailable("away")
-        return Snapshot(self.number, {model.name: model for model in self.models}, {})
+            raise DatabaseUnavailable("away")
+        return CatalogSnapshot(self.number, {model.name: model for model in self.models}, {})
 
 
 class Clock:
@@ -62,71 +62,71 @@ def cache(catalog: FakeCatalog, clock: Clock) -> CatalogCache:
 
 
 def test_within_a_moment_nobody_asks_again(cache, catalog, clock):
-    first = cache.snapshot()
+    first = cache.get()
     clock.now = 0.99
-    assert cache.snapshot() is first
+    assert cache.get() is first
     assert (catalog.looks, catalog.reads) == (0, 1)
 
 
 def test_after_a_moment_the_version_is_asked_for_and_the_rest_only_if_it_has_changed(cache, catalog, clock):
-    first = cache.snapshot()
+    first = cache.get()
     clock.now = 1.0
-    assert cache.snapshot() is first
+    assert cache.get() is first
     assert (catalog.looks, catalog.reads) == (1, 1)
     catalog.register(a_model("flux"))
     clock.now = 2.0
-    assert set(cache.snapshot().models) == {"zimg", "flux"}
+    assert set(cache.get().models) == {"zimg", "flux"}
     assert (catalog.looks, catalog.reads) == (2, 2)
 
 
 def test_a_refresh_asks_at_once(cache, catalog):
-    cache.snapshot()
+    cache.get()
     catalog.register(a_model("flux"))
     assert set(cache.refresh().models) == {"zimg", "flux"}
 
 
 def test_a_model_that_was_registered_just_now_is_found_by_a_second_look(cache, catalog):
-    cache.snapshot()
+    cache.get()
     catalog.register(a_model("flux"))
-    assert cache.model("flux").name == "flux"
-    assert cache.model("flux") is cache.model("flux") and catalog.reads == 2
+    assert cache.resolve("flux").name == "flux"
+    assert cache.resolve("flux") is cache.resolve("flux") and catalog.reads == 2
 
 
 def test_a_model_that_nobody_registered_is_unknown_and_the_remedy_is_named(cache):
     with pytest.raises(UnknownModel, match="POST /admin/register") as refused:
-        cache.model("nobody")
+        cache.resolve("nobody")
     assert refused.value.field == "model"
 
 
 def test_while_the_database_is_away_the_last_copy_serves(cache, catalog, clock):
-    first = cache.snapshot()
+    first = cache.get()
     catalog.away = True
     clock.now = 60.0
-    assert cache.snapshot() is first and cache.refresh() is first
-    assert cache.model("zimg").name == "zimg"
+    assert cache.get() is first and cache.refresh() is first
+    assert cache.resolve("zimg").name == "zimg"
     with pytest.raises(UnknownModel):
-        cache.model("nobody")
+        cache.resolve("nobody")
 
 
 def test_while_the_database_is_away_it_is_asked_once_a_moment_and_not_at_each_call(cache, catalog, clock):
-    cache.snapshot()
+    cache.get()
     catalog.away = True
     clock.now = 5.0
     for _ in range(100):
-        cache.snapshot()
+        cache.get()
     assert catalog.looks == 1
 
 
 def test_a_process_that_never_read_the_catalog_cannot_do_without_the_database(cache, catalog):
     catalog.away = True
-    with pytest.raises(RecordUnavailable):
-        cache.snapshot()
-    with pytest.raises(RecordUnavailable):
-        cache.model("zimg")
+    with pytest.raises(DatabaseUnavailable):
+        cache.get()
+    with pytest.raises(DatabaseUnavailable):
+        cache.resolve("zimg")
     catalog.away = False
-    assert cache.model("zimg").name == "zimg"
+    assert cache.resolve("zimg").name == "zimg"
 
 
 def test_many_threads_at_once_read_the_catalog_once(cache, catalog):
-    found = at_once(*[cache.snapshot] * 8)
+    found = at_once(*[cache.get] * 8)
     assert len({id(it) for it in found}) <= 8 and catalog.reads == 1

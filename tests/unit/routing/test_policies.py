@@ -8,9 +8,9 @@ from routing.admission import bounds
 from routing.dispatch.outcome import Kind, Outcome
 from routing.dispatch.verdict import Verdict, crashed, judge
 from routing.queue import order
-from slotkeeper.jobs.record import Waiting
-from slotkeeper.jobs.states import TRANSITIONS, Budget, State, Why
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.registry.model_config import ModelConfig
 
 CONFIG = ModelConfig()
 LARGEST_SEQ = (1 << 49) - 1
@@ -23,7 +23,7 @@ EXACT = 1 << 53  # integers below it are exact in a Redis score
 def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_not():
     cases = itertools.product((1, 2), "ab", (1, 2), "tu", ("", "gpu=A100"))
     lanes = {
-        order.lane(Waiting("x", seq, model, priority, tenant, 0, constraints))
+        order.lane(QueuedJob("x", seq, model, priority, tenant, 0, constraints))
         for seq, model, priority, tenant, constraints in cases
     }
     assert len(lanes) == 16
@@ -32,7 +32,7 @@ def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_
 @pytest.mark.parametrize("tenant", ["acme", "a|b", "50%", "größe", "two words", "x\ny", ""])
 @pytest.mark.parametrize("model", ["zimg", "org/model.v2:latest", "a-slot3", "x@y+z"])
 def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
-    lane = order.lane(Waiting("id", 1, model, 7, tenant))
+    lane = order.lane(QueuedJob("id", 1, model, 7, tenant))
     priority, digest, name, last = lane.split("|")
     assert (priority, digest, last) == ("7", "", model)
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
@@ -55,13 +55,13 @@ def test_what_an_end_tells_of_its_server(kind, outcome):
 @pytest.mark.parametrize(
     ("kind", "why", "budget"),
     [
-        (Kind.DONE, Why.FINISHED, Budget.NOTHING),
-        (Kind.FAILED, Why.INVALID_REQUEST, Budget.NOTHING),
-        (Kind.BUSY, Why.SERVER_BUSY, Budget.WAITS),
-        (Kind.UNREACHABLE, Why.SERVER_UNREACHABLE, Budget.WAITS),
-        (Kind.RETRY, Why.SERVER_ERROR, Budget.FAILURES),
-        (Kind.CANCELED, Why.SERVER_ERROR, Budget.FAILURES),
-        (Kind.LOST, Why.SERVER_LOST, Budget.CRASHES),
+        (Kind.DONE, Reason.FINISHED, Budget.NOTHING),
+        (Kind.FAILED, Reason.INVALID_REQUEST, Budget.NOTHING),
+        (Kind.BUSY, Reason.SERVER_BUSY, Budget.WAITS),
+        (Kind.UNREACHABLE, Reason.SERVER_UNREACHABLE, Budget.WAITS),
+        (Kind.RETRY, Reason.SERVER_ERROR, Budget.FAILURES),
+        (Kind.CANCELED, Reason.SERVER_ERROR, Budget.FAILURES),
+        (Kind.LOST, Reason.SERVER_LOST, Budget.CRASHES),
     ],
 )
 def test_each_outcome_costs_one_budget(kind, why, budget):
@@ -92,31 +92,31 @@ def test_a_busy_servers_wish_is_the_rest_of_its_slot():
 def test_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
     config = ModelConfig(max_retries=max_retries)
     whys = [judge(Outcome(Kind.RETRY), failures, 0, False, config).why for failures in range(runs)]
-    assert whys == [Why.SERVER_ERROR] * (runs - 1) + [Why.RETRIES_EXHAUSTED]
+    assert whys == [Reason.SERVER_ERROR] * (runs - 1) + [Reason.RETRIES_EXHAUSTED]
 
 
 @pytest.mark.parametrize("max_crashes", [1, 3])
 def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
     config = ModelConfig(max_crashes=max_crashes)
     whys = [judge(Outcome(Kind.LOST), 0, crashes, False, config).why for crashes in range(max_crashes)]
-    assert whys == [Why.SERVER_LOST] * (max_crashes - 1) + [Why.CRASHES_EXHAUSTED]
-    assert crashed(0, ModelConfig(max_crashes=2), Why.LEASE_EXPIRED) is Why.LEASE_EXPIRED
+    assert whys == [Reason.SERVER_LOST] * (max_crashes - 1) + [Reason.CRASHES_EXHAUSTED]
+    assert crashed(0, ModelConfig(max_crashes=2), Reason.LEASE_EXPIRED) is Reason.LEASE_EXPIRED
 
 
 def test_failures_do_not_count_as_crashes_nor_crashes_as_failures():
     config = ModelConfig(max_retries=5, max_crashes=2)
-    assert judge(Outcome(Kind.LOST), failures=99, crashes=0, canceling=False, config=config).why is Why.SERVER_LOST
-    assert judge(Outcome(Kind.RETRY), failures=0, crashes=99, canceling=False, config=config).why is Why.SERVER_ERROR
+    assert judge(Outcome(Kind.LOST), failures=99, crashes=0, canceling=False, config=config).why is Reason.SERVER_LOST
+    assert judge(Outcome(Kind.RETRY), failures=0, crashes=99, canceling=False, config=config).why is Reason.SERVER_ERROR
 
 
 def test_a_run_that_was_given_up_is_canceled_only_if_somebody_asked_for_it():
-    assert judge(Outcome(Kind.CANCELED), 0, 0, True, CONFIG).why is Why.CANCEL_REQUESTED
-    assert judge(Outcome(Kind.CANCELED), 0, 0, False, CONFIG).why is Why.SERVER_ERROR
-    assert judge(Outcome(Kind.CANCELED), 50, 0, False, CONFIG).why is Why.RETRIES_EXHAUSTED
+    assert judge(Outcome(Kind.CANCELED), 0, 0, True, CONFIG).why is Reason.CANCEL_REQUESTED
+    assert judge(Outcome(Kind.CANCELED), 0, 0, False, CONFIG).why is Reason.SERVER_ERROR
+    assert judge(Outcome(Kind.CANCELED), 50, 0, False, CONFIG).why is Reason.RETRIES_EXHAUSTED
 
 
 def test_a_result_that_came_before_the_cancel_counts():
-    assert judge(Outcome(Kind.DONE), 0, 0, True, CONFIG).why is Why.FINISHED
+    assert judge(Outcome(Kind.DONE), 0, 0, True, CONFIG).why is Reason.FINISHED
 
 
 @pytest.mark.parametrize("kind", [Kind.PENDING, Kind.UNKNOWN])

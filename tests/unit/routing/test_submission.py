@@ -8,9 +8,9 @@ import pytest
 
 from routing.admission.submission import Submission, check_model_name, encode_payload, prepare
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.record import NewJob
+from slotkeeper.jobs.values import NewJob
 from slotkeeper.registry.catalog import Model
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.model_config import ModelConfig
 
 NOW = 1_800_000_000_000
 DAY_S = 86_400

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import Kind, Outcome
-from slotkeeper import exact, large_json
+from slotkeeper import json_text, large_json
 from tasks.servers import Call, Description, HealthKind, Live, Server, connection
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
@@ -343,14 +343,14 @@ def test_chunks_and_packed_answers_are_read(serving, act):
 
 def test_a_large_result_within_the_bound_is_read(serving):
     server, _ = serving(always(answer({"status": "done", "result": "x" * 3_000_000})))
-    assert exact.dumps(server.submit(a_call()).result) == b'"' + b"x" * 3_000_000 + b'"'
+    assert json_text.dumps(server.submit(a_call()).result) == b'"' + b"x" * 3_000_000 + b'"'
 
 
 def test_a_worker_reads_an_answer_above_4_mib_in_a_process_of_its_own(serving, monkeypatch):
     server, _ = serving(always(answer({"status": "done", "result": ["x" * 5_000_000]})))
-    monkeypatch.setattr(large_json, "read", lambda _: pytest.fail("read in this process"))
+    monkeypatch.setattr(large_json, "parse", lambda _: pytest.fail("read in this process"))
     result = server.submit(a_call()).result
-    assert isinstance(result, exact.Unparsed) and result.size == len(result.text) == 5_000_004
+    assert isinstance(result, json_text.RawJson) and result.size == len(result.text) == 5_000_004
 
 
 def test_an_answer_above_4_mib_that_is_no_json_is_nonsense(serving):

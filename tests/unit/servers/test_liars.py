@@ -13,8 +13,8 @@ import pytest
 
 from routing.dispatch.outcome import Kind, Outcome
 from routing.dispatch.verdict import judge
-from slotkeeper.jobs.states import Why
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.jobs.states import Reason
+from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Call, Description, HealthKind, presets
 from tests.support.scripted import Act, Seen, answer
 
@@ -77,7 +77,7 @@ HEARTBEATS = always(drip(b" "))
 UNENDED = always(drip(b'{"a":'))
 
 TAKEN = (Kind.PENDING, "", HELD)
-NONSENSE = (Kind.RETRY, "bad_answer", Why.SERVER_ERROR)
+NONSENSE = (Kind.RETRY, "bad_answer", Reason.SERVER_ERROR)
 UNHEARD = (Kind.UNKNOWN, "no_answer", HELD)
 STILL = (Kind.PENDING, "bad_answer", HELD)
 NOT_TOLD = (Kind.PENDING, "poll_failed", HELD)
@@ -90,7 +90,7 @@ LIARS = [
     Liar(
         "a 200 with an error inside",
         always(answer({"status": "error", "error": "out of memory"})),
-        (Kind.RETRY, "job_failed", Why.SERVER_ERROR),
+        (Kind.RETRY, "job_failed", Reason.SERVER_ERROR),
     ),
     Liar("an error without a word for it", always(answer({"error": "out of memory"})), NONSENSE),
     Liar(
@@ -107,11 +107,11 @@ LIARS = [
     ),
     Liar("heartbeats for ever", HEARTBEATS, UNHEARD),
     Liar("a result that never ends", UNENDED, UNHEARD),
-    Liar("a flood", always(flood), (Kind.FAILED, "answer_too_large", Why.INVALID_REQUEST)),
+    Liar("a flood", always(flood), (Kind.FAILED, "answer_too_large", Reason.INVALID_REQUEST)),
     Liar(
         "a cancel that nobody asked for",
         always(answer({"status": "canceled"})),
-        (Kind.CANCELED, "canceled", Why.SERVER_ERROR),
+        (Kind.CANCELED, "canceled", Reason.SERVER_ERROR),
     ),
     Liar("a page instead of a status", always(ACCEPTED), TAKEN, always(HTML), STILL),
     Liar(
@@ -131,14 +131,14 @@ LIARS = [
         always(ACCEPTED),
         TAKEN,
         always(answer({"status": "failed", "job_id": "j1", "error": "boom"})),
-        (Kind.RETRY, "job_failed", Why.SERVER_ERROR),
+        (Kind.RETRY, "job_failed", Reason.SERVER_ERROR),
     ),
     Liar(
         "a job that it forgets",
         always(ACCEPTED),
         TAKEN,
         always(answer({"error": "unknown"}, 404)),
-        (Kind.LOST, "not_found", Why.SERVER_LOST),
+        (Kind.LOST, "not_found", Reason.SERVER_LOST),
     ),
     Liar(
         "a word that nobody knows",
@@ -209,7 +209,7 @@ def test_a_result_that_can_be_read_once_is_read_once(mode: str, speak):
     first = server.status(JOB, remote_id)
     assert (first.kind, first.result) == (Kind.DONE, 7)
     assert len(there.seen) == 2
-    assert told(server.status(JOB, remote_id)) == (Kind.LOST, "not_found", Why.SERVER_LOST)
+    assert told(server.status(JOB, remote_id)) == (Kind.LOST, "not_found", Reason.SERVER_LOST)
 
 
 def test_a_result_fetched_by_itself_is_asked_for_once(speak):

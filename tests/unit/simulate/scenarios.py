@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.simulate import Arrival, Job, Scenario
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 
 T0 = 1_800_000_000_000
@@ -14,10 +14,10 @@ SECOND = 1000
 POLICIES = ("fifo", "priority", "aging", "fair")
 
 
-def a_catalog(slots: int = 1, servers: int = 1, models: Sequence[str] = ("zimg",), **config: Any) -> Snapshot:
+def a_catalog(slots: int = 1, servers: int = 1, models: Sequence[str] = ("zimg",), **config: Any) -> CatalogSnapshot:
     """One fleet: so many servers of so many slots, each of which serves all models."""
     fleet = models[0]
-    return Snapshot(
+    return CatalogSnapshot(
         1,
         {name: Model(name, fleet, config, ModelConfig(**config)) for name in models},
         {
@@ -27,7 +27,7 @@ def a_catalog(slots: int = 1, servers: int = 1, models: Sequence[str] = ("zimg",
     )
 
 
-def a_scenario(arrivals: Sequence[Arrival], catalog: Snapshot | None = None, **more: Any) -> Scenario:
+def a_scenario(arrivals: Sequence[Arrival], catalog: CatalogSnapshot | None = None, **more: Any) -> Scenario:
     """Its window reaches from T0 to the last arrival."""
     end_ms = max([T0 + SECOND, *(arrival.at_ms for arrival in arrivals)])
     return Scenario(arrivals, catalog or a_catalog(), **{"begin_ms": T0, "end_ms": end_ms} | more)

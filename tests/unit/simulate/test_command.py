@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
 from app.cli.simulate import _stoppable
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
 from tests.support.builders import a_queued_job, a_start
 from tests.support.ends import store_end
@@ -127,11 +127,11 @@ def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
     yesterday = now_ms() // 86_400_000 * 86_400_000 - 43_200_000
     record = Database(sqlite_url)
     Catalog(record).register("zimg", "gpu1", "http://127.0.0.1:9/", 1, yesterday)
-    store = Store(record)
+    store = JobStore(record)
     for n in range(20):
         job = a_queued_job(store, now_ms=yesterday + n * 1000)
         attempt = a_start(store, job.id, now_ms=yesterday + n * 10_000).attempt
-        assert store_end(store, job.id, attempt, Why.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
+        assert store_end(store, job.id, attempt, Reason.FINISHED, yesterday + (n + 1) * 10_000, result="{}")
     record.close()
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     done = run("--from-record", "yesterday", "--policy", "fifo", "--slots", "1", "--slots", "2", "--json")

@@ -9,8 +9,8 @@ import pytest
 
 from app.simulate import Arrival, Outage, Wrong, run
 from app.simulate.scenario import Job
-from slotkeeper.registry.catalog import Model, Snapshot
-from slotkeeper.registry.config import ModelConfig
+from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server
 from tests.unit.simulate.scenarios import POLICIES, SECOND, T0, a_catalog, a_scenario, at, poisson, starts
 
@@ -120,7 +120,7 @@ def test_a_job_that_no_server_serves_never_starts_and_keeps_nobody(play):
 def test_fleets_are_simulated_each_for_itself(play):
     two = a_catalog(), a_catalog(models=("flux",))
     servers = {**two[0].servers, "other": replace(two[1].servers["gpu1"], name="other")}
-    catalog = Snapshot(1, {**two[0].models, **two[1].models}, servers)
+    catalog = CatalogSnapshot(1, {**two[0].models, **two[1].models}, servers)
     arrivals = [at(0), at(0, model="flux"), at(1), at(1, model="flux")]
     jobs = play(a_scenario(arrivals, catalog)).jobs
     assert starts(jobs) == [0, 0, 10, 10]

@@ -7,9 +7,9 @@ import pytest
 
 from app.simulate import Wrong, figures, recorded
 from app.simulate.scenario import Scenario
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
 from tests.support.builders import T0, a_job, a_job_in, a_queued_job, a_start
 from tests.support.ends import store_end
@@ -27,14 +27,14 @@ def database(sqlite_url):
 @pytest.fixture
 def store(database):
     Catalog(database).register("zimg", "gpu1", "http://127.0.0.1:9/", 1, T0)
-    return Store(database)
+    return JobStore(database)
 
 
-def ran(store: Store, created: int, started: int, seconds: int, **fields) -> None:
+def ran(store: JobStore, created: int, started: int, seconds: int, **fields) -> None:
     """A job that went its way, in seconds after T0."""
     job = a_queued_job(store, now_ms=T0 + created * 1000, **fields)
     run = a_start(store, job.id, now_ms=T0 + started * 1000)
-    assert store_end(store, job.id, run.attempt, Why.FINISHED, T0 + (started + seconds) * 1000, result="{}")
+    assert store_end(store, job.id, run.attempt, Reason.FINISHED, T0 + (started + seconds) * 1000, result="{}")
 
 
 def read(database: Database, **window: int):
@@ -83,7 +83,7 @@ def test_a_job_that_runs_still_runs_as_long_as_one_that_has_ended(database, stor
 def test_a_job_that_never_ran_is_left_out(database, store):
     ran(store, 0, 0, 1)
     waits = a_queued_job(store, now_ms=T0 + 1000)
-    assert store.end_waiting(waits.id, Why.CANCEL_REQUESTED, T0 + 2000)
+    assert store.cancel_waiting(waits.id, Reason.CANCEL_REQUESTED, T0 + 2000)
     assert len(read(database).arrivals) == 1
 
 

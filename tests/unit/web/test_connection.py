@@ -17,7 +17,7 @@ from app.config import AppSettings
 from app.server.application import Application, Request
 from app.server.connection import Connection
 from app.server.owners import Owners
-from slotkeeper.db.db import Database
+from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
 from tests.support.stack import eventually
@@ -351,7 +351,7 @@ class _Tenants:
     def __init__(self) -> None:
         self.asked = 0
 
-    def by_hash(self) -> dict[str, Tenant]:
+    def list_by_hash(self) -> dict[str, Tenant]:
         self.asked += 1
         if self.asked > 1:
             GATE.wait(20)

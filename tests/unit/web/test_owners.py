@@ -4,7 +4,7 @@ import pytest
 
 from app.server import owners as module
 from app.server.owners import Kind, Owner, Owners
-from slotkeeper.errors import RecordUnavailable
+from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
@@ -16,10 +16,10 @@ class Database:
     def __init__(self):
         self.keys, self.away, self.readings = dict(KNOWN), False, 0
 
-    def by_hash(self):
+    def list_by_hash(self):
         self.readings += 1
         if self.away:
-            raise RecordUnavailable("away")
+            raise DatabaseUnavailable("away")
         return {hash_key(key): tenant for key, tenant in self.keys.items()}
 
 

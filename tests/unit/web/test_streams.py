@@ -19,14 +19,14 @@ from app.server import stream as streaming
 from app.server.application import Application
 from app.server.owners import Kind, Owner, Owners
 from routing.queries.said import Place, Watching
-from slotkeeper.db.db import Database
-from slotkeeper.jobs.events import note
-from slotkeeper.jobs.models import events
-from slotkeeper.jobs.record import now_ms
-from slotkeeper.jobs.states import State, Why
-from slotkeeper.jobs.store import Store
-from slotkeeper.outbox import removal
-from slotkeeper.outbox.ageing import Ageing
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.events import add_event
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import events
+from slotkeeper.outbox import retention
+from slotkeeper.outbox.ageing import EventRetention
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.tenants import Tenants, hash_key
@@ -55,7 +55,7 @@ class Served:
         return self.web.address
 
     @property
-    def store(self) -> Store:
+    def store(self) -> JobStore:
         return self.api.dispatcher.store
 
     def ask(self, path: str, headers: dict[str, str] | None = None, version: str = "1.1") -> socket.socket:
@@ -173,7 +173,7 @@ def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Serv
     assert (reader.status, reader.headers["content-type"]) == (200, "text/event-stream")
     assert (reader.headers["cache-control"], reader.headers["x-accel-buffering"]) == ("no-store", "no")
     assert [reader.next().type, reader.next().type] == ["job.enqueued", "job.started"]
-    store_end(served.store, run.job.id, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, run.job.id, 1, Reason.FINISHED, T0, result="{}")
     told = reader.next()
     expected = {
         "job_id": run.job.id,
@@ -194,7 +194,7 @@ def test_a_job_that_was_revived_goes_on(served: Served) -> None:
     served.store.revive(job.id, T0)
     reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
     assert [reader.next().type for _ in range(4)][2:] == ["job.dlq", "job.enqueued"]
-    served.store.end_waiting(job.id, Why.CANCEL_REQUESTED, T0)
+    served.store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
     assert _types(reader) == ["job.canceled"]
 
 
@@ -236,7 +236,7 @@ def test_what_a_jobs_server_says_is_told_between_its_start_and_its_end(served: S
     assert (told.type, told.data["text"], told.heard) == ("progress", "before", "1-1")
     assert _say(job, "now", 2) == 1
     assert reader.next().data["text"] == "now"
-    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _types(reader) == ["job.completed"]
 
 
@@ -244,7 +244,7 @@ def test_all_that_was_said_is_told_before_the_end(served: Served) -> None:
     """Also where the record was quicker, or the job had ended before."""
     job = a_running_job(served.store).job.id
     _say(job, "all", 1)
-    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _texts(Reader(served.ask(f"/queue/jobs/{job}/stream"))) == [
         "job.enqueued",
         "job.started",
@@ -263,7 +263,7 @@ def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
     reader.close()
     again = Reader(served.ask(f"/queue/jobs/{job}/stream", {"Last-Event-ID": f"{seen.id}-{seen.heard}"}))
     assert again.next().data["text"] == "c"
-    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _types(again) == ["job.completed"]
 
 
@@ -273,7 +273,7 @@ def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
-    store_end(served.store, job, 1, Why.FINISHED, T0, result="{}")
+    store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _types(reader) == ["job.completed"]
 
 
@@ -344,8 +344,8 @@ def test_who_comes_again_goes_on_behind_what_it_has_seen(served: Served) -> None
 
 def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Served) -> None:
     dead = an_ended_job(served.store, State.DEAD)
-    removal.delete_dead(served.store.database, dead.id)
-    assert Ageing(served.store.database).remove(T0 + 1, 0, last=3) == 3
+    retention.delete_dead_job(served.store.database, dead.id)
+    assert EventRetention(served.store.database).delete_next(T0 + 1, 0, last=3) == 3
     job = a_queued_job(served.store).id
     reader = Reader(served.ask("/stream?after=1"))
     assert (told := reader.next()).type == "stream.gap" and told.data["after"] == 1
@@ -384,13 +384,13 @@ def test_what_is_seen_before_its_turn_is_not_told_before_its_turn(api: Api, post
     """Numbers become visible out of order there; whoever was told the later one would never hear of the earlier."""
     record = Database(postgres_url)
     api.dispatcher.store.database = record
-    first = a_queued_job(Store(record)).id
+    first = a_queued_job(JobStore(record)).id
     with _serve(api) as served, record.engine.connect() as late:
         awake = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
         late.begin()
         row = {"job_id": first, "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
         late.execute(insert(events), row)
-        a_queued_job(Store(record))
+        a_queued_job(JobStore(record))
         reader = Reader(served.ask("/stream?after=0"))
         assert reader.next().data["job_id"] == first
         late.commit()
@@ -407,10 +407,10 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
     assert first is not None
 
     def write() -> None:
-        store = Store(database)
+        store = JobStore(database)
         while not stopping.wait(0.002):
             run = a_running_job(store)
-            store_end(store, run.job.id, 1, Why.FINISHED, T0, result="{}")
+            store_end(store, run.job.id, 1, Reason.FINISHED, T0, result="{}")
             with suppress(ZeroDivisionError):
                 database.write(_fails)
 
@@ -438,7 +438,7 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
 
 
 def _fails(tx: Any) -> None:
-    note(tx, "none", "job.enqueued", now_ms(), {})
+    add_event(tx, "none", "job.enqueued", now_ms(), {})
     tx.flush()
     raise ZeroDivisionError
 
@@ -447,7 +447,7 @@ def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_PAGE", 2)
-    real, gate, asked = streaming.tail.page, threading.Event(), threading.Event()
+    real, gate, asked = streaming.event_reader.read_page, threading.Event(), threading.Event()
 
     def slow(*given: Any) -> Any:
         asked.set()
@@ -457,7 +457,7 @@ def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
     reader = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
     jobs = [a_queued_job(served.store).id for _ in range(5)]
     assert [reader.next().data["job_id"] for _ in jobs] == jobs
-    monkeypatch.setattr(streaming.tail, "page", slow)
+    monkeypatch.setattr(streaming.event_reader, "read_page", slow)
     again = Reader(served.ask("/stream?after=0"))
     assert asked.wait(20)
     jobs += [a_queued_job(served.store).id for _ in range(3)]

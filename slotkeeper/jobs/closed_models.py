@@ -1,0 +1,90 @@
+"""Names of models under which the database accepts no jobs.
+
+A name is closed while its model drains before a removal, and after the removal until a model of that name is registered
+again.  The INSERT of a job looks at this table, so no job is accepted while a name is being closed: on PostgreSQL the
+closing transaction holds the table of jobs, on SQLite there is one writer.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sqlalchemy import Connection, delete, insert, select, text
+
+from slotkeeper.db.group_commit import Transaction
+from slotkeeper.errors import Conflict
+from slotkeeper.jobs.tables import closed_models
+
+CLOSED_COLUMN = f"(SELECT name FROM {closed_models} WHERE name = given.model) IS NOT NULL"
+"""Condition of the INSERT of jobs, each of which is called `given`: one look-up by name."""
+
+
+class ClosingReason(StrEnum):
+    REMOVING = "removing"  # the model drains, and is removed when its last job has ended
+    REMOVED = "removed"
+
+
+class ModelClosed(Conflict):
+    """No jobs are accepted under this name."""
+
+    code = "model_closed"
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedModel:
+    """A closed name: why, since when and by whom."""
+
+    name: str
+    because: ClosingReason
+    changed_ms: int
+    changed_by: str | None = None
+
+    def explain(self) -> str:
+        """Return what a submit under this name is answered, with what to do."""
+        if self.because is ClosingReason.REMOVING:
+            return f"Model {self.name!r} is being removed: it takes no new jobs, and goes when the last has ended."
+        return f"Model {self.name!r} was removed; POST /admin/register adds it anew."
+
+
+def list_closed(connection: Connection) -> dict[str, ClosedModel]:
+    rows = connection.execute(select(closed_models)).all()
+    return {row.name: ClosedModel(row.name, ClosingReason(row.because), row.changed_ms, row.changed_by) for row in rows}
+
+
+def find(tx: Transaction, name: str) -> ClosedModel | None:
+    return list_closed(tx.connection).get(name)
+
+
+def lock_jobs(tx: Transaction) -> None:
+    """Keep other transactions from writing jobs until this one has ended, and wait for those that do."""
+    if tx.connection.dialect.name == "postgresql":
+        tx.connection.execute(text("LOCK TABLE jobs IN SHARE ROW EXCLUSIVE MODE"))
+
+
+def close(tx: Transaction, closed: ClosedModel) -> None:
+    """Close a name, or change why it is closed.  The caller has called `hold_jobs`."""
+    reopen(tx, closed.name)
+    values = {name: getattr(closed, name) for name in closed.__slots__} | {"because": closed.because.value}
+    tx.connection.execute(insert(closed_models), values)
+
+
+def reopen(tx: Transaction, name: str, because: ClosingReason | None = None) -> bool:
+    """Open a name again; False: it was not closed, or not for this reason."""
+    closed = closed_models.c.name == name
+    if because is not None:
+        closed &= closed_models.c.because == because.value
+    return tx.connection.execute(delete(closed_models).where(closed)).rowcount == 1
+
+
+def check_open(tx: Transaction, job_id: str, model: str) -> None:
+    """Raise NameClosed, which undoes the transaction, if a dead job was queued under a closed name.
+
+    Called after the job was queued: a transaction that closes the name waits for this one, or has committed before.
+    """
+    closed = find(tx, model)
+    if closed is not None:
+        raise ModelClosed(
+            f"{closed.explain()}  Job {job_id!r} stays dead; it can be queued again when there is a model "
+            "of this name, or be submitted anew for another.",
+            model=model,
+            job_id=job_id,
+        )

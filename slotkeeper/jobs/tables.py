@@ -1,0 +1,228 @@
+"""The tables of the record.  Times are milliseconds since the epoch, UTC; JSON is text.
+
+Migrations change these on disk; tests/migrations holds the two together.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    text,
+)
+
+from slotkeeper.jobs.states import ACTIVE_STATES, State
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite counts on by itself only for a plain INTEGER key; there it holds 64 bits all the same.
+SERIAL = BigInteger().with_variant(Integer, "sqlite")
+
+
+def one_of_check(column: str, words: list[str]) -> str:
+    return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
+
+
+EMPTY_TEXT = text("''")  # Said so, because Alembic takes a plain "" for no default.
+QUEUED_CONDITION = "state = 'queued'"
+"""Condition of the index of queued jobs; see MAY_EXPIRE."""
+_QUEUED = text(QUEUED_CONDITION)
+RESUMABLE_CONDITION = f"{QUEUED_CONDITION} AND slot IS NOT NULL"
+"""Condition of the index of queued jobs that have a slot; see MAY_EXPIRE."""
+_TO_BE_RESUMED = text(RESUMABLE_CONDITION)
+_DUE = text("due_ms IS NOT NULL")
+ACTIVE_CONDITION = one_of_check("state", sorted(ACTIVE_STATES))
+EXPIRABLE_CONDITION = f"deadline_ms IS NOT NULL AND {ACTIVE_CONDITION}"
+"""Condition of the index of deadlines: a query that shall use it says the same."""
+_MAY_EXPIRE = text(EXPIRABLE_CONDITION)
+_FINISHED = text("finished_ms IS NOT NULL")
+_PENDING = text("state = 'pending'")
+_OWN_PENDING = text("state = 'pending' AND receiver = job_id")
+_OWN_GIVEN_UP = text("state = 'given_up' AND receiver = job_id")
+_IS_ACT = text("actor IS NOT NULL")
+_IN_BATCH = text("batch IS NOT NULL")
+ID_SUFFIX = "substr(id, 29)"
+"""The last 8 characters of a UUID, as its index has them: a query that shall use it says the same."""
+
+
+jobs = Table(
+    "jobs",
+    metadata,
+    # Acceptance order.  From the record and not from Redis, so that it survives an emptied Redis (ORDER-1).
+    Column("seq", SERIAL, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("model", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("why", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, server_default="0"),  # starts; the fencing token
+    Column("waits", Integer, nullable=False, server_default="0"),  # starts that met no server
+    Column("failures", Integer, nullable=False, server_default="0"),
+    Column("crashes", Integer, nullable=False, server_default="0"),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("started_ms", BigInteger),
+    Column("finished_ms", BigInteger),
+    Column("due_ms", BigInteger),  # delayed: when it may be queued
+    Column("deadline_ms", BigInteger),
+    Column("server", Text),
+    Column("slot", Text),
+    Column("lease", Text),  # running: the lease it runs under, so that a lost Redis can be rebuilt
+    Column("remote_id", Text),  # the server's own id, stored before the first poll
+    Column("sent_ms", BigInteger),  # when the server took it up
+    Column("cancel_requested_ms", BigInteger),
+    Column("callback_url", Text),
+    Column("source", Text, nullable=False),
+    Column("error_code", Text),
+    Column("error_message", Text),
+    Column("envelope", Text),
+    Column("payload", Text, nullable=False),
+    Column("result", Text),
+    Column("constraints", Text, nullable=False, server_default=EMPTY_TEXT),  # in routing's canonical text
+    Column("described_by", Text),  # how its run's server is spoken to; see slotkeeper/registry/server_descriptions.py
+    Column("traceparent", Text),  # in which trace it was submitted; see slotkeeper/trace_context.py
+    Column("batch", Text),  # what it was submitted in at once with others
+    Column("sent_to", Text),  # running, or to be resumed: the address of its server when its run began
+    CheckConstraint(one_of_check("state", [s.value for s in State]), name="state"),
+    CheckConstraint("priority BETWEEN 1 AND 9", name="priority"),
+    Index("ix_jobs_state_seq", "state", "seq"),
+    Index("ix_jobs_tenant_seq", "tenant", "seq"),
+    Index("ix_jobs_model_seq", "model", "seq"),
+    Index("ix_jobs_queued", "model", "seq", sqlite_where=_QUEUED, postgresql_where=_QUEUED),
+    Index("ix_jobs_to_be_resumed", "seq", sqlite_where=_TO_BE_RESUMED, postgresql_where=_TO_BE_RESUMED),
+    Index("ix_jobs_due", "due_ms", sqlite_where=_DUE, postgresql_where=_DUE),
+    Index("ix_jobs_deadline", "deadline_ms", sqlite_where=_MAY_EXPIRE, postgresql_where=_MAY_EXPIRE),
+    Index("ix_jobs_finished", "finished_ms", sqlite_where=_FINISHED, postgresql_where=_FINISHED),
+    Index("ix_jobs_batch_seq", "batch", "seq", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
+    Index("ix_jobs_tenant_batch", "tenant", "batch", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
+    Index("ix_jobs_id_end", text(ID_SUFFIX)),
+    sqlite_autoincrement=True,
+    # Each job is changed thrice and then rests: by its defaults PostgreSQL would look at a fifth, and a tenth, of
+    # all that ever ended before it cleans up and counts again.
+    postgresql_with={"autovacuum_vacuum_scale_factor": 0.02, "autovacuum_analyze_scale_factor": 0.01},
+)
+
+JOB_COLUMNS = tuple(column.label(column.key) for column in jobs.c)
+"""All of a job, named as the code names it, which is not always as the database does."""
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", SERIAL, primary_key=True, autoincrement=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("type", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("data", Text, nullable=False),
+    # What it concerned then: its job may have been removed since.  Null: nothing of the kind, or it was written by a
+    # release that did not say so.
+    Column("model", Text),
+    Column("tenant", Text),
+    Column("priority", Integer),
+    Column("server", Text),
+    Column("actor", Text),  # who has done it; null: nobody, it is a transition
+    Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),
+    sqlite_autoincrement=True,
+)
+
+# Events that subscriptions are still to be told of, or could not be; see slotkeeper/outbox/webhook_messages.py.
+messages = Table(
+    "messages",
+    metadata,
+    # Whose subscription: the id of a webhook (slotkeeper/outbox/tables.py); or the job's own id, whose `callback_url` it is.
+    Column("receiver", Text, primary_key=True),
+    # The event's number; of a `callback_url` see slotkeeper/jobs/notifications.py; below 0: a test, without an event.
+    Column("event", BigInteger, primary_key=True, autoincrement=False),
+    Column("job_id", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),  # when it happened
+    Column("state", Text, nullable=False, server_default="pending"),
+    Column("tries", Integer, nullable=False, server_default="0"),
+    Column("next_ms", BigInteger, nullable=False),
+    Column("owed_ms", BigInteger, nullable=False),
+    Column("ended_ms", BigInteger),
+    Column("last_status", Integer),
+    Column("last_error", Text),
+    CheckConstraint(one_of_check("state", ["pending", "given_up"]), name="state"),
+    Index("ix_messages_job", "job_id", "receiver", "event"),
+    Index("ix_messages_next", "receiver", "next_ms", sqlite_where=_PENDING, postgresql_where=_PENDING),
+    Index("ix_messages_due", "next_ms", "receiver", "event", sqlite_where=_OWN_PENDING, postgresql_where=_OWN_PENDING),
+    Index(
+        *("ix_messages_given_up", "at_ms", "receiver", "event"),
+        sqlite_where=_OWN_GIVEN_UP,
+        postgresql_where=_OWN_GIVEN_UP,
+    ),
+)
+
+# Ends of jobs that came with an envelope, until those who wait outside have been told.
+tellings = Table(
+    "tellings",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("next_ms", BigInteger, nullable=False, index=True),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+# Slots whose run has ended here while its server has not let go of it; see slotkeeper/jobs/quarantine.py.
+withheld = Table(
+    "withheld",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("server", Text, nullable=False),
+    Column("slot", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("remote_id", Text),
+    Column("reason", Text, nullable=False),
+    Column("began_ms", BigInteger, nullable=False),
+    Column("since_ms", BigInteger, nullable=False),
+    Column("until_ms", BigInteger, nullable=False),  # the longest
+    Column("quiet_ms", BigInteger),  # since when its server's count leaves no room for the run
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("job_id", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False, index=True),
+)
+
+# Names of models under which no job is accepted into the record; see slotkeeper/jobs/closed_models.py.
+closed_models = Table(
+    "closed_models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("because", Text, nullable=False),
+    Column("changed_by", Text),
+    Column("changed_ms", BigInteger, nullable=False),
+    CheckConstraint(one_of_check("because", ["removing", "removed"]), name="because"),
+)
+
+# How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migration 0007) adds a part with each
+# INSERT into `jobs`; on SQLite this is empty, and the jobs' numbers tell.
+accepted = Table("accepted", metadata, Column("jobs", BigInteger, nullable=False))
+
+# Small numbers that must change in the transaction of what they count.
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)

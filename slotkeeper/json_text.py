@@ -1,0 +1,178 @@
+"""JSON whose whole numbers stay what they are, however long they are.
+
+orjson reads whole numbers beyond 64 bits as doubles, and Python's own take time that grows with the square of their
+length.  So a longer one is kept as the digits that it came in: a WrittenNumber, which `dumps` writes as it is.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NoReturn
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenNumber:
+    """A whole number beyond 64 bits."""
+
+    digits: str
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A text that is read when it is used, each time anew."""
+
+    size: int  # bytes
+    read: Callable[[int], bytes]  # so many from its beginning
+
+
+class RawJson:
+    """A large JSON value, as the text in which it came (slotkeeper/large_json.py)."""
+
+    __slots__ = ("_found", "_member", "_text")
+
+    def __init__(
+        self,
+        text: bytes | FilePart,
+        member: Callable[[bytes, str], Any],
+        found: Mapping[tuple[str, ...], Any] | None = None,
+    ) -> None:
+        """`found`: what stands at some pointers; None: `member` finds each."""
+        self._text, self._member, self._found = text, member, found
+
+    @property
+    def text(self) -> bytes:
+        """Raises OSError: it cannot be read."""
+        return self.read_start(self.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._text.size if isinstance(self._text, FilePart) else len(self._text)
+
+    def read_start(self, size: int) -> bytes:
+        """Return so many bytes of the text.  Raises OSError."""
+        return self._text.read(min(size, self.size)) if isinstance(self._text, FilePart) else self._text[:size]
+
+    def get(self, token: str) -> Any:
+        """Return what stands at one token of a JSON pointer.  Raises KeyError."""
+        return self._member(self.text, token)
+
+    def get_known(self, pointer: tuple[str, ...]) -> Any:
+        """Return what is known to stand at a pointer.  Raises KeyError: nothing is known of it."""
+        if self._found is None:
+            raise KeyError(pointer)
+        return self._found[pointer]
+
+
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1
+_MOST_DIGITS = 18  # that surely are within 64 bits
+_ONLY_DIGITS = bytes(ord("0") if chr(sign).isdigit() and sign < 128 else ord(" ") for sign in range(256))
+
+
+def may_hold_big_integers(text: bytes) -> bool:
+    """Whether so many digits stand in a row anywhere, were it in a string."""
+    return b"0" * (_MOST_DIGITS + 1) in text.translate(_ONLY_DIGITS)
+
+
+def whole(digits: str) -> Any:
+    """An int if it is within 64 bits, else a WrittenNumber.  For json's `parse_int`."""
+    if len(digits) <= _MOST_DIGITS + 2:
+        number = int(digits)
+        if _LEAST <= number <= _MOST:
+            return number
+    return WrittenNumber(digits)
+
+
+def digits(number: Any) -> str | None:
+    """Of a WrittenNumber; None: it is none."""
+    return number.digits if isinstance(number, WrittenNumber) else None
+
+
+def loads(text: bytes | str) -> Any:
+    """The JSON value.  Raises ValueError, also for NaN, infinities and numbers beyond doubles."""
+    raw = text.encode() if isinstance(text, str) else text
+    if not may_hold_big_integers(raw):
+        return orjson.loads(raw)
+    try:
+        value = _decoder.decode(raw.decode())
+        dumps(value)  # This decoder reads halves of surrogate pairs, which nothing can write.
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def dumps(value: Any, *, indent: bool = False) -> bytes:
+    """JSON, compact unless it shall have a line for each value.  Raises TypeError, ValueError, RecursionError."""
+    if isinstance(value, RawJson):
+        return value.text
+    option = orjson.OPT_PASSTHROUGH_DATACLASS | (orjson.OPT_INDENT_2 if indent else 0)
+    try:
+        return orjson.dumps(value, default=_digits_of, option=option)
+    except TypeError:  # An int beyond 64 bits is no matter for `default`.
+        return orjson.dumps(_written(value), default=_digits_of, option=option)
+
+
+def _digits_of(value: Any) -> orjson.Fragment:
+    if isinstance(value, WrittenNumber):
+        return orjson.Fragment(value.digits)
+    if isinstance(value, RawJson):
+        return orjson.Fragment(value.text)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def plain(text: str) -> Any:
+    """The JSON value in types of Python's own; what has more digits than Python reads stays a text."""
+    return json.loads(text, parse_int=_plain_whole)
+
+
+def unwritten(value: Any) -> Any:
+    """A value of `loads` in types of Python's own, as `plain` has it."""
+    number = digits(value)
+    if number is not None:
+        return _plain_whole(number)
+    if isinstance(value, RawJson):
+        return plain(value.text.decode())
+    if isinstance(value, dict):
+        return {key: unwritten(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [unwritten(item) for item in value]
+    return value
+
+
+def _plain_whole(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _written(value: Any) -> Any:
+    """The same with WrittenNumbers for ints that orjson cannot write."""
+    if isinstance(value, int) and not isinstance(value, bool) and not _LEAST <= value <= _MOST:
+        return WrittenNumber(str(value))
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{value} is no JSON")
+    if isinstance(value, Mapping):
+        return {key: _written(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(item) for item in value]
+    return value
+
+
+def _double(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond doubles")
+    return number
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_int=whole, parse_float=_double, parse_constant=_no_number)

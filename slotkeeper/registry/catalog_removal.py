@@ -1,0 +1,259 @@
+"""Removing models and servers, with what hangs on them in the database.
+
+Each removal is one transaction, so a model or server never exists in part.  Jobs that wait or run are in the way of a
+removal: it is refused, or the model or server takes nothing new until they have ended and maintenance ends the removal.
+What Redis holds follows from the database: see routing/maintenance/reconcile/removal.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import orjson
+from sqlalchemy import Connection, delete, func, select, update
+
+from slotkeeper.audit.acts import make_entry
+from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs import closed_models
+from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason
+from slotkeeper.jobs.statements import unindexed
+from slotkeeper.jobs.states import ACTIVE_STATES, State
+from slotkeeper.jobs.tables import jobs, withheld
+from slotkeeper.registry import secrets
+from slotkeeper.registry.catalog import raise_version
+from slotkeeper.registry.tables import endpoints, models, servers
+
+Row: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """How far a removal has come.
+
+    `is_over`: it is done.  `left`: jobs that have not ended, by state.  `fleet`: whose copy in Redis has to follow.
+    `lost`: runs of a server that was removed by force.  `idle`: servers that serve no model any more.
+    """
+
+    name: str
+    fleet: str
+    is_over: bool
+    left: Mapping[str, int] = field(default_factory=dict)
+    withheld: int = 0
+    lost: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def remove_model(database: Database, model: str, now_ms: int, by: str, *, drain: bool = False) -> Removal:
+    """Remove a model all of whose jobs have ended.  `drain`: else close it, and let maintenance remove it later.
+
+    Raises NotFound; Conflict: it has jobs that have not ended, and `drain` is not set.
+    """
+
+    removing = make_entry("model.remove", now_ms=now_ms, model=model, drain=drain)
+
+    def unit(tx: Transaction) -> Removal:
+        closed_models.lock_jobs(tx)
+        raise_version(tx)
+        removing.write(tx)
+        fleet, left = _fleet_of(tx, model), _active(tx.connection, model)
+        if not left:
+            return _removed(tx, model, fleet, now_ms, by)
+        if not drain:
+            raise Conflict(_in_the_way(model, left), model=model, **left)
+        closed = closed_models.find(tx, model)
+        if closed is None or closed.because is not ClosingReason.REMOVING:
+            closed_models.close(tx, ClosedModel(model, ClosingReason.REMOVING, now_ms, by))
+        return Removal(model, fleet, False, left)
+
+    return database.write(unit)
+
+
+def finish_model_removal(database: Database, model: str, now_ms: int) -> Removal | None:
+    """Remove a model that drains, if its last job has ended; None: not yet, or the removal was called off."""
+    with database.read() as connection:  # A look that keeps nobody from writing.
+        if _active(connection, model):
+            return None
+
+    removing = make_entry("model.remove", now_ms=now_ms, model=model)
+
+    def unit(tx: Transaction) -> Removal | None:
+        closed_models.lock_jobs(tx)
+        closed = closed_models.find(tx, model)
+        if closed is None or closed.because is not ClosingReason.REMOVING or _active(tx.connection, model):
+            return None
+        raise_version(tx)
+        removing.write(tx)
+        return _removed(tx, model, _fleet_of(tx, model), now_ms, closed.changed_by or "")
+
+    return database.write(unit)
+
+
+def count_active_jobs(database: Database, model: str) -> dict[str, int]:
+    """Return how many jobs of a model have not ended, by state."""
+    with database.read() as connection:
+        return _active(connection, model)
+
+
+def cancel_model_removal(database: Database, model: str) -> None:
+    """Call a removal off.  Raises NotFound: the model is not being removed."""
+
+    keeping = make_entry("model.keep", model=model)
+
+    def unit(tx: Transaction) -> bool:
+        raise_version(tx)
+        is_kept = closed_models.reopen(tx, model, ClosingReason.REMOVING)
+        if is_kept:
+            keeping.write(tx)
+        return is_kept
+
+    if not database.write(unit):
+        raise NotFound(f"Model {model!r} is not being removed.", model=model)
+
+
+def _fleet_of(tx: Transaction, model: str) -> str:
+    fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
+    if fleet is None:
+        raise NotFound("There is no such model; GET /admin/models lists them.", model=model)
+    return str(fleet)
+
+
+def _active(connection: Connection, model: str) -> dict[str, int]:
+    """Return how many jobs of the model have not ended, by state; states without any are left out.
+
+    By the index of states: a model may have millions of jobs that have ended.
+    """
+    query = select(jobs.c.state, func.count()).where(
+        jobs.c.state.in_(sorted(state.value for state in ACTIVE_STATES)), unindexed(jobs.c.model) == model
+    )
+    return {row[0]: row[1] for row in connection.execute(query.group_by(jobs.c.state))}
+
+
+def _in_the_way(model: str, left: Mapping[str, int]) -> str:
+    said = ", ".join(f"{count} {state}" for state, count in sorted(left.items()))
+    return (
+        f"Model {model!r} has jobs that have not ended: {said}.  Cancel them or let them end, or remove it with "
+        "?drain=true: it takes no new ones, and goes when the last has ended."
+    )
+
+
+def _removed(tx: Transaction, model: str, fleet: str, now_ms: int, by: str) -> Removal:
+    """Delete a model with what hangs on it; the caller knows that none of its jobs is active."""
+    served = [row.server for row in tx.connection.execute(select(endpoints).where(endpoints.c.model == model))]
+    tx.connection.execute(delete(endpoints).where(endpoints.c.model == model))
+    _drop_attributes_of(tx, served, model)
+    secrets.remove_model_from_scopes(tx, model)
+    tx.connection.execute(delete(models).where(models.c.name == model))
+    closed_models.close(tx, ClosedModel(model, ClosingReason.REMOVED, now_ms, by))
+    serving = set(tx.connection.execute(select(endpoints.c.server)).scalars())
+    return Removal(model, fleet, True, idle=tuple(sorted(set(served) - serving)))
+
+
+def _drop_attributes_of(tx: Transaction, served: list[str], model: str) -> None:
+    """Delete what these servers declare for this model alone."""
+    for row in tx.connection.execute(select(servers.c.name, servers.c.attributes).where(servers.c.name.in_(served))):
+        before: dict[str, Any] = orjson.loads(row.attributes)
+        kept = {name: value for name, value in before.items() if not name.startswith(f"{model}:")}
+        if kept != before:
+            text = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS).decode()
+            tx.connection.execute(update(servers).where(servers.c.name == row.name).values(attributes=text))
+
+
+# -- servers ---------------------------------------------------------------------------------------------------
+
+
+def remove_server(
+    database: Database, server: str, now_ms: int, by: str, *, drain: bool = False, force: bool = False
+) -> Removal:
+    """Remove a server on which nothing runs; its models stay, and their jobs wait for another.
+
+    `drain`: else give it nothing new, and let maintenance remove it when its runs have ended.  `force`: at once; the
+    caller is told which runs are lost by it.  Raises NotFound; Conflict: something runs there, and neither is set.
+    """
+
+    removing = make_entry("server.remove", now_ms=now_ms, server=server, drain=drain, force=force)
+
+    def unit(tx: Transaction) -> Removal:
+        closed_models.lock_jobs(tx)
+        raise_version(tx)
+        removing.write(tx)
+        fleet, runs, kept = _fleet_of_server(tx, server), _runs(tx, server), _withheld(tx, server)
+        if force or not (runs or kept):
+            _delete_server(tx, server)
+            return Removal(server, fleet, True, withheld=kept, lost=tuple(runs))
+        if not drain:
+            raise Conflict(
+                f"Server {server!r} runs {len(runs)} jobs, and {kept} of its slots are withheld.  Remove it with "
+                "?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: they are taken "
+                "for lost, and run again elsewhere.",
+                server=server,
+                running=len(runs),
+                withheld=kept,
+            )
+        leaving = {"leaving_ms": now_ms, "leaving_by": by or None}
+        tx.connection.execute(update(servers).where(servers.c.name == server).values(**leaving))
+        return Removal(server, fleet, False, {State.RUNNING.value: len(runs)}, kept)
+
+    return database.write(unit)
+
+
+def finish_server_removal(database: Database, server: str) -> Removal | None:
+    """Remove a server that takes nothing new, if nothing runs there; None: not yet, or the removal was called off.
+
+    The caller knows that no slot of it is held or offered in Redis.
+    """
+
+    def unit(tx: Transaction) -> Removal | None:
+        closed_models.lock_jobs(tx)
+        row = tx.connection.execute(select(servers).where(servers.c.name == server)).first()
+        if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):
+            return None
+        raise_version(tx)
+        _delete_server(tx, server)
+        return Removal(server, str(row.fleet), True)
+
+    return database.write(unit)
+
+
+def cancel_server_removal(database: Database, server: str) -> None:
+    """Call a removal off.  Raises NotFound: the server is not being removed."""
+    leaving, keeping = (
+        (servers.c.name == server) & servers.c.leaving_ms.is_not(None),
+        make_entry("server.keep", server=server),
+    )
+
+    def unit(tx: Transaction) -> bool:
+        raise_version(tx)
+        stays = update(servers).where(leaving).values(leaving_ms=None, leaving_by=None)
+        is_kept = tx.connection.execute(stays).rowcount == 1
+        if is_kept:
+            keeping.write(tx)
+        return is_kept
+
+    if not database.write(unit):
+        raise NotFound(f"Server {server!r} is not being removed.", server=server)
+
+
+def _fleet_of_server(tx: Transaction, server: str) -> str:
+    fleet = tx.connection.execute(select(servers.c.fleet).where(servers.c.name == server)).scalar()
+    if fleet is None:
+        raise NotFound("There is no such server; GET /admin/servers lists them.", server=server)
+    return str(fleet)
+
+
+def _runs(tx: Transaction, server: str) -> list[str]:
+    running = select(jobs.c.id).where(jobs.c.state == State.RUNNING.value, jobs.c.server == server)
+    return list(tx.connection.execute(running.order_by(jobs.c.seq)).scalars())
+
+
+def _withheld(tx: Transaction, server: str) -> int:
+    query = select(func.count()).select_from(withheld).where(withheld.c.server == server)
+    return int(tx.connection.execute(query).scalar_one())
+
+
+def _delete_server(tx: Transaction, server: str) -> None:
+    tx.connection.execute(delete(endpoints).where(endpoints.c.server == server))
+    tx.connection.execute(delete(servers).where(servers.c.name == server))

@@ -10,9 +10,9 @@ from app import auth
 from app.context import dispatcher
 from app.openapi import blueprint
 from routing.maintenance import reconcile, rooms
-from routing.maintenance.rooms import Depths
-from routing.queries import servers
-from routing.queries.servers import ServerStatus
+from routing.maintenance.rooms import QueueCounts
+from routing.queries import server_status
+from routing.queries.server_status import ServerStatus
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def bring_to_redis(*fleets: str) -> None:
 def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> None:
     """Somebody says that it works again: it is not left alone any longer.  While Redis is away, nothing is done."""
     try:
-        rooms.reset(dispatcher().slots.scripts, fleet, kind, name)
+        rooms.reset_breaker(dispatcher().slots.scripts, fleet, kind, name)
     except RedisError as error:
         log.warning("reset_left_out", kind=kind, name=name, error=str(error))
 
@@ -45,12 +45,12 @@ def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> No
 def standings_of(fleets: list[str]) -> dict[str, ServerStatus]:
     """How each server of these fleets stands.  Raises RedisError."""
     slots = dispatcher().slots
-    return dispatcher().queues.while_here(
-        lambda: {name: it for fleet in fleets for name, it in servers.standings(slots, fleet).items()}
+    return dispatcher().queues.call_if_available(
+        lambda: {name: it for fleet in fleets for name, it in server_status.read_servers(slots, fleet).items()}
     )
 
 
-def depths_of(fleets: list[str]) -> dict[str, Depths]:
+def queue_counts(fleets: list[str]) -> dict[str, QueueCounts]:
     """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
     queues = dispatcher().queues
-    return queues.while_here(lambda: rooms.depths_of(queues.scripts, fleets))
+    return queues.call_if_available(lambda: rooms.queue_counts(queues.scripts, fleets))

@@ -9,7 +9,7 @@ from app.config import AppSettings
 from app.readiness import Readiness
 from routing.dispatch.dispatcher import Dispatcher
 from routing.queries.estimates import Estimates
-from routing.queries.places import Places
+from routing.queries.positions import QueuePositions
 
 _EXTENSION = "slotkeeper"
 
@@ -20,7 +20,7 @@ class Context:
 
     dispatcher: Dispatcher
     settings: AppSettings
-    places: Places
+    places: QueuePositions
     estimates: Estimates
     readiness: Readiness
 

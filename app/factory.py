@@ -32,7 +32,7 @@ from app.config import AppSettings
 from app.context import Context
 from app.page import entrance, screens
 from app.readiness import PROBES, Readiness
-from routing.queries.places import Places
+from routing.queries.positions import QueuePositions
 from slotkeeper.registry.tenants import Tenants
 from tasks import startup, wiring
 
@@ -118,7 +118,7 @@ def equip(app: Flask, settings: AppSettings) -> None:
     app.extensions["slotkeeper_version"] = _version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     estimates = wiring.estimates()
-    places = Places(dispatcher.catalog, dispatcher.queues, estimates)
+    places = QueuePositions(dispatcher.catalog, dispatcher.queues, estimates)
     context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(
         dispatcher, wiring.scripts(), wiring.processes(), wiring.tallies()

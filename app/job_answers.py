@@ -6,11 +6,11 @@ import orjson
 from pydantic import Field
 
 from app.answers import GIVEN, Answer, Read, Time
-from routing.admission.placement import show_constraints
-from routing.maintenance import ledger
+from routing.admission.constraints import decode_constraints
 from routing.queries import attempts, explain
 from routing.queries.interval import Estimate
-from routing.queries.places import Place
+from routing.queries.positions import QueuePosition
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import AcceptedJob, Job
 from slotkeeper.outbox.event_reader import OutboxEvent
@@ -47,7 +47,7 @@ def start(estimate: Estimate | None) -> dict[str, Any]:
     }
 
 
-def outlook(state: State, where: Place) -> str | None:
+def outlook(state: State, where: QueuePosition) -> str | None:
     """What comes next for a job, in one word; None: it has started or ended, as its status says."""
     match state:
         case State.DELAYED:
@@ -60,7 +60,7 @@ def outlook(state: State, where: Place) -> str | None:
             return None
 
 
-def place(state: State, where: Place) -> dict[str, Any]:
+def place(state: State, where: QueuePosition) -> dict[str, Any]:
     """Where a job stands, and when it should start."""
     return {"outlook": outlook(state, where), "position": where.position, **start(where.estimate)}
 
@@ -125,7 +125,7 @@ class JobView(Answer, shows=Job):
     status: Annotated[State, Read("state")]
     why: str = Field(description="Of its last transition.")
     priority: int
-    constraints: Annotated[dict[str, Any], Read(lambda it: show_constraints(it.constraints))]
+    constraints: Annotated[dict[str, Any], Read(lambda it: decode_constraints(it.constraints))]
     tenant: str
     batch: str | None = Field(description="The batch that it came in; null: it came alone.")
     attempts: int = Field(description="Runs that a server took up.")

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from routing.queries.said import NOWHERE, Place
+from routing.progress import FIRST_ENTRY, EntryId
 from slotkeeper.outbox.event_reader import OutboxEvent
 
 TAKES_OVER = "slotkeeper.takes_over"
@@ -52,7 +52,7 @@ class Following:
 
     wanted: Wanted
     after: int | None
-    heard: Place = NOWHERE
+    heard: EntryId = FIRST_ENTRY
 
 
 def leave(environ: MutableMapping[str, Any], how: UntilEnded | Following) -> bool:

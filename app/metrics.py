@@ -15,15 +15,16 @@ from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import ledger, pulse
-from routing.maintenance.rooms import Depths, depths_of
-from routing.queries import depth, history, overview, standings, tallies
-from routing.queries.history import MOST_MODELS, OTHER, History
-from routing.queries.processes import Process, Processes
-from routing.queries.servers import standings_of
-from routing.queries.tallies import HANDED_ON, REFUSED, Tallies
+from routing.maintenance import task_runs
+from routing.maintenance.rooms import QueueCounts, queue_counts
+from routing.queries import gauges, job_counters, model_overview, process_counters, standings
+from routing.queries.job_counters import MAX_MODEL_LABELS, OTHER_MODELS, JobCounters
+from routing.queries.process_counters import HANDED_ON, REFUSED, ProcessCounters
+from routing.queries.process_list import Process, ProcessList
+from routing.queries.server_status import read_servers_of_fleets
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs import ledger
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import CatalogSnapshot
@@ -38,7 +39,9 @@ _BY_PRIORITY = ("model", "priority")
 class Figures(Collector):
     """Collects at each scrape.  Never fails: what cannot be read is left out, and `up` of it is 0."""
 
-    def __init__(self, dispatcher: Dispatcher, scripts: Scripts, processes: Processes, counted: Tallies) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counted: ProcessCounters
+    ) -> None:
         self._dispatcher, self._scripts = dispatcher, scripts
         self._processes, self._tallies = processes, counted
 
@@ -71,7 +74,7 @@ class Figures(Collector):
         database = self._dispatcher.store.database
         jobs = ((state.value, count) for state, count in ledger.standing(database).items())
         yield _gauge("slotkeeper_jobs", "Jobs in the record by state.", ["state"], jobs)
-        found = ledger.findings(database)
+        found = ledger.read_findings(database)
         difference = found.pop(ledger.DIFFERENCE, None)
         checks = found.items()
         yield _gauge(
@@ -83,35 +86,35 @@ class Figures(Collector):
 
     def _history(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        found = history.read(database)
+        found = job_counters.read_counters(database)
         yield from _sums(found)
         yield _histogram(
             "slotkeeper_wait_seconds",
             "From when a job came into its queue, or back, to its start.",
             _BY_PRIORITY,
-            history.BOUNDS_S,
+            job_counters.WAIT_BUCKETS_S,
             {labels: (it.parts, it.sum_s) for labels, it in found.waits.items()},
         )
         yield _histogram(
             "slotkeeper_run_seconds",
             "From an attempt's start to its end.",
             ["model"],
-            history.BOUNDS_S,
+            job_counters.WAIT_BUCKETS_S,
             {labels: (it.parts, it.sum_s) for labels, it in found.runs.items()},
         )
-        lag_s = history.lag_ms(database, now_ms()) / 1000
+        lag_s = job_counters.counting_lag_ms(database, now_ms()) / 1000
         yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
 
     def _owed(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        owed = standings.webhooks_owed(database, now_ms())
+        owed = standings.count_pending_webhooks(database, now_ms())
         yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are still owed.", owed.pending)
         told = "By how much the oldest message that is due is late."
         yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", told, owed.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         told = "Age of the oldest event that a sink has not got."
         yield _gauge("slotkeeper_event_lag_seconds", told, ["sink"], ((it.sink, it.seconds) for it in sinks))
-        withheld = standings.withheld_slots(database)
+        withheld = standings.count_quarantined_slots(database)
         named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in withheld.items():
@@ -124,14 +127,14 @@ class Figures(Collector):
     def _rooms(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
         fleets = catalog.fleets()
-        rooms = depths_of(self._scripts, fleets)
+        rooms = queue_counts(self._scripts, fleets)
         yield _waiting(catalog, rooms)
         yield _slots(catalog, rooms)
-        offers = _folded(catalog, depth.offers_made(self._scripts, list(rooms)).items())
+        offers = _folded(catalog, gauges.read_offer_counts(self._scripts, list(rooms)).items())
         yield _counter("slotkeeper_offers", "Offers made.", ["fleet"], offers.items())
         states: Counter[tuple[str, str]] = Counter()
         named = _named_fleet(catalog)
-        for fleet, servers in standings_of(self._dispatcher.slots, list(rooms)).items():
+        for fleet, servers in read_servers_of_fleets(self._dispatcher.slots, list(rooms)).items():
             for state in ("closed", "open", "half_open", "probing"):
                 states[(named(fleet), state)] += sum(it.breaker == state for it in servers.values())
         yield _gauge(
@@ -141,8 +144,8 @@ class Figures(Collector):
 
     def _model_breakers(self, catalog: CatalogSnapshot) -> Metric:
         """Of the models that have a name of their own here."""
-        models = [catalog.models[name] for name in sorted(catalog.models)[:MOST_MODELS]]
-        found = overview.breakers_of(self._dispatcher, models)
+        models = [catalog.models[name] for name in sorted(catalog.models)[:MAX_MODEL_LABELS]]
+        found = model_overview.read_breakers(self._dispatcher, models)
         open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in found.items()}
         told = "Whether the model's own breaker is open: nothing of it is started."
         return _gauge("slotkeeper_model_breaker_open", told, ["model"], open_.items())
@@ -152,7 +155,7 @@ class Figures(Collector):
         named = _named(catalog)
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
-        for it in depth.lanes_of(self._scripts, catalog.fleets()):
+        for it in gauges.read_lane_depths(self._scripts, catalog.fleets()):
             labels = named(it.model), str(it.priority)
             waiting[labels] += it.jobs
             oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
@@ -163,7 +166,7 @@ class Figures(Collector):
         yield _gauge("slotkeeper_oldest_job_age_seconds", told, _BY_PRIORITY, ages)
 
     def _tasks(self) -> Iterator[Metric]:
-        runs = pulse.last_runs(self._scripts)
+        runs = task_runs.read_task_runs(self._scripts)
         ended = ((name, it.ended_ms / 1000) for name, it in runs.items())
         told = "When a task of maintenance last came to its end, s since the epoch."
         yield _gauge("slotkeeper_task_last_run_timestamp_seconds", told, ["task"], ended)
@@ -178,12 +181,12 @@ class Figures(Collector):
             "slotkeeper_handoff_seconds",
             "From a server's answer to the next request for its slot, where a job waited.",
             [],
-            tallies.BOUNDS_S,
+            process_counters.HANDOFF_BUCKETS_S,
             {(): self._tallies.histogram(HANDED_ON)},
         )
 
     def _living(self) -> Iterator[Metric]:
-        found = [it for it in self._processes.all() if it.lives]
+        found = [it for it in self._processes.read_all() if it.lives]
         roles = Counter(it.role for it in found)
         yield _gauge("slotkeeper_processes", "Processes that live, by role.", ["role"], roles.items())
         workers = [it for it in found if it.role == "worker"]
@@ -191,7 +194,7 @@ class Figures(Collector):
         yield _gauge("slotkeeper_worker_runs", told, ["host"], _by_host(workers, "runs").items())
         told = "Runs that workers may have in flight."
         yield _gauge("slotkeeper_worker_capacity", told, ["host"], _by_host(workers, "capacity").items())
-        slowest = {it.host: 0.0 for it in workers[:MOST_MODELS] if it.facts.get("canary_ms") is not None}
+        slowest = {it.host: 0.0 for it in workers[:MAX_MODEL_LABELS] if it.facts.get("canary_ms") is not None}
         for it in workers:
             if it.host in slowest:
                 slowest[it.host] = max(slowest[it.host], float(it.facts.get("canary_ms") or 0) / 1000)
@@ -199,14 +202,14 @@ class Figures(Collector):
         yield _gauge("slotkeeper_canary_seconds", told, ["host"], slowest.items())
 
 
-def _sums(found: History) -> Iterator[Metric]:
+def _sums(found: JobCounters) -> Iterator[Metric]:
     yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], found.accepted.items())
     yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], found.ended.items())
     told = "Attempts that have ended, by reason."
     yield _counter("slotkeeper_attempts_ended", told, ["model", "reason"], found.attempts.items())
 
 
-def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
+def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
     named = _named(catalog)
     waiting: Counter[str] = Counter()
     for model in catalog.models.values():
@@ -215,7 +218,7 @@ def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
     return _gauge("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", ["model"], waiting.items())
 
 
-def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
+def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
     named = _named_fleet(catalog)
     slots: Counter[tuple[str, str]] = Counter()
     for fleet, depths in rooms.items():
@@ -227,7 +230,7 @@ def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> Metric:
 def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for it in workers:
-        host = it.host if it.host in found or len(found) < MOST_MODELS else OTHER
+        host = it.host if it.host in found or len(found) < MAX_MODEL_LABELS else OTHER_MODELS
         found[host] += int(it.facts.get(fact) or 0)
     return found
 
@@ -249,8 +252,8 @@ def _named_fleet(catalog: CatalogSnapshot) -> Callable[[str], str]:
 
 
 def _among(names: Sequence[str]) -> Callable[[str], str]:
-    shown = frozenset(names[:MOST_MODELS])
-    return lambda name: name if name in shown else OTHER
+    shown = frozenset(names[:MAX_MODEL_LABELS])
+    return lambda name: name if name in shown else OTHER_MODELS
 
 
 # -- the form that Prometheus wants ----------------------------------------------------------------------------
@@ -290,7 +293,9 @@ def _histogram(
     return family
 
 
-def registry(dispatcher: Dispatcher, scripts: Scripts, processes: Processes, counted: Tallies) -> CollectorRegistry:
+def registry(
+    dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counted: ProcessCounters
+) -> CollectorRegistry:
     made = CollectorRegistry(auto_describe=False)
     made.register(Figures(dispatcher, scripts, processes, counted))
     return made

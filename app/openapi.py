@@ -13,8 +13,8 @@ from werkzeug.routing import BaseConverter
 
 from app.errors import CONTENT_TYPE, of_validation
 from app.reading import Request
-from routing.admission.placement import NAME
-from routing.admission.submission import LONGEST_KEY
+from routing.admission.constraints import NAME_PATTERN
+from routing.admission.submission import MAX_KEY_LENGTH
 from slotkeeper import json_text
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
@@ -148,7 +148,7 @@ def described(model: type[BaseModel], description: str, kinds: Iterable[str] = (
 
 
 def headers(
-    longest: int = LONGEST_KEY, form: str = PRINTABLE_PATTERN, shortest: int = 1, **described: str
+    longest: int = MAX_KEY_LENGTH, form: str = PRINTABLE_PATTERN, shortest: int = 1, **described: str
 ) -> dict[str, Any]:
     """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
     schema = {"type": "string", "minLength": shortest, "maxLength": longest, "pattern": f"^{form}$"}
@@ -184,7 +184,7 @@ def _tell_names(part: Any) -> None:
     for name in ("attributes", "constraints"):
         for asked in (fields or {}).get(name, {}).get("anyOf", []):
             if "maxProperties" in asked:
-                asked["propertyNames"] = {"pattern": f"^{NAME}$"}
+                asked["propertyNames"] = {"pattern": f"^{NAME_PATTERN}$"}
 
 
 def _tidy(operation: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from routing.admission.submission import check_model_name
-from routing.queries.said import NOWHERE, Place
+from routing.admission.submission import check_name
+from routing.progress import FIRST_ENTRY, EntryId
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.jobs.values import Job
 
@@ -50,18 +50,18 @@ def last_seen(after: str | None) -> int | None:
     return number(after)
 
 
-def last_heard(after: str | None) -> tuple[int | None, Place]:
+def last_heard(after: str | None) -> tuple[int | None, EntryId]:
     """The event behind which a job's stream goes on, and what was said behind which it does.  Raises InvalidRequest."""
     event, _, heard = (after or "").partition("-")
     if not heard or not re.fullmatch(HEARD, after or "", re.ASCII):
-        return last_seen(after), NOWHERE
+        return last_seen(after), FIRST_ENTRY
     attempt, _, ms = heard.partition("-")
-    return last_seen(event), Place(number(attempt), number(ms))
+    return last_seen(event), EntryId(number(attempt), number(ms))
 
 
 def limits(model: str | None) -> str | None:
     """The model that a list is limited to.  Raises InvalidRequest for what can be no model's name."""
-    return None if model is None else check_model_name(model)
+    return None if model is None else check_name(model)
 
 
 def of_batch(batch: str | None, field: str = "batch") -> str | None:

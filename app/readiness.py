@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
 from migrations import migrate
-from routing.maintenance import pulse
+from routing.maintenance import task_runs
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.suitability import explain_unsuitable
@@ -62,12 +62,12 @@ def broker() -> str | None:
 def maintenance() -> str | None:
     """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
     try:
-        if not pulse.has_stopped(scripts()):
+        if not task_runs.has_sweep_stopped(scripts()):
             return None
     except RedisError:
         return None  # It is said elsewhere.
     return (
-        f"Maintenance has not run for {pulse.FADES_S} s: deadlines and retries wait for it.  "
+        f"Maintenance has not run for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it.  "
         "See that beat and a worker of the queue `maintenance` run."
     )
 
@@ -75,7 +75,7 @@ def maintenance() -> str | None:
 def workers() -> str | None:
     """Some can take jobs, and none has fallen silent."""
     try:
-        return ready.of_workers(processes().all())
+        return ready.of_workers(processes().read_all())
     except RedisError:
         return None  # It is said elsewhere.
 
@@ -83,7 +83,7 @@ def workers() -> str | None:
 def secret() -> str | None:
     """All processes have the same."""
     try:
-        found = processes().all()
+        found = processes().read_all()
     except RedisError:
         return None  # It is said elsewhere.
     if not (others := ready.of_another_secret(found)):

@@ -8,10 +8,10 @@ from pydantic import Field
 from app.answers import GIVEN, Answer, Read, Time, time
 from app.job_answers import seconds
 from app.schemas import AdminStateName
-from routing.maintenance import draining
-from routing.maintenance.rooms import Depths
-from routing.queries import servers as insight
-from routing.queries.load import Load
+from routing.maintenance import quarantined_slots
+from routing.maintenance.rooms import QueueCounts
+from routing.queries import server_status as insight
+from routing.queries.model_status import QueueLoad
 from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog as registered
@@ -126,7 +126,7 @@ class WithheldSlot(Answer, shows=QuarantinedSlot):
     reason: str = Field(description="What ended the run here: `timed_out`, `canceled`, `deadline_passed`, …")
     since: Time
     until: Time = Field(description="The longest; before, as soon as the server's report no longer shows the run.")
-    sentence: Annotated[str, Read(draining.sentence)]
+    sentence: Annotated[str, Read(quarantined_slots.sentence)]
 
 
 class ListedServer(ServerView):
@@ -142,7 +142,7 @@ class ListedServer(ServerView):
     )
 
 
-class FleetView(Answer, shows=Depths):
+class FleetView(Answer, shows=QueueCounts):
     """The slots of servers that stand together, at this moment."""
 
     fleet: Annotated[str, GIVEN]
@@ -172,7 +172,7 @@ class ModelList(Answer):
     models: list[ModelView]
 
 
-class ModelLoad(Answer, shows=Load):
+class ModelLoad(Answer, shows=QueueLoad):
     """What waits for a model at this moment, and what that means."""
 
     mean_run_s: Annotated[float | None, Read(lambda it: it.run_ms and it.run_ms / 1000)] = Field(
@@ -248,14 +248,14 @@ class ConfigView(Answer, shows=registered.Model):
     )
 
 
-def model(it: registered.Model, catalog: CatalogSnapshot, depths: Depths | None) -> dict[str, Any]:
+def model(it: registered.Model, catalog: CatalogSnapshot, depths: QueueCounts | None) -> dict[str, Any]:
     """ModelView.  `depths`: of its fleet; None: not known now."""
     waiting = None if depths is None else depths.waiting.get(it.name, 0)
     return ModelView.of(it, **_in_catalog(it, catalog, None), waiting=waiting)
 
 
 def model_detail(
-    it: registered.Model, catalog: CatalogSnapshot, load: Load | None, left: Mapping[str, int] | None = None
+    it: registered.Model, catalog: CatalogSnapshot, load: QueueLoad | None, left: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """ModelDetail.  `load` None: not known now."""
     shown = load and ModelLoad.of(load)

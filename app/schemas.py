@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_va
 
 from app.openapi import Model
 from app.paging import BATCH, CURSOR
-from routing.admission.placement import VALUE
-from routing.admission.submission import MODEL
+from routing.admission.constraints import VALUE_PATTERN
+from routing.admission.submission import MODEL_PATTERN
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
@@ -32,13 +32,13 @@ _When = Annotated[
     ),
 ]
 _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
-MODEL_NAME: Any = {"pattern": f"^{MODEL}$"}
-_VALUE: Any = {"pattern": f"^{VALUE}$"}
+MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
+_VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 _One: dict[str, Any] = {
     "anyOf": [
-        {"type": "string", "pattern": f"^{VALUE}$"},
+        {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
         {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
     ]
 }

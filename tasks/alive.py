@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from routing.queries.processes import SAY_EVERY_S, Processes
+from routing.queries.process_list import REPORT_EVERY_S, ProcessList
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.state_folder import make_private_folder
@@ -33,7 +33,7 @@ Facts = Callable[[], dict[str, Any]]
 class Alive:
     """The sign of life of one process, in a thread of its own.  `facts`: what else it says of itself each time."""
 
-    def __init__(self, role: str, processes: Processes, facts: Facts) -> None:
+    def __init__(self, role: str, processes: ProcessList, facts: Facts) -> None:
         self.role, self.host = role, socket.gethostname()
         self.name = f"{role}@{self.host}/{os.getpid()}"
         self._processes, self._facts = processes, facts
@@ -65,7 +65,7 @@ class Alive:
                 self._file.unlink(missing_ok=True)
                 self._file.parent.rmdir()  # Only the last one can.
         with suppress(RedisError):
-            self._processes.leave(self.name)
+            self._processes.remove(self.name)
 
     def say(self) -> None:
         """Once."""
@@ -74,7 +74,7 @@ class Alive:
                 make_private_folder(self._file.parent)  # Whoever left last has taken it away.
                 self._file.touch(mode=0o600)
         try:
-            self._processes.say(self.name, {**self._same, **self._facts()})
+            self._processes.report(self.name, {**self._same, **self._facts()})
         except RedisError as error:
             log.debug("sign_of_life_not_given", error=str(error))
         except Exception:  # What it says of itself is wrong; it lives all the same.
@@ -83,7 +83,7 @@ class Alive:
     def _run(self) -> None:
         while not self._ended.is_set():
             self.say()
-            self._ended.wait(SAY_EVERY_S)
+            self._ended.wait(REPORT_EVERY_S)
 
 
 def _version() -> str:
@@ -93,7 +93,7 @@ def _version() -> str:
         return "0"
 
 
-def begin(role: str, processes: Processes, facts: Facts = dict) -> Alive:
+def begin(role: str, processes: ProcessList, facts: Facts = dict) -> Alive:
     """Have this process say from now on that it lives."""
     made = Alive(role, processes, facts)
     made.begin()

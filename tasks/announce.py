@@ -17,11 +17,11 @@ class CeleryAnnouncer:
     def __init__(self, store: JobStore, teller: Teller) -> None:
         self._store, self._teller = store, teller
 
-    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
         wake = partial(self._wake, offer) if new is None else partial(messages.publish, offer, new.priority, failures=0)
         publisher().soon(wake)
 
-    def ended(self, moved: Transition) -> None:
+    def notify_ended(self, moved: Transition) -> None:
         if moved.notification_id is not None:
             self._teller.soon(ResultNotification(moved.notification_id, moved.job.id))
 

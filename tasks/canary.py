@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 from kombu import Exchange, Queue
 
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.db.group_commit import Write
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
@@ -30,7 +30,7 @@ _EXPIRES_S = 300.0  # of a queue that nobody reads any more, where the broker fo
 class Canary:
     """Those of one worker."""
 
-    def __init__(self, engine: Engine, workers: Workers) -> None:
+    def __init__(self, engine: Engine, workers: WorkerCapacity) -> None:
         self._engine, self._workers = engine, workers
         self._queue: Queue | None = None
         self._sent: dict[str, float] = {}  # token -> when, monotonic s
@@ -78,7 +78,7 @@ class Canary:
         self._took_s = self._came_s - sent_s
 
     async def _pass(self) -> None:
-        await self._engine.redis(self._workers.looking())
+        await self._engine.redis(self._workers.total_command())
         await self._engine.commit(Write(lambda tx: None))
 
     def facts(self) -> dict[str, Any]:

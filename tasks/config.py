@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
@@ -107,11 +107,11 @@ class TaskSettings(BaseSettings):
 
     @property
     def broker(self) -> str:
-        return _with_certificate_check(self.broker_url or RoutingSettings().room_url)
+        return _with_certificate_check(self.broker_url or RoutingSettings().effective_redis_url)
 
     @property
     def results(self) -> str:
-        return _with_certificate_check(self.result_url or RoutingSettings().room_url)
+        return _with_certificate_check(self.result_url or RoutingSettings().effective_redis_url)
 
     @property
     def callback_base(self) -> str:

@@ -5,13 +5,13 @@ It is told by maintenance, from the record and some seconds later: workers have 
 
 import structlog
 
-from routing.queries.history import End
+from routing.queries.job_counters import EndedJob
 from slotkeeper.trace_context import find_trace
 
 log = structlog.get_logger(__name__)
 
 
-def log_end(end: End) -> None:
+def log_end(end: EndedJob) -> None:
     """Who, where, how long and why; nothing that a client or a server has sent."""
     entry, event = end.entry, end.entry.event
     facts = {"server": entry.server, "run_ms": end.ran_ms}

@@ -13,16 +13,15 @@ from functools import partial
 
 import structlog
 
-from routing.dispatch.outcome import Kind
-from routing.maintenance import draining, ledger, pulse, reconcile, runs
-from routing.maintenance.identity import ServerReport
-from routing.maintenance.reconcile import removal
-from routing.queries import invariants, listing
-from routing.queries.history import Historian
+from routing.dispatch.outcome import OutcomeKind
+from routing.maintenance import decommission, invariants, quarantined_slots, reconcile, restore_leases, task_runs
+from routing.maintenance.server_report import ServerReport
+from routing.queries import job_list
+from routing.queries.job_counters import EventCounter
 from slotkeeper.clock import now_ms
 from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.jobs import quarantine
+from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox.ageing import EventRetention
@@ -57,7 +56,7 @@ _PURGE_S = 50.0  # of each minute, while anything is overdue
 _COUNT_S = 4.0
 _TOO_SOON = 0.5  # of a task's period
 
-_patience = reconcile.Patience()
+_patience = reconcile.RenewalGrace()
 
 
 class Periodic:
@@ -112,14 +111,14 @@ def run(names: Sequence[str]) -> None:
 def sweep() -> None:
     """Offer what was missed; rebuild a room that turns out to be new."""
     reconcile.sweep(dispatcher())
-    pulse.leave(scripts())
+    task_runs.mark_sweep(scripts())
 
 
 @_task("keep_time")
 def keep_time() -> None:
     """Promote the jobs that are due, and expire those past their deadlines; of very many a batch of each in turn."""
     until = time.monotonic() + _KEEP_TIME_S
-    while reconcile.promote_due(dispatcher(), 0) + reconcile.expire_overdue(dispatcher(), 0):
+    while reconcile.promote_due_jobs(dispatcher(), 0) + reconcile.expire_deadlines(dispatcher(), 0):
         if time.monotonic() >= until:
             return
 
@@ -128,24 +127,24 @@ def keep_time() -> None:
 def reap() -> None:
     """Seize leases that were not renewed and offers that no worker took up; restore leases that runs lack."""
     reconcile.reap(dispatcher(), _patience)
-    runs.restore_missed(dispatcher(), silence_proves=not _patience.lasts)
+    restore_leases.restore_missed(dispatcher(), may_reap=not _patience.is_active)
 
 
 @_task("reap_killed")
-def reap_killed() -> None:
+def reap_dead_workers() -> None:
     """Seize what workers hold whose processes have ended on this machine.
 
     A task of its own, as it asks the file system, which may be slow to answer.
     """
-    reconcile.reap_killed(dispatcher(), workers(), lifetimes())
+    reconcile.reap_dead_workers(dispatcher(), workers(), lifetimes())
 
 
 @_task("watch_runs")
 def watch_runs() -> None:
     """End runs that exceed their longest time, restore lost leases of draining slots, and go on with removals."""
-    draining.end_overlong(dispatcher(), decide_end)
-    draining.keep(dispatcher())
-    removal.go_on(dispatcher())
+    quarantined_slots.end_overlong_runs(dispatcher(), decide_end)
+    quarantined_slots.sync_leases(dispatcher())
+    decommission.finish_removals(dispatcher())
 
 
 @_task("check_servers")
@@ -161,28 +160,28 @@ def check_servers() -> None:
 @_task("check_urgent_servers")
 def check_urgent_servers() -> None:
     """Ask the servers that were down, or whose workers went silent, as check_servers does."""
-    _check(reconcile.urgent_servers(dispatcher()))
+    _check(reconcile.servers_to_check_now(dispatcher()))
 
 
 def _check(names: Iterable[str]) -> None:
     global _awaited
-    servers, _awaited = dispatcher().catalog.get().servers, frozenset(draining.servers(dispatcher()))
+    servers, _awaited = dispatcher().catalog.get().servers, frozenset(quarantined_slots.servers(dispatcher()))
     _ask_about_runs()
     for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
-        reconcile.note_health(dispatcher(), reports)
-        reconcile.heed_reports(dispatcher(), reports, silence_proves=not _patience.lasts)
+        reconcile.apply_health(dispatcher(), reports)
+        reconcile.apply_reports(dispatcher(), reports, may_reap=not _patience.is_active)
 
 
 @_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().catalog.get()
-    suspects = reconcile.suspects(dispatcher(), _reports(catalog.servers.values()))
+    suspects = reconcile.find_stale_runs(dispatcher(), _reports(catalog.servers.values()))
     if suspects:
         time.sleep(_SECOND_LOOK_S)
         again = {job.server for job in suspects}
         reports = _reports(server for server in catalog.servers.values() if server.name in again)
-        reconcile.free_stale_leases(dispatcher(), suspects, reports)
+        reconcile.end_stale_runs(dispatcher(), suspects, reports)
 
 
 @_task("reconcile")
@@ -201,15 +200,15 @@ def tell_due() -> None:
 def count() -> None:
     """Add what has happened to the figures, and say in the log which jobs have ended."""
     until = time.monotonic() + _COUNT_S
-    while _historian().count() and time.monotonic() < until:
+    while _historian().count_new_events() and time.monotonic() < until:
         pass
 
 
 @_task("scan_dlq")
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
-    dead = listing.count(dispatcher().store.database, State.DEAD)
-    removed = reconcile.purge(dispatcher(), StorageSettings().retention_s, _PURGE_S)
+    dead = job_list.count(dispatcher().store.database, State.DEAD)
+    removed = reconcile.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
     _remove_old_events(StorageSettings(), EventSettings().lasting_sinks)
     server_descriptions.delete_unused(database(), now_ms())
     vault.seal_anew()
@@ -235,19 +234,19 @@ def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.get().servers.values()
-    findings = invariants.look(dispatcher(), _reports(servers))
+    findings = invariants.find_violations(dispatcher(), _reports(servers))
     if findings:
         time.sleep(_SECOND_LOOK_S)
-        findings &= invariants.look(dispatcher(), _reports(servers))
-    counts = invariants.count(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
-    ledger.note_findings(database(), counts, {it.subject: it.check for it in sorted(findings)}, now_ms())
+        findings &= invariants.find_violations(dispatcher(), _reports(servers))
+    counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
+    ledger.store_findings(database(), counts, {it.subject: it.check for it in sorted(findings)}, now_ms())
     for finding in sorted(findings):
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
 
 
 @singleton
-def _historian() -> Historian:
-    return Historian(database(), log_end)
+def _historian() -> EventCounter:
+    return EventCounter(database(), log_end)
 
 
 # -- asking servers --------------------------------------------------------------------------------------------
@@ -304,8 +303,8 @@ def _report(server: ServerRow) -> ServerReport:
         job_ids=health.job_ids,
         asked_ms=asked_ms,
         endpoints=server.endpoints,
-        refused=is_awaited and refuses_connections(speaker.endpoint),
-        started=health.started,
+        connection_refused=is_awaited and refuses_connections(speaker.endpoint),
+        process_started=health.started,
         is_idle=health.is_idle,
     )
 
@@ -323,7 +322,7 @@ def _ask_about_runs() -> None:
 
 
 _asked_about: set[tuple[str, int]] = set()
-_ENDED = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED, Kind.LOST})
+_ENDED = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST})
 
 
 def _ask_about(row: QuarantinedSlot) -> None:
@@ -338,9 +337,9 @@ def _ask_about(row: QuarantinedSlot) -> None:
             call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S)
             outcome = call_server(speaker, partial(Live.status, call=call, remote_id=row.remote_id))
             if outcome.kind in _ENDED:
-                draining.release_run(dispatcher(), row.job_id, row.attempt)
-            elif outcome.kind is Kind.PENDING and not outcome.code:
-                draining.note_running(dispatcher(), row)
+                quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
+            elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
+                quarantined_slots.note_running(dispatcher(), row)
     except (Misconfigured, SlotkeeperError) as error:
         log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
     finally:

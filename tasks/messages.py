@@ -9,7 +9,7 @@ from celery.app.amqp import task_message
 from celery.app.task import Context
 from kombu.utils import json
 
-from routing.queries.spans import JOB
+from routing.queries.trace_spans import JOB
 from routing.queue.queues import Offer
 from slotkeeper.jobs.values import Job
 from tasks import tracing

@@ -6,10 +6,10 @@ been told: the same verdict, the same guarded write.  The worker that still poll
 
 from functools import partial
 
-from routing.dispatch.dispatcher import active_run
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import settle
-from routing.maintenance import draining
+from routing.dispatch.dispatcher import active_run_of
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import end_run
+from routing.maintenance import quarantined_slots
 from slotkeeper import json_text, large_json
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.events import EVENT_TYPES
@@ -22,7 +22,7 @@ from tasks.servers.pointers import resolve
 from tasks.wiring import dispatcher
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
-_ENDS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.CANCELED})
+_ENDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
 _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 
@@ -41,7 +41,7 @@ def read(job: Job, body: bytes) -> Outcome | None:
         return None  # The worker that polls is its one reader.
     call = _call(job)
     outcome = server.pushed(call, job.remote_id, body)
-    if outcome.kind is Kind.DONE and server.description.result is not None:
+    if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
         outcome = call_server(server, partial(Live.result, call=call, remote_id=job.remote_id, outcome=outcome))
     return outcome if outcome.kind in _ENDS else None
 
@@ -53,7 +53,7 @@ def release(job: Job, body: bytes) -> bool:
     """
     if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None or read(job, body) is None:
         return False
-    return draining.release_run(dispatcher(), job.id, job.attempt)
+    return quarantined_slots.release_run_slot(dispatcher(), job.id, job.attempt)
 
 
 def _names_another(job: Job, body: bytes) -> bool:
@@ -98,12 +98,12 @@ def push(job: Job, outcome: Outcome) -> bool:
 
     Raises RecordUnavailable.
     """
-    active = active_run(dispatcher(), job)
+    active = active_run_of(dispatcher(), job)
     if active is None:
         return False
     config, canceling = dispatcher().catalog.resolve(job.model).config, active.run.cancel_requested
     decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
-    return settle(dispatcher(), active, decision) is not None
+    return end_run(dispatcher(), active, decision) is not None
 
 
 def _call(job: Job) -> Call:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from routing.maintenance import pulse
-from routing.queries.processes import Process, Processes
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
+from routing.maintenance import task_runs
+from routing.queries.process_list import Process, ProcessList
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from tasks import touched
@@ -26,17 +26,17 @@ def live(role: str) -> str | None:
 def ready(role: str) -> str | None:
     """Those of this role on this host can work, as far as it hangs on them."""
     settings = RoutingSettings()
-    scripts = Scripts(connect(settings.room_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    scripts = Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
-        found = [it for it in Processes(scripts).all() if it.role == role and it.host == socket.gethostname()]
-        stopped = role == "maintenance" and pulse.has_stopped(scripts)
+        found = [it for it in ProcessList(scripts).read_all() if it.role == role and it.host == socket.gethostname()]
+        stopped = role == "maintenance" and task_runs.has_sweep_stopped(scripts)
     except RedisError:
         return "Redis does not answer."
     lives = [it for it in found if it.lives]
     if not lives:
         return f"No process {role} of this host has said lately that it lives."
     if stopped:
-        return f"Maintenance has not swept for {pulse.FADES_S} s."
+        return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s."
     return next(filter(None, map(problem, lives)), None)
 
 

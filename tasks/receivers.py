@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from routing.queries.spans import JOB, webhook
+from routing.queries.trace_spans import JOB, webhook
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db.group_commit import Database

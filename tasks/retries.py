@@ -10,9 +10,9 @@ from celery import Task
 from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
+from routing.config import RoutingSettings
 from routing.dispatch.decision import Decision, decide
-from routing.dispatch.outcome import Kind, Outcome, StopReason
-from routing.queue.config import RoutingSettings
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
@@ -20,7 +20,7 @@ from tasks.celery_app import celery
 from tasks.descriptions import keeps_results
 
 _JITTER = 5  # A wait is spread over a fifth of it: ±10 %.
-_MAY_RETRY = frozenset({Kind.RETRY, Kind.CANCELED})
+_MAY_RETRY = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
 
 
 class ServerFault(Exception):
@@ -92,6 +92,6 @@ def decide_end(
         settings,
         now_ms(),
         canceling=canceling,
-        keeps_result=keeps_results(run.described_by),
+        server_keeps_result=keeps_results(run.described_by),
         retry_delay_ms=delay_ms,
     )

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from routing.maintenance.identity import ServerReport
+from routing.maintenance.server_report import ServerReport
 from slotkeeper.registry.values import Server
 
 MOST = 256  # servers asked at once

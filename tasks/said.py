@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from routing.queries.said import Clock, Telling
+from routing.progress import EntryIds, ProgressCommands
 from slotkeeper import json_text
 from slotkeeper.redis.scripts import Command
 from tasks.servers.pointers import MISSING
@@ -37,7 +37,7 @@ MOST_KEPT = 64 * 1024
 class Saying:
     """All runs of an event loop.  `ask`: runs a script."""
 
-    def __init__(self, telling: Telling, ask: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
+    def __init__(self, telling: ProgressCommands, ask: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
         self.telling, self.ask, self.loop = telling, ask, loop
         self.speaking = 0  # runs that have said something
 
@@ -76,7 +76,7 @@ class _Words:
 
     def __init__(self, saying: Saying, job_id: str, attempt: int) -> None:
         self._saying, self._job_id, self._attempt = saying, job_id, attempt
-        self._clock = Clock(attempt)
+        self._clock = EntryIds(attempt)
         self._entries: deque[_Entry] = deque()
         self._waiting = 0  # characters
         self._sizes: deque[int] = deque()  # bytes of what is kept for those who come later
@@ -148,7 +148,7 @@ class _Words:
                 watchers = await self._saying.ask(self._command(self._entries.popleft()))
                 pause_s = TOGETHER_S if watchers > 0 else _UNWATCHED_S
             if self._is_over:
-                await self._saying.ask(self._saying.telling.ending(self._job_id))
+                await self._saying.ask(self._saying.telling.end_command(self._job_id))
         except RedisError:
             pause_s = _AFTER_FAILURE_S
         except Exception:
@@ -165,7 +165,7 @@ class _Words:
         self._sizes.append(len(text))
         while sum(self._sizes) > MOST_KEPT and len(self._sizes) > 1:
             self._sizes.popleft()
-        return self._saying.telling.telling(self._job_id, self._clock.next(), text.decode(), len(self._sizes))
+        return self._saying.telling.publish_command(self._job_id, self._clock.next(), text.decode(), len(self._sizes))
 
 
 class _Entry:

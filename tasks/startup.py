@@ -8,7 +8,7 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper import logs
 from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
@@ -71,7 +71,7 @@ def check_redis() -> None:
 
 def _check_celerys() -> None:
     """Refuse a Cluster or a Sentinel as Celery's broker or result backend, where these are another Redis."""
-    settings, room = TaskSettings(), RoutingSettings().room_url
+    settings, room = TaskSettings(), RoutingSettings().effective_redis_url
     others = {settings.broker: "SLOTKEEPER_BROKER_URL", settings.results: "SLOTKEEPER_RESULT_URL"}
     for url, variable in others.items():
         if url == room or not url.startswith(_OF_REDIS) or ";" in url:  # another transport, or several brokers

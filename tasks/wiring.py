@@ -4,18 +4,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from routing.admission.admission import Admission
+from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import pulse
+from routing.maintenance import task_runs
+from routing.progress import ProgressCommands
 from routing.queries.estimates import Estimates
 from routing.queries.forecasts import Forecasts
-from routing.queries.processes import Processes
-from routing.queries.said import Telling
-from routing.queries.tallies import Tallies
-from routing.queue.config import RoutingSettings
+from routing.queries.process_counters import ProcessCounters
+from routing.queries.process_list import ProcessList
 from routing.queue.leases import Leases
 from routing.queue.queues import Queues
 from routing.queue.slots import Slots
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.config import StorageSettings
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
@@ -67,17 +67,17 @@ def rotations() -> SecretRotations:
 @singleton
 def scripts() -> Scripts:
     settings = RoutingSettings()
-    return Scripts(connect(settings.room_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    return Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
 
 
 @singleton
 def leases() -> Leases:
-    return Leases(scripts(), RoutingSettings(), workers().room)
+    return Leases(scripts(), RoutingSettings(), workers().total)
 
 
 @singleton
-def workers() -> Workers:
-    return Workers(scripts())
+def workers() -> WorkerCapacity:
+    return WorkerCapacity(scripts())
 
 
 @singleton
@@ -87,23 +87,23 @@ def lifetimes() -> ProcessLocks:
 
 
 @singleton
-def processes() -> Processes:
-    return Processes(scripts())
+def processes() -> ProcessList:
+    return ProcessList(scripts())
 
 
 @singleton
-def last_runs() -> pulse.LastRuns:
-    return pulse.LastRuns(scripts())
+def last_runs() -> task_runs.TaskRunRecorder:
+    return task_runs.TaskRunRecorder(scripts())
 
 
 @singleton
-def tallies() -> Tallies:
-    return Tallies(scripts())
+def tallies() -> ProcessCounters:
+    return ProcessCounters(scripts())
 
 
 @singleton
-def telling() -> Telling:
-    return Telling(scripts())
+def telling() -> ProgressCommands:
+    return ProgressCommands(scripts())
 
 
 @singleton
@@ -135,7 +135,7 @@ def dispatcher() -> Dispatcher:
     from tasks.announce import CeleryAnnouncer  # As above.
 
     settings = RoutingSettings()
-    queues = Queues(scripts(), settings, workers().room)
+    queues = Queues(scripts(), settings, workers().total)
     allow = parse_allow(TaskSettings().webhook_allow)
     return Dispatcher(
         store=store(),
@@ -143,7 +143,7 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(queues, catalog_cache(), estimates(), settings, tallies().refused),
+        admission=Admission(queues, catalog_cache(), estimates(), settings, tallies().count_refusal),
         observer=estimates(),
         settings=settings,
         announcer=CeleryAnnouncer(store(), teller()),

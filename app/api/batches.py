@@ -65,7 +65,7 @@ class BatchCanceled(Answer):
 def list_batches(query: BatchQuery) -> dict[str, Any]:
     """List batches, the newest first, with how far each has come."""
     before = of_batch(query.cursor, "cursor")
-    found = batches.newest(database(), _whose(), before, query.limit)
+    found = batches.newest_batches(database(), _whose(), before, query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
     return BatchList.of(batches=[BatchView.of(it) for it in found], next_cursor=cursor)
 
@@ -82,7 +82,7 @@ def cancel_batch(path: BatchPath) -> dict[str, Any]:
     batch = _own(path.batch)
     if batch.ended == batch.jobs:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    ended = [_canceled(job_id) for job_id in batches.unfinished(database(), batch.id, _whose())]
+    ended = [_canceled(job_id) for job_id in batches.unfinished_jobs(database(), batch.id, _whose())]
     canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
     return BatchCanceled.of(batch=batch.id, canceled=canceled, canceling=canceling)
 

@@ -8,7 +8,7 @@ from app.context import dispatcher
 from app.defaults import DefaultsBody, DefaultsView, KindList, KindPath, shown_kind
 from app.describing import described_for_all
 from app.openapi import problems
-from routing.admission.submission import check_model_name
+from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry.defaults import INSTALLATION, Defaults
@@ -56,7 +56,7 @@ def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
 
     What the body leaves out is as the installation has it.
     """
-    check_model_name(path.kind, "kind")
+    check_name(path.kind, "kind")
     return _set(path.kind, body)
 
 

@@ -11,7 +11,7 @@ from app.job_answers import JobList, JobView, RetryAllAnswer
 from app.openapi import Model, problems
 from app.paging import after, before, limits
 from app.schemas import MODEL_NAME, DlqQuery, JobPath
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
@@ -30,7 +30,7 @@ _AT_ONCE = 500
 @api.get("", responses={200: JobList, **problems(422)})
 def list_dead(query: DlqQuery) -> dict[str, Any]:
     """List dead jobs, the newest first, each with its last error.  Attempts stand at the job."""
-    found = listing.find(
+    found = job_list.find_jobs(
         dispatcher().store.database,
         state=State.DEAD,
         model=limits(query.model),
@@ -51,7 +51,9 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
 @api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415, 422)})
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
     """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again."""
-    found = listing.find(dispatcher().store.database, state=State.DEAD, model=limits(query.model), limit=_AT_ONCE + 1)
+    found = job_list.find_jobs(
+        dispatcher().store.database, state=State.DEAD, model=limits(query.model), limit=_AT_ONCE + 1
+    )
     oldest_first = found[:_AT_ONCE][::-1]
     return RetryAllAnswer.of(retried=sum(_revived(job.id) for job in oldest_first), more=len(found) > _AT_ONCE)
 

@@ -7,7 +7,7 @@ from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from redis.exceptions import RedisError
 
-from app.admin import depths_of
+from app.admin import queue_counts
 from app.answers import Answer
 from app.auth import figures
 from app.context import dispatcher
@@ -47,8 +47,8 @@ def stats(path: ModelPath) -> dict[str, Any]:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=path.model)
     database, waiting = dispatcher().store.database, None
     with suppress(RedisError):
-        waiting = depths_of([model.fleet]).get(model.fleet)
-    queued, running = standings.work_of(database, model.name, known=waiting is not None)
+        waiting = queue_counts([model.fleet]).get(model.fleet)
+    queued, running = standings.count_model_work(database, model.name, known=waiting is not None)
     if waiting is not None:
         queued = waiting.waiting.get(model.name, 0)
     slots = catalog.count_slots(model.name)

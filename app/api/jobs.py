@@ -11,10 +11,10 @@ from app.later import UntilEnded, leave
 from app.openapi import blueprint, described, problems
 from app.paging import after, before, limits, of_batch
 from app.schemas import JobPath, ListQuery, WaitQuery
-from routing.queries import listing
+from routing.queries import job_list
 from routing.queries.attempts import attempts
-from routing.queries.explain import explain
-from routing.queries.places import Place
+from routing.queries.explain import explain_job_state
+from routing.queries.positions import QueuePosition
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs import short_ids
 from slotkeeper.jobs.states import State
@@ -41,7 +41,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
 def list_jobs(query: ListQuery) -> dict[str, Any]:
     """List jobs, the newest first."""
     mine = tenant()
-    found = listing.find(
+    found = job_list.find_jobs(
         dispatcher().store.database,
         state=query.status,
         model=limits(query.model),
@@ -85,7 +85,7 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     retry, not_before, not_in_room, redis_away.
     """
     job = own_job(path.job_id)
-    found = explain(dispatcher(), context().estimates, job)
+    found = explain_job_state(dispatcher(), context().estimates, job)
     return Explanation.of(found, job_id=job.id, status=job.state, **start(found.estimate))
 
 
@@ -112,7 +112,7 @@ def _whole_id(short: str, whose: str | None) -> str | None:
     return found.ids[0] if found.ids else None
 
 
-def _place(job: Job) -> Place:
+def _place(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
-        return Place()
-    return context().places.of(job.queued)
+        return QueuePosition()
+    return context().places.of_job(job.queued)

@@ -5,7 +5,7 @@ from typing import Any
 from app.admin import admin_blueprint
 from app.context import dispatcher
 from app.job_answers import Ledger
-from routing.maintenance import ledger
+from slotkeeper.jobs import ledger
 
 api = admin_blueprint("ledger", "Operation", "/admin")
 

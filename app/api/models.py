@@ -7,7 +7,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app import registry_answers as shape
-from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of
+from app.admin import admin_blueprint, bring_to_redis, close_breaker, queue_counts
 from app.auth import tenant
 from app.context import dispatcher
 from app.describing import described
@@ -18,10 +18,10 @@ from app.openapi import problems
 from app.registry_answers import ConfigView, ModelDetail, ModelList, ModelView
 from app.removal import RemovalQuery, RemovalView
 from app.schemas import ConfigBody, ModelPath, StateBody
-from routing.admission.submission import check_model_name
-from routing.maintenance.reconcile.removal import follow_model
-from routing.maintenance.rooms import Depths
-from routing.queries.load import load_of
+from routing.admission.submission import check_name
+from routing.maintenance.decommission import forget_model
+from routing.maintenance.rooms import QueueCounts
+from routing.queries.model_status import read_model_load
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal
@@ -39,9 +39,9 @@ know_fields("ConfigBody", ConfigBody.model_fields)
 def list_models() -> dict[str, Any]:
     """List models, with their servers and how many jobs wait."""
     found = dispatcher().catalog.refresh()
-    depths: Mapping[str, Depths] = {}
+    depths: Mapping[str, QueueCounts] = {}
     with suppress(RedisError):
-        depths = depths_of(found.fleets())
+        depths = queue_counts(found.fleets())
     models = sorted(found.models.values(), key=lambda model: model.name)
     return ModelList.of(models=[shape.model(model, found, depths.get(model.fleet)) for model in models])
 
@@ -55,7 +55,7 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     known = _known(path.model)
     load = None
     with suppress(RedisError):
-        load = dispatcher().queues.while_here(lambda: load_of(dispatcher(), known))
+        load = dispatcher().queues.call_if_available(lambda: read_model_load(dispatcher(), known))
     found = dispatcher().catalog.get()
     left = catalog_removal.count_active_jobs(database(), known.name) if found.is_being_removed(known.name) else None
     return shape.model_detail(known, found, load, left)
@@ -92,7 +92,7 @@ def remove_model(path: ModelPath, query: RemovalQuery) -> tuple[dict[str, Any], 
     by = tenant().name
     found = catalog_removal.remove_model(database(), _known(path.model).name, now_ms(), by, drain=query.drain)
     if found.is_over:
-        follow_model(dispatcher(), found)
+        forget_model(dispatcher(), found)
     else:
         bring_to_redis(found.fleet)
     return RemovalView.of(found), 200 if found.is_over else 202
@@ -126,7 +126,7 @@ def put_config(path: ModelPath, body: ConfigBody) -> dict[str, Any]:
     `description` and `preset` say how its servers are spoken to.  They are checked whole; `errors` of a refusal name
     each place as a JSON pointer into the body.  New runs are by the new one, those under way go on by theirs.
     """
-    check_model_name(path.model)
+    check_name(path.model)
     return _configure(path.model, body.model_dump(exclude_unset=True))
 
 
@@ -139,7 +139,7 @@ def delete_config(path: ModelPath) -> dict[str, Any]:
 def _shown(model: Model) -> dict[str, Any]:
     depths = None
     with suppress(RedisError):
-        depths = depths_of([model.fleet]).get(model.fleet)
+        depths = queue_counts([model.fleet]).get(model.fleet)
     return shape.model(model, dispatcher().catalog.get(), depths)
 
 

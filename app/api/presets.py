@@ -20,7 +20,7 @@ from app.kinds import (
     TrialView,
 )
 from app.openapi import problems
-from routing.admission.submission import check_model_name
+from routing.admission.submission import check_name
 from slotkeeper.errors import InvalidRequest, NotFound
 from tasks import vault
 from tasks.descriptions import is_behind
@@ -61,7 +61,7 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
     """
     check_endpoint(body.url, "url")
     if body.model is not None:
-        check_model_name(body.model)
+        check_name(body.model)
     if body.preset is not None and body.preset not in presets.names():
         raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
     found = in_own_loop(partial(recognize, body.url))

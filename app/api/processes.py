@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from app.admin import admin_blueprint
 from app.answers import Answer, Read, Time, time
-from routing.queries.processes import Process
+from routing.queries.process_list import Process
 from tasks.wiring import processes
 
 api = admin_blueprint("processes", "Operation", "/admin")
@@ -42,4 +42,4 @@ class ProcessList(Answer):
 @api.get("/processes", responses={200: ProcessList})
 def list_processes() -> dict[str, Any]:
     """List the processes that have said in the last minute that they live, and how they fare."""
-    return ProcessList.of(processes=[ProcessView.of(it) for it in processes().all()])
+    return ProcessList.of(processes=[ProcessView.of(it) for it in processes().read_all()])

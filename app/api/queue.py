@@ -14,9 +14,9 @@ from app.job_answers import Receipt as ReceiptView
 from app.openapi import blueprint, headers, problems
 from app.paging import of_batch
 from app.schemas import BatchNameQuery, SubmitBody
-from routing.admission.submission import LONGEST_KEY, Submission, check_idempotency_key, naming
+from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
 from routing.dispatch.dispatcher import Receipt
-from routing.queries.places import Place, Places
+from routing.queries.positions import QueuePosition, QueuePositions
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
@@ -27,7 +27,7 @@ Answer = tuple[dict[str, Any], int, dict[str, str]]
 api = blueprint("queue", "Submit", "/queue")
 
 _KEY = headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
-_LONGEST_BATCH_KEY = LONGEST_KEY - len(f"/{batch.MOST - 1}")
+_LONGEST_BATCH_KEY = MAX_KEY_LENGTH - len(f"/{batch.MOST - 1}")
 _BATCH_KEY = headers(
     _LONGEST_BATCH_KEY, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
 )
@@ -118,7 +118,7 @@ def _of_batch(index: int, item: batch.BatchItem, whose: Tenant, key: str | None,
     own_key = item.idempotency_key
     if own_key is None and key is not None:
         own_key = f"{key}/{index}"
-    with naming(index):
+    with error_index(index):
         return submission(item, whose, own_key, trace)
 
 
@@ -128,13 +128,13 @@ def _batch_of(receipt: Receipt) -> str | None:
     return None if known is None else known.batch
 
 
-def _place(receipt: Receipt, places: Places) -> Place:
+def _place(receipt: Receipt, places: QueuePositions) -> QueuePosition:
     if receipt.accepted.state is not State.QUEUED:
-        return Place()
+        return QueuePosition()
     return (
-        places.on_entry(receipt.waiting, receipt.position)
+        places.of_new_job(receipt.job, receipt.position)
         if receipt.accepted.enters_queue
-        else places.of(receipt.waiting)
+        else places.of_job(receipt.job)
     )
 
 

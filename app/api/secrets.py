@@ -7,7 +7,7 @@ from app.auth import tenant
 from app.context import dispatcher
 from app.openapi import described, kept_out_of_caches, problems
 from app.sealed import SecretBody, SecretList, SecretPath, SecretView
-from routing.admission.submission import check_model_name
+from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.registry.catalog import CatalogSnapshot
@@ -37,7 +37,7 @@ def set_secret(path: SecretPath, body: SecretBody) -> tuple[dict[str, Any], int]
     stays for all models while a description of defaults names it: 409.
     """
     for model in body.models or ():
-        check_model_name(model)
+        check_name(model)
     known = dispatcher().catalog.refresh().secrets.get(path.name)
     models = None if body.models is None else frozenset(body.models)
     secret = Secret(path.name, models, vault.seal(path.name, body.value), tenant().name, now_ms())

@@ -6,7 +6,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app.addresses import check_endpoint
-from app.admin import admin_blueprint, bring_to_redis, close_breaker, depths_of, standings_of
+from app.admin import admin_blueprint, bring_to_redis, close_breaker, queue_counts, standings_of
 from app.auth import tenant
 from app.context import dispatcher
 from app.describing import described as described_by
@@ -15,12 +15,12 @@ from app.openapi import described, problems
 from app.registry_answers import FleetView, ListedServer, ServerList, ServerStatus, ServerView, WithheldSlot
 from app.removal import RemovalView, ServerRemovalQuery
 from app.schemas import RegisterBody, ReleaseBody, ServerPath, StateBody
-from routing.admission.placement import read_attributes, read_of_model
-from routing.admission.submission import check_model_name
-from routing.maintenance import draining, rooms
-from routing.maintenance.reconcile import removal as upkeep
-from routing.queries import servers as insight
-from routing.queries.idle import why_idle
+from routing.admission.constraints import parse_attributes, parse_model_attributes
+from routing.admission.submission import check_name
+from routing.maintenance import decommission as upkeep
+from routing.maintenance import quarantined_slots, rooms
+from routing.queries import server_status as insight
+from routing.queries.idle import explain_idle_server
 from slotkeeper.audit import acts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
@@ -52,11 +52,11 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     Attributes, weight, version, runtime, preset and description that are left out stay as they are.  A server of one
     fleet cannot take over a model of another that has servers or unfinished jobs: 409.
     """
-    check_model_name(body.model)
-    check_model_name(body.server, "server")
+    check_name(body.model)
+    check_name(body.server, "server")
     check_endpoint(body.endpoint)
-    attributes = None if body.attributes is None else read_attributes(body.attributes)
-    of_model = read_of_model(model_version=body.model_version, runtime=body.runtime)
+    attributes = None if body.attributes is None else parse_attributes(body.attributes)
+    of_model = parse_model_attributes(model_version=body.model_version, runtime=body.runtime)
     known = dispatcher().catalog.refresh().servers.get(body.server)
     overrides = _overrides(body)
     description = described_by(body.model, overrides or {})
@@ -86,11 +86,14 @@ def list_servers() -> dict[str, Any]:
     found = dispatcher().catalog.refresh()
     standings: Mapping[str, insight.ServerStatus] = {}
     try:
-        fleets = [FleetView.of(depths, fleet=name) for name, depths in depths_of(found.fleets()).items()]
+        fleets = [FleetView.of(depths, fleet=name) for name, depths in queue_counts(found.fleets()).items()]
         standings = standings_of(found.fleets())
     except RedisError:
         fleets = None
-    servers, withheld = sorted(found.servers.values(), key=lambda server: server.name), draining.by_server(dispatcher())
+    servers, withheld = (
+        sorted(found.servers.values(), key=lambda server: server.name),
+        quarantined_slots.by_server(dispatcher()),
+    )
     return ServerList.of(servers=[_listed(server, standings, withheld) for server in servers], fleets=fleets)
 
 
@@ -115,10 +118,10 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     Whether it is paused or drained stays as it is.
     """
     known = _known(path.server)
-    rooms.reset(dispatcher().slots.scripts, known.fleet, "server", known.name)
+    rooms.reset_breaker(dispatcher().slots.scripts, known.fleet, "server", known.name)
     acts.write_entry(dispatcher().store.database, acts.make_entry("server.reset", server=known.name))
     bring_to_redis(known.fleet)
-    return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
+    return _listed(known, standings_of([known.fleet]), quarantined_slots.by_server(dispatcher()))
 
 
 @api.post(
@@ -131,20 +134,20 @@ def release_server(path: ServerPath, body: ReleaseBody) -> dict[str, Any]:
     slot then has two.
     """
     known = _known(path.server)
-    rows = [row.slot for row in draining.by_server(dispatcher())[known.name] if body.slot in (None, row.slot)]
+    rows = [row.slot for row in quarantined_slots.by_server(dispatcher())[known.name] if body.slot in (None, row.slot)]
     if not rows:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
         raise Conflict(f"Server {known.name!r} has {which} that is withheld; GET /admin/servers lists those that are.")
     acts.write_entry(dispatcher().store.database, acts.make_entry("server.release", server=known.name, slots=rows))
-    draining.release_all(dispatcher(), known, body.slot)
-    return _listed(known, standings_of([known.fleet]), draining.by_server(dispatcher()))
+    quarantined_slots.release_all(dispatcher(), known, body.slot)
+    return _listed(known, standings_of([known.fleet]), quarantined_slots.by_server(dispatcher()))
 
 
 @api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problems(404)})
 def check_server(path: ServerPath) -> dict[str, Any]:
     """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
     known = _known(path.server)
-    reasons = why_idle(dispatcher(), workers(), known)
+    reasons = explain_idle_server(dispatcher(), workers(), known)
     speaker = speaker_of(dispatcher().catalog.get(), known)
     return server_check(known, reasons, None if speaker is None else call_server(speaker, Live.health))
 
@@ -167,8 +170,8 @@ def remove_server(path: ServerPath, query: ServerRemovalQuery) -> tuple[dict[str
     name, by = _known(path.server).name, tenant().name
     found = catalog_removal.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)
     if found.is_over:
-        upkeep.follow_server(dispatcher(), found)
-        upkeep.end_runs_of(dispatcher(), found.lost)
+        upkeep.forget_server(dispatcher(), found)
+        upkeep.end_runs_now(dispatcher(), found.lost)
     else:
         bring_to_redis(found.fleet)
     return RemovalView.of(found), 200 if found.is_over else 202
@@ -193,14 +196,14 @@ def _listed(
     it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[QuarantinedSlot]]
 ) -> dict[str, Any]:
     standing, slots = standings.get(it.name), withheld.get(it.name, ())
-    use = standing and insight.use_of(it.state, standing, len(slots))
+    use = standing and insight.slot_use(it.state, standing, len(slots))
     return ListedServer.of(
         it,
         standing=standing and ServerStatus.of(standing),
         withheld=[WithheldSlot.of(slot) for slot in slots],
         running=use and use.running,
         free=use and use.free,
-        hindrance=(use and use.hindrance) or None,
+        hindrance=(use and use.blocked_by) or None,
     )
 
 

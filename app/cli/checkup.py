@@ -50,8 +50,8 @@ _MODULES = (
     "app.config",
     "celeryconfig",
     "slotkeeper.config",
-    "routing.queries.processes",
-    "routing.queries.servers",
+    "routing.queries.process_list",
+    "routing.queries.server_status",
     "slotkeeper.jobs.tables",
     "app.up.plan",
     "migrations.migrate",
@@ -63,8 +63,8 @@ _MODULES = (
     "tasks.keyring",
     "tasks.ready",
     "tasks.wiring",
-    "routing.maintenance.draining",
-    "routing.maintenance.pulse",
+    "routing.maintenance.quarantined_slots",
+    "routing.maintenance.task_runs",
 )
 
 
@@ -152,7 +152,7 @@ def settings() -> Iterator[Finding]:
 def _kinds() -> list[type[BaseSettings]]:
     from app.config import AppSettings
     from app.up.plan import UpSettings
-    from routing.queue.config import RoutingSettings
+    from routing.config import RoutingSettings
     from slotkeeper.config import DatabaseTimeouts, StorageSettings
     from tasks.config import EventSettings, TaskSettings
 
@@ -293,7 +293,7 @@ def workers() -> Iterator[Finding]:
     from tasks.ready import problem
     from tasks.wiring import processes
 
-    found = [it for it in processes().all() if it.lives]
+    found = [it for it in processes().read_all() if it.lives]
     mine = [it for it in found if it.role == "worker"]
     troubled = [why for it in mine if (why := problem(it)) is not None]
     versions = sorted({str(it.facts.get("version")) for it in found})
@@ -357,14 +357,14 @@ def _of_server(server: Any, snapshot: Any) -> Check:
 
 def _of_slots(snapshot: Any) -> Iterator[Finding]:
     """Slots that no job can use, by what keeps them."""
-    from routing.queries.servers import standings_of
-    from routing.queue.config import RoutingSettings
+    from routing.config import RoutingSettings
+    from routing.queries.server_status import read_servers_of_fleets
     from routing.queue.slots import Slots
     from slotkeeper.jobs import quarantine
     from tasks.wiring import database, scripts
 
     rows = Counter(row.server for row in quarantine.list_all(database()))
-    found = standings_of(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
+    found = read_servers_of_fleets(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
     known = {name: it for its in found.values() for name, it in its.items()}
     for server in snapshot.servers.values():
         remedy = f"See `slotkeeper servers check {server.name}`."
@@ -382,17 +382,17 @@ def _of_slots(snapshot: Any) -> Iterator[Finding]:
 
 def maintenance() -> Iterator[Finding]:
     """It goes on, and each of its tasks has lately come to its end."""
-    from routing.maintenance import pulse
+    from routing.maintenance import task_runs
     from slotkeeper.clock import now_ms
     from tasks.beat import EVERY_S
     from tasks.wiring import scripts
 
     remedy = "See that beat and a worker of the queue `maintenance` run, and their logs."
-    if pulse.has_stopped(scripts()):
-        said = f"It has not swept for {pulse.FADES_S} s: deadlines, retries and lost jobs wait for it."
+    if task_runs.has_sweep_stopped(scripts()):
+        said = f"It has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines, retries and lost jobs wait for it."
         yield Finding("maintenance", "fail", said, remedy)
         return
-    runs, now, late = pulse.last_runs(scripts()), now_ms(), []
+    runs, now, late = task_runs.read_task_runs(scripts()), now_ms(), []
     for name, every_s in EVERY_S.items():
         if name in runs and now - runs[name].ended_ms > (_LATE * every_s + _LATE_S) * 1000:
             late.append(f"{name} ({(now - runs[name].ended_ms) / 1000:.0f} s ago)")
@@ -434,7 +434,7 @@ def _compared(said: str) -> Iterator[Finding]:
 
     try:
         known: Any = scripts().redis.get(scripts().keys.secret())
-        others = of_another_secret(processes().all())
+        others = of_another_secret(processes().read_all())
     except RedisError:
         yield Finding("secret", "ok", f"{said}; whether others have the same is not known without Redis.")
         return

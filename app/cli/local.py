@@ -222,10 +222,10 @@ def remove_tenant(name: str, yes: bool) -> None:
 
 def _holdings(name: str) -> str:
     """Say what a tenant has."""
-    from routing.queries.holdings import of_tenant
+    from routing.queries.holdings import count_tenant_holdings
     from tasks.wiring import database
 
-    has = of_tenant(database(), name)
+    has = count_tenant_holdings(database(), name)
     jobs = ", ".join(f"{count} {state}" for state, count in has.active.items()) or "none"
     return f"jobs that have not ended: {jobs}; webhooks: {has.webhooks}"
 

@@ -13,8 +13,8 @@ from app.page.entrance import Refused, screen
 from app.page.render import rendered, segment, shown_json
 from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas import JobPath, ListQuery, WaitQuery
-from routing.queries import story
-from routing.queries.story import Part, Span, Story
+from routing.queries import job_timeline
+from routing.queries.job_timeline import Phase, PhaseKind, Timeline
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import FINAL_STATES, State
@@ -29,7 +29,7 @@ _NARROWEST = 3
 class Bar:
     """A span on the time line, from `x`, in units of which the whole has a thousand."""
 
-    span: Span
+    span: Phase
     x: float
     width: float
     lasted_ms: int
@@ -56,7 +56,7 @@ def job(job_id: str) -> Any:
     path = JobPath(job_id=job_id)
     trail, now = dispatcher().store.list_events(job_id), now_ms()
     result, files = _result_of(known)
-    life = story.tell(dispatcher().store, dispatcher().catalog.get(), known, trail, now)
+    life = job_timeline.build_timeline(dispatcher().store, dispatcher().catalog.get(), known, trail, now)
     return rendered(
         "job.html",
         job=jobs_api.get_job(path, WaitQuery(wait=0)),
@@ -69,7 +69,7 @@ def job(job_id: str) -> Any:
         life=life,
         result=None if known.result is None else shown_json(shortened(result, files)),
         files=files,
-        parts_of=[(part, life.total_ms(part, now)) for part in Part],
+        parts_of=[(part, life.total_ms(part, now)) for part in PhaseKind],
         bars=_bars(life, now),
         has_ended=known.state in FINAL_STATES,
         is_dead=known.state is State.DEAD,
@@ -134,7 +134,7 @@ def _shown(event: Event) -> dict[str, Any]:
     return {"type": event.type, "at": event.at_ms, "why": event.data.get("why"), "facts": facts}
 
 
-def _bars(life: Story, now_ms: int) -> list[Bar]:
+def _bars(life: Timeline, now_ms: int) -> list[Bar]:
     """Each span as wide as it lasted, but none too narrow to be seen."""
     lasted = [span.lasted_ms(now_ms) for span in life.spans]
     shown = [max(_NARROWEST, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]

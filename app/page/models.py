@@ -15,9 +15,9 @@ from app.page.overview import last_hour
 from app.page.render import rendered, segment
 from app.page.visitor import state_body
 from app.schemas import ModelPath
-from routing.queries import overview as at_a_glance
-from routing.queries.explain import explain
-from routing.queries.lanes import lanes_of
+from routing.queries import model_overview as at_a_glance
+from routing.queries.explain import explain_job_state
+from routing.queries.lanes import read_lanes
 from slotkeeper.clock import now_ms
 
 _SIZES = ("within the first round of all slots", "within eight rounds", "later")
@@ -29,8 +29,8 @@ def model(model: str) -> Any:
     told, now = models_api.get_model(path), now_ms()
     known = dispatcher().catalog.get().models[model]
     running = dispatcher().store.list_running()
-    lanes, all_of_them = lanes_of(dispatcher(), known)
-    at_present = at_a_glance.look(dispatcher(), last_hour(), [known], running, now)[model]
+    lanes, all_of_them = read_lanes(dispatcher(), known)
+    at_present = at_a_glance.read_overview(dispatcher(), last_hour(), [known], running, now)[model]
     slots = at_a_glance.slots_of(list(dispatcher().catalog.get().servers.values()), running, dispatcher())
     servers = [it for it in servers_api.list_servers()["servers"] if model in it["models"]]
     return rendered(
@@ -56,11 +56,11 @@ def change_model(model: str) -> Any:
 def _next(job_id: str) -> Any:
     """Why the job whose turn it is has not started; None: it has gone meanwhile."""
     job = dispatcher().store.get(job_id)
-    return job and explain(dispatcher(), context().estimates, job)
+    return job and explain_job_state(dispatcher(), context().estimates, job)
 
 
 def _truths(known: Any) -> list[Any]:
     found: list[Any] = []
     with suppress(RedisError):
-        found = dispatcher().queues.while_here(lambda: context().estimates.truths(known))
+        found = dispatcher().queues.call_if_available(lambda: context().estimates.truths(known))
     return [(words, it) for words, it in zip(_SIZES, found, strict=False) if it is not None]

@@ -14,9 +14,9 @@ from app.context import dispatcher
 from app.page import plots
 from app.page.entrance import screen
 from app.page.render import KINDS, content, rendered
-from routing.queries import overview as at_a_glance
-from routing.queries.last_hour import LastHour
-from routing.queries.overview import ModelNow, Slot
+from routing.queries import model_overview as at_a_glance
+from routing.queries.last_hour import LastHourUsage
+from routing.queries.model_overview import ModelOverview, SlotState
 from slotkeeper.clock import now_ms
 from tasks.wiring import database
 
@@ -31,15 +31,15 @@ class Card:
     """A model on the overview.  `servers`: (the server as the API tells it, its slots)."""
 
     model: dict[str, Any]
-    now: ModelNow
-    servers: list[tuple[dict[str, Any], list[Slot], int]]
+    now: ModelOverview
+    servers: list[tuple[dict[str, Any], list[SlotState], int]]
     plot: plots.Plot
 
 
-def last_hour() -> LastHour:
-    found: LastHour | None = current_app.extensions.get(_LAST_HOUR)
+def last_hour() -> LastHourUsage:
+    found: LastHourUsage | None = current_app.extensions.get(_LAST_HOUR)
     if found is None:
-        found = current_app.extensions.setdefault(_LAST_HOUR, LastHour(database()))
+        found = current_app.extensions.setdefault(_LAST_HOUR, LastHourUsage(database()))
     return found
 
 
@@ -68,7 +68,7 @@ def overview() -> Any:
 def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[Card]:
     catalog, now, running = dispatcher().catalog.get(), now_ms(), dispatcher().store.list_running()
     known = [catalog.models[model["model"]] for model in shown if model["model"] in catalog.models]
-    found = at_a_glance.look(dispatcher(), last_hour(), known, running, now)
+    found = at_a_glance.read_overview(dispatcher(), last_hour(), known, running, now)
     slots = at_a_glance.slots_of(list(catalog.servers.values()), running, dispatcher())
     told = {server["server"]: server for server in servers}
     return [

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.page import frame
 from routing.queries.explain import failed
-from routing.queries.story import length
+from routing.queries.job_timeline import format_duration
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 
@@ -80,7 +80,7 @@ def took(ms: int | float | None) -> str:
     """A length of time, in the two units that tell most."""
     if ms is None:
         return "–"
-    return length(ms)
+    return format_duration(ms)
 
 
 def since(at: str | int | None) -> str:

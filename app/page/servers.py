@@ -10,8 +10,8 @@ from app.page.entrance import screen
 from app.page.render import rendered, segment
 from app.page.visitor import state_body
 from app.schemas import ServerPath
-from routing.queries import overview as at_a_glance
-from routing.queries.idle import why_idle
+from routing.queries import model_overview as at_a_glance
+from routing.queries.idle import explain_idle_server
 from slotkeeper.errors import NotFound
 from tasks.wiring import workers
 
@@ -39,7 +39,7 @@ def server(server: str) -> Any:
         server=told,
         slots=slots[:_MOST_TILES],
         more=max(0, len(slots) - _MOST_TILES),
-        reasons=why_idle(dispatcher(), workers(), known),
+        reasons=explain_idle_server(dispatcher(), workers(), known),
         asked=asked,
     )
 

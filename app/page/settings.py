@@ -11,7 +11,7 @@ from app.api import ledger as ledger_api
 from app.config import AppSettings
 from app.page.entrance import screen
 from app.page.render import rendered
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import TaskSettings
 

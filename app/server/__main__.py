@@ -18,7 +18,7 @@ from app.page.sessions import Visited
 from app.server.application import Application
 from app.server.connection import Connection
 from app.server.owners import Owners
-from routing.queries.said import Watching
+from routing.progress import ProgressFollower
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.garbage import tune_garbage_collection
 from slotkeeper.registry.tenants import Tenants
@@ -43,7 +43,7 @@ def main() -> NoReturn:
     living = alive.begin("web", wiring.processes())
     record = wiring.database()
     owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, RevokedSessions(record)))
-    watching = Watching(wiring.scripts())
+    watching = ProgressFollower(wiring.scripts())
     web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.

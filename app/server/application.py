@@ -17,7 +17,7 @@ from app.server.owners import Kind, Owner, Owners
 from app.server.stream import Stream
 from app.server.threads import FairPool, Full, Gone
 from app.server.wsgi import Refusal, Response, Wsgi, call, environ_of
-from routing.queries.said import Watching
+from routing.progress import ProgressFollower
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import SlotkeeperError
 
@@ -93,7 +93,7 @@ class Application:
         owners: Owners,
         most_connections: int,
         database: Database,
-        watching: Watching,
+        watching: ProgressFollower,
     ) -> None:
         """`watching`: the progress of jobs, for those who follow one."""
         self.settings, self._wsgi, self._owners, self.watching = settings, wsgi, owners, watching

@@ -10,7 +10,7 @@ import orjson
 
 from app.later import Following
 from app.server.feed import Feed, Rendered, render
-from routing.queries.said import Said, Watcher, Watching
+from routing.progress import ProgressEntry, ProgressFollower, Subscription
 from slotkeeper.outbox import event_reader
 
 HEARTBEAT_S = 15.0
@@ -27,7 +27,7 @@ class Stream:
         self,
         following: Following,
         feed: Feed,
-        watching: Watching,
+        watching: ProgressFollower,
         run: Callable[[Callable[[], Any]], Awaitable[Any]],
         abort: Callable[[], None],
     ) -> None:
@@ -35,13 +35,13 @@ class Stream:
         self._feed, self._watching, self._run, self._abort = feed, watching, run, abort
         self._after, self._cursor = following.after, following.after or 0  # All up to the cursor has been sent.
         self._target: int | None = 0  # up to which missed events are read; None: they have been
-        self._kept: list[Rendered | Said] = []
+        self._kept: list[Rendered | ProgressEntry] = []
         self._unsent = 0  # bytes in it
         self._woken = asyncio.Event()
         self._over = False  # The last event that was sent ends its job.
         self._sent_at = time.monotonic()
         job_id = self.wanted.job_id
-        self._watcher = Watcher(job_id, following.heard, self._keep) if job_id is not None else None
+        self._watcher = Subscription(job_id, following.heard, self._keep) if job_id is not None else None
         self._is_watched = False
 
     async def texts(self) -> AsyncGenerator[bytes, None]:
@@ -58,18 +58,18 @@ class Stream:
             while self._kept or self._watcher is None or not self._over:
                 if self._watcher is not None and not self._is_watched:
                     self._is_watched = True
-                    self._watching.begin(self._watcher)
+                    self._watching.subscribe(self._watcher)
                 if not self._kept:
                     await self._woken.wait()
                 yield await self._kept_text() or self._heartbeat()
         finally:
             self._feed.unfollow(self.wanted, self.take)
             if self._watcher is not None:
-                self._watching.end(self._watcher)
+                self._watching.unsubscribe(self._watcher)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def take(self, events: Sequence[Rendered | Said]) -> None:
+    def take(self, events: Sequence[Rendered | ProgressEntry]) -> None:
         """These have happened."""
         if self._target is None and self._unsent > _MOST_UNSENT:
             self._abort()
@@ -81,7 +81,7 @@ class Stream:
             self._target = max(it.number for it in self._kept if isinstance(it, Rendered))
             self._kept.clear()
 
-    def _keep(self, said: Said) -> None:
+    def _keep(self, said: ProgressEntry) -> None:
         self.take([said])
 
     def check_time(self, now_s: float) -> None:
@@ -125,12 +125,12 @@ class Stream:
         self._woken.clear()
         return await self._text(events)
 
-    async def _text(self, events: Sequence[Rendered | Said]) -> bytes:
+    async def _text(self, events: Sequence[Rendered | ProgressEntry]) -> bytes:
         """Return the text of each event once; what the job's server has said stands before its end."""
         self._sent_at = time.monotonic()
         parts: list[bytes] = []
         for it in events:
-            if isinstance(it, Said):
+            if isinstance(it, ProgressEntry):
                 parts.append(self._progress(it))
             elif it.number > self._cursor:
                 if it.ends and self._watcher is not None:
@@ -139,15 +139,15 @@ class Stream:
                 self._cursor, self._over = it.number, it.ends
         return b"".join(parts)
 
-    async def _rest(self, watcher: Watcher) -> list[Said]:
+    async def _rest(self, watcher: Subscription) -> list[ProgressEntry]:
         """Return what the job's server has said and is not sent yet."""
         done = asyncio.Event()
-        self._watching.rest(watcher, done.set)
+        self._watching.finish(watcher, done.set)
         await done.wait()
         self._is_watched = False
-        said = [it for it in self._kept if isinstance(it, Said)]
-        self._kept = [it for it in self._kept if not isinstance(it, Said)]
+        said = [it for it in self._kept if isinstance(it, ProgressEntry)]
+        self._kept = [it for it in self._kept if not isinstance(it, ProgressEntry)]
         return said
 
-    def _progress(self, said: Said) -> bytes:
+    def _progress(self, said: ProgressEntry) -> bytes:
         return b"id: %d-%d-%d\nevent: progress\ndata: %b\n\n" % (self._cursor, *said.place, said.text)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 from redis import Redis
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -73,7 +73,7 @@ class Room:
             }
         )
         self._sha = redis.script_load(_assembled({command.target.script for command in acts.values()}))
-        self._queues.begin_all([fleet], catalog.database_id)
+        self._queues.begin_rebuild([fleet], catalog.database_id)
         self._queues.open_all([fleet])
 
     def opening(self, at_ms: int) -> Event:
@@ -82,14 +82,14 @@ class Room:
 
     def arrival(self, job: QueuedJob, at_ms: int, run_ms: int) -> Event:
         """A job is submitted.  Its id is a number, as a text."""
-        words = self._queues.entering(self.fleet, [job]).args
+        words = self._queues.enqueue_command(self.fleet, [job]).args
         return Event(at_ms, [at_ms, "arrive", job.id, run_ms, len(words), *words])
 
     def changed(self, at_ms: int, down: str, catalog: CatalogSnapshot) -> Event:
         """The catalog changes; `down`: the server whose runs it breaks off, if any."""
         self._version += 1
         known = replace(catalog, version=self._version)
-        words = self._slots.syncing(self.fleet, known).args
+        words = self._slots.sync_command(self.fleet, known).args
         online = sum(server.slots for server in catalog.servers_of(self.fleet) if server.state == "online")
         return Event(at_ms, [at_ms, "down" if down else "up", down, online, len(words), *words])
 
@@ -110,12 +110,12 @@ class Room:
         lease = Lease(self.fleet, "@job", "@lease", "@owner", "@slot")
         offer = Offer(self.fleet, "@job", "@lease", "@slot", "", "", 0)
         return {
-            "enqueue": self._queues.entering(self.fleet, [job]),
+            "enqueue": self._queues.enqueue_command(self.fleet, [job]),
             "claim": self._leases.claim_command(offer, _TAKER),
             "release": self._leases.release_command(lease, back=False, claimant=_TAKER, outcome="ok"),
             "back": self._leases.release_command(lease, back=True),
-            "offer": self._queues.offering(self.fleet),
-            "sync": self._slots.syncing(self.fleet, self._catalog),
+            "offer": self._queues.offer_command(self.fleet),
+            "sync": self._slots.sync_command(self.fleet, self._catalog),
         }
 
 

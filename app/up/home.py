@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from app.up.errors import UpError
-from routing.queue.config import PASSWORD_FILE, PORT_FILE
+from routing.config import VALKEY_PASSWORD_FILE, VALKEY_PORT_FILE
 from slotkeeper.state_folder import (
     StateFolderNotPrivate,
     make_private_file,
@@ -91,8 +91,8 @@ def flower_password(home: Path) -> str:
 
 
 def redis_password(home: Path) -> str:
-    """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.queue.config)."""
-    return read_or_create(home / PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
+    """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.config)."""
+    return read_or_create(home / VALKEY_PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
 
 
 def note_where(home: Path, url: str, redis_port: int | None) -> None:
@@ -100,7 +100,7 @@ def note_where(home: Path, url: str, redis_port: int | None) -> None:
 
     Raises OSError.
     """
-    notes = {URL_FILE: url} | ({} if redis_port is None else {PORT_FILE: str(redis_port)})
+    notes = {URL_FILE: url} | ({} if redis_port is None else {VALKEY_PORT_FILE: str(redis_port)})
     for name, text in notes.items():
         make_private_file(home / name)
         (home / name).write_text(f"{text}\n")

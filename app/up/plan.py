@@ -17,7 +17,7 @@ from app.up.children import Role
 from app.up.errors import UpError
 from app.up.ports import Port, free_port
 from migrations.revisions import is_current
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper.config import StorageSettings
 from tasks.config import TaskSettings
 

@@ -6,8 +6,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.admission import gates
-from routing.admission.gates.gate import Asks, Gate, Known, Outlook, Question, Submit
-from routing.queue.config import RoutingSettings
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Outlook, Phase, RedisCheck
+from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.values import NewJob
@@ -31,8 +31,8 @@ class Admission:
         refused: Callable[[str, int], object] = lambda gate, jobs: None,
     ) -> None:
         self._queues = queues
-        self._refused = refused
-        self._known = Known(catalog, queues, outlook, settings)
+        self._on_refusal = refused
+        self._known = LimitContext(catalog, queues, outlook, settings)
 
     def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
         """Whether all of these jobs can be accepted now; two round trips to Redis at most, and most often one or none.
@@ -40,38 +40,38 @@ class Admission:
         Raises Conflict: model or tenant takes none; TooMany, with the time to wait; InvalidJob: they could never be
         accepted as they are.
         """
-        submit = Submit(new, tenant, now_ms)
-        self._pass(submit, Asks.NOTHING)
+        submit = AdmissionRequest(new, tenant, now_ms)
+        self._run_phase(submit, Phase.LOCAL)
         if self._queues.away:
             return
         try:
-            self._pass(submit, Asks.LOOKS)
-            self._pass(submit, Asks.COUNTS)
+            self._run_phase(submit, Phase.READ)
+            self._run_phase(submit, Phase.COUNT)
         except RedisError as error:
-            self._queues.note_away()
+            self._queues.mark_unavailable()
             log.warning("admission_unchecked", error=str(error))
 
-    def _pass(self, submit: Submit, asks: Asks) -> None:
+    def _run_phase(self, submit: AdmissionRequest, asks: Phase) -> None:
         """Through all gates that ask Redis this much.  Raises what the first of them refuses."""
         questions, refusing = self._questions(submit, asks)
-        answers = self._queues.ask([question.command for _, question in questions]) if questions else []
+        answers = self._queues.run_all([question.command for _, question in questions]) if questions else []
         for (gate, question), answer in zip(questions, answers, strict=True):
             try:
                 question.judge(answer)
             except _REFUSALS:
-                self._refused(gate.name, len(submit.jobs))
+                self._on_refusal(gate.name, len(submit.jobs))
                 raise
         if refusing is not None:
             gate, refusal = refusing
-            self._refused(gate.name, len(submit.jobs))
+            self._on_refusal(gate.name, len(submit.jobs))
             raise refusal
 
     def _questions(
-        self, submit: Submit, asks: Asks
-    ) -> tuple[list[tuple[Gate, Question]], tuple[Gate, Exception] | None]:
+        self, submit: AdmissionRequest, asks: Phase
+    ) -> tuple[list[tuple[Limit, RedisCheck]], tuple[Limit, Exception] | None]:
         """What gates ask, up to the first that needs no answer to refuse, and its refusal."""
-        questions: list[tuple[Gate, Question]] = []
-        for gate in gates.GATES:
+        questions: list[tuple[Limit, RedisCheck]] = []
+        for gate in gates.LIMITS:
             try:
                 if gate.asks is asks:
                     for question in gate.check(submit, self._known):

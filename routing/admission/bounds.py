@@ -8,7 +8,7 @@ _UNKNOWN_RETRY_S = 30
 _LONGEST_RETRY_S = 3600
 
 
-def bound(config: ModelConfig, slots: int) -> int | None:
+def queue_limit(config: ModelConfig, slots: int) -> int | None:
     """Jobs that may wait: of each tenant where the policy is by tenant, of the whole model otherwise; None: any number.
 
     `slots`: of servers that are online.  With none left the bound stays that of one slot: what waits is parked, and

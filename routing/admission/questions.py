@@ -1,6 +1,6 @@
 """What is asked of the waiting room before a job comes in, and where one stands that has.
 
-Commands, so that one round trip answers all that gates ask at once (`Queues.ask`).  Redis errors pass through.
+Commands, so that one round trip answers all that gates ask at once (`Queues.run_all`).  Redis errors pass through.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, Protocol, Self
 import structlog
 from redis.exceptions import RedisError
 
-from routing.queue import order
-from routing.queue.queues import Entry, Offer, Offering, Queues
+from routing.queue import lanes
+from routing.queue.queues import Offer, OfferTerms, QueueEntry, Queues
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.scripts import Command, TwoStepCall
 
@@ -34,7 +34,7 @@ OFFERED = Position(0, None, offered=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class ModelStatus:
     """Jobs that wait for a model: of one tenant, and of all.
 
     `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: slots of its fleet that hold nothing.
@@ -46,7 +46,7 @@ class Backlog:
     free: int
 
 
-class QueueStatus(NamedTuple):
+class JobStatus(NamedTuple):
     """What stands between a job and its start, as lua/queue_status.lua says it."""
 
     place: Literal["waiting", "offered", "absent"]
@@ -68,7 +68,7 @@ class QueueStatus(NamedTuple):
         return Position(self.ahead, self.run_ms) if self.place == "waiting" else None
 
 
-class Variety(NamedTuple):
+class ConstraintCounts(NamedTuple):
     """How many different constraints wait: of one tenant, of all."""
 
     own: int
@@ -84,11 +84,11 @@ class _Entered(NamedTuple):
 class QuestionScripts(Protocol):
     """What lua/ asks: a script each."""
 
-    def enter(self, fleet: str, *, offering: Offering, entry: Entry) -> Command[_Entered]: ...
-    def queue_status(self, fleet: str, *, job: QueuedJob, lane: str, as_last: bool) -> Command[QueueStatus]: ...
+    def enter(self, fleet: str, *, offering: OfferTerms, entry: QueueEntry) -> Command[_Entered]: ...
+    def queue_status(self, fleet: str, *, job: QueuedJob, lane: str, as_last: bool) -> Command[JobStatus]: ...
     def admit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
-    def backlog(self, fleet: str, *, account: str) -> Command[Backlog]: ...
-    def variety(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[Variety]: ...
+    def backlog(self, fleet: str, *, account: str) -> Command[ModelStatus]: ...
+    def variety(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[ConstraintCounts]: ...
 
 
 def _scripts(queues: Queues) -> QuestionScripts:
@@ -96,42 +96,44 @@ def _scripts(queues: Queues) -> QuestionScripts:
     return found
 
 
-def backlog(queues: Queues, fleet: str, model: str, tenant: str) -> Command[Backlog]:
+def model_status_command(queues: Queues, fleet: str, model: str, tenant: str) -> Command[ModelStatus]:
     """What waits for a model, of one tenant and of all."""
-    return _scripts(queues).backlog(fleet, account=order.account(tenant, model))
+    return _scripts(queues).backlog(fleet, account=lanes.account_name(tenant, model))
 
 
-def variety(queues: Queues, fleet: str, model: str, tenant: str, constraints: Iterable[str]) -> Command[Variety]:
+def count_constraints_command(
+    queues: Queues, fleet: str, model: str, tenant: str, constraints: Iterable[str]
+) -> Command[ConstraintCounts]:
     """How many different constraints would wait if jobs with these came in."""
-    classes = sorted({asked_class(model, one) for one in constraints})
-    return _scripts(queues).variety(fleet, account=order.account(tenant, model), classes=classes)
+    classes = sorted({class_name(model, one) for one in constraints})
+    return _scripts(queues).variety(fleet, account=lanes.account_name(tenant, model), classes=classes)
 
 
-def asked_class(model: str, constraints: str) -> str:
+def class_name(model: str, constraints: str) -> str:
     """`<digest of the constraints>|<model>`, as the scripts know jobs that the same servers can run."""
-    return f"{order.digest(constraints)}|{model}"
+    return f"{lanes.constraints_digest(constraints)}|{model}"
 
 
-def rate(queues: Queues, tenant: str, count: int, interval_ms: float, burst: int) -> Command[int]:
+def rate_limit_command(queues: Queues, tenant: str, count: int, interval_ms: float, burst: int) -> Command[int]:
     """To count a tenant's submits; the answer is in how many ms they would be admitted, 0: they are."""
     key = queues.scripts.keys.rate(tenant)
     return _scripts(queues).admit(key, count=count, interval_ms=interval_ms, burst=burst)
 
 
-def status(queues: Queues, fleet: str, job: QueuedJob, *, as_last: bool = False) -> Command[QueueStatus]:
+def job_status_command(queues: Queues, fleet: str, job: QueuedJob, *, as_last: bool = False) -> Command[JobStatus]:
     """What a job waits for, or, `as_last`, would wait for if it came in now."""
-    return _scripts(queues).queue_status(fleet, job=job, lane=order.lane(job), as_last=as_last)
+    return _scripts(queues).queue_status(fleet, job=job, lane=lanes.lane_name(job), as_last=as_last)
 
 
-def status_now(queues: Queues, fleet: str, job: QueuedJob) -> QueueStatus:
+def job_status(queues: Queues, fleet: str, job: QueuedJob) -> JobStatus:
     """What a job waits for."""
-    (found,) = queues.ask([status(queues, fleet, job)])
+    (found,) = queues.run_all([job_status_command(queues, fleet, job)])
     return found
 
 
 def position(queues: Queues, fleet: str, job: QueuedJob) -> Position | None:
     """Where it waits; None: not in the room, or Redis is away."""
-    return None if queues.away else status_now(queues, fleet, job).position
+    return None if queues.away else job_status(queues, fleet, job).position
 
 
 class Entering:
@@ -154,16 +156,16 @@ class Entering:
                 self._offering = self._queues.usual_offering()
                 self._call = TwoStepCall(self._queues.scripts)
             except RedisError as error:
-                self._queues.note_away()
+                self._queues.mark_unavailable()
                 log.warning("room_away", error=str(error))
         return self
 
     def ask(self, fleet: str, job: QueuedJob) -> None:
         """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""
-        if self._call is None or self._queues.is_away(fleet):
+        if self._call is None or self._queues.is_unavailable(fleet):
             return
         self.asked = fleet, job
-        entry = Entry(order.lane(job), job)
+        entry = QueueEntry(lanes.lane_name(job), job)
         try:
             self._call.send(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
         except RedisError as error:

@@ -8,17 +8,17 @@ from typing import Any
 
 import orjson
 
-from routing.admission.placement import read_constraints
+from routing.admission.constraints import encode_constraints
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
-MODEL = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
-_MODEL = re.compile(MODEL)
+MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
+_MODEL = re.compile(MODEL_PATTERN)
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-LONGEST_KEY = 255
+MAX_KEY_LENGTH = 255
 _LONGEST_WAIT_S = 366 * 86_400
 _DEEPEST = 64  # levels of a payload
 
@@ -29,7 +29,7 @@ UrlCheck = Callable[[str], str | None]
 class Submission:
     """What a client asked for, by whichever door.
 
-    `constraints`: what its server must declare, see routing/admission/placement.py.
+    `constraints`: what its server must declare, see routing/admission/constraints.py.
     `priority`: 1 (most urgent) … 9, True for 1, None or False for the default.  `ttl_s`, `delay_s`: from now.
     `not_before_ms`: instead of `delay_s`, where the client named a moment.
     `traceparent`: of the trace that it belongs to; one that is not well-formed counts for none.
@@ -54,7 +54,7 @@ class Submission:
     batch: str | None = None
 
 
-def check_model_name(name: str, field: str = "model") -> str:
+def check_name(name: str, field: str = "model") -> str:
     """Raises InvalidJob unless `name` can name a model, a server or a queue."""
     if not isinstance(name, str) or not _MODEL.fullmatch(name):
         raise InvalidJob(
@@ -64,7 +64,7 @@ def check_model_name(name: str, field: str = "model") -> str:
 
 
 @dataclass(slots=True)
-class naming:
+class error_index:
     """A refusal of one job of many says which it is, counted from 0."""
 
     index: int
@@ -77,7 +77,7 @@ class naming:
             error.facts["index"] = self.index
 
 
-def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
+def prepare_job(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
     """The job to accept.  Raises InvalidJob, which names the field and the remedy; nothing is stored then."""
     payload = encode_payload(asked.payload, model.config.max_payload_bytes)
     if asked.callback_url is not None:
@@ -101,7 +101,7 @@ def prepare(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -
         fingerprint=_fingerprint(asked, payload) if asked.idempotency_key else "",
         source=asked.source,
         envelope=asked.envelope,
-        constraints=read_constraints(asked.constraints),
+        constraints=encode_constraints(asked.constraints),
         traceparent=trace_context.parse_traceparent(asked.traceparent),
         batch=asked.batch,
     )
@@ -183,7 +183,7 @@ def _job_id(wanted: str | None) -> str:
     return wanted
 
 
-def check_idempotency_key(key: str | None, longest: int = LONGEST_KEY) -> str | None:
+def check_idempotency_key(key: str | None, longest: int = MAX_KEY_LENGTH) -> str | None:
     """Raises InvalidJob unless there is none, or one that can be shown on one line."""
     if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(PRINTABLE_PATTERN, key)):
         raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {longest} printable characters")
@@ -194,5 +194,5 @@ def _fingerprint(asked: Submission, payload: str) -> str:
     # The moment, not how far off it is: that differs when the same request is sent again.
     parts = [asked.model, payload, asked.callback_url, asked.priority, asked.ttl_s, asked.delay_s, asked.not_before_ms]
     if asked.constraints:
-        parts.append(read_constraints(asked.constraints))
+        parts.append(encode_constraints(asked.constraints))
     return hashlib.sha256(orjson.dumps(parts)).hexdigest()

@@ -5,9 +5,9 @@ Pure: no clock, no chance, no Redis, no SQL.
 
 from typing import Literal, NamedTuple
 
-from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.config import RoutingSettings
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.dispatch.verdict import Verdict, judge
-from routing.queue.config import RoutingSettings
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.values import JobError, Quarantine, Run
@@ -24,22 +24,22 @@ class Decision(NamedTuple):
     offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
     """
 
-    why: Reason
+    reason: Reason
     result: str | None = None  # JSON text, for FINISHED
     error: JobError | None = None
     due_ms: int | None = None  # when a delayed job may run again, for SERVER_ERROR
-    outcome: Literal["ok", "refused", "failed", "busy", ""] = ""  # what the run says of its server and model
+    signal: Literal["ok", "refused", "failed", "busy", ""] = ""  # what the run says of its server and model
     cooldown_ms: int = 0
-    blames_server: bool = False  # The server has a cooldown too.
+    cools_server_down: bool = False  # The server has a cooldown too.
     quarantine: Quarantine | None = None
-    resumes: bool = False
-    requeues: bool = False  # The lease may be another run's by now: the job is enqueued again.
+    resume_in_slot: bool = False
+    enqueue_again: bool = False  # The lease may be another run's by now: the job is enqueued again.
     frees_slot_first: bool = False  # The slot may be used again before the end is stored.
 
     @property
     def to(self) -> State:
         """The state that it leads to, unless the job shall be canceled."""
-        return find_edge(State.RUNNING, self.why).to
+        return find_edge(State.RUNNING, self.reason).to
 
 
 def decide(
@@ -50,7 +50,7 @@ def decide(
     now_ms: int,
     *,
     canceling: bool,
-    keeps_result: bool = True,
+    server_keeps_result: bool = True,
     retry_delay_ms: int = 0,
 ) -> Decision:
     """Return how a run ends that came to `outcome`.
@@ -62,18 +62,20 @@ def decide(
         return _stopped(outcome, settings, now_ms)
     overdue = run.deadline_ms is not None and now_ms >= run.deadline_ms
     verdict = judge(outcome, run.failures, run.crashes, canceling, config, overdue=overdue)
-    retries = verdict.why is Reason.SERVER_ERROR
+    retries = verdict.reason is Reason.SERVER_ERROR
     reason = outcome.code or outcome.kind.value
     return Decision(
-        verdict.why,
-        result=json_text.dumps(outcome.result).decode() if outcome.kind is Kind.DONE else None,
+        verdict.reason,
+        result=json_text.dumps(outcome.result).decode() if outcome.kind is OutcomeKind.DONE else None,
         error=_error(outcome, verdict),
         due_ms=now_ms + retry_delay_ms if retries else None,
-        outcome=verdict.outcome,
+        signal=verdict.signal,
         cooldown_ms=_cooldown_ms(verdict, settings),
-        blames_server=verdict.blames_server,
-        quarantine=Quarantine(reason, now_ms + settings.withhold_max_ms) if outcome.lingers else None,
-        frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST,
+        cools_server_down=verdict.cools_server_down,
+        quarantine=Quarantine(reason, now_ms + settings.withhold_max_ms) if outcome.server_still_running else None,
+        frees_slot_first=server_keeps_result
+        and not outcome.server_still_running
+        and verdict.reason in _FREES_SLOT_FIRST,
     )
 
 
@@ -82,22 +84,24 @@ def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Deci
     match reason:
         case StopReason.STOPPED:  # Another worker resumes it: the server goes on, and the slot stays taken.
             until_ms = now_ms + settings.withhold_max_ms
-            return Decision(Reason.HANDED_BACK, quarantine=Quarantine("canceled", until_ms, resumes=True), resumes=True)
+            return Decision(
+                Reason.HANDED_BACK, quarantine=Quarantine("canceled", until_ms, resumes=True), resume_in_slot=True
+            )
         case StopReason.UNSENT:
-            return Decision(Reason.HANDED_BACK, requeues=True)
+            return Decision(Reason.HANDED_BACK, enqueue_again=True)
         case StopReason.LOST:
             raise ValueError("a run that is another worker's, or over, is not ended here")
 
 
 def _error(outcome: Outcome, verdict: Verdict) -> JobError | None:
-    if verdict.why is Reason.FINISHED:
+    if verdict.reason is Reason.FINISHED:
         return None
     return JobError(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
 
 
 def _cooldown_ms(verdict: Verdict, settings: RoutingSettings) -> int:
     """How long the slot of a busy server is offered to nobody."""
-    if verdict.why is not Reason.SERVER_BUSY:
+    if verdict.reason is not Reason.SERVER_BUSY:
         return 0
     wished_ms = None if verdict.retry_after_s is None else round(verdict.retry_after_s * 1000)
     return min(settings.busy_cooldown_ms if wished_ms is None else wished_ms, settings.busy_cooldown_max_ms)

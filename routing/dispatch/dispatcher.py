@@ -1,4 +1,4 @@
-"""The use cases: submit, cancel, revive.  How runs start and end: routing/dispatch/steps.py.
+"""The use cases: submit, cancel, revive.  How runs start and end: routing/dispatch/run_steps.py.
 
 Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
 routing.maintenance.reconcile brings Redis to it; nothing here waits for that.
@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 import structlog
 from redis.exceptions import RedisError
 
-from routing.admission import placement
+from routing.admission import constraints
 from routing.admission.admission import Admission
-from routing.admission.gates.placed import is_matched
+from routing.admission.gates.placed import has_eligible_server
 from routing.admission.questions import Entering, Position
-from routing.admission.submission import Submission, UrlCheck, naming, prepare
-from routing.queue.config import RoutingSettings
+from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.observer import Observer
 from routing.queue.queues import Offer, Queues
@@ -37,7 +37,7 @@ from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
-DRAINING = "draining"
+QUARANTINE_OWNER = "draining"
 """Owner of the leases of slots that are withheld."""
 
 _TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
@@ -45,16 +45,16 @@ _Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[Ac
 """Called when jobs are about to be written; what it answers, when they are committed."""
 
 
-class Announcer(Protocol):
+class Notifier(Protocol):
     """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
 
-    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
         """Wake a worker for an open offer; if it is lost, the offer expires and is made again.
 
         `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
         """
 
-    def ended(self, moved: Transition) -> None:
+    def notify_ended(self, moved: Transition) -> None:
         """A job has ended."""
 
 
@@ -65,7 +65,7 @@ class Receipt(NamedTuple):
     """
 
     accepted: AcceptedJob
-    waiting: QueuedJob
+    job: QueuedJob
     notice: str | None = None
     position: Position | None = None
 
@@ -90,7 +90,7 @@ class Dispatcher:
         admission: Admission,
         observer: Observer,
         settings: RoutingSettings,
-        announcer: Announcer,
+        announcer: Notifier,
         check_url: UrlCheck,
     ) -> None:
         self.store = store
@@ -113,7 +113,7 @@ class Dispatcher:
         RecordUnavailable.
         """
         receipts = self._accept(asked, tenant, lambda *_: lambda _: crash_at("submit_committed"))
-        self.enqueue([receipt.waiting for receipt in receipts if receipt.accepted.enters_queue], new=True)
+        self.enqueue([receipt.job for receipt in receipts if receipt.accepted.enters_queue], new=True)
         return receipts
 
     def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
@@ -130,8 +130,8 @@ class Dispatcher:
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
-            with naming(index):
-                new.append(prepare(one, self.catalog.resolve(one.model), self._check_url, now))
+            with error_index(index):
+                new.append(prepare_job(one, self.catalog.resolve(one.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now, committing(new, now))
         return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
@@ -147,9 +147,9 @@ class Dispatcher:
         return [self._notice(job) for job in new]
 
     def _notice(self, job: NewJob) -> str | None:
-        if is_matched(job, self.catalog):
+        if has_eligible_server(job, self.catalog):
             return None
-        return f"At present {placement.unmatched(job.model, job.constraints)}; the job waits until one does."
+        return f"At present {constraints.no_server_message(job.model, job.constraints)}; the job waits until one does."
 
     def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
@@ -166,13 +166,13 @@ class Dispatcher:
         by_fleet: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in waiting:
             model = snapshot.models.get(job.model)
-            if model is not None and not self.queues.is_away(model.fleet):
+            if model is not None and not self.queues.is_unavailable(model.fleet):
                 by_fleet[model.fleet].append(job)
         for fleet, jobs in by_fleet.items():
-            with self._at_room(fleet, len(jobs)):
+            with self._postpone_if_unavailable(fleet, len(jobs)):
                 offers = self.queues.enqueue(fleet, jobs)
                 crash_at("submit_enqueued")
-                self.publish(offers, jobs if new else ())
+                self.publish_offers(offers, jobs if new else ())
                 crash_at("offer_published")
 
     def _entering(
@@ -194,46 +194,46 @@ class Dispatcher:
         if entering.asked is None:
             return None
         fleet, job = entering.asked
-        with self._at_room(fleet, 1):
+        with self._postpone_if_unavailable(fleet, 1):
             offers, position = entering.answer()
             crash_at("submit_enqueued")
-            self.publish(offers, [job])
+            self.publish_offers(offers, [job])
             crash_at("offer_published")
             return position
         return None
 
     @contextmanager
-    def _at_room(self, fleet: str, jobs: int) -> Iterator[None]:
+    def _postpone_if_unavailable(self, fleet: str, jobs: int) -> Iterator[None]:
         """If a fleet's room does not answer, jobs are left to the reconciler."""
         try:
             yield
         except RedisError as error:
             # A Redis that does not answer costs its time-out once, not at every submit.
-            self.queues.note_away(fleet, error)
+            self.queues.mark_unavailable(fleet, error)
             log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
 
-    def publish(self, offers: Sequence[Offer], new: Sequence[QueuedJob] = ()) -> None:
+    def publish_offers(self, offers: Sequence[Offer], new: Sequence[QueuedJob] = ()) -> None:
         """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
         known = {job.id: job for job in new}
         for offer in offers:
             try:
-                self._announcer.offered(offer, known.get(offer.job_id))
+                self._announcer.wake_worker(offer, known.get(offer.job_id))
             except Exception as error:
                 log.warning("publish_failed", job_id=offer.job_id, error=str(error))
 
-    def announce_end(self, moved: Transition) -> None:
+    def notify_ended(self, moved: Transition) -> None:
         """Tell the outside that a job has ended, if it has."""
         if moved.to not in FINAL_STATES:
             return
         try:
-            self._announcer.ended(moved)
+            self._announcer.notify_ended(moved)
         except Exception as error:
             log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
 
-    def publish_others(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
+    def publish_unclaimed(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
         """The offer that `claimant` now owns; for the others workers are woken."""
         mine = next((offer for offer in offers if claimant and offer.owner == claimant), None)
-        self.publish([offer for offer in offers if offer is not mine])
+        self.publish_offers([offer for offer in offers if offer is not mine])
         return mine
 
     def longest_usual_ms(self, model: str) -> int:
@@ -264,7 +264,7 @@ class Dispatcher:
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw(moved.job)
-            self.announce_end(moved)
+            self.notify_ended(moved)
             return moved.to
         if self.store.request_cancel(job_id, now, canceling.write):
             crash_at("cancel_requested")
@@ -284,7 +284,7 @@ class Dispatcher:
         try:
             fleet = self.catalog.resolve(job.model).fleet
             if self.queues.withdraw(fleet, job) == "freed":
-                self.publish(self.queues.offer(fleet))
+                self.publish_offers(self.queues.offer(fleet))
             self.observer.withdrawn(fleet, job.model, [job.id])
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
@@ -298,7 +298,7 @@ class Dispatcher:
             try:
                 fleet = self.catalog.resolve(model).fleet
                 if "freed" in self.queues.withdraw_all(fleet, its):
-                    self.publish(self.queues.offer_all(fleet))
+                    self.publish_offers(self.queues.offer_all(fleet))
                 self.observer.withdrawn(fleet, model, [job.id for job in its])
             except (RedisError, UnknownModel) as error:
                 log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
@@ -319,7 +319,7 @@ def _waiting(job: NewJob, accepted: AcceptedJob, now_ms: int) -> QueuedJob:
     return QueuedJob(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
 
-def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
+def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
     """Return the run that `job` shows, as its worker knows it; None: the job does not run."""
     if job.state is not State.RUNNING or not job.lease or not job.slot or not job.server:
         return None
@@ -341,14 +341,16 @@ def active_run(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         sent_to=job.sent_to,
         traceparent=job.traceparent,
     )
-    return ActiveRun(run, Lease.of_tag(dispatcher.catalog.resolve(job.model).fleet, job.id, job.lease, job.slot))
+    return ActiveRun(
+        run, Lease.from_stored_text(dispatcher.catalog.resolve(job.model).fleet, job.id, job.lease, job.slot)
+    )
 
 
-def draining_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:
+def quarantine_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:
     """By which the slot of a run is withheld.  No job can have its name."""
-    return Lease(fleet, f"{job_id}~{attempt}", "withheld", DRAINING, slot)
+    return Lease(fleet, f"{job_id}~{attempt}", "withheld", QUARANTINE_OWNER, slot)
 
 
-def new_owner(name: str) -> str:
+def new_lease_owner(name: str) -> str:
     """A worker process's name for its leases: unlike that of any process before it."""
     return f"{name}/{secrets.token_hex(4)}"

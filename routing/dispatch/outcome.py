@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 
-class Kind(StrEnum):
+class OutcomeKind(StrEnum):
     """What an exchange can mean for a job."""
 
     DONE = "done"  # the server has a result
@@ -24,14 +24,16 @@ class Kind(StrEnum):
 class Outcome(NamedTuple):
     """One exchange, judged.  Which fields are set depends on `kind`."""
 
-    kind: Kind
+    kind: OutcomeKind
     result: Any = None  # DONE: the JSON value the server gave
     code: str = ""  # a stable word for programs, e.g. "server_error"
     message: str = ""  # one sentence for people
     remote_id: str | None = None  # PENDING: the server's own id of the job, if it gave one
     retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
     progress: Any = None  # PENDING: how far it is, as the server says it
-    lingers: bool = False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
+    server_still_running: bool = (
+        False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
+    )
 
 
 class StopReason(Enum):

@@ -9,7 +9,7 @@ the request is wrong        final at once
 
 from typing import Literal, NamedTuple
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.jobs.states import Reason
 from slotkeeper.registry.model_config import ModelConfig
 
@@ -19,23 +19,23 @@ _FAILURES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SER
 class Verdict(NamedTuple):
     """`blames_server`: the server, not the job, is to blame, and has a cooldown.  `retry_after_s`: that of the slot."""
 
-    why: Reason
+    reason: Reason
     retry_after_s: float | None = None
-    blames_server: bool = False
+    cools_server_down: bool = False
 
     @property
-    def outcome(self) -> Literal["ok", "refused", "failed", "busy", ""]:
+    def signal(self) -> Literal["ok", "refused", "failed", "busy", ""]:
         """What the run tells of its server and model.
 
         "refused": the job is at fault; "": nothing, or when to come back has been said already.
         """
-        if self.why is Reason.FINISHED:
+        if self.reason is Reason.FINISHED:
             return "ok"
-        if self.why is Reason.INVALID_REQUEST:
+        if self.reason is Reason.INVALID_REQUEST:
             return "refused"
-        if self.why is Reason.SERVER_BUSY and self.retry_after_s is None:
+        if self.reason is Reason.SERVER_BUSY and self.retry_after_s is None:
             return "busy"
-        return "failed" if self.why in _FAILURES else ""
+        return "failed" if self.reason in _FAILURES else ""
 
 
 def judge(
@@ -46,26 +46,26 @@ def judge(
     PENDING and UNKNOWN are no verdicts: the worker holds on until they become something else.
     """
     match outcome.kind:
-        case Kind.DONE:
+        case OutcomeKind.DONE:
             return Verdict(Reason.FINISHED)
-        case Kind.FAILED:
+        case OutcomeKind.FAILED:
             return Verdict(Reason.INVALID_REQUEST)
         case _ if overdue:  # Whatever went wrong, there is no time left to try again.
             return Verdict(Reason.DEADLINE_PASSED)
-        case Kind.CANCELED if canceling:
+        case OutcomeKind.CANCELED if canceling:
             return Verdict(Reason.CANCEL_REQUESTED)
-        case Kind.BUSY:
+        case OutcomeKind.BUSY:
             return Verdict(Reason.SERVER_BUSY, retry_after_s=outcome.retry_after_s)
-        case Kind.UNREACHABLE:
-            return Verdict(Reason.SERVER_UNREACHABLE, blames_server=True)
-        case Kind.LOST:
-            return Verdict(crashed(crashes, config))
-        case Kind.RETRY | Kind.CANCELED:
+        case OutcomeKind.UNREACHABLE:
+            return Verdict(Reason.SERVER_UNREACHABLE, cools_server_down=True)
+        case OutcomeKind.LOST:
+            return Verdict(crash_reason(crashes, config))
+        case OutcomeKind.RETRY | OutcomeKind.CANCELED:
             return Verdict(Reason.RETRIES_EXHAUSTED if failures >= config.max_retries else Reason.SERVER_ERROR)
         case _:
             raise ValueError(f"{outcome.kind} is not the end of a run")
 
 
-def crashed(crashes: int, config: ModelConfig, lost: Reason = Reason.SERVER_LOST) -> Reason:
+def crash_reason(crashes: int, config: ModelConfig, lost: Reason = Reason.SERVER_LOST) -> Reason:
     """Back to its place, or, after `max_crashes` deaths under it, to the dead: it may be what kills them."""
     return Reason.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost

@@ -11,15 +11,15 @@ from slotkeeper.errors import DatabaseUnavailable
 log = structlog.get_logger(__name__)
 
 # Redis or the database is away, for everybody.
-AWAY = (ConnectionError, TimeoutError, DatabaseUnavailable)
+OUTAGES = (ConnectionError, TimeoutError, DatabaseUnavailable)
 
 
 @contextmanager
-def alone(act: str, **whose: str) -> Iterator[None]:
+def isolate_errors(act: str, **whose: str) -> Iterator[None]:
     """Log what goes wrong inside and go on; but that Redis or the database is away is raised."""
     try:
         yield
-    except AWAY:
+    except OUTAGES:
         raise
     except Exception as error:
         log.error(f"{act}_failed", error=repr(error), **whose)

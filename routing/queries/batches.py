@@ -62,7 +62,7 @@ class Batch:
         return sum(count for state, count in self.by_state.items() if state in FINAL_STATES)
 
 
-def newest(database: Database, tenant: str | None, before: str | None, limit: int) -> list[Batch]:
+def newest_batches(database: Database, tenant: str | None, before: str | None, limit: int) -> list[Batch]:
     """Batches of a tenant, or of all, the newest first; `before`: the last of the page before.
 
     Raises RecordUnavailable.
@@ -90,7 +90,7 @@ def look(database: Database, ids: Sequence[str], tenant: str | None = None) -> l
     return [_batch(it, rows[it]) for it in ids if it in rows]
 
 
-def unfinished(database: Database, batch: str, tenant: str | None = None) -> list[str]:
+def unfinished_jobs(database: Database, batch: str, tenant: str | None = None) -> list[str]:
     """Return the ids of its jobs, of `tenant` or of all, that have not ended, in order of acceptance.
 
     Raises RecordUnavailable.

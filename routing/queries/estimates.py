@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from routing.admission import placement
+from routing.admission import constraints
 from routing.admission.questions import Position
 from routing.queries import interval
 from routing.queries.forecasts import Forecasts
@@ -44,7 +44,11 @@ class Estimates:
         for it in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
             if it is not None and it.state in STOPPED_STATES:
                 return 0
-        suited = placement.eligible(catalog.servers.values(), job.model, job.constraints) if job.constraints else ()
+        suited = (
+            constraints.eligible_servers(catalog.servers.values(), job.model, job.constraints)
+            if job.constraints
+            else ()
+        )
         if job.constraints and not any(it.takes_jobs for it in suited):
             return 0
         return catalog.count_slots(job.model)

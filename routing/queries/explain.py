@@ -11,15 +11,15 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from routing.admission import placement, questions
-from routing.admission.questions import Position, QueueStatus
+from routing.admission import constraints, questions
+from routing.admission.questions import JobStatus, Position
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import draining
-from routing.queries import servers
+from routing.maintenance import quarantined_slots
+from routing.queries import server_status
 from routing.queries.estimates import Estimates
 from routing.queries.interval import SOON, Estimate
 from routing.queries.overtaking import longest_overtaking_s
-from routing.queries.servers import ServerStatus
+from routing.queries.server_status import ServerStatus
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -65,30 +65,30 @@ class Explanation:
     estimate: Estimate | None = None
 
 
-def explain(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
+def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
     if job.state is State.DELAYED:
         return _delayed(job)
     if job.state is not State.QUEUED:
         return Explanation(_outside(job))
     with suppress(RedisError):
-        return dispatcher.queues.while_here(lambda: _in_room(dispatcher, estimates, job))
+        return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, estimates, job))
     return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
 
 
 def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
     model = dispatcher.catalog.resolve(job.model)
-    facts = questions.status_now(dispatcher.queues, model.fleet, job.queued)
+    facts = questions.job_status(dispatcher.queues, model.fleet, job.queued)
     if facts.place == "offered":
         sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
         return Explanation(sentence, estimate=SOON)
     if facts.place != "waiting":
         sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
         return _waiting_for(Blocker("not_in_room", sentence))
-    standings = servers.standings(dispatcher.slots, model.fleet)
+    standings = server_status.read_servers(dispatcher.slots, model.fleet)
     catalog = dispatcher.catalog.get()
-    withheld = draining.by_server(dispatcher)
+    withheld = quarantined_slots.by_server(dispatcher)
     hindrances = {
         it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
         for it in _servers(catalog, job)
@@ -135,7 +135,7 @@ def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:
     return [it for it in catalog.servers.values() if job.model in it.endpoints]
 
 
-def _general(job: Job, facts: QueueStatus, catalog: CatalogSnapshot) -> list[Blocker]:
+def _general(job: Job, facts: JobStatus, catalog: CatalogSnapshot) -> list[Blocker]:
     """What holds up every job of its tenant or model."""
     found = []
     if facts.obstacle == "tenant_slots":
@@ -176,13 +176,13 @@ def stopped(kind: str, name: str, it: Any) -> str:
 
 def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld: int) -> str:
     """What keeps a server from taking this job now; "": nothing does."""
-    if unmet := placement.unmet(job.constraints, server, job.model):
+    if unmet := constraints.unmet_conditions(job.constraints, server, job.model):
         return f"does not meet {', '.join(unmet)}"
     if server.state != "online":
         return stopped("server", server.name, server).split(" is ", 1)[1]
     if standing is None:
         return "not known to the waiting room yet"
-    return servers.hindrance(standing, withheld)
+    return server_status.blocked_by(standing, withheld)
 
 
 def _placement(
@@ -191,21 +191,21 @@ def _placement(
     hindrances: Mapping[str, str],
     standings: Mapping[str, ServerStatus],
     withheld: Mapping[str, Sequence[QuarantinedSlot]],
-    facts: QueueStatus,
+    facts: JobStatus,
 ) -> list[Blocker]:
     """What keeps all servers of its model from taking it; nothing, if one could."""
     if not hindrances:
         return [Blocker("no_server", f"no server serves model {job.model!r}; POST /admin/register adds one", job.model)]
     if "" in hindrances.values():
         return []
-    eligible = {name for name in hindrances if placement.meets(job.constraints, catalog.servers[name], job.model)}
+    eligible = {name for name in hindrances if constraints.meets(job.constraints, catalog.servers[name], job.model)}
     if not eligible:
-        return [Blocker("constraints_unmet", placement.unmatched(job.model, job.constraints), job.model)]
+        return [Blocker("constraints_unmet", constraints.no_server_message(job.model, job.constraints), job.model)]
     others = [name for name in sorted(eligible) if hindrances[name] not in ("busy", "withheld")]
     found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
     busy = [name for name in eligible if hindrances[name] == "busy"]
     taken = sum(
-        servers.use_of(catalog.servers[name].state, standings[name], len(withheld.get(name, ()))).running
+        server_status.slot_use(catalog.servers[name].state, standings[name], len(withheld.get(name, ()))).running
         for name in busy
     )
     if taken:
@@ -222,7 +222,7 @@ def _busy(taken: int, ahead: int) -> Blocker:
 def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[QuarantinedSlot]]) -> list[Blocker]:
     """Slots that no run of ours holds any more."""
     return [
-        Blocker("slot_withheld", draining.sentence(row, named=row.tenant == job.tenant), row.slot)
+        Blocker("slot_withheld", quarantined_slots.sentence(row, named=row.tenant == job.tenant), row.slot)
         for server in servers
         for row in slots.get(server, ())
     ]
@@ -243,7 +243,7 @@ def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Block
     return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 
 
-def _turn(facts: QueueStatus) -> Blocker:
+def _turn(facts: JobStatus) -> Blocker:
     return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and a slot is being given to it")
 
 

@@ -18,7 +18,7 @@ class Holdings:
     webhooks: int
 
 
-def of_tenant(database: Database, tenant: str) -> Holdings:
+def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
     """Count what `tenant` has.  Raises RecordUnavailable."""
     active = select(jobs.c.state, func.count().label("jobs")).where(text(ACTIVE_CONDITION), jobs.c.tenant == tenant)
     webhooks = select(func.count()).select_from(receivers).where(receivers.c.tenant == tenant)

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from redis.exceptions import RedisError
 
-from routing.admission import placement
+from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import draining
-from routing.queries import listing
+from routing.maintenance import quarantined_slots
+from routing.queries import job_list
 from routing.queries.explain import Blocker, breaker_open, of_server, stopped
-from routing.queries.load import Load, load_of
-from routing.queries.servers import ServerStatus, standings, use_of
-from routing.queue.workers import Workers
+from routing.queries.model_status import QueueLoad, read_model_load
+from routing.queries.server_status import ServerStatus, read_servers, slot_use
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
@@ -19,12 +19,12 @@ from slotkeeper.registry.values import STOPPED_STATES, Server
 _LOOKED_AT = 100  # waiting jobs of a model
 
 
-def why_idle(dispatcher: Dispatcher, workers: Workers, server: Server) -> tuple[Blocker, ...]:
+def explain_idle_server(dispatcher: Dispatcher, workers: WorkerCapacity, server: Server) -> tuple[Blocker, ...]:
     """What keeps it from jobs, what lasts longest first; nothing: it gets whatever comes."""
     catalog = dispatcher.catalog.get()
     found = [*_in_record(server, catalog), *_misconfigured(dispatcher, server)]
     try:
-        return (*found, *dispatcher.queues.while_here(lambda: [*_in_room(dispatcher, workers, server, catalog)]))
+        return (*found, *dispatcher.queues.call_if_available(lambda: [*_in_room(dispatcher, workers, server, catalog)]))
     except RedisError:
         sentence = "the waiting room cannot be reached, so nothing is offered; jobs are safe in the record"
         return (*found, Blocker("redis_away", sentence))
@@ -44,26 +44,28 @@ def _in_record(server: Server, catalog: CatalogSnapshot) -> Iterator[Blocker]:
 def _misconfigured(dispatcher: Dispatcher, server: Server) -> Iterator[Blocker]:
     """Name models whose jobs wait for the next attempt, since the last could not run as they are configured."""
     for name in sorted(server.endpoints):
-        waiting = listing.find(dispatcher.store.database, state=State.DELAYED, model=name, limit=_LOOKED_AT)
+        waiting = job_list.find_jobs(dispatcher.store.database, state=State.DELAYED, model=name, limit=_LOOKED_AT)
         job = next((job for job in waiting if job.error_code == "misconfigured"), None)
         if job is not None:
             sentence = f"model {name!r}, or the address of its server, is configured wrongly: {job.error_message}"
             yield Blocker("misconfigured", sentence, name)
 
 
-def _in_room(dispatcher: Dispatcher, workers: Workers, server: Server, catalog: CatalogSnapshot) -> Iterator[Blocker]:
+def _in_room(
+    dispatcher: Dispatcher, workers: WorkerCapacity, server: Server, catalog: CatalogSnapshot
+) -> Iterator[Blocker]:
     """Raises redis errors."""
-    standing = standings(dispatcher.slots, server.fleet).get(server.name)
+    standing = read_servers(dispatcher.slots, server.fleet).get(server.name)
     if standing is None:
         yield Blocker("not_in_room", "the waiting room does not know it yet; the next sweep brings it in", server.name)
         return
     yield from _of_slots(dispatcher, server, standing)
-    loads = {name: load_of(dispatcher, catalog.models[name]) for name in sorted(server.endpoints)}
+    loads = {name: read_model_load(dispatcher, catalog.models[name]) for name in sorted(server.endpoints)}
     for name, load in loads.items():
         if load.breaker == "open":
             yield breaker_open(name, load.open_why, load.open_until_ms)
     yield from _of_jobs(dispatcher, server, loads)
-    if workers.look() == 0:
+    if workers.read_total() == 0:
         yield Blocker("no_worker", "no living worker has room for a run: none is started, or all are full")
 
 
@@ -74,22 +76,22 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
         yield Blocker("server_probing", "one job is trying whether it works again", server.name)
     if standing.away_since_ms or standing.cooling:
         yield of_server(server.name, "away" if standing.away_since_ms else "in cooldown", standing)
-    withheld = draining.by_server(dispatcher).get(server.name, ())
-    use = use_of(server.state, standing, len(withheld))
+    withheld = quarantined_slots.by_server(dispatcher).get(server.name, ())
+    use = slot_use(server.state, standing, len(withheld))
     if use.running and not standing.free:
         yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {use.running} run jobs", server.name)
     for row in withheld:
-        yield Blocker("slot_withheld", draining.sentence(row), row.slot)
+        yield Blocker("slot_withheld", quarantined_slots.sentence(row), row.slot)
 
 
-def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, Load]) -> Iterator[Blocker]:
+def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, QueueLoad]) -> Iterator[Blocker]:
     waiting = [name for name, load in loads.items() if load.waiting]
     if not waiting:
         yield Blocker("nothing_waits", "no job of a model that it serves waits")
     for name in waiting:
         jobs = dispatcher.store.list_queued([name], limit=_LOOKED_AT)
-        unmet = [line for job in jobs for line in placement.unmet(job.constraints, server, name)]
-        if jobs and all(placement.unmet(job.constraints, server, name) for job in jobs):
+        unmet = [line for job in jobs for line in constraints.unmet_conditions(job.constraints, server, name)]
+        if jobs and all(constraints.unmet_conditions(job.constraints, server, name) for job in jobs):
             wanted = ", ".join(sorted(set(unmet)))
             sentence = f"the jobs of model {name!r} that wait ask for what it does not declare: {wanted}"
             yield Blocker("constraints_unmet", sentence, name)

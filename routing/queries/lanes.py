@@ -16,7 +16,7 @@ _MOST_LANES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class LaneStatus:
     """Jobs alike in tenant, priority and constraints.  `waiting` counts those among the first thousand that wait.
 
     `ahead`: jobs of the model that come before its first; None: not known.  `obstacle`: what is in its tenant's way,
@@ -30,7 +30,7 @@ class Lane:
     held: int | None = None
 
 
-def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
+def read_lanes(dispatcher: Dispatcher, model: Model) -> tuple[list[LaneStatus], bool]:
     """Lanes, the next in turn first, and whether all that waits is in them.  Raises RecordUnavailable."""
     waiting = dispatcher.store.list_queued([model.name], limit=_MOST_JOBS)
     by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
@@ -42,13 +42,13 @@ def lanes_of(dispatcher: Dispatcher, model: Model) -> tuple[list[Lane], bool]:
     return found, len(waiting) < _MOST_JOBS and len(firsts) <= _MOST_LANES
 
 
-def _with_facts(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[QueuedJob, int]]) -> list[Lane]:
-    asked = [questions.status(dispatcher.queues, model.fleet, job) for job, _ in firsts]
+def _with_facts(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[QueuedJob, int]]) -> list[LaneStatus]:
+    asked = [questions.job_status_command(dispatcher.queues, model.fleet, job) for job, _ in firsts]
     try:
-        facts = dispatcher.queues.while_here(lambda: dispatcher.queues.ask(asked))
+        facts = dispatcher.queues.call_if_available(lambda: dispatcher.queues.run_all(asked))
     except RedisError:
-        return [Lane(job, count) for job, count in firsts]
+        return [LaneStatus(job, count) for job, count in firsts]
     return [
-        Lane(job, count, it.ahead if it.place == "waiting" else None, it.obstacle, it.held)
+        LaneStatus(job, count, it.ahead if it.place == "waiting" else None, it.obstacle, it.held)
         for (job, count), it in zip(firsts, facts, strict=True)
     ]

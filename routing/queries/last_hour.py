@@ -19,7 +19,7 @@ _BUDGET_S = 0.25
 
 
 @dataclass(slots=True)
-class Minute:
+class MinuteUsage:
     """Of one model.  `busy_ms`: slot time that its jobs' last runs took; jobs that still run are not in it."""
 
     ended: int = 0
@@ -32,10 +32,10 @@ class _Known:
     """`read`: beginnings of the minutes whose ends are in `minutes`."""
 
     read: set[int] = field(default_factory=set)
-    minutes: dict[str, dict[int, Minute]] = field(default_factory=lambda: defaultdict(dict))
+    minutes: dict[str, dict[int, MinuteUsage]] = field(default_factory=lambda: defaultdict(dict))
 
 
-class LastHour:
+class LastHourUsage:
     """Safe between threads; one of them reads, the others take what is known."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,15 +44,15 @@ class LastHour:
         self._lock = threading.Lock()
         self._known = _Known()
 
-    def of(self, model: str, now_ms: int) -> list[Minute]:
+    def of(self, model: str, now_ms: int) -> list[MinuteUsage]:
         """The last sixty minutes that are over, the oldest first."""
         found = self._known.minutes.get(model, {})
-        return [found.get(begins) or Minute() for begins in _minutes(now_ms)]
+        return [found.get(begins) or MinuteUsage() for begins in _minutes(now_ms)]
 
     def is_complete(self, now_ms: int) -> bool:
         return self._known.read.issuperset(_minutes(now_ms))
 
-    def catch_up(self, now_ms: int) -> None:
+    def read_missing(self, now_ms: int) -> None:
         """Read what is missing, from the newest minute back.  Raises RecordUnavailable."""
         if not self._lock.acquire(blocking=False):
             return
@@ -81,11 +81,11 @@ class LastHour:
         oldest = begins - MINUTES * MINUTE_MS
         for it in found:
             minutes = self._known.minutes[it.model]
-            own = minutes.setdefault(begins, Minute())
+            own = minutes.setdefault(begins, MinuteUsage())
             own.ended += it.jobs
             own.failed += it.failed
             for minute, busy_ms in _spread(it, begins, oldest):
-                minutes.setdefault(minute, Minute()).busy_ms += busy_ms
+                minutes.setdefault(minute, MinuteUsage()).busy_ms += busy_ms
         self._known.read.add(begins)
 
 

@@ -23,7 +23,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class NeighbourRun:
     """A job's last run, and when earlier ones of it failed."""
 
     model: str
@@ -39,7 +39,7 @@ class Run:
         return self.to_ms - self.from_ms
 
 
-def neighbours(store: JobStore, job: Job) -> list[Run]:
+def load_neighbours(store: JobStore, job: Job) -> list[NeighbourRun]:
     """Of other jobs, in order of acceptance; up to a thousand to each side.  Raises RecordUnavailable."""
     found = [it for it in looks.around(store.database, job.seq, _REACH) if it.id != job.id]
     tried = [it.id for it in found if it.has_failed][-_MOST_LOOKED_INTO:]
@@ -47,7 +47,7 @@ def neighbours(store: JobStore, job: Job) -> list[Run]:
     return [_run(it, tries) for it in found if it.started_ms is not None]
 
 
-def _run(it: Nearby, tries: Mapping[str, Sequence[Attempt]]) -> Run:
+def _run(it: Nearby, tries: Mapping[str, Sequence[Attempt]]) -> NeighbourRun:
     failures = tuple(
         Failure(one.ended_ms, one.server)
         for one in tries.get(it.id, ())
@@ -55,4 +55,4 @@ def _run(it: Nearby, tries: Mapping[str, Sequence[Attempt]]) -> Run:
     )
     ended = it.finished_ms if it.state is not State.RUNNING else None
     begun = it.started_ms or 0
-    return Run(it.model, it.tenant, it.server, begun, ended or now_ms(), it.state is State.COMPLETED, failures)
+    return NeighbourRun(it.model, it.tenant, it.server, begun, ended or now_ms(), it.state is State.COMPLETED, failures)

@@ -20,7 +20,7 @@ _QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
+class PendingWebhooks:
     """Messages of webhooks, and of jobs' `callback_url`.
 
     `pending`: those that are neither delivered nor given up.  `late_ms`: since when the oldest try is due.
@@ -30,19 +30,19 @@ class Owed:
     late_ms: int
 
 
-def webhooks_owed(database: Database, now_ms: int) -> Owed:
+def count_pending_webhooks(database: Database, now_ms: int) -> PendingWebhooks:
     """Raises RecordUnavailable."""
     with database.read() as connection:
         pending, next_ms = connection.execute(_OWED).one()
-    return Owed(pending, 0 if next_ms is None else max(now_ms - next_ms, 0))
+    return PendingWebhooks(pending, 0 if next_ms is None else max(now_ms - next_ms, 0))
 
 
-def withheld_slots(database: Database) -> Counter[tuple[str, str]]:
+def count_quarantined_slots(database: Database) -> Counter[tuple[str, str]]:
     """(model, reason) -> how many slots are withheld.  Raises RecordUnavailable."""
     return Counter((it.model, it.reason) for it in quarantine.list_all(database))
 
 
-def work_of(database: Database, model: str, *, known: bool) -> tuple[int, int]:
+def count_model_work(database: Database, model: str, *, known: bool) -> tuple[int, int]:
     """How many jobs of a model are queued, and how many run.  `known`: somebody else says how many are queued, so 0.
 
     Raises RecordUnavailable.

@@ -11,17 +11,17 @@ from typing import Literal, NamedTuple, Protocol
 
 import structlog
 
-from routing.queue import order
-from routing.queue.config import RoutingSettings
-from routing.queue.queues import Offer, Offering, new_prefix, offering
-from routing.queue.workers import Room, unbounded
+from routing.config import RoutingSettings
+from routing.queue import lanes
+from routing.queue.queues import Offer, OfferTerms, new_lease_prefix, offering
+from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
 
 log = structlog.get_logger(__name__)
 
-Outcome = Literal["ok", "refused", "failed", "busy", ""]
+HealthSignal = Literal["ok", "refused", "failed", "busy", ""]
 
 
 class Renewal(StrEnum):
@@ -48,24 +48,24 @@ class Lease:
         return self.slot.rsplit("-slot", 1)[0]
 
     @property
-    def tag(self) -> str:
+    def stored_text(self) -> str:
         """The holder's name for the record, from which a lost Redis is rebuilt."""
         return f"{self.name} {self.owner}"
 
     @classmethod
-    def of_offer(cls, offer: Offer, owner: str) -> "Lease":
+    def from_offer(cls, offer: Offer, owner: str) -> "Lease":
         """Return the lease of an offer that `owner` has claimed."""
         return cls(offer.fleet, offer.job_id, offer.lease, owner, offer.slot)
 
     @classmethod
-    def of_tag(cls, fleet: str, job_id: str, tag: str, slot: str) -> "Lease":
+    def from_stored_text(cls, fleet: str, job_id: str, tag: str, slot: str) -> "Lease":
         """Return the lease that the record knows by its tag."""
         name, owner = tag.split(" ", 1)
         return cls(fleet, job_id, name, owner, slot)
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class LeasedJob:
     """A running job's lease, as the record knows it."""
 
     lease: Lease
@@ -83,9 +83,9 @@ class _Release(NamedTuple):
     lease: Lease
     back: bool
     cooldown_ms: int
-    outcome: Outcome
+    outcome: HealthSignal
     draining: Lease
-    offering: Offering
+    offering: OfferTerms
 
 
 class _Renewed(NamedTuple):
@@ -105,8 +105,8 @@ class _Left(NamedTuple):
     left_ms: int
 
 
-Kept = Literal["kept", "closed", "lost"]
-Held = Literal["held", "beside", "lost"]
+ExtendResult = Literal["kept", "closed", "lost"]
+LeaseCheck = Literal["held", "beside", "lost"]
 _Seized = Literal["seized", "lost"]
 _NOTHING = Lease("", "", "", "", "")
 
@@ -121,7 +121,7 @@ class LeaseScripts(Protocol):
     def renew(
         self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Lease]
     ) -> Command[_Renewed]: ...
-    def keep(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[Kept]: ...
+    def keep(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[ExtendResult]: ...
     def seize(
         self, fleet: str, *, lease: Lease, new_name: str, owner: str, lease_ms: int, only_expired: bool
     ) -> Command[_Seized]: ...
@@ -129,48 +129,50 @@ class LeaseScripts(Protocol):
     def expired(self, fleet: str, *, limit: int) -> Command[list[Lease]]: ...
     def leases(self, fleet: str) -> Command[list[_Left]]: ...
     def swaps(self, fleet: str, *, lease: Lease) -> Command[bool]: ...
-    def hold(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[Held]: ...
+    def hold(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[LeaseCheck]: ...
 
 
 class Leases:
     """Talks to the leases.  Every method is one atomic script; redis errors pass through."""
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: Room = unbounded) -> None:
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: CapacitySource = unlimited) -> None:
         self.scripts = scripts
-        self._acts: LeaseScripts = scripts.bind(LeaseScripts)
+        self._lua: LeaseScripts = scripts.bind(LeaseScripts)
         self._settings = settings
         self._room = room
-        self._seen: dict[str, tuple[str, int]] = {}  # fleet -> epoch of its room, and offers made in it, as last told
+        self._last_renewal: dict[
+            str, tuple[str, int]
+        ] = {}  # fleet -> epoch of its room, and offers made in it, as last told
 
     def claim_command(self, offer: Offer, owner: str) -> Command[Offer | None]:
         """Return the command that makes an open offer one's own.
 
         It returns None: the offer is gone, another's, or one's own already.
         """
-        return self._acts.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
+        return self._lua.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
 
     def swaps(self, lease: Lease) -> Command[bool]:
         """Asks whether the server's last job, before this one, was of another model, or is not known."""
-        return self._acts.swaps(lease.fleet, lease=lease)
+        return self._lua.swaps(lease.fleet, lease=lease)
 
-    def holding(self, lease: Lease) -> Command[Held]:
+    def check_command(self, lease: Lease) -> Command[LeaseCheck]:
         """Gives the lease more time if its slot may be used for its job now."""
-        return self._acts.hold(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
+        return self._lua.hold(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
 
-    def pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
+    def open_pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
         """A way for the commands of these leases that an event loop has for itself."""
         return Pipeline(loop, self.scripts, self._settings.redis_timeout_s)
 
     def renew(self, fleet: str, owner: str, leases: Sequence[Lease]) -> list[Renewal]:
         """Renew all of one owner's leases in a fleet; one answer each, in order."""
-        epoch, offers = self._seen.get(fleet, ("", 0))
+        epoch, offers = self._last_renewal.get(fleet, ("", 0))
         lease_ms = self._settings.lease_ms
         answer = self.scripts.run(
-            self._acts.renew(
+            self._lua.renew(
                 fleet, owner=owner, lease_ms=lease_ms, known_epoch=epoch, known_offers=offers, leases=leases
             )
         )
-        self._seen[fleet] = answer.epoch, answer.offers
+        self._last_renewal[fleet] = answer.epoch, answer.offers
         return answer.answers
 
     def release_command(
@@ -181,7 +183,7 @@ class Leases:
         cooldown_ms: int = 0,
         claimant: str = "",
         limit: int = 8,
-        outcome: Outcome = "",
+        outcome: HealthSignal = "",
         draining: Lease = _NOTHING,
     ) -> Command[list[Released]]:
         """Return the command that frees the slot and makes the next offers, the first for `claimant`, if one is named.
@@ -191,28 +193,28 @@ class Leases:
         """
         making = offering(self._settings, self._room(), limit, claimant)
         one = _Release(lease, back, cooldown_ms, outcome, draining, making)
-        return self._acts.release(lease.fleet, settings=self._settings, releases=[one])
+        return self._lua.release(lease.fleet, settings=self._settings, releases=[one])
 
-    def keep(self, lease: Lease, *, resumes: bool) -> Kept:
+    def extend_offer(self, lease: Lease, *, resumes: bool) -> ExtendResult:
         """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.
 
         `resumes`: its server may be at the job already, so that it stays where it is.
         """
         return self.scripts.run(
-            self._acts.keep(lease.fleet, lease=lease, offer_ms=self._settings.offer_ms, resumes=resumes)
+            self._lua.keep(lease.fleet, lease=lease, offer_ms=self._settings.offer_ms, resumes=resumes)
         )
 
-    def expired(self, fleet: str, limit: int = 256) -> list[Lease]:
+    def list_expired(self, fleet: str, limit: int = 256) -> list[Lease]:
         """Leases whose time is over.  `owner` "": nobody took the offer up."""
-        return self.scripts.run(self._acts.expired(fleet, limit=limit))
+        return self.scripts.run(self._lua.expired(fleet, limit=limit))
 
-    def all_of(self, fleets: Sequence[str]) -> dict[str, list[tuple[Lease, int]]]:
+    def list_all(self, fleets: Sequence[str]) -> dict[str, list[tuple[Lease, int]]]:
         """Every lease of these fleets, and for how many ms it has not been renewed (below 0: longer than usual).
 
         In few round trips; a fleet that cannot be read is left out.
         """
         holding = self.scripts.existing("leases", fleets)
-        found, failed = self.scripts.run_each({fleet: self._acts.leases(fleet) for fleet in holding})
+        found, failed = self.scripts.run_each({fleet: self._lua.leases(fleet) for fleet in holding})
         log_failures("leases_not_read", failed)
         lease_ms = self._settings.lease_ms
         read = {fleet: [(it.lease, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
@@ -220,26 +222,26 @@ class Leases:
 
     def seize(self, lease: Lease, owner: str, ttl_ms: int, *, only_expired: bool) -> Lease | None:
         """Take a lease over under a new name; None: its holder has renewed or released it."""
-        name = f"{new_prefix()}-s"
+        name = f"{new_lease_prefix()}-s"
         answer = self.scripts.run(
-            self._acts.seize(
+            self._lua.seize(
                 lease.fleet, lease=lease, new_name=name, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
             )
         )
         return replace(lease, name=name, owner=owner) if answer == "seized" else None
 
-    def having(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
+    def have_lease(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
         """For jobs of several fleets, whether each has a lease, in one round trip.  Raises redis errors."""
         return self.scripts.members("leases", jobs)
 
-    def restore(self, fleet: str, leases: Sequence[Restored], lasts_ms: int | None = None) -> int:
+    def restore(self, fleet: str, leases: Sequence[LeasedJob], lasts_ms: int | None = None) -> int:
         """Write leases again that Redis has lost; answers how many were missing.  `lasts_ms`: other than the usual."""
-        rows = [_Running(it.lease, order.lane(it.job), it.job) for it in leases]
+        rows = [_Running(it.lease, lanes.lane_name(it.job), it.job) for it in leases]
         lease_ms = lasts_ms or self._settings.lease_ms
-        return self.scripts.run(self._acts.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0
+        return self.scripts.run(self._lua.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0
 
-    def restore_offers(self, fleet: str, leases: Sequence[Restored]) -> int:
+    def restore_offers(self, fleet: str, leases: Sequence[LeasedJob]) -> int:
         """Write open offers again that Redis has lost, under new names; answers how many were missing."""
-        prefix = new_prefix()
+        prefix = new_lease_prefix()
         named = [replace(it, lease=replace(it.lease, name=f"{prefix}-{n}", owner="")) for n, it in enumerate(leases)]
         return self.restore(fleet, named, self._settings.offer_ms)

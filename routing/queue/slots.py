@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from routing.queue.config import RoutingSettings
-from routing.queue.order import account, safe
+from routing.config import RoutingSettings
+from routing.queue.lanes import account_name, encode_tenant
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
 from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.values import AdminState, Server, format_attribute
@@ -12,7 +12,7 @@ from slotkeeper.registry.values import AdminState, Server, format_attribute
 _ACCOUNTS_AT_ONCE = 500
 
 
-class Synced(NamedTuple):
+class SyncResult(NamedTuple):
     """How the room took a catalog.  `foreign`: it is another record's; `stale`: it has the version `newest` already."""
 
     answer: Literal["synced", "stale", "foreign"]
@@ -43,7 +43,7 @@ class SlotScripts(Protocol):
         version: int,
         servers: Sequence[_Server],
         rules: Mapping[str, str],
-    ) -> Command[Synced]: ...
+    ) -> Command[SyncResult]: ...
     def resort(self, fleet: str, *, limit: int) -> Command[int]: ...
     def close(self, fleet: str, *, version: int) -> Command[Literal["closed", "changed"]]: ...
     def cool_down(self, fleet: str, *, server: str, first_ms: int, max_ms: int) -> Command[Cooldown]: ...
@@ -54,25 +54,25 @@ class Slots:
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
         self.scripts = scripts
-        self._acts: SlotScripts = scripts.bind(SlotScripts)
+        self._lua: SlotScripts = scripts.bind(SlotScripts)
         self._settings = settings
 
-    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, Synced]:
+    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, SyncResult]:
         """Bring these fleets' servers, slots and rules to what the catalog says, in few round trips.
 
         A fleet whose room cannot take it is left out.
         """
         if fleets:
             self.scripts.redis.sadd(self.scripts.keys.known_fleets(), *fleets)
-        synced, failed = self.scripts.run_each({fleet: self.syncing(fleet, catalog) for fleet in fleets})
+        synced, failed = self.scripts.run_each({fleet: self.sync_command(fleet, catalog) for fleet in fleets})
         log_failures("registry_not_brought", failed)
         self._resort([fleet for fleet, it in synced.items() if it.answer == "synced"])
         return synced
 
-    def syncing(self, fleet: str, catalog: CatalogSnapshot) -> Command[Synced]:
+    def sync_command(self, fleet: str, catalog: CatalogSnapshot) -> Command[SyncResult]:
         """The command of `sync_all` for one of them."""
-        servers = [_Server(it.name, entry(it), it.slots) for it in catalog.servers_of(fleet)]
-        return self._acts.sync(
+        servers = [_Server(it.name, server_entry(it), it.slots) for it in catalog.servers_of(fleet)]
+        return self._lua.sync(
             fleet,
             record=catalog.database_id,
             version=catalog.version,
@@ -83,26 +83,26 @@ class Slots:
     def _resort(self, fleets: Sequence[str]) -> None:
         """In parts: with very many tenants all at once would keep everybody waiting."""
         while fleets:
-            asked = {fleet: self._acts.resort(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
+            asked = {fleet: self._lua.resort(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
             left, failed = self.scripts.run_each(asked)
             log_failures("lanes_not_sorted", failed)
             fleets = [fleet for fleet, count in left.items() if count]
 
     def close(self, fleet: str, version: int) -> bool:
         """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
-        return self.scripts.run(self._acts.close(fleet, version=version)) == "closed"
+        return self.scripts.run(self._lua.close(fleet, version=version)) == "closed"
 
-    def cooling_down(self, fleet: str, server: str) -> Command[Cooldown]:
+    def cool_down_command(self, fleet: str, server: str) -> Command[Cooldown]:
         """A command: a server failed, offer its slots to no job for a while, longer each time in a row."""
         first_ms, max_ms = self._settings.unreachable_cooldown_ms, self._settings.unreachable_cooldown_max_ms
-        return self._acts.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
+        return self._lua.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
 
-    def ending_cooldown(self, fleet: str, server: str) -> Command[Cooldown]:
+    def end_cooldown_command(self, fleet: str, server: str) -> Command[Cooldown]:
         """A command: a server is well, offer its slots again."""
-        return self._acts.cool_down(fleet, server=server, first_ms=0, max_ms=0)
+        return self._lua.cool_down(fleet, server=server, first_ms=0, max_ms=0)
 
 
-def entry(server: Server) -> str:
+def server_entry(server: Server) -> str:
     """A server as the scripts read it, see lua/lib/slots.lua."""
     models = "".join(f"{model}\n" for model in sorted(server.endpoints))
     attributes = "".join(f"@{name}={format_attribute(value)}\n" for name, value in sorted(server.attributes.items()))
@@ -112,7 +112,7 @@ def entry(server: Server) -> str:
 
 def _rules(fleet: str, catalog: CatalogSnapshot) -> dict[str, str]:
     """What is configured, as lua/lib/rules.lua reads it."""
-    rules = {f"tenant {safe(name)}": it.state for name, it in catalog.tenants.items()}
+    rules = {f"tenant {encode_tenant(name)}": it.state for name, it in catalog.tenants.items()}
     for name in catalog.models_of(fleet):
         rules |= model_rules(catalog.models[name])
     return rules
@@ -128,5 +128,5 @@ def model_rules(model: Model) -> dict[str, str]:
     }
     for tenant in config.weights.keys() | config.tenant_slot_limits.keys():
         terms = f"{config.weights.get(tenant, 1)!r} {config.tenant_slot_limits.get(tenant, 0)}"
-        rules[f"account {account(tenant, model.name)}"] = terms
+        rules[f"account {account_name(tenant, model.name)}"] = terms
     return rules

@@ -66,7 +66,7 @@ class Keys:
         return f"{self._prefix}:processes"
 
     def counters(self) -> str:
-        """hash: "<name>|<label>" -> how often processes have counted that, see routing/queries/tallies.py."""
+        """hash: "<name>|<label>" -> how often processes have counted that, see routing/queries/process_counters.py."""
         return f"{self._prefix}:tallies"
 
     def tasks(self) -> str:

@@ -2,7 +2,7 @@
 
 Each removal is one transaction, so a model or server never exists in part.  Jobs that wait or run are in the way of a
 removal: it is refused, or the model or server takes nothing new until they have ended and maintenance ends the removal.
-What Redis holds follows from the database: see routing/maintenance/reconcile/removal.py.
+What Redis holds follows from the database: see routing/maintenance/decommission.py.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers.answers import MAX_ANSWER_BYTES, Answer, Break, Broken
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
@@ -97,14 +97,18 @@ class Server:
             outcome = await self._ask(self._plan.submit, values, _end_of(call), send, self._hearing(values, tell))
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
-        return outcome or Outcome(Kind.RETRY, code="bad_answer")
+        return outcome or Outcome(OutcomeKind.RETRY, code="bad_answer")
 
     def is_over(self, call: Call, reply: Answer | Broken) -> bool:
         """Whether the end of a submit that was given up tells that the server has done with the run."""
         if isinstance(reply, Broken):
             return False
         outcome = self._plan.submit.judge.outcome(reply, self._about(self._values(call, self.known_id(call))))
-        return outcome is not None and outcome.kind not in (Kind.PENDING, Kind.UNKNOWN, Kind.UNREACHABLE)
+        return outcome is not None and outcome.kind not in (
+            OutcomeKind.PENDING,
+            OutcomeKind.UNKNOWN,
+            OutcomeKind.UNREACHABLE,
+        )
 
     async def status(self, call: Call, remote_id: str, send: Send) -> Outcome:
         """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
@@ -117,7 +121,7 @@ class Server:
             outcome = await self._first_verdict(values, end, send)
             return await self._with_result(outcome, values, end, send)
         except TemplateError as error:
-            return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+            return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def cancel(self, call: Call, remote_id: str | None, send: Send) -> bool:
         """Ask to give the job up; True if the server said yes.
@@ -132,7 +136,7 @@ class Server:
             outcome = await self._ask(self._plan.cancel, values, _end_of(call), send)
         except TemplateError:
             return False
-        return outcome is not None and outcome.kind is Kind.CANCELED
+        return outcome is not None and outcome.kind is OutcomeKind.CANCELED
 
     def pushed(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
         """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.
@@ -142,7 +146,7 @@ class Server:
         """
         values = self._values(call, remote_id or self.known_id(call))
         outcome = self._plan.callback.outcome(Answer(200, {}, body), self._about(values))
-        return outcome or Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+        return outcome or Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
 
     async def result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
         """Fetch the result of a run of which a push said that it is done."""
@@ -150,7 +154,7 @@ class Server:
         try:
             return await self._with_result(outcome, values, _end_of(call), send)
         except TemplateError as error:
-            return Outcome(Kind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+            return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def health(self, send: Send) -> Health:
         """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
@@ -173,10 +177,10 @@ class Server:
             outcome = await self._ask(step, values, end, send)
             if outcome is not None:
                 return outcome
-        return Outcome(Kind.PENDING, code="bad_answer", remote_id=values.remote_id)
+        return Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
 
     async def _with_result(self, outcome: Outcome, values: Values, end: float, send: Send) -> Outcome:
-        if outcome.kind is not Kind.DONE or self._plan.result is None:
+        if outcome.kind is not OutcomeKind.DONE or self._plan.result is None:
             return outcome
         return await self._ask(self._plan.result, values, end, send) or outcome
 
@@ -198,14 +202,16 @@ class Server:
         outcome = step.judge.outcome(reply, self._about(values))
         if (
             outcome is None
-            or outcome.kind is not Kind.FAILED
+            or outcome.kind is not OutcomeKind.FAILED
             or not step.judge.depends_on_health(reply, values.remote_id)
         ):
             return outcome
         health = await self.health(send)
         if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):
             return outcome
-        return Outcome(Kind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})")
+        return Outcome(
+            OutcomeKind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})"
+        )
 
     def _request(
         self,

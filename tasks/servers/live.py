@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import uvloop
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import refuses_connections
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.body import FILED_FROM
@@ -23,7 +23,7 @@ End: TypeAlias = "asyncio.Future[Answer | Broken]"
 """For the end of an exchange whose answer nobody waits for."""
 
 _DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
-_CUT = Outcome(Kind.UNKNOWN, code="cut_short", message="The call was cut short.")
+_CUT = Outcome(OutcomeKind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
 class _Cut(Exception):

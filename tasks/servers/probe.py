@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers import presets
 from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
@@ -158,10 +158,10 @@ class Trial:
         end = time.monotonic() + patience_s
         outcome = await self._server.submit(call, self._listening(wires, "submit"))
         remote_id = outcome.remote_id
-        while outcome.kind is Kind.PENDING and remote_id and time.monotonic() < end:
+        while outcome.kind is OutcomeKind.PENDING and remote_id and time.monotonic() < end:
             await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
             outcome = await self._server.status(call, remote_id, self._listening(wires, "status", remote_id))
-        if outcome.kind in (Kind.PENDING, Kind.UNKNOWN) and self.description.cancel is not None:
+        if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN) and self.description.cancel is not None:
             await self._server.cancel(call, remote_id, self._listening(wires, "cancel", remote_id))
         return outcome
 

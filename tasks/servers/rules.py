@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
 from tasks.servers.answers import (
     MAX_DEPTH,
@@ -30,19 +30,19 @@ from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.templates import to_json
 
 _CODES = {
-    Kind.DONE: "",
-    Kind.PENDING: "",
-    Kind.FAILED: "job_failed",
-    Kind.RETRY: "server_error",
-    Kind.BUSY: "busy",
-    Kind.CANCELED: "canceled",
-    Kind.LOST: "not_found",
-    Kind.UNKNOWN: "no_answer",
-    Kind.UNREACHABLE: "unreachable",
+    OutcomeKind.DONE: "",
+    OutcomeKind.PENDING: "",
+    OutcomeKind.FAILED: "job_failed",
+    OutcomeKind.RETRY: "server_error",
+    OutcomeKind.BUSY: "busy",
+    OutcomeKind.CANCELED: "canceled",
+    OutcomeKind.LOST: "not_found",
+    OutcomeKind.UNKNOWN: "no_answer",
+    OutcomeKind.UNREACHABLE: "unreachable",
 }
 # FAILED, not RETRY: the same request has the same result, and each try is a whole run on a GPU.
 TOO_DEEP = Outcome(
-    Kind.FAILED,
+    OutcomeKind.FAILED,
     code="answer_too_deep",
     message=f"The server's result is nested more than {MAX_DEPTH} levels deep: have the model return flatter lists and "
     "objects, or its result as one text.",
@@ -177,7 +177,7 @@ class Judge:
 
     def _judged(self, reply: Answer | Broken, about: About) -> Outcome | None:
         if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
-            return Outcome(Kind.FAILED, code="answer_too_large", message=reply.message)
+            return Outcome(OutcomeKind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, Broken) and reply.how is Break.UNSENDABLE:
             return self._nonsense(reply.message, about, code="misconfigured")
         if isinstance(reply, Answer) and self._names_another(reply, about):
@@ -194,17 +194,17 @@ class Judge:
 
     def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
         """What a rule that holds makes of the reply."""
-        kind = Kind(rule.then)
-        if kind is Kind.DONE and isinstance(reply, Answer):
+        kind = OutcomeKind(rule.then)
+        if kind is OutcomeKind.DONE and isinstance(reply, Answer):
             return self._done(reply, about)
-        remote_id = self._remote_id(reply, about) if kind is Kind.PENDING else None
-        if kind is Kind.PENDING and remote_id is None and self.requires_id:
+        remote_id = self._remote_id(reply, about) if kind is OutcomeKind.PENDING else None
+        if kind is OutcomeKind.PENDING and remote_id is None and self.requires_id:
             return self._nonsense("the server has taken the job but gave no usable id", about)
         code = rule.code if rule.code is not None else _CODES[kind]
-        asks_patience = kind in (Kind.BUSY, Kind.RETRY) and isinstance(reply, Answer)
+        asks_patience = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Answer)
         wanted_s = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
         message = rule.message or (self._message(reply, about, kind) if code else "")
-        far = self._progress(reply) if kind is Kind.PENDING else None
+        far = self._progress(reply) if kind is OutcomeKind.PENDING else None
         return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wanted_s, progress=far)
 
     def _progress(self, reply: Answer | Broken) -> Any:
@@ -216,14 +216,14 @@ class Judge:
 
     def _done(self, answer: Answer, about: About) -> Outcome:
         if self.as_text:
-            return Outcome(Kind.DONE, result=answer.text)
+            return Outcome(OutcomeKind.DONE, result=answer.text)
         document = answer.json
         if document is NOT_JSON:
             return self._nonsense("the answer is not JSON", about)
         value = resolve(document, _with_id(self.result, about.asked))
         if value is MISSING:
-            return Outcome(Kind.DONE)
-        return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(Kind.DONE, result=value)
+            return Outcome(OutcomeKind.DONE)
+        return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(OutcomeKind.DONE, result=value)
 
     def _remote_id(self, reply: Answer | Broken, about: About) -> str | None:
         if self.is_poll or isinstance(reply, Broken) or reply.json is NOT_JSON:
@@ -232,7 +232,7 @@ class Judge:
         return about.asked if value is MISSING else id_text(value)
 
     def _nonsense(self, message: str, about: About, code: str = "bad_answer") -> Outcome:
-        kind = Kind.PENDING if self.is_poll else Kind.RETRY
+        kind = OutcomeKind.PENDING if self.is_poll else OutcomeKind.RETRY
         return Outcome(kind, code=code, message=message, remote_id=about.asked if self.is_poll else None)
 
     def _names_another(self, answer: Answer, about: About) -> bool:
@@ -247,11 +247,11 @@ class Judge:
         value = resolve(answer.json, self.echo)
         return value is not MISSING and value is not None and id_text(value) not in ours
 
-    def _message(self, reply: Answer | Broken, about: About, kind: Kind) -> str:
+    def _message(self, reply: Answer | Broken, about: About, kind: OutcomeKind) -> str:
         if isinstance(reply, Broken):
             return reply.message
         said = self._said(reply)
-        if kind is Kind.CANCELED:
+        if kind is OutcomeKind.CANCELED:
             return clean(f"the server canceled the run: {said}", about.secrets)
         return clean(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers.answers import NOT_JSON, Answer, Break, Broken, is_too_deep
 from tasks.servers.defaults import event_rules
 from tasks.servers.description import EventRule, Stream
@@ -20,13 +20,15 @@ from tasks.servers.rules import TOO_DEEP, About, Judge
 
 MOST_PIECES = 100_000
 """Of a list: each costs far more memory than its bytes."""
-_ENDINGS = frozenset({Kind.DONE, Kind.FAILED, Kind.RETRY, Kind.BUSY, Kind.CANCELED})
-_UNENDED = Outcome(Kind.RETRY, code="stream_unended", message="The server ended its stream without the end of it.")
+_ENDINGS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED})
+_UNENDED = Outcome(
+    OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
+)
 _TOO_MANY = Outcome(
-    Kind.FAILED,
+    OutcomeKind.FAILED,
     code="answer_too_large",
     message=f"The server's stream has more than {MOST_PIECES} pieces: have the server send fewer, larger ones.",
-    lingers=True,
+    server_still_running=True,
 )
 
 
@@ -150,7 +152,7 @@ class Hearing:
     @property
     def is_broken_off(self) -> bool:
         """Its server may be at it still, and is not listened to any longer."""
-        return self._verdict is not None and self._verdict.lingers
+        return self._verdict is not None and self._verdict.server_still_running
 
     @property
     def silent_s(self) -> float:
@@ -177,7 +179,7 @@ class Hearing:
             return self._verdict
         if isinstance(reply, Broken):
             judged = self._judge.outcome(reply, self._about())
-            return judged._replace(lingers=True) if judged and reply.how is Break.TOO_LARGE else judged
+            return judged._replace(server_still_running=True) if judged and reply.how is Break.TOO_LARGE else judged
         if not _tells_its_length(reply.headers):
             return _UNENDED
         self._hear_out()
@@ -246,7 +248,7 @@ class Hearing:
 
     def _add_value(self, value: Any) -> None:
         if is_too_deep(value):
-            self._verdict = TOO_DEEP._replace(lingers=True)
+            self._verdict = TOO_DEEP._replace(server_still_running=True)
             return
         if self._stream.join == "list":
             self._values.append(value)
@@ -262,10 +264,10 @@ class Hearing:
             return judged if judged and judged.kind in _ENDINGS else self._garbage("its last event is no answer")
         joined: Any = "".join(self._texts) if self._stream.join == "text" else self._values
         whole = {"output": joined, **self._kept} if self._stream.keep else joined
-        return TOO_DEEP if is_too_deep(whole) else Outcome(Kind.DONE, result=whole)
+        return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)
 
     def _garbage(self, message: str) -> Outcome:
-        return Outcome(Kind.RETRY, code="bad_answer", message=message, lingers=True)
+        return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message, server_still_running=True)
 
 
 def _tells_its_length(headers: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from slotkeeper import json_text
 from tasks.servers.call import Call
 from tasks.servers.paths import MAX_LENGTH, check_path
@@ -44,18 +44,18 @@ _ENDPOINT = "endpoint"
 class TemplateError(Exception):
     """A template could not be filled.  Nothing was sent."""
 
-    def __init__(self, kind: Kind, code: str, message: str) -> None:
+    def __init__(self, kind: OutcomeKind, code: str, message: str) -> None:
         super().__init__(message)
         self.kind, self.code = kind, code
 
 
 def _wrong_payload(message: str) -> TemplateError:
-    return TemplateError(Kind.FAILED, "bad_payload", message)
+    return TemplateError(OutcomeKind.FAILED, "bad_payload", message)
 
 
 def _wrong_setup(message: str) -> TemplateError:
     # Costs a retry, not the job: somebody may set the secret or the path right meanwhile.
-    return TemplateError(Kind.RETRY, "misconfigured", message)
+    return TemplateError(OutcomeKind.RETRY, "misconfigured", message)
 
 
 @dataclass(frozen=True, slots=True)

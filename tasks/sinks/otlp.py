@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from routing.queries import spans
-from routing.queries.spans import Span
+from routing.queries import trace_spans
+from routing.queries.trace_spans import TraceSpan
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
@@ -38,7 +38,11 @@ _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 # What is wrong with the spans themselves.  That the key or the path is wrong, a person can mend: these wait.
 _REFUSED = frozenset({400, 413, 415, 422})
 _SCOPE = InstrumentationScope("slotkeeper")
-_KINDS = {spans.SUBMIT: SpanKind.SERVER, spans.EXCHANGE: SpanKind.CLIENT, spans.WEBHOOK: SpanKind.CLIENT}
+_KINDS = {
+    trace_spans.SUBMIT: SpanKind.SERVER,
+    trace_spans.EXCHANGE: SpanKind.CLIENT,
+    trace_spans.WEBHOOK: SpanKind.CLIENT,
+}
 
 
 class Refused(Exception):
@@ -89,13 +93,13 @@ class Traces:
         if found and self._exporter.export(found) is not SpanExportResult.SUCCESS:
             raise SinkAway("The receiver of traces does not take them.")
 
-    def _of(self, some: Sequence[Published]) -> Iterator[Span]:
+    def _of(self, some: Sequence[Published]) -> Iterator[TraceSpan]:
         known = timelines.read_timelines(self._database, [it.key for it in some])
         for it in some:
             trail = known.get(it.key)
             try:
                 if trail is not None:
-                    yield from spans.of_job(trail) if it.type in _ENDS else spans.of_webhooks(trail)
+                    yield from trace_spans.job_spans(trail) if it.type in _ENDS else trace_spans.webhook_spans(trail)
             except Exception:  # Whatever is wrong with it in the record, the others are told.
                 log.exception("trace_not_made", job_id=it.key)
 
@@ -148,7 +152,7 @@ class Receiver(SpanExporter):
         self._exporter.shutdown()
 
 
-def in_their_words(span: Span, resource: Resource) -> ReadableSpan:
+def in_their_words(span: TraceSpan, resource: Resource) -> ReadableSpan:
     """A span as OpenTelemetry has it."""
     kind = _KINDS.get(span.name, SpanKind.INTERNAL)
     return ReadableSpan(

@@ -3,7 +3,7 @@
 import structlog
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
-from routing.dispatch.steps import Postponed, Steps
+from routing.dispatch.run_steps import OnPostponed, RunSteps
 from tasks.servers import Call, Live
 from tasks.worker.engine import Engine
 
@@ -13,8 +13,8 @@ log = structlog.get_logger(__name__)
 class Abandoned:
     """Observes the answers of a worker's runs that have ended here.  For the event loop alone."""
 
-    def __init__(self, engine: Engine, dispatcher: Dispatcher, postponed: Postponed) -> None:
-        self._engine, self._steps = engine, Steps(dispatcher, engine, postponed)
+    def __init__(self, engine: Engine, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
+        self._engine, self._steps = engine, RunSteps(dispatcher, engine, postponed)
         self._noted: dict[str, tuple[Live, Call]] = {}  # by lease, until their ends are stored
 
     def note(self, lease: str, live: Live, call: Call) -> None:
@@ -31,4 +31,4 @@ class Abandoned:
     async def _observe(self, active: ActiveRun, live: Live, call: Call) -> None:
         if await live.is_over(call):
             log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
-            await self._steps.server_released(active)
+            await self._steps.release_quarantine(active)

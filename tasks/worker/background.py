@@ -8,9 +8,9 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.dispatch.steps import BlockingIo, Steps, wait
+from routing.dispatch.run_steps import RunSteps, ThreadIo, run_blocking
 from routing.queue.leases import Lease
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.process_locks import ProcessLocks
 from tasks.aside import Aside
 
@@ -29,7 +29,7 @@ class Background:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        workers: Workers,
+        workers: WorkerCapacity,
         owner: str,
         lifetimes: ProcessLocks | None,
         ask_database: Callable[[], object],
@@ -44,7 +44,7 @@ class Background:
         self._tasks = Aside("chores", self.run)
         if lifetimes is not None:
             lifetimes.try_acquire(owner)  # before its first claim
-        workers.refresh_by(self._look.ask)  # The loop asks for it, and must not wait.
+        workers.refresh_in_background(self._look.ask)  # The loop asks for it, and must not wait.
 
     def after_beat(self, was_away: bool) -> None:
         """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
@@ -73,15 +73,15 @@ class Background:
 
     def _look_at_workers(self) -> None:
         with suppress(RedisError):  # The poller says so once a second.
-            self._workers.look()
+            self._workers.read_total()
 
     def _release_pending(self) -> None:
         """Redis is back: free what could not be freed.  Another holder of such a lease is not disturbed (LEASE-4)."""
         with self._lock:
             pending, self._pending = self._pending, {}
-        steps = Steps(self._dispatcher, BlockingIo(self._dispatcher), self.postpone)
+        steps = RunSteps(self._dispatcher, ThreadIo(self._dispatcher), self.postpone)
         for lease, (back, cooldown_ms) in pending.items():
             if self._pending:  # Redis is away again, and each try costs its time-out.
                 self.postpone(lease, back, cooldown_ms)
             else:
-                wait(steps.free(lease, back=back, cooldown_ms=cooldown_ms))
+                run_blocking(steps.free(lease, back=back, cooldown_ms=cooldown_ms))

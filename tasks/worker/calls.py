@@ -8,7 +8,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.queue.leases import Lease
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
@@ -58,7 +58,7 @@ class Calls:
         """Call the server, and return what came of it.  Raises RecordUnavailable."""
         run = own.run
         if run.cancel_requested:
-            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+            return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
         speech = self._saying.of(run.job.id, run.attempt)
         try:
             if not descriptions.is_known(run.described_by):
@@ -75,11 +75,13 @@ class Calls:
         except DatabaseUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:
-            return Outcome(Kind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}.")
+            return Outcome(
+                OutcomeKind.RETRY, code="misconfigured", message=f"The model's configuration is wrong: {error}."
+            )
         except Exception as error:
             log.exception("run_failed", job_id=run.job.id)
             said = f"The worker failed under it: {type(error).__name__}."
-            return Outcome(Kind.LOST, code="internal_error", message=said)
+            return Outcome(OutcomeKind.LOST, code="internal_error", message=said)
         finally:
             speech.end()
 

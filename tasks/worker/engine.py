@@ -136,7 +136,7 @@ class Engine:
     def __init__(self, database: Database, leases: Leases) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.wires = Wires(self.loop)
-        self._room = leases.pipeline(self.loop)
+        self._room = leases.open_pipeline(self.loop)
         self._relaxed = Commits("record-relaxed", self.loop, database)
         self._durable = Commits("record-durable", self.loop, database, _BEHIND_S)
         self._rare = ThreadPoolExecutor(_RARE_THREADS, thread_name_prefix="rare")

@@ -1,7 +1,7 @@
 """One run, from the claim of its offer to the notification of its end.
 
 Read `run` and what it calls, from top to bottom.  What each step does to the database and to Redis stands in
-routing/dispatch/steps.py, what an end means in routing/dispatch/decision.py, how a server is called in calls.py and runner.py.
+routing/dispatch/run_steps.py, what an end means in routing/dispatch/decision.py, how a server is called in calls.py and runner.py.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
-from routing.dispatch.outcome import Kind, Outcome, StopReason
-from routing.dispatch.steps import Steps
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.dispatch.run_steps import RunSteps
 from routing.queue.leases import Lease
 from routing.queue.queues import Offer
 from slotkeeper import json_text, logs
@@ -45,7 +45,7 @@ _NEVER_S = float("-inf")
 
 
 async def finish(
-    steps: Steps,
+    steps: RunSteps,
     active: ActiveRun,
     decision: Decision,
     claimant: Callable[[], str],
@@ -62,7 +62,7 @@ async def finish(
         crash_at("slot_passed_on")
         moved = await steps.store(active, decision)
         if moved is None:
-            await steps.server_released(active)
+            await steps.release_quarantine(active)
     else:  # The job may come back, or its server may still run it.
         moved = await steps.store(active, decision)
         asked_s = boottime_s()
@@ -93,7 +93,7 @@ class Executor:
         self._heartbeat, self._capacity, self._poller = heartbeat, capacity, poller
         self._calls, self._rights, self._abandoned = calls, rights, abandoned
         self._background = background
-        self._steps = Steps(dispatcher, engine, background.postpone)
+        self._steps = RunSteps(dispatcher, engine, background.postpone)
         self._one_large_end = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
         self.is_grace_over = False  # All runs have been told to stop.
@@ -150,7 +150,7 @@ class Executor:
         The lease is kept alive meanwhile, since that may take longer than a lease lasts.
         """
         crash_at("start_claimed")
-        lease, active = Lease.of_offer(offer, self._owner), None
+        lease, active = Lease.from_offer(offer, self._owner), None
         watch = self._heartbeat.add(lease, starting=True, held_s=asked_s)
         io = PatientIo(self._engine, watch)
         if self.is_grace_over:
@@ -161,7 +161,7 @@ class Executor:
             try:
                 active = await self._steps.start(offer, lease, self.node_name)
             except CommitUnknown as unknown:
-                active = await io.until_known(unknown, partial(self._steps.stored_start, lease))
+                active = await io.until_known(unknown, partial(self._steps.find_stored_start, lease))
         finally:
             watch.starting = False
             if active is None:
@@ -169,7 +169,7 @@ class Executor:
         crash_at("start_committed")
         if active is None:
             return None
-        return OwnRun(active, watch, taken, io, Steps(self._dispatcher, io, self._background.postpone))
+        return OwnRun(active, watch, taken, io, RunSteps(self._dispatcher, io, self._background.postpone))
 
     async def carry_out(self, own: OwnRun) -> None:
         """Call the server, and end the run with what came of that."""
@@ -208,8 +208,10 @@ class Executor:
             await self._spawn_next(lease, None, following, asked_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if own.taken.offer.resumes and not own.watch.sent:  # Its server may be at the call of the worker before.
-            outcome = outcome._replace(lingers=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
+        if own.taken.offer.is_resumption and not own.watch.sent:  # Its server may be at the call of the worker before.
+            outcome = (
+                outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
+            )
         config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
         decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
         async with self._one_large_end if is_large else nullcontext():
@@ -257,7 +259,7 @@ class Executor:
 
     async def _leave(self, offer: Offer) -> None:
         """The offered job was gone: the slot goes to the next."""
-        lease, asked_s, following = Lease.of_offer(offer, self._owner), boottime_s(), None
+        lease, asked_s, following = Lease.from_offer(offer, self._owner), boottime_s(), None
         try:
             following = await self._steps.leave_unstarted(lease, self._capacity.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
@@ -266,9 +268,9 @@ class Executor:
 
     async def _reopen(self, offer: Offer) -> None:
         """Let another worker have what this one has been offered and not begun."""
-        lease = Lease.of_offer(offer, self._owner)
-        if offer.resumes:
-            await self._steps.offer_again(lease, offer.model)
+        lease = Lease.from_offer(offer, self._owner)
+        if offer.is_resumption:
+            await self._steps.reopen_offer(lease, offer.model)
         else:
             await self._steps.free(lease, back=True)
 
@@ -276,11 +278,11 @@ class Executor:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
         is_foreseen = isinstance(error, SlotkeeperError | RedisError)
         log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_foreseen else error)
-        if offer.resumes:
+        if offer.is_resumption:
             return  # Its server may run it: no other may have it.  The reaper offers it once more.
         if isinstance(error, CommitUnknown):
             return  # It may be running under this lease; when that expires, the reaper finds out.
-        await self._steps.free(Lease.of_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)
+        await self._steps.free(Lease.from_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)
 
 
 def _is_large(outcome: Outcome | StopReason) -> bool:
@@ -295,4 +297,4 @@ def _not_ended(error: Exception) -> Outcome:
     The slot has a cooldown, longer each time, so that an error which comes again does not keep the server busy.
     """
     message = f"The worker could not store the end of the run ({type(error).__name__}); the job is run again."
-    return Outcome(Kind.BUSY, code="internal_error", message=message)
+    return Outcome(OutcomeKind.BUSY, code="internal_error", message=message)

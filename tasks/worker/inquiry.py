@@ -7,8 +7,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.dispatch.steps import BlockingIo, Postponed, Steps, wait
-from routing.queue.leases import Lease, Restored
+from routing.dispatch.run_steps import OnPostponed, RunSteps, ThreadIo, run_blocking
+from routing.queue.leases import Lease, LeasedJob
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import JobStatus
@@ -27,9 +27,9 @@ class Inquiry:
     last that Redis was told, and not be another's.  Until the record answers, the run goes on.
     """
 
-    def __init__(self, dispatcher: Dispatcher, postponed: Postponed) -> None:
+    def __init__(self, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
         self._dispatcher = dispatcher
-        self._steps = Steps(dispatcher, BlockingIo(dispatcher), postponed)
+        self._steps = RunSteps(dispatcher, ThreadIo(dispatcher), postponed)
         self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -88,15 +88,15 @@ class Inquiry:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
         lease = watch.lease
         try:
-            written = self._dispatcher.leases.restore(lease.fleet, [Restored(lease, found.job)])
+            written = self._dispatcher.leases.restore(lease.fleet, [LeasedJob(lease, found.job)])
         except RedisError as error:  # The next renewal will ask once more.
             log.warning("lease_not_restored", job_id=lease.job_id, error=str(error))
         else:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
             if watch.over:  # It has ended meanwhile, and nobody else frees what was written just now.
-                wait(self._steps.free(lease, back=False))
+                run_blocking(self._steps.free(lease, back=False))
 
 
 def _runs_under(found: JobStatus, lease: Lease) -> bool:
-    return found.state is State.RUNNING and found.lease == lease.tag
+    return found.state is State.RUNNING and found.lease == lease.stored_text

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.steps import Steps
+from routing.dispatch.run_steps import RunSteps
 from slotkeeper.jobs.values import Run
 from tasks.worker.capacity import Taken
 from tasks.worker.heartbeat import Watch
@@ -17,7 +17,7 @@ class OwnRun(NamedTuple):
     watch: Watch
     taken: Taken
     io: PatientIo
-    steps: Steps
+    steps: RunSteps
 
     @property
     def run(self) -> Run:

@@ -21,7 +21,7 @@ _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long:
 
 
 class PatientIo:
-    """The Io of one run's steps (routing/dispatch/steps.py), which repeats what the database refuses.
+    """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
 
     Raises RecordUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
     """

@@ -12,8 +12,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.queue.queues import Look, Offer
-from routing.queue.workers import SAY_EVERY_S, Workers
+from routing.queue.queues import Offer, QueuePeek
+from routing.queue.worker_capacity import REPORT_EVERY_S, WorkerCapacity
 from slotkeeper.clock import boottime_s
 from tasks import threads
 
@@ -58,7 +58,7 @@ class Poller:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        workers: Workers,
+        workers: WorkerCapacity,
         owner: str,
         room: Callable[[], int],
         begin: Callable[[Offer, float], None],
@@ -79,16 +79,16 @@ class Poller:
         """Look no more, and say that this worker takes nothing."""
         self._ended.set()
         try:
-            self._workers.leave(self._owner)
+            self._workers.remove(self._owner)
         except Exception as error:  # It is forgotten in a few seconds anyway.
             log.info("leaving_untold", error=str(error))
 
     def look(self) -> int:
         """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
-        self._workers.say(self._owner, self._room())
-        looks = self._dispatcher.queues.looks(self._dispatcher.catalog.get().fleets())
+        self._workers.report(self._owner, self._room())
+        looks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
         found = [look for look in looks if self._is_unseen(look)]
-        self._seen = {look.fleet: look.oldest_open for look in looks if look.oldest_open is not None}
+        self._seen = {look.fleet: look.oldest_open_offer for look in looks if look.oldest_open_offer is not None}
         self.turns.replace([look.fleet for look in found])
         return sum(self._take(look.fleet) for look in found)
 
@@ -106,11 +106,11 @@ class Poller:
             log.warning("offer_postponed", error=str(error))
         return None
 
-    def _is_unseen(self, look: Look) -> bool:
+    def _is_unseen(self, look: QueuePeek) -> bool:
         """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""
-        if look.oldest_open is None:
-            return look.startable
-        return self._seen.get(look.fleet) == look.oldest_open
+        if look.oldest_open_offer is None:
+            return look.may_start
+        return self._seen.get(look.fleet) == look.oldest_open_offer
 
     def _take(self, fleet: str) -> int:
         """Begin what is there, as far as there is room."""
@@ -129,4 +129,4 @@ class Poller:
                 self.look()
             except Exception as error:
                 log.warning("look_failed", error=str(error))
-            self._ended.wait(SAY_EVERY_S)
+            self._ended.wait(REPORT_EVERY_S)

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from routing.dispatch.dispatcher import Dispatcher, new_owner
-from routing.queries.said import Telling
-from routing.queue.workers import Workers
+from routing.dispatch.dispatcher import Dispatcher, new_lease_owner
+from routing.progress import ProgressCommands
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.process import singleton
 from slotkeeper.process_locks import ProcessLocks
 from tasks.config import TaskSettings
@@ -30,14 +30,14 @@ class Worker:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        workers: Workers,
-        telling: Telling,
+        workers: WorkerCapacity,
+        telling: ProgressCommands,
         capacity: int,
         note_gap: Callable[[float], object] = lambda seconds: None,
         lifetimes: ProcessLocks | None = None,
     ) -> None:
         """`note_gap`: as in Calls.  `lifetimes`: as in Background."""
-        self.owner = new_owner("worker")
+        self.owner = new_lease_owner("worker")
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._is_draining = False  # for good
         self.places = Capacity(capacity, self.owner, lambda: self.takes)
@@ -135,4 +135,4 @@ class Worker:
 @singleton
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
-    return Worker(dispatcher(), workers(), telling(), TaskSettings().threads, tallies().handed_on, lifetimes())
+    return Worker(dispatcher(), workers(), telling(), TaskSettings().threads, tallies().observe_handoff, lifetimes())

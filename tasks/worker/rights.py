@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Leases
 from slotkeeper.clock import boottime_s
 from slotkeeper.errors import SlotkeeperError
@@ -39,7 +39,7 @@ class Rights:
         while (age_s := boottime_s() - watch.held_s) > self._renew_s:
             asked_s = boottime_s()
             try:
-                answer = await self._ask(self._leases.holding(watch.lease))
+                answer = await self._ask(self._leases.check_command(watch.lease))
             except RedisError as error:
                 log.warning("lease_not_checked", job_id=watch.lease.job_id, error=str(error))
                 return boottime_s() - watch.held_s < self._lease_s

@@ -10,8 +10,8 @@ import orjson
 import structlog
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.outcome import Kind, Outcome, StopReason
-from routing.queries.spans import ATTEMPT
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.queries.trace_spans import ATTEMPT
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
@@ -114,11 +114,11 @@ class Runner:
         """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises RecordUnavailable."""
         live = self._live
         if live is None:
-            return Outcome(Kind.UNREACHABLE, code="server_removed", message="The server was removed.")
+            return Outcome(OutcomeKind.UNREACHABLE, code="server_removed", message="The server was removed.")
         self._watch.listen(self._hear)
         try:
             found = await self._begin(live)
-            while isinstance(found, Outcome) and found.kind in (Kind.PENDING, Kind.UNKNOWN):
+            while isinstance(found, Outcome) and found.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
                 if not await self._keep(found.remote_id):
                     return StopReason.LOST
                 if self._left() is None:
@@ -128,12 +128,12 @@ class Runner:
             self._watch.listen_no_more()
         if isinstance(found, StopReason) or self._is_over(live, found):
             return found
-        return found._replace(lingers=True)
+        return found._replace(server_still_running=True)
 
     def _is_over(self, live: Live, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""
         sent = self._answered or self._remote_id is not None
-        return outcome.kind is not Kind.CANCELED or not sent or _frees_slot(live) != "no"
+        return outcome.kind is not OutcomeKind.CANCELED or not sent or _frees_slot(live) != "no"
 
     async def _begin(self, live: Live) -> Outcome | StopReason:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
@@ -142,7 +142,7 @@ class Runner:
         if (left := self._left()) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
             return left
         if self._watch.cancel:
-            return Outcome(Kind.CANCELED, message="Canceled before it was sent.")
+            return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
         if live.description.is_found_by_given_id and not await self._keep(live.known_id(self.question)):
             return StopReason.LOST
         call = self._call
@@ -153,7 +153,7 @@ class Runner:
 
     async def _submit(self, live: Live, call: Call) -> Outcome:
         outcome = await live.submit(call)
-        self._answered, self._unheard = True, outcome.kind is Kind.UNKNOWN
+        self._answered, self._unheard = True, outcome.kind is OutcomeKind.UNKNOWN
         crash_at("run_sent")
         if not live.is_broken or not self._unheard:
             return outcome
@@ -167,7 +167,7 @@ class Runner:
         """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
         call = self._call
         if not await self._holds(self._watch):  # The database says soon whether the run still counts.
-            return Outcome(Kind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
+            return Outcome(OutcomeKind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
         self._may_send_again = False
         return await self._submit(live, call)
 
@@ -233,7 +233,7 @@ class Runner:
 
     def _interval_s(self, last: Outcome) -> float:
         """How long to wait before the server is asked again."""
-        every_s = self._config.poll_interval if last.kind is Kind.PENDING else _FIND_OUT_EVERY_S
+        every_s = self._config.poll_interval if last.kind is OutcomeKind.PENDING else _FIND_OUT_EVERY_S
         if self._watch.cancel:  # It may have been heard while the server was being asked, and has its own patience.
             return min(every_s, _FIND_OUT_EVERY_S)
         every_s, self._phase = every_s * self._phase, 1.0
@@ -242,11 +242,13 @@ class Runner:
     def _cancel(self) -> Outcome | None:
         """The server has been told, or is being told; watch for a moment whether it lets go."""
         if self._let_go:
-            return Outcome(Kind.CANCELED, message="Canceled.")
+            return Outcome(OutcomeKind.CANCELED, message="Canceled.")
         if self._cancel_until is None:
             self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
         elif time.monotonic() > self._cancel_until:
-            return Outcome(Kind.CANCELED, message="Canceled; the server did not confirm it.", lingers=True)
+            return Outcome(
+                OutcomeKind.CANCELED, message="Canceled; the server did not confirm it.", server_still_running=True
+            )
         return None
 
     def _hear(self) -> None:
@@ -280,8 +282,15 @@ class Runner:
         deadline_ms = self._run.deadline_ms
         if deadline_ms is not None and now_ms() >= deadline_ms:
             said = f"The job's own deadline (ttl) passed while it ran.{said}"
-            return Outcome(Kind.RETRY, code="deadline_passed", message=said, lingers=not self._let_go)
-        return Outcome(Kind.RETRY, code="timed_out", message=f"Exceeded max_poll_time.{said}", lingers=not self._let_go)
+            return Outcome(
+                OutcomeKind.RETRY, code="deadline_passed", message=said, server_still_running=not self._let_go
+            )
+        return Outcome(
+            OutcomeKind.RETRY,
+            code="timed_out",
+            message=f"Exceeded max_poll_time.{said}",
+            server_still_running=not self._let_go,
+        )
 
     async def _ask(self, live: Live) -> Outcome:
         if live.description.mode == "callback":
@@ -290,11 +299,13 @@ class Runner:
 
     async def _poll(self, live: Live, remote_id: str) -> Outcome:
         outcome = await live.status(self.question, remote_id)
-        if outcome.kind is Kind.LOST and self._unheard and self._may_send_again:
+        if outcome.kind is OutcomeKind.LOST and self._unheard and self._may_send_again:
             return await self._send_again(live)  # It has never had it.
-        if outcome.kind is Kind.PENDING and outcome.code:  # It cannot be asked: it may be down, and by this very job.
+        if (
+            outcome.kind is OutcomeKind.PENDING and outcome.code
+        ):  # It cannot be asked: it may be down, and by this very job.
             self._may_send_again = False
-        elif outcome.kind is Kind.PENDING:
+        elif outcome.kind is OutcomeKind.PENDING:
             self._unheard = False
         return outcome
 
@@ -312,8 +323,8 @@ class Runner:
             self._silent_since = now
         elif patience_s is not None and now - self._silent_since >= patience_s:
             said = f"The server is well, and has not told the end for {patience_s:g} s."
-            return Outcome(Kind.LOST, code="server_silent", message=said)
-        return Outcome(Kind.PENDING, remote_id=self._remote_id)
+            return Outcome(OutcomeKind.LOST, code="server_silent", message=said)
+        return Outcome(OutcomeKind.PENDING, remote_id=self._remote_id)
 
     async def _find_out(self, live: Live) -> Outcome:
         """The request was sent and never answered: the server may be running it, so its slot is kept.
@@ -330,11 +341,11 @@ class Runner:
             # A job under which servers have died may be what kills them: it is sent to one at a time.
             if self._may_send_again and not self._run.crashes:
                 return await self._send_again(live)
-            return Outcome(Kind.LOST, code="server_lost", message="The server does not know the job any more.")
+            return Outcome(OutcomeKind.LOST, code="server_lost", message="The server does not know the job any more.")
         if known is None and self._broken_until is not None and time.monotonic() >= self._broken_until:
             said = "The server broke the connection under the job, and has not said since that it runs it."
-            return Outcome(Kind.LOST, code="connection_lost", message=said, lingers=True)
-        return Outcome(Kind.UNKNOWN, message=health.message)
+            return Outcome(OutcomeKind.LOST, code="connection_lost", message=said, server_still_running=True)
+        return Outcome(OutcomeKind.UNKNOWN, message=health.message)
 
     def _absent(self, health: Health) -> Outcome | None:
         """What it means that nobody answers at the server; None: somebody does."""
@@ -344,12 +355,19 @@ class Runner:
         self._may_send_again = False
         self._gone_since = self._gone_since or time.monotonic()
         if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
-            return Outcome(Kind.UNKNOWN, message=health.message)
-        return Outcome(Kind.LOST, code="server_lost", message="The server went away under the job.", lingers=True)
+            return Outcome(OutcomeKind.UNKNOWN, message=health.message)
+        return Outcome(
+            OutcomeKind.LOST,
+            code="server_lost",
+            message="The server went away under the job.",
+            server_still_running=True,
+        )
 
 
 _CRASHED = Outcome(
-    Kind.LOST, code="server_lost", message="The server's process ended under the job: its address refuses connections."
+    OutcomeKind.LOST,
+    code="server_lost",
+    message="The server's process ended under the job: its address refuses connections.",
 )
 
 

@@ -13,7 +13,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import JobError, Run
 from tasks import callbacks, push
 from tests.support.api import Api
-from tests.support.ends import end_run, store_end
+from tests.support.ends import end_run_with, store_end
 from tests.support.starts import store_remote_id, store_start
 
 DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
@@ -173,7 +173,7 @@ def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> 
     """LEASE-3, seen from the door."""
     old = _token(task)
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
-    again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1)
+    again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.stored_text, 1)
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
     assert api.job(task.run.job.id).state is State.RUNNING
@@ -185,7 +185,7 @@ def _taken_up(api: Api, task: ActiveRun, why: Reason, server: str = "gpu1") -> R
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
     store_end(store, run.job.id, run.attempt, why, run.started_ms + 10)
-    again = store_start(store, run.job.id, server, f"{server}-slot0", task.lease.tag, run.started_ms + 20)
+    again = store_start(store, run.job.id, server, f"{server}-slot0", task.lease.stored_text, run.started_ms + 20)
     assert again is not None
     return again
 
@@ -205,7 +205,7 @@ def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task:
     old, store, job_id = _token(task), api.dispatcher.store, task.run.job.id
     again = _taken_up(api, task, Reason.HANDED_BACK)
     store_end(store, job_id, again.attempt, Reason.LEASE_EXPIRED, again.started_ms + 10)
-    assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.tag, again.started_ms + 20) is not None
+    assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.stored_text, again.started_ms + 20) is not None
     assert _push(api, job_id, callbacks.token(job_id, 2)).status_code == 403, "nothing was sent under it"
     assert _push(api, job_id, old).json == {"status": "completed"}
 
@@ -231,12 +231,12 @@ def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -
     store_end(store, run.job.id, run.attempt, Reason.LEASE_EXPIRED, run.started_ms + 10)
     answer = _push(api, run.job.id, _token(task))
     assert (answer.status_code, answer.json["code"]) == (503, "between_workers")
-    assert store_start(store, run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, run.started_ms + 20) is not None
+    assert store_start(store, run.job.id, "gpu1", "gpu1-slot0", task.lease.stored_text, run.started_ms + 20) is not None
     assert _push(api, run.job.id, _token(task)).json == {"status": "completed"}
 
 
 def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: ActiveRun) -> None:
-    end_run(api.dispatcher, task, Reason.SERVER_BUSY, error=JobError("busy", "busy"))
+    end_run_with(api.dispatcher, task, Reason.SERVER_BUSY, error=JobError("busy", "busy"))
     before = api.job(task.run.job.id)
     answer = _push(api, task.run.job.id, _token(task))
     assert (answer.status_code, answer.json["status"]) == (200, "queued")
@@ -260,7 +260,9 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRu
     outcome = push.read(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
-    assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
+    assert (
+        store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.stored_text, 1) is not None
+    )
     before = api.job(task.run.job.id)
     assert not push.push(seen, outcome)
     assert api.job(task.run.job.id) == before
@@ -273,7 +275,9 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
-    assert store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.tag, 1) is not None
+    assert (
+        store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.stored_text, 1) is not None
+    )
     assert _push(api, task.run.job.id, old).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
 
@@ -316,7 +320,7 @@ def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkey
 
 def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: ActiveRun) -> None:
     job_id, waiting = task.run.job.id, api.submitted()
-    end_run(api.dispatcher, task, Reason.CANCEL_REQUESTED, lingers="canceled")
+    end_run_with(api.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     assert api.job(job_id).state is State.CANCELED
     assert _push(api, job_id, _token(task), {"status": "processing"}).json["status"] == "canceled"
     assert quarantine.find(api.database, job_id, task.run.attempt) is not None, "it goes on"

@@ -12,9 +12,10 @@ import pytest
 
 from app.factory import create_app
 from app.readiness import Readiness
-from routing.maintenance import ledger, pulse
-from routing.queries.processes import SILENT_MS, Process
+from routing.maintenance import task_runs
+from routing.queries.process_list import DEAD_AFTER_MS, Process
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger
 from tasks import maintenance
 from tasks.keyring import fingerprints
 from tasks.ready import of_workers
@@ -42,22 +43,22 @@ def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the password is hunter2")
 
-    monkeypatch.setattr("routing.queries.listing.find", fail)
+    monkeypatch.setattr("routing.queries.job_list.find_jobs", fail)
     answer = api.client.get("/queue/jobs")
     assert (answer.status_code, answer.json["code"]) == (500, "internal_error")
     assert "hunter2" not in answer.text
 
 
 def test_a_whole_process_is_ready(api: Api) -> None:
-    pulse.leave(scripts())
-    processes().say("worker@a/1", A_WORKER)
+    task_runs.mark_sweep(scripts())
+    processes().report("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready")
     assert (answer.status_code, answer.json["status"]) == (200, "ok")
     assert all(part == {"ok": True, "why": None} for part in answer.json["parts"].values())
 
 
 def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
-    processes().say("worker@a/1", A_WORKER)
+    processes().report("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready").json
     assert answer["status"] == "degraded" and "beat" in answer["parts"]["maintenance"]["why"]
     maintenance.sweep()
@@ -78,7 +79,7 @@ def test_it_is_degraded_as_long_as_no_worker_can_take_jobs(
     api: Api, workers: dict[str, dict[str, Any]], why: str | None
 ) -> None:
     for name, facts in workers.items():
-        processes().say(name, A_WORKER | facts)
+        processes().report(name, A_WORKER | facts)
     answer = api.client.get("/health/ready")
     assert answer.status_code == 200, "jobs are accepted"
     said = answer.json["parts"]["workers"]["why"]
@@ -87,15 +88,15 @@ def test_it_is_degraded_as_long_as_no_worker_can_take_jobs(
 
 
 def test_it_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
-    processes().say("worker@a/1", A_WORKER)
-    silent = Process("worker@b/1", "worker", "b", SILENT_MS, A_WORKER)
-    found = [*processes().all(), silent]
+    processes().report("worker@a/1", A_WORKER)
+    silent = Process("worker@b/1", "worker", "b", DEAD_AFTER_MS, A_WORKER)
+    found = [*processes().read_all(), silent]
     assert of_workers(found) == "1 of 2 workers are silent.  `slotkeeper processes` names them."
 
 
 def test_it_is_degraded_while_a_process_has_another_secret(api: Api) -> None:
     for name, secret in {"worker@a/1": fingerprints()[0], "worker@b/1": "another"}.items():
-        processes().say(name, A_WORKER | {"secret": secret})
+        processes().report(name, A_WORKER | {"secret": secret})
     answer = api.client.get("/health/ready").json
     assert answer["status"] == "degraded" and answer["parts"]["secret"]["why"].startswith("1 of 2 processes")
 
@@ -168,11 +169,11 @@ def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
 
 
 def test_what_the_audit_found_is_a_figure_until_it_finds_it_no_more(api: Api) -> None:
-    ledger.note_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, {"job-1": "slot_differs"}, T0)
+    ledger.store_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, {"job-1": "slot_differs"}, T0)
     found = _figures(api)
     assert found['slotkeeper_invariant_findings{check="slot_differs"}'] == 2
     assert found['slotkeeper_invariant_findings{check="ledger_unbalanced"}'] == 0
-    ledger.note_findings(api.database, {"slot_differs": 0}, {}, T0)
+    ledger.store_findings(api.database, {"slot_differs": 0}, {}, T0)
     assert _figures(api)['slotkeeper_invariant_findings{check="slot_differs"}'] == 0
 
 

@@ -8,7 +8,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Job, JobError
 from tests.support.api import Api
 from tests.support.builders import T0, a_job_in, an_ended_job
-from tests.support.ends import end_run, store_end
+from tests.support.ends import end_run_with, store_end
 
 UNKNOWN = "01920000-0000-7000-8000-000000000000"
 
@@ -50,7 +50,7 @@ def test_a_running_job_shows_where_and_a_waiting_one_its_place(api: Api) -> None
 def test_a_result_is_handed_on_as_it_is(api: Api) -> None:
     api.register()
     task = api.started()
-    end_run(api.dispatcher, task, Reason.FINISHED, result='{"url":"x","n":[1,2.5,null]}')
+    end_run_with(api.dispatcher, task, Reason.FINISHED, result='{"url":"x","n":[1,2.5,null]}')
     assert _get(api, task.run.job.id).json["result"] == {"url": "x", "n": [1, 2.5, None]}
 
 
@@ -76,7 +76,7 @@ def test_the_last_error_of_a_job_that_goes_on_is_no_end(api: Api) -> None:
     api.register()
     task = api.started()
     error = JobError("server_error", "out of memory")
-    end_run(api.dispatcher, task, Reason.SERVER_ERROR, error=error)
+    end_run_with(api.dispatcher, task, Reason.SERVER_ERROR, error=error)
     shown = _get(api, task.run.job.id).json
     assert (shown["status"], shown["error"], shown["last_error"]["code"]) == ("delayed", None, "server_error")
 
@@ -99,7 +99,7 @@ def test_without_redis_a_job_can_be_looked_at_all_the_same(mortal_api: Api) -> N
 def test_attempts_tell_each_start_and_its_end(api: Api) -> None:
     api.register()
     task = api.started()
-    end_run(api.dispatcher, task, Reason.SERVER_ERROR, error=JobError("server_error", "out of memory"))
+    end_run_with(api.dispatcher, task, Reason.SERVER_ERROR, error=JobError("server_error", "out of memory"))
     (attempt,) = api.client.get(f"/queue/jobs/{task.run.job.id}/attempts").json["attempts"]
     assert (attempt["attempt"], attempt["server"], attempt["outcome"]) == (1, "gpu1", "server_error")
     assert attempt["error"]["message"] == "out of memory"

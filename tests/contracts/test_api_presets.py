@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import presets
 from tasks.wiring import workers
 from tests.support.api import Api, TimedApi
@@ -118,7 +118,7 @@ def test_a_server_that_nothing_keeps_from_jobs_waits_for_them(api: Api) -> None:
 def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> None:
     api.register()
     task = api.started()
-    outcome = Outcome(Kind.RETRY, code="misconfigured", message="the server answered 404: no such route")
+    outcome = Outcome(OutcomeKind.RETRY, code="misconfigured", message="the server answered 404: no such route")
     end_in_order(api.dispatcher, task, decided(api.dispatcher, task, outcome))
     assert reasons(api) == ["misconfigured", "nothing_waits"]
     assert "404: no such route" in api.client.get("/admin/servers/gpu1/check").json["sentence"]
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_exist_is_not_found(api: Api) -> None:
 
 def test_no_worker_alive_is_a_reason(api: Api) -> None:
     api.register()
-    workers().leave("tests")
+    workers().remove("tests")
     assert "no_worker" in reasons(api)
 
 

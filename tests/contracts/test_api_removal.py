@@ -1,6 +1,6 @@
 """Removing models and servers, by the API."""
 
-from routing.maintenance.reconcile import removal
+from routing.maintenance import decommission
 from tests.support.api import Api
 
 
@@ -42,7 +42,7 @@ def test_a_drained_model_goes_and_its_ended_jobs_stay_readable(api: Api) -> None
     job_id = api.submitted()
     api.client.delete("/admin/models/zimg?drain=true")
     api.client.post(f"/queue/jobs/{job_id}/cancel")
-    assert [it.name for it in removal.go_on(api.dispatcher)] == ["zimg"]
+    assert [it.name for it in decommission.finish_removals(api.dispatcher)] == ["zimg"]
     assert api.client.get("/admin/models").json["models"] == []
     assert api.client.get(f"/queue/jobs/{job_id}").json["model"] == "zimg"
     listed = api.client.get("/queue/jobs", query_string={"model": "zimg"}).json["jobs"]

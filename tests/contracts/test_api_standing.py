@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from routing.maintenance import reconcile
-from routing.queries.servers import standings
+from routing.queries.server_status import read_servers
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import JobError
 from tests.support.api import NOTHING, Api, TimedApi
-from tests.support.ends import cool_down, end_run, free
+from tests.support.ends import cool_down, end_run_with, free
 from tests.support.starts import begin_run
 from tests.support.visitor import visitor
 
@@ -100,7 +100,7 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
         api.client.post("/admin/servers/gpu1/reset")
         assert _servers(api)[0]["standing"]["cooling"] == 0 and len(api.heard.offers) == 1
     api.run(0, Reason.SERVER_BUSY)
-    rested = standings(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
+    rested = read_servers(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
     assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"
 
 
@@ -119,7 +119,13 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
     job_id = api.submitted()
     task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
     assert task is not None and _servers(api)[0]["withheld"] == []
-    end_run(api.dispatcher, task, Reason.RETRIES_EXHAUSTED, error=JobError("timed_out", "late"), lingers="timed_out")
+    end_run_with(
+        api.dispatcher,
+        task,
+        Reason.RETRIES_EXHAUSTED,
+        error=JobError("timed_out", "late"),
+        server_still_running="timed_out",
+    )
     (found,) = _servers(api)[0]["withheld"]
     assert (found["slot"], found["job_id"], found["reason"]) == ("gpu1-slot0", job_id, "timed_out")
     assert found["until"] > found["since"] and job_id in found["sentence"]

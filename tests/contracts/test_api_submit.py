@@ -13,7 +13,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.redis.scripts import TwoStepCall
 from tests.support.api import NOTHING, Api
-from tests.support.ends import end_run
+from tests.support.ends import end_run_with
 
 MIB = 1 << 20
 CHUNKED: dict[str, Any] = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
@@ -78,7 +78,7 @@ def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
 
     for _ in range(2):
         task = api.started()
-        end_run(api.dispatcher, task, Reason.FINISHED, result="{}")
+        end_run_with(api.dispatcher, task, Reason.FINISHED, result="{}")
     api.submitted(), api.submitted()
     estimate = api.submit().json["estimated_start_s"]
     assert estimate is not None

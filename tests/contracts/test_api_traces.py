@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routing.queries.spans import ATTEMPT
+from routing.queries.trace_spans import ATTEMPT
 from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
 from slotkeeper.trace_context import make_span_id

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from standardwebhooks import Webhook, WebhookVerificationError
 from werkzeug import Request, Response
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.notifications import parse_message_id
 from slotkeeper.jobs.states import Reason
@@ -254,7 +254,7 @@ def test_an_end_is_told_signed_with_its_result_and_noted_in_the_log(api, receive
     added = add(api, url=receiver.url, events=["job.started", "job.completed"])
     task = api.started()
 
-    assert push.push(api.job(task.run.job.id), Outcome(Kind.DONE, result={"n": 1}))
+    assert push.push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
     _until(sending, lambda: len(receiver.got) == 2)
     assert [it["type"] for it in receiver.bodies] == ["job.started", "job.completed"]
     headers, body = receiver.got[1]

@@ -7,7 +7,7 @@ import jsonschema
 import orjson
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason
@@ -377,7 +377,7 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         api.client.post("/admin/register", json=body)
         report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
-    assert not report.tells_what_runs
+    assert not report.shows_runs
 
 
 def test_what_was_stored_speaks_as_it_was_checked(api):
@@ -388,10 +388,10 @@ def test_what_was_stored_speaks_as_it_was_checked(api):
             Call("j", 1, {"n": 1}, deadline_s=5)
         )
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})
-    assert (outcome.kind, outcome.result) == (Kind.DONE, 7)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, 7)
 
 
-@pytest.mark.parametrize("keeps, read", [(True, Kind.DONE), (False, None)])
+@pytest.mark.parametrize("keeps, read", [(True, OutcomeKind.DONE), (False, None)])
 def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keeps, read):
     _version(api, mode="async", keeps_results=keeps)
     api.register("zimg", "gpu0")

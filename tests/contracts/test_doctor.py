@@ -17,7 +17,7 @@ from app.cli import checkup
 from app.cli.__main__ import main
 from app.cli.checkup import Finding
 from app.up.ports import free_port
-from routing.maintenance import pulse
+from routing.maintenance import task_runs
 from slotkeeper.config import StorageSettings
 from slotkeeper.serve import ReferenceServer, ServeConfig
 from tasks import wiring
@@ -101,8 +101,8 @@ def test_that_nobody_works_is_told(api: Api) -> None:
 
 def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
     scripts = wiring.scripts()
-    pulse.leave(scripts)
-    pulse.LastRuns(scripts).note("sweep", 0.1)
+    task_runs.mark_sweep(scripts)
+    task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
     assert [it.level for it in _said("maintenance")] == ["ok"]
     scripts.redis.hset(scripts.keys.tasks(), "reap", "1000 0.1")
     (found,) = _said("maintenance")
@@ -110,8 +110,8 @@ def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
 
 
 def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
-    wiring.processes().say("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
-    wiring.processes().say("web@a/2", {"role": "web", "host": "a", "version": "2"})
+    wiring.processes().report("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
+    wiring.processes().report("web@a/2", {"role": "web", "host": "a", "version": "2"})
     found = _said("workers")
     assert ["worker@a/1" in it.said for it in found] == [True, False]
     assert "releases 1, 2" in found[1].said
@@ -141,7 +141,7 @@ def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
 
 
 def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
-    wiring.processes().say("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
+    wiring.processes().report("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
     (found,) = _said("secret")
     assert found.level == "fail" and "worker@b/1" in found.said
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from app import metrics
-from routing.maintenance import ledger, pulse
-from routing.queries.history import Historian
-from routing.queries.tallies import BOUNDS_S, HANDED_ON, Tallies
+from routing.maintenance import task_runs
+from routing.queries.job_counters import EventCounter
+from routing.queries.process_counters import HANDED_ON, HANDOFF_BUCKETS_S, ProcessCounters
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from tasks import wiring
 from tests.support.api import Api, TimedApi
@@ -23,8 +24,8 @@ def _figures(api: Api, **more: Any) -> dict[str, float]:
 
 
 def _count(api: Api) -> None:
-    historian = Historian(api.database)
-    while historian.count():
+    historian = EventCounter(api.database)
+    while historian.count_new_events():
         pass
 
 
@@ -105,8 +106,8 @@ def test_refusals_are_counted_by_the_limit_that_refuses(api: Api) -> None:
 
 def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
     for _ in range(2):
-        one = Tallies(wiring.scripts())
-        one.handed_on(0.0015)
+        one = ProcessCounters(wiring.scripts())
+        one.observe_handoff(0.0015)
         one.flush()
     found = _figures(api)
     assert found["slotkeeper_handoff_seconds_count"] == 2
@@ -116,15 +117,15 @@ def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
 
 
 def test_what_redis_does_not_take_is_counted_later(mortal_api: Api) -> None:
-    counted = Tallies(wiring.scripts())
-    counted.handed_on(1000)
+    counted = ProcessCounters(wiring.scripts())
+    counted.observe_handoff(1000)
     mortal_api.valkey.kill()
     counted.flush()
     mortal_api.valkey.start()
     counted.flush()
     counted.flush()
     parts, sum_s = counted.histogram(HANDED_ON)
-    assert (sum(parts), parts[len(BOUNDS_S)], sum_s) == (1, 1, 1000)
+    assert (sum(parts), parts[len(HANDOFF_BUCKETS_S)], sum_s) == (1, 1, 1000)
 
 
 def test_offers_slots_and_breakers_are_told_by_fleet(api: Api) -> None:
@@ -148,7 +149,7 @@ def test_a_models_open_breaker_is_a_figure(timed_api: TimedApi) -> None:
 
 
 def test_the_last_run_of_each_task_is_told(api: Api) -> None:
-    pulse.LastRuns(wiring.scripts()).note("sweep", 0.25)
+    task_runs.TaskRunRecorder(wiring.scripts()).note("sweep", 0.25)
     found = _figures(api)
     assert found['slotkeeper_task_last_run_timestamp_seconds{task="sweep"}'] > 1_700_000_000
     assert found['slotkeeper_task_last_run_seconds{task="sweep"}'] == 0.25
@@ -156,13 +157,13 @@ def test_the_last_run_of_each_task_is_told(api: Api) -> None:
 
 def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
     now = 100.0
-    runs = pulse.LastRuns(wiring.scripts(), lambda: now)
+    runs = task_runs.TaskRunRecorder(wiring.scripts(), lambda: now)
     for task in ("sweep", "reap", "count"):
         runs.note(task, 0.1)
-    assert set(pulse.last_runs(wiring.scripts())) == {"sweep"}
+    assert set(task_runs.read_task_runs(wiring.scripts())) == {"sweep"}
     now = 101.0
     runs.note("reap", 0.2)
-    assert {task: run.took_s for task, run in pulse.last_runs(wiring.scripts()).items()} == {
+    assert {task: run.took_s for task, run in task_runs.read_task_runs(wiring.scripts()).items()} == {
         "sweep": 0.1,
         "reap": 0.2,
         "count": 0.1,
@@ -170,14 +171,14 @@ def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
 
 
 def test_what_the_ledger_lacks_is_a_figure(api: Api) -> None:
-    ledger.note_findings(api.database, {ledger.DIFFERENCE: 3}, {}, 0)
+    ledger.store_findings(api.database, {ledger.DIFFERENCE: 3}, {}, 0)
     found = _figures(api)
     assert found["slotkeeper_ledger_difference"] == 3
     assert not [name for name in found if ledger.DIFFERENCE in name and name != "slotkeeper_ledger_difference"]
 
 
 def test_models_beyond_the_first_stand_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MOST_MODELS", 2)
+    monkeypatch.setattr(metrics, "MAX_MODEL_LABELS", 2)
     for name in ("a", "b", "c", "d"):
         api.model(name)
         api.submitted(model=name)

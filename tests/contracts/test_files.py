@@ -13,7 +13,7 @@ from app.cli.__main__ import main
 from app.result_files import MOST_FILES, files_in, shortened
 from slotkeeper.jobs.states import Reason
 from tests.support.api import Api
-from tests.support.ends import end_run
+from tests.support.ends import end_run_with
 from tests.support.starts import begin_run
 from tests.support.visitor import key_of, visitor
 
@@ -66,7 +66,7 @@ def completed(api: Api, result: Any, **fields: Any) -> str:
     offer = next(offer for offer in api.heard.offers if offer.job_id == job_id)
     task = begin_run(api.dispatcher, offer, "a-worker")
     assert task is not None
-    end_run(api.dispatcher, task, Reason.FINISHED, result=orjson.dumps(result).decode())
+    end_run_with(api.dispatcher, task, Reason.FINISHED, result=orjson.dumps(result).decode())
     return job_id
 
 

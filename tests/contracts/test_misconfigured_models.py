@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import Steps
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import RunSteps
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.catalog import Model
@@ -93,11 +93,11 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     worker.heartbeat.end()
     watch = worker.heartbeat.add(task.lease)
     io = PatientIo(worker.engine, watch)
-    run = OwnRun(task, watch, Taken(_offer(task)), io, Steps(stored.dispatcher, io))
+    run = OwnRun(task, watch, Taken(_offer(task)), io, RunSteps(stored.dispatcher, io))
     outcome = worker.engine.ask(worker.calls.outcome(run), 30)
     worker.close()
     assert isinstance(outcome, Outcome)
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
     assert "poll_endpoint_template" in outcome.message
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
-from routing.maintenance.identity import ServerReport
+from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -89,9 +89,9 @@ def _compare_for_a_minute(stage: Stage, task: ActiveRun, report: ServerReport) -
     for _ in range(12):
         stage.later(MINUTE // 12)
         stage.renewal(task)
-        reconcile.heed_reports(stage.dispatcher, {"gpu": report})
-        suspects = reconcile.suspects(stage.dispatcher, {"gpu": report})
-        reconcile.free_stale_leases(stage.dispatcher, suspects, {"gpu": report})
+        reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+        suspects = reconcile.find_stale_runs(stage.dispatcher, {"gpu": report})
+        reconcile.end_stale_runs(stage.dispatcher, suspects, {"gpu": report})
 
 
 def test_a_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
@@ -170,5 +170,5 @@ def test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_one
     ids = frozenset(stage.submit() for _ in range(3))
     for _ in ids:
         stage.start()
-    reconcile.heed_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
+    reconcile.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
     assert stage.free() == 1

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from routing.queries import last_hour, looks, story
-from routing.queries.last_hour import LastHour
-from routing.queries.story import Part
+from routing.queries import job_timeline, last_hour, looks
+from routing.queries.job_timeline import PhaseKind
+from routing.queries.last_hour import LastHourUsage
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job, JobError
@@ -44,10 +44,10 @@ def _run(
     assert store_end(store, job_id, run.attempt, why, now, result=result, error=error, due_ms=due)
 
 
-def _told(store: JobStore, job: Job, catalog: CatalogSnapshot) -> story.Story:
+def _told(store: JobStore, job: Job, catalog: CatalogSnapshot) -> job_timeline.Timeline:
     found = store.get(job.id)
     assert found is not None
-    return story.tell(store, catalog, found, store.list_events(job.id), T0 + 1000 * SECOND)
+    return job_timeline.build_timeline(store, catalog, found, store.list_events(job.id), T0 + 1000 * SECOND)
 
 
 def test_a_wait_for_a_tenants_limit_is_told(store: JobStore) -> None:
@@ -86,7 +86,10 @@ def test_retries_are_told_with_what_they_cost(store: JobStore) -> None:
     _run(store, job.id, 8, 9)
     told = _told(store, job, _catalog())
     assert "it was retried twice, which cost 8.0 s (oom on gpu1)" in told.sentence
-    assert [span.part for span in told.spans] == [Part.WAITED, Part.RAN, Part.DELAYED] * 2 + [Part.WAITED, Part.RAN]
+    assert [span.part for span in told.spans] == [PhaseKind.WAITED, PhaseKind.RAN, PhaseKind.DELAYED] * 2 + [
+        PhaseKind.WAITED,
+        PhaseKind.RAN,
+    ]
     assert told.took_ms == 9 * SECOND
 
 
@@ -110,7 +113,7 @@ def test_a_job_that_has_not_ended_is_told_so_far(store: JobStore) -> None:
 # -- the last hour -----------------------------------------------------------------------------------------------
 
 
-def _minutes(hour: LastHour, now_ms: int) -> Mapping[int, tuple[int, int]]:
+def _minutes(hour: LastHourUsage, now_ms: int) -> Mapping[int, tuple[int, int]]:
     """Minute, counted from FIRST, -> (jobs that ended, slot time in seconds), of those with anything."""
     begins = [now_ms - now_ms % MINUTE - n * MINUTE for n in range(last_hour.MINUTES, 0, -1)]
     found = zip(begins, hour.of("zimg", now_ms), strict=True)
@@ -121,8 +124,8 @@ def test_slot_time_falls_to_the_minutes_in_which_it_was_used(store: JobStore) ->
     offset = (T0 - FIRST) // SECOND
     _ran(store, 30 - offset, 30 - offset + 90)
     _ran(store, 70 - offset, 75 - offset)
-    hour = LastHour(store.database)
-    hour.catch_up(FIRST + 10 * MINUTE)
+    hour = LastHourUsage(store.database)
+    hour.read_missing(FIRST + 10 * MINUTE)
     assert _minutes(hour, FIRST + 10 * MINUTE) == {0: (0, 30), 1: (1, 65), 2: (1, 0)}
 
 
@@ -130,11 +133,11 @@ def test_a_minute_is_read_once_and_forgotten_after_an_hour(store: JobStore, monk
     asked: list[int] = []
     real = looks.of_minute
     monkeypatch.setattr(looks, "of_minute", lambda database, at: (asked.append(at), real(database, at))[1])
-    hour = LastHour(store.database, lambda: 0.0)
-    hour.catch_up(FIRST)
-    hour.catch_up(FIRST + 1)
+    hour = LastHourUsage(store.database, lambda: 0.0)
+    hour.read_missing(FIRST)
+    hour.read_missing(FIRST + 1)
     assert len(asked) == len(set(asked)) == 60 and hour.is_complete(FIRST)
-    hour.catch_up(FIRST + MINUTE)
+    hour.read_missing(FIRST + MINUTE)
     assert asked[60:] == [FIRST]
 
 
@@ -145,11 +148,11 @@ def test_reading_leaves_off_after_a_while_and_goes_on_when_asked_again(store: Jo
         now[0] += 0.1
         return now[0]
 
-    hour = LastHour(store.database, clock)
-    hour.catch_up(FIRST)
+    hour = LastHourUsage(store.database, clock)
+    hour.read_missing(FIRST)
     assert not hour.is_complete(FIRST)
     for _ in range(60):
-        hour.catch_up(FIRST)
+        hour.read_missing(FIRST)
     assert hour.is_complete(FIRST)
 
 

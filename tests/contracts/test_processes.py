@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from app.cli.__main__ import main
-from routing.queries import processes
-from routing.queries.processes import Processes
+from routing.queries import process_list
+from routing.queries.process_list import ProcessList
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from tasks import canary, ready, touched, wiring
@@ -65,29 +65,29 @@ def test_who_says_that_it_lives_is_listed_and_who_leaves_is_not(api: Api) -> Non
     assert api.client.get("/admin/processes").json["processes"] == []
 
 
-def _at(api: Api, now_ms: int) -> Processes:
+def _at(api: Api, now_ms: int) -> ProcessList:
     with api.valkey.client() as redis:
         redis.set("clock:{test:processes}", now_ms)
-    return Processes(Scripts(wiring.scripts().redis, Keys("test"), FRAGMENTS))
+    return ProcessList(Scripts(wiring.scripts().redis, Keys("test"), FRAGMENTS))
 
 
 def test_who_says_nothing_is_taken_for_dead_and_then_forgotten(api: Api) -> None:
-    _at(api, 1_000_000).say("worker@a/1", {"role": "worker", "host": "a"})
-    (found,) = _at(api, 1_000_000 + processes.SILENT_MS - 1).all()
+    _at(api, 1_000_000).report("worker@a/1", {"role": "worker", "host": "a"})
+    (found,) = _at(api, 1_000_000 + process_list.DEAD_AFTER_MS - 1).read_all()
     assert found.lives
-    (found,) = _at(api, 1_000_000 + processes.SILENT_MS).all()
+    (found,) = _at(api, 1_000_000 + process_list.DEAD_AFTER_MS).read_all()
     assert not found.lives
-    assert _at(api, 1_000_001 + processes.KEPT_MS).all() == []
+    assert _at(api, 1_000_001 + process_list.SHOWN_MS).read_all() == []
 
 
 def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MOST", 2)
+    monkeypatch.setattr(process_list, "MOST", 2)
     said = _at(api, 1_000_000)
     for n in range(4):
-        said.say(f"web@a/{n}", {"role": "web", "host": "a"})
-    assert [it.name for it in said.all()] == ["web@a/0", "web@a/1"]
-    said.say("web@a/0", {"role": "web", "host": "b"})
-    assert [it.host for it in said.all()] == ["a", "b"], "who is in it already is heard"
+        said.report(f"web@a/{n}", {"role": "web", "host": "a"})
+    assert [it.name for it in said.read_all()] == ["web@a/0", "web@a/1"]
+    said.report("web@a/0", {"role": "web", "host": "b"})
+    assert [it.host for it in said.read_all()] == ["a", "b"], "who is in it already is heard"
 
 
 # -- liveness --------------------------------------------------------------------------------------------------
@@ -188,11 +188,11 @@ def test_who_says_nothing_is_not_ready(api: Api) -> None:
 
 
 def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
-    from routing.maintenance import pulse
+    from routing.maintenance import task_runs
 
     _a_process("maintenance")
     assert "swept" in str(ready.ready("maintenance"))
-    pulse.leave(wiring.scripts())
+    task_runs.mark_sweep(wiring.scripts())
     assert ready.ready("maintenance") is None
 
 

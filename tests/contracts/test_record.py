@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from routing.queries import listing
+from routing.queries import job_list
 from routing.queries.attempts import attempts
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.events import EVENT_TYPES
@@ -244,7 +244,7 @@ def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
     assert _settle(store, job.id, a_start(store, job.id).attempt, Reason.RETRIES_EXHAUSTED).job == known
     assert store.revive(job.id, LATER) == known
     assert store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER).job == known
-    assert [found.constraints for found in listing.find(store.database)] == ["gpu=A100"]
+    assert [found.constraints for found in job_list.find_jobs(store.database)] == ["gpu=A100"]
 
 
 def test_a_job_without_constraints_needs_nothing(database, store):

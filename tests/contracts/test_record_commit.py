@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.errors import DatabaseUnavailable, IdempotencyConflict
@@ -266,7 +266,7 @@ def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
     store = JobStore(database)
     _is_unavailable(lambda: store.submit([a_job()], T0))
     _is_unavailable(lambda: store.get("j"), reads=True)
-    _is_unavailable(lambda: listing.counts(database), reads=True)
+    _is_unavailable(lambda: job_list.counts(database), reads=True)
     database.close()
 
 
@@ -304,7 +304,7 @@ def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postg
     store.submit([a_job()], T0)
     postgres.put_out(postgres_url)
     assert len(store.submit([a_job()], T0)) == 1
-    assert listing.counts(store.database)["queued"] == 2
+    assert job_list.counts(store.database)["queued"] == 2
     database.close()
 
 
@@ -324,7 +324,7 @@ def test_when_every_connection_is_taken_the_record_is_unavailable(database, monk
     monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
     taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
     _is_unavailable(lambda: JobStore(database).submit([a_job()], T0))
-    _is_unavailable(lambda: listing.counts(database), reads=True)
+    _is_unavailable(lambda: job_list.counts(database), reads=True)
     for connection in taken:
         connection.close()
     assert JobStore(database).submit([a_job()], T0)

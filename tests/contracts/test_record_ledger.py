@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import func, select
 
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import IdempotencyConflict
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import accepted
@@ -44,11 +44,11 @@ def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(data
     for state in State:
         for _ in range(2):
             a_job_in(store, state)
-    assert ledger.standing(database) == listing.counts(store.database) == dict.fromkeys(State, 2)
+    assert ledger.standing(database) == job_list.counts(store.database) == dict.fromkeys(State, 2)
     retention.delete_ended_jobs(store.database, T0 * 2, limit=3)
-    store.submit([a_job(id=listing.find(store.database, state=State.QUEUED)[0].id)], T0)  # a doubled message
-    assert ledger.standing(database) == listing.counts(store.database)
-    assert {state: listing.count(store.database, state) for state in State} == listing.counts(store.database)
+    store.submit([a_job(id=job_list.find_jobs(store.database, state=State.QUEUED)[0].id)], T0)  # a doubled message
+    assert ledger.standing(database) == job_list.counts(store.database)
+    assert {state: job_list.count(store.database, state) for state in State} == job_list.counts(store.database)
 
 
 def test_job_3_what_was_not_accepted_is_not_counted(database, store):

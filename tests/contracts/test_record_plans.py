@@ -14,11 +14,10 @@ import orjson
 import pytest
 from sqlalchemy import event
 
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.db import commit_outcome
 from slotkeeper.db.group_commit import Database
-from slotkeeper.jobs import quarantine
+from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
@@ -232,7 +231,7 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
     states = (None, State.QUEUED, State.DEAD)
     for state, tenant, model, before in product(states, (None, "big"), (None, "busy"), (None, 100)):
         asked = {"state": state, "tenant": tenant, "model": model, "before_seq": before}
-        plans = _plans(database, lambda asked=asked: listing.find(database, **asked, limit=20))
+        plans = _plans(database, lambda asked=asked: job_list.find_jobs(database, **asked, limit=20))
         few = state is State.DEAD or (state is not None and model is None and tenant is None)
         wanted = "state_seq" if few else "tenant_seq" if tenant else "model_seq" if model else ""
         if wanted:
@@ -270,7 +269,7 @@ def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(dat
 
 
 def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
-    for act in (lambda: listing.counts(database), lambda: ledger.read(database)):
+    for act in (lambda: job_list.counts(database), lambda: ledger.read(database)):
         plans = [plan for plan in _plans(database, act) if re.search(r"\bjobs\b", plan)]
         assert plans
         for plan in plans:
@@ -278,7 +277,7 @@ def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
 
 
 def test_what_is_counted_again_and_again_reads_no_completed_jobs(database, full):
-    for act in (lambda: ledger.standing(database), lambda: listing.count(database, State.DEAD)):
+    for act in (lambda: ledger.standing(database), lambda: job_list.count(database, State.DEAD)):
         plans = [plan for plan in _plans(database, act) if "jobs" in plan]
         _reads_nothing_through(plans)
         _finds_by(plans, "ix_jobs_state_seq")

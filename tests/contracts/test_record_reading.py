@@ -1,6 +1,6 @@
 """What the record answers about many jobs at once: lists, the queue, and what runs where."""
 
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.jobs.states import State
 from tests.support.builders import SECOND, a_delayed_job, a_job_in, a_queued_job
 
@@ -9,12 +9,12 @@ HOUR = 3600 * SECOND
 
 def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
     ids = [a_queued_job(store).id for _ in range(7)]
-    page, seen = listing.find(store.database, limit=3), []
+    page, seen = job_list.find_jobs(store.database, limit=3), []
     while page:
         seen += [job.id for job in page]
         assert len(seen) <= len(ids)
         a_queued_job(store, model="new")  # comes in between two pages
-        page = listing.find(store.database, limit=3, before_seq=page[-1].seq)
+        page = job_list.find_jobs(store.database, limit=3, before_seq=page[-1].seq)
     assert seen == ids[::-1]
 
 
@@ -23,7 +23,7 @@ def test_listing_filters_by_state_model_and_tenant_together(store):
     a_queued_job(store, model="flux")
     a_queued_job(store, tenant="acme")
     a_job_in(store, State.RUNNING, model="flux", tenant="acme")
-    found = listing.find(store.database, state=State.QUEUED, model="flux", tenant="acme")
+    found = job_list.find_jobs(store.database, state=State.QUEUED, model="flux", tenant="acme")
     assert [job.id for job in found] == [wanted.id]
     assert (found[0].payload, found[0].result) == (None, None)  # lists stay small
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event, func, select, text
 
-from routing.maintenance import ledger
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import IdempotencyConflict
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events, idempotency_keys

@@ -5,11 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs import quarantine
+from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.closed_models import ClosingReason, ModelClosed
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Quarantine
@@ -64,7 +63,7 @@ def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(d
     assert now.servers["gpu1"].endpoints == {"flux": URL}
     assert now.servers["gpu1"].attributes == {"gpu": "A100", "flux:model_version": "1.0"}
     assert now.secrets["KEY"].models == {"flux"}, "whoever gets the name one day shall not have it"
-    assert store.get(job.id) == job and listing.find(store.database, model="zimg")[0].id == job.id
+    assert store.get(job.id) == job and job_list.find_jobs(store.database, model="zimg")[0].id == job.id
     assert ledger.read(database).balanced
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from routing.dispatch.dispatcher import new_owner
-from routing.dispatch.outcome import Kind
+from routing.dispatch.dispatcher import new_lease_owner
+from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import reconcile
 from routing.maintenance.rooms import depths
-from routing.queries import listing
+from routing.queries import job_list
 from routing.queue.leases import Lease, Renewal
 from slotkeeper.audit import acts, search
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
@@ -19,7 +19,7 @@ from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
-from tests.support.ends import end_run, free, hand_back
+from tests.support.ends import end_run_with, free, hand_back
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 from tests.support.starts import begin_run
 
@@ -52,7 +52,7 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     stage.register(3)
     with pytest.raises(error):
         stage.submit_all([stage.a(), stage.a(**asked)])
-    assert sum(listing.counts(stage.store.database).values()) == 0
+    assert sum(job_list.counts(stage.store.database).values()) == 0
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
@@ -81,9 +81,9 @@ def test_a_job_with_a_not_before_time_is_not_offered_until_then(stage):
     job_id = stage.submit(delay_s=5)
     assert stage.state(job_id) is State.DELAYED and stage.offered() == []
     stage.later(4_999)
-    assert reconcile.promote_due(stage.dispatcher) == 0
+    assert reconcile.promote_due_jobs(stage.dispatcher) == 0
     stage.later(1)
-    assert reconcile.promote_due(stage.dispatcher) == 1
+    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
     assert stage.offered() == [job_id]
 
 
@@ -119,7 +119,7 @@ def test_with_the_database_down_nothing_is_half_done(stage, faults):
     with faults("INSERT INTO"), pytest.raises(ZeroDivisionError):
         stage.submit()
     assert stage.room.waiting() == [] and stage.offered() == []
-    assert sum(listing.counts(stage.store.database).values()) == 0
+    assert sum(job_list.counts(stage.store.database).values()) == 0
 
 
 def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
@@ -129,7 +129,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
     with pytest.raises(TooManyRequests) as refused:
         stage.submit()
     assert refused.value.retry_after_s > 0
-    assert sum(listing.counts(stage.store.database).values()) == 3
+    assert sum(job_list.counts(stage.store.database).values()) == 3
 
 
 def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
@@ -141,7 +141,7 @@ def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
     assert refused.value.retry_after_s == 0.5
     stage.later(500)
     stage.submit_all([stage.a()], acme)
-    assert sum(listing.counts(stage.store.database).values()) == 4
+    assert sum(job_list.counts(stage.store.database).values()) == 4
 
 
 def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waiting(stage):
@@ -149,7 +149,7 @@ def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waitin
     acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
     with pytest.raises(InvalidJob, match="3 at once"):
         stage.submit_all([stage.a() for _ in range(4)], acme)
-    assert sum(listing.counts(stage.store.database).values()) == 0
+    assert sum(job_list.counts(stage.store.database).values()) == 0
     stage.submit_all([stage.a() for _ in range(3)], acme)  # nothing was spent
 
 
@@ -254,7 +254,7 @@ def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(
     first, second = stage.submit(), stage.submit()
     task = stage.start()
     cut_off = stage.cut_off()
-    assert end_run(cut_off, task, Reason.FINISHED, result="1") is not None
+    assert end_run_with(cut_off, task, Reason.FINISHED, result="1") is not None
     assert stage.state(first) is State.COMPLETED and stage.free() == 0
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
@@ -272,7 +272,7 @@ def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
     with monkeypatch.context() as down:
         down.setattr(stage.store, "settle_write", away)
         with pytest.raises(DatabaseUnavailable):
-            stage.settle(task, Kind.BUSY)
+            stage.settle(task, OutcomeKind.BUSY)
     assert stage.renewal(task) is Renewal.RENEWED and stage.state(job_id) is State.RUNNING
 
 
@@ -285,7 +285,7 @@ def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_trie
     job_id, later = stage.submit(), stage.submit()
     one, two = stage.start(), stage.start()
     stage.settle(two)
-    settled = stage.settle(one, Kind.BUSY, retry_after_s=2.0)
+    settled = stage.settle(one, OutcomeKind.BUSY, retry_after_s=2.0)
     assert settled.moved is not None and settled.moved.to is State.QUEUED
     assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, two.lease.slot)]
     job = stage.job(job_id)
@@ -303,7 +303,7 @@ def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and
     stage.register()
     for wish, cooldown_ms in ((None, SETTINGS.busy_cooldown_ms), (3600.0, SETTINGS.busy_cooldown_max_ms), (0.0, 0)):
         job_id = stage.submit()
-        stage.settle(stage.start(), Kind.BUSY, retry_after_s=wish)
+        stage.settle(stage.start(), OutcomeKind.BUSY, retry_after_s=wish)
         if cooldown_ms:
             stage.later(cooldown_ms - 1)
             reconcile.sweep(stage.dispatcher)
@@ -317,7 +317,7 @@ def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and
 def test_a_job_that_met_a_busy_server_keeps_its_place(stage):
     stage.register()
     ids = [stage.submit() for _ in range(3)]
-    stage.settle(stage.start(), Kind.BUSY)
+    stage.settle(stage.start(), OutcomeKind.BUSY)
     stage.later(SETTINGS.busy_cooldown_ms)
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == ids
@@ -328,7 +328,7 @@ def test_a_day_without_its_server_costs_a_job_nothing(stage):
     job_id, starts, end = stage.submit(), 0, stage.now + 86_400_000
     while stage.now < end:
         if stage.told.offers:
-            stage.settle(stage.start(), Kind.UNREACHABLE)
+            stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
             starts += 1
         stage.later(300_000)
         reconcile.sweep(stage.dispatcher)
@@ -344,7 +344,7 @@ def test_a_server_that_cannot_be_reached_has_a_cooldown_with_all_its_slots_longe
     stage.submit()
     cooldowns = []
     for _ in range(7):
-        stage.settle(stage.start(), Kind.UNREACHABLE)
+        stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
         assert stage.free() == 0, "the other slots of the server have it as well"
         began = stage.now
         while not stage.told.offers:
@@ -357,7 +357,7 @@ def test_a_server_that_cannot_be_reached_has_a_cooldown_with_all_its_slots_longe
 def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(stage):
     stage.register()
     job_id, following = stage.submit(), stage.submit()
-    settled = stage.settle(stage.start(), Kind.RETRY)
+    settled = stage.settle(stage.start(), OutcomeKind.RETRY)
     assert settled.moved is not None and settled.moved.to is State.DELAYED
     job = stage.job(job_id)
     assert (job.failures, job.attempts) == (1, 1)
@@ -368,10 +368,10 @@ def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(stage
 def test_a_job_that_waited_for_its_retry_returns_to_its_own_place(stage):
     stage.register()
     ids = [stage.submit(priority=2), stage.submit(priority=2), stage.submit(priority=3)]
-    stage.settle(stage.start(), Kind.RETRY)
+    stage.settle(stage.start(), OutcomeKind.RETRY)
     running = stage.start()
     stage.later(1_100)
-    assert reconcile.promote_due(stage.dispatcher) == 1
+    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
     urgent = stage.submit(priority=1)
     stage.settle(running)
     assert stage.run_all() == [urgent, ids[0], ids[2]]
@@ -381,7 +381,7 @@ def test_a_server_may_ask_for_a_longer_wait_but_not_beyond_the_models_longest(st
     stage.register()
     for wish, low, high in ((10.0, 9_000, 11_000), (3600.0, 27_000, 33_000)):
         job_id = stage.submit()
-        stage.settle(stage.start(), Kind.RETRY, retry_after_s=wish)
+        stage.settle(stage.start(), OutcomeKind.RETRY, retry_after_s=wish)
         due = stage.job(job_id).due_ms
         assert due is not None and low <= due - stage.now <= high
 
@@ -391,9 +391,9 @@ def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(st
     job_id = stage.submit()
     for _ in range(3):
         assert stage.state(job_id) is State.QUEUED
-        stage.settle(stage.start(), Kind.RETRY)
+        stage.settle(stage.start(), OutcomeKind.RETRY)
         stage.later(60_000)
-        reconcile.promote_due(stage.dispatcher)
+        reconcile.promote_due_jobs(stage.dispatcher)
     assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Reason.RETRIES_EXHAUSTED
     assert stage.told.ends == [(job_id, State.DEAD)]
     stage.dispatcher.revive(job_id)
@@ -408,7 +408,7 @@ def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(st
 def test_a_request_that_is_wrong_fails_at_once_and_a_good_one_goes_on(stage):
     stage.register()
     bad, good = stage.submit(), stage.submit()
-    stage.settle(stage.start(), Kind.FAILED)
+    stage.settle(stage.start(), OutcomeKind.FAILED)
     assert stage.state(bad) is State.FAILED and stage.job(bad).error_code == "said"
     assert stage.run_all() == [good]
 
@@ -433,7 +433,7 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.CANCEL
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
-    end_run(stage.dispatcher, task, Reason.CANCEL_REQUESTED)
+    end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED)
     assert stage.state(job_id) is State.CANCELED and stage.free() == 1
 
 
@@ -441,13 +441,13 @@ def test_who_cancels_or_retries_a_job_is_noted_once(stage):
     stage.register(max_retries=0)
     job_id = stage.submit()
     with acts.acting_as(acts.Actor("eve", "REST")):
-        stage.settle(stage.start(), Kind.RETRY)
+        stage.settle(stage.start(), OutcomeKind.RETRY)
         stage.dispatcher.revive(job_id)
         task = stage.start()
         stage.dispatcher.cancel(job_id)
         stage.later(SECOND)
         stage.dispatcher.cancel(job_id)
-        stage.settle(task, Kind.DONE)
+        stage.settle(task, OutcomeKind.DONE)
         waiting = stage.submit(delay_s=60)
         stage.dispatcher.cancel(waiting)
         for refused in (stage.dispatcher.cancel, stage.dispatcher.revive):
@@ -466,11 +466,11 @@ def test_a_cancel_that_came_too_late_does_not_undo_a_result(stage):
     job_id = stage.submit()
     task = stage.start()
     stage.dispatcher.cancel(job_id)
-    stage.settle(task, Kind.DONE)
+    stage.settle(task, OutcomeKind.DONE)
     assert stage.state(job_id) is State.COMPLETED
 
 
-@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.RETRY, Kind.LOST, Kind.UNREACHABLE, None])
+@pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.RETRY, OutcomeKind.LOST, OutcomeKind.UNREACHABLE, None])
 def test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothing(stage, kind):
     stage.register(1, max_retries=0)
     job_id = stage.submit(callback_url=CALLBACK)
@@ -496,16 +496,16 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
         lost.setattr(
             stage.store,
             "settle_write",
-            lambda *args, **more: stage.database.commit(write(*args, **more)) and _is_away(),
+            lambda *args, **more: stage.database.commit(write(*args, **more)) and _is_unavailable(),
         )
         with pytest.raises(DatabaseUnavailable):
-            stage.settle(task, Kind.BUSY, retry_after_s=0.0)
-    assert stage.settle(task, Kind.BUSY, retry_after_s=0.0).moved is None
+            stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
+    assert stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0).moved is None
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
 
 
-def _is_away() -> None:
+def _is_unavailable() -> None:
     raise DatabaseUnavailable("the answer was lost")
 
 
@@ -527,9 +527,9 @@ def _ended(stage: Stage, state: State) -> str:
             stage.dispatcher.cancel(job_id)
         case State.EXPIRED:
             stage.later(60_000)
-            reconcile.expire_overdue(stage.dispatcher)
+            reconcile.expire_deadlines(stage.dispatcher)
         case _:
-            kinds = {State.COMPLETED: Kind.DONE, State.FAILED: Kind.FAILED, State.DEAD: Kind.RETRY}
+            kinds = {State.COMPLETED: OutcomeKind.DONE, State.FAILED: OutcomeKind.FAILED, State.DEAD: OutcomeKind.RETRY}
             stage.settle(stage.start(), kinds[state])
     assert stage.state(job_id) is state
     return job_id
@@ -547,7 +547,7 @@ def test_a_job_that_moves_between_the_two_looks_of_a_cancel_is_canceled_all_the_
     look = stage.store.request_cancel
 
     def after_a_retry(*args: Any) -> bool:
-        stage.settle(task, Kind.RETRY)
+        stage.settle(task, OutcomeKind.RETRY)
         monkeypatch.setattr(stage.store, "request_cancel", look)
         return look(*args)
 
@@ -584,13 +584,13 @@ def test_a_name_may_hold_what_separates_other_names(stage, server, model):
     assert stage.told.offers[0].server == server
     again = stage.start()
     assert again.run.remote_id == "r-1"
-    stage.settle(again, Kind.UNREACHABLE)
+    stage.settle(again, OutcomeKind.UNREACHABLE)
     assert depths(stage.dispatcher.queues.scripts, model).cooling == 1
     assert stage.state(first) is stage.state(second) is State.QUEUED
 
 
 def test_an_owners_name_is_its_own():
-    assert len({new_owner("worker") for _ in range(1000)}) == 1000
+    assert len({new_lease_owner("worker") for _ in range(1000)}) == 1000
 
 
 def test_no_server_report_is_needed_of_what_is_not_running(
@@ -599,7 +599,7 @@ def test_no_server_report_is_needed_of_what_is_not_running(
     stage.register()
     stage.submit()
     stage.later(60_000)
-    assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
 
 
 def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, monkeypatch):
@@ -611,7 +611,7 @@ def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, 
     def away(*_: object) -> int:
         raise ConnectionError("Redis is away")
 
-    monkeypatch.setattr(stage.dispatcher.slots, "cooling_down", away)
-    stage.settle(task, Kind.UNREACHABLE)
-    assert stage.dispatcher.leases.all_of(["zimg"])["zimg"][0][0].owner == "", "offered again"
+    monkeypatch.setattr(stage.dispatcher.slots, "cool_down_command", away)
+    stage.settle(task, OutcomeKind.UNREACHABLE)
+    assert stage.dispatcher.leases.list_all(["zimg"])["zimg"][0][0].owner == "", "offered again"
     assert stage.state(job_id) is State.QUEUED

@@ -7,8 +7,8 @@ import pytest
 from redis.connection import AbstractConnection
 
 from routing.admission import gates
-from routing.admission.gates.gate import Asks, Gate
-from routing.admission.submission import Submission, prepare
+from routing.admission.gates.gate import Limit, Phase
+from routing.admission.submission import Submission, prepare_job
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
 from tests.support import gate_of_share
@@ -34,7 +34,7 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
     """Pass the gates, and store nothing."""
     dispatcher = stage.dispatcher
-    new = [prepare(one, dispatcher.catalog.resolve(one.model), lambda url: None, stage.now) for one in asked]
+    new = [prepare_job(one, dispatcher.catalog.resolve(one.model), lambda url: None, stage.now) for one in asked]
     dispatcher.admission.check(new, tenant, stage.now)
 
 
@@ -43,12 +43,12 @@ def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = Non
 
 def test_each_file_of_the_folder_is_a_line():
     folder = Path(gates.__file__).parent
-    assert {gate.name for gate in gates.GATES} == {path.stem for path in folder.glob("*.py")} - {"__init__", "gate"}
+    assert {gate.name for gate in gates.LIMITS} == {path.stem for path in folder.glob("*.py")} - {"__init__", "gate"}
 
 
 def test_gates_stand_in_the_order_in_which_they_are_passed():
     """What counts a submit comes last: a submit that is refused costs no turn of the rate."""
-    asks = [gate.asks.value for gate in gates.GATES]
+    asks = [gate.asks.value for gate in gates.LIMITS]
     assert asks == sorted(asks)
 
 
@@ -57,7 +57,7 @@ def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
     for n in range(10):
         stage.submit(tenant=f"t{n}")
     stage.submit(tenant="t1")
-    monkeypatch.setattr(gates, "GATES", (*gates.GATES[:-1], gate_of_share.GATE, gates.GATES[-1]))
+    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[:-1], gate_of_share.GATE, gates.LIMITS[-1]))
     stage.submit(tenant="t1")
     with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
         stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1", admin=False))
@@ -71,7 +71,7 @@ def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
 def test_all_gates_that_look_ask_in_one_round_trip_and_the_rate_in_another(stage, trips, monkeypatch):
     for model in ("zimg", "flux"):
         stage.register(1, server=f"{model}-gpu", model=model, capacity=10)
-    monkeypatch.setattr(gates, "GATES", (*gates.GATES[:-1], gate_of_share.GATE, gates.GATES[-1]))
+    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[:-1], gate_of_share.GATE, gates.LIMITS[-1]))
     asked = [stage.a("zimg", ttl_s=60.0), stage.a("zimg", constraints={"gpu": "A100"}), stage.a("flux", ttl_s=60.0)]
     check(stage, asked, ACME)  # scripts and catalog are known from now on
     stage.later(60_000)
@@ -112,10 +112,10 @@ def test_the_first_gate_that_refuses_is_heard_also_where_a_later_one_needs_no_an
 
     stage.register(1, max_waiting=0)
     stage.submit()
-    never = Gate("never", Asks.LOOKS, refuse)
-    monkeypatch.setattr(gates, "GATES", (never, *gates.GATES))
+    never = Limit("never", Phase.READ, refuse)
+    monkeypatch.setattr(gates, "LIMITS", (never, *gates.LIMITS))
     with pytest.raises(InvalidJob, match="never"):
         check(stage, [stage.a()])
-    monkeypatch.setattr(gates, "GATES", (*gates.GATES[1:], never))
+    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[1:], never))
     with pytest.raises(TooManyRequests, match="configured to hold 0"):
         check(stage, [stage.a()])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from routing.maintenance import reconcile, runs
+from routing.maintenance import reconcile, restore_leases
 from routing.queue.leases import Lease, Renewal
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.redis.keys import Keys
 from tests.support.builders import at_once
-from tests.support.ends import end_run, free, hand_back, release, store_end
+from tests.support.ends import end_run_with, free, hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, Stage
 from tests.support.starts import claim_offer, store_start
 
@@ -27,17 +27,17 @@ class Deaths:
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self._stage, self.lifetimes = stage, ProcessLocks(folder)
-        self.workers = Workers(stage.dispatcher.queues.scripts)
+        self.workers = WorkerCapacity(stage.dispatcher.queues.scripts)
         for worker in (KILLED, LIVING):
             self.lifetimes.acquire(worker)
-            self.workers.say(worker, 1)
+            self.workers.report(worker, 1)
 
     def kill(self) -> None:
         """As the kernel lets go of what a process has held."""
         os.close(self.lifetimes._held.pop(KILLED))
 
     def reap(self) -> int:
-        return reconcile.reap_killed(self._stage.dispatcher, self.workers, self.lifetimes)
+        return reconcile.reap_dead_workers(self._stage.dispatcher, self.workers, self.lifetimes)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(stage, deaths
 def test_a_killed_worker_has_no_room_from_then_on(deaths):
     deaths.kill()
     deaths.reap()
-    assert deaths.workers.look() == 1
+    assert deaths.workers.read_total() == 1
 
 
 def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(stage, deaths):
@@ -152,14 +152,14 @@ def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage
     assert deaths.reap() == 2
     assert [stage.job(job_id).why for job_id in (passing, following)] == [Reason.LEASE_EXPIRED] * 2
     assert sorted(stage.offered()) == [passing, following]
-    assert runs.restore_missed(stage.dispatcher) == 0
+    assert restore_leases.restore_missed(stage.dispatcher) == 0
 
 
 def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_it_is(stage, deaths, monkeypatch):
     job_id = stage.submit()
     task = stage.start(KILLED)
     deaths.kill()
-    look = stage.dispatcher.leases.all_of
+    look = stage.dispatcher.leases.list_all
 
     def and_then_it_is_handed_back(fleets: Any) -> Any:
         found = look(fleets)
@@ -167,7 +167,7 @@ def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_i
         stage.start(LIVING)
         return found
 
-    monkeypatch.setattr(stage.dispatcher.leases, "all_of", and_then_it_is_handed_back)
+    monkeypatch.setattr(stage.dispatcher.leases, "list_all", and_then_it_is_handed_back)
     assert deaths.reap() == 0
     job = stage.job(job_id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 2, 0)
@@ -175,7 +175,7 @@ def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_i
 
 def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(stage, deaths):
     drains, other = stage.submit(), stage.submit()
-    end_run(stage.dispatcher, stage.start(KILLED), Reason.CANCEL_REQUESTED, lingers="canceled")
+    end_run_with(stage.dispatcher, stage.start(KILLED), Reason.CANCEL_REQUESTED, server_still_running="canceled")
     task = stage.start(KILLED)
     assert stage.dispatcher.leases.seize(task.lease, "reaper", 10 * SECOND, only_expired=False) is not None
     deaths.kill()
@@ -217,7 +217,7 @@ def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
     deaths.kill()
     away = stage.cut_off()
     with pytest.raises(RedisError):
-        reconcile.reap_killed(away, Workers(away.queues.scripts), deaths.lifetimes)
+        reconcile.reap_dead_workers(away, WorkerCapacity(away.queues.scripts), deaths.lifetimes)
     assert deaths.lifetimes.find_dead() == [KILLED]
 
 
@@ -228,7 +228,7 @@ def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
     stage.lose_redis()
     assert deaths.reap() == 0
     assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.find_dead() == [KILLED]
-    reconcile.rebuild(stage.dispatcher, "zimg")
+    reconcile.rebuild_queue(stage.dispatcher, "zimg")
     assert deaths.reap() == 1
     assert stage.state(job_id) is State.QUEUED
     assert [(it.job_id, it.slot) for it in stage.told.offers][-1] == (job_id, task.lease.slot)

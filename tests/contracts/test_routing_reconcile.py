@@ -25,7 +25,7 @@ from tests.support.starts import claim_offer
 
 
 def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(stage, monkeypatch):
-    monkeypatch.setattr(stage.dispatcher.queues, "room", lambda: 0)
+    monkeypatch.setattr(stage.dispatcher.queues, "worker_capacity", lambda: 0)
     stage.register(2)
     first, second, third = stage.submit(), stage.submit(), stage.submit()
     made = list(stage.told.offers)
@@ -102,7 +102,7 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
     assert stage.told.ends == [(poison, State.DEAD)]
     assert stage.offered() == [], "its server may be at it"
     stage.later(SECOND)
-    reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.run_all() == [good]
 
 
@@ -132,14 +132,14 @@ def test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reape
     job_id = stage.submit()
     task = stage.start()
     stage.later(LEASE_MS)
-    look = stage.dispatcher.leases.expired
+    look = stage.dispatcher.leases.list_expired
 
     def and_then_it_renews(fleet: str) -> Any:
         found = look(fleet)
         assert len(found) == 1 and stage.renewal(task) is Renewal.RENEWED
         return found
 
-    monkeypatch.setattr(stage.dispatcher.leases, "expired", and_then_it_renews)
+    monkeypatch.setattr(stage.dispatcher.leases, "list_expired", and_then_it_renews)
     assert reconcile.reap(stage.dispatcher) == 0
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
 
@@ -290,7 +290,7 @@ def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_
         assert stage.dispatcher.cancel(job_id) is State.CANCELED
     else:
         stage.later(LEASE_MS)
-        assert reconcile.expire_overdue(stage.dispatcher) == 1
+        assert reconcile.expire_deadlines(stage.dispatcher) == 1
     stage.lose_redis()
     reconcile.sweep(stage.dispatcher)
     assert stage.room.waiting() == [waits], "its server may be at the run still"
@@ -579,13 +579,13 @@ def test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage,
     stage.register()
     job_id, task = _in_state(stage, state, ttl_s=10, callback_url=CALLBACK)
     stage.later(9_999)
-    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    assert reconcile.expire_deadlines(stage.dispatcher) == 0
     stage.later(1 + late_ms)
-    assert reconcile.expire_overdue(stage.dispatcher) == 1
+    assert reconcile.expire_deadlines(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
     assert stage.told.ends == [(job_id, State.EXPIRED)]
-    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    assert reconcile.expire_deadlines(stage.dispatcher) == 0
     assert stage.room.waiting() == []
     if task is not None:
         assert stage.renewal(task) is Renewal.CANCEL
@@ -598,7 +598,7 @@ def test_a_waiting_job_that_expires_makes_room_in_the_line(stage):
     stage.submit()
     overdue, last = stage.submit(ttl_s=1), stage.submit()
     stage.later(SECOND)
-    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.expire_deadlines(stage.dispatcher)
     assert stage.room.waiting() == [last] and stage.state(overdue) is State.EXPIRED
 
 
@@ -606,7 +606,7 @@ def test_two_looks_at_the_deadlines_at_once_end_a_job_once(stage):
     stage.register()
     ids = [stage.submit(ttl_s=1, callback_url=CALLBACK) for _ in range(5)]
     stage.later(SECOND)
-    assert sum(at_once(*[lambda: reconcile.expire_overdue(stage.dispatcher)] * 3)) == 5
+    assert sum(at_once(*[lambda: reconcile.expire_deadlines(stage.dispatcher)] * 3)) == 5
     assert sorted(job_id for job_id, _ in stage.told.ends) == ids
 
 
@@ -622,7 +622,7 @@ def test_what_ended_before_the_retention_time_is_removed_and_nothing_else(stage)
     fresh = stage.submit()
     stage.dispatcher.cancel(fresh)
     stage.later(1)
-    assert reconcile.purge(stage.dispatcher, retention_s=100) == 1
+    assert reconcile.purge_ended_jobs(stage.dispatcher, retention_s=100) == 1
     assert stage.store.get(old) is None
     assert all(stage.store.get(job_id) is not None for job_id in (waiting, running, fresh))
-    assert reconcile.purge(stage.dispatcher, retention_s=100) == 0
+    assert reconcile.purge_ended_jobs(stage.dispatcher, retention_s=100) == 0

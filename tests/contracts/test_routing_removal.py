@@ -2,8 +2,8 @@
 
 import pytest
 
-from routing.maintenance import draining, reconcile
-from routing.maintenance.reconcile import removal as upkeep
+from routing.maintenance import decommission as upkeep
+from routing.maintenance import quarantined_slots, reconcile
 from routing.maintenance.rooms import depths
 from routing.queue.leases import Renewal
 from slotkeeper.errors import Conflict, UnknownModel
@@ -34,9 +34,9 @@ def test_a_model_that_is_removed_works_off_what_waits_and_refuses_what_comes(sta
     assert not catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True).is_over
     with pytest.raises(ModelClosed, match="being removed"):
         stage.submit()
-    assert upkeep.go_on(stage.dispatcher) == []
+    assert upkeep.finish_removals(stage.dispatcher) == []
     assert stage.run_all() == ids
-    assert [it.name for it in upkeep.go_on(stage.dispatcher)] == ["zimg"]
+    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["zimg"]
     with pytest.raises(UnknownModel):
         stage.submit()
     assert [stage.state(job_id) for job_id in ids] == [State.COMPLETED] * 3
@@ -50,7 +50,7 @@ def test_of_a_removed_model_nothing_is_left_in_redis(stage):
     stage.run_all()
     stage.dispatcher.observer.learn()
     assert _names_in_redis(stage, "zimg")
-    upkeep.follow_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    upkeep.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert _names_in_redis(stage, "zimg") == []
     stage.submit("flux")
     assert stage.run_all(), "its neighbour goes on"
@@ -61,7 +61,7 @@ def test_a_fleet_that_is_gone_leaves_no_key(stage):
     stage.submit()
     stage.run_all()
     catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops")
-    upkeep.follow_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    upkeep.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert stage.redis.keys("test:*{zimg}*") == []
 
 
@@ -85,8 +85,8 @@ def test_a_removal_that_was_asked_for_goes_on_in_another_process(stage):
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True)
     other = stage.a_dispatcher(stage.redis)
     stage.run_all()
-    assert [it.name for it in upkeep.go_on(other)] == ["zimg"]
-    assert upkeep.go_on(stage.dispatcher) == []
+    assert [it.name for it in upkeep.finish_removals(other)] == ["zimg"]
+    assert upkeep.finish_removals(stage.dispatcher) == []
 
 
 def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
@@ -127,11 +127,11 @@ def test_a_server_is_not_removed_while_one_of_its_slots_is_offered(stage):
     running = stage.start()
     catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops", drain=True)
     stage.settle(running)
-    assert upkeep.go_on(stage.dispatcher) == []
+    assert upkeep.finish_removals(stage.dispatcher) == []
     offered = stage.start()
-    assert upkeep.go_on(stage.dispatcher) == []
+    assert upkeep.finish_removals(stage.dispatcher) == []
     stage.settle(offered)
-    assert [it.name for it in upkeep.go_on(stage.dispatcher)] == ["gpu"]
+    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["gpu"]
 
 
 def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
@@ -140,11 +140,11 @@ def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
     task = stage.start()
     stage.register(server="b")
     catalog_removal.remove_server(stage.database, "a", stage.now, "ops", drain=True)
-    assert upkeep.go_on(stage.dispatcher) == []
+    assert upkeep.finish_removals(stage.dispatcher) == []
     second = stage.submit()
     assert stage.start().run.server == "b"
     stage.settle(task)
-    assert [it.name for it in upkeep.go_on(stage.dispatcher)] == ["a"]
+    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["a"]
     assert (stage.state(job_id), stage.job(second).server) == (State.COMPLETED, "b")
 
 
@@ -158,10 +158,10 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     assert found.lost == (job_id,)
     if cut:  # Who removed it died before it said so.
         reconcile.sweep(stage.dispatcher)
-        upkeep.go_on(stage.dispatcher)
+        upkeep.finish_removals(stage.dispatcher)
     else:
-        upkeep.follow_server(stage.dispatcher, found)
-        upkeep.end_runs_of(stage.dispatcher, found.lost)
+        upkeep.forget_server(stage.dispatcher, found)
+        upkeep.end_runs_now(stage.dispatcher, found.lost)
     job = stage.job(job_id)
     assert (job.why, job.error_code, job.crashes) == (Reason.SERVER_UNREACHABLE, "server_removed", 0)
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
@@ -175,12 +175,12 @@ def test_slot_1_a_server_that_comes_again_after_it_was_removed_by_force_withhold
     stage.register(server="a")
     stage.submit()
     stage.start()
-    upkeep.follow_server(
+    upkeep.forget_server(
         stage.dispatcher, catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     )
-    upkeep.end_lost(stage.dispatcher)
+    upkeep.end_runs_of_removed_servers(stage.dispatcher)
     stage.register(server="a")
-    draining.keep(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert stage.free() == 0 and len(quarantine.list_all(stage.database)) == 1
 
 
@@ -189,11 +189,11 @@ def test_what_is_withheld_of_a_server_that_is_gone_is_forgotten_after_its_time(s
     stage.submit()
     stage.start()
     catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
-    upkeep.end_lost(stage.dispatcher)
-    draining.keep(stage.dispatcher)
+    upkeep.end_runs_of_removed_servers(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert len(quarantine.list_all(stage.database)) == 1
     stage.later(stage.dispatcher.settings.withhold_max_ms)
-    draining.keep(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert quarantine.list_all(stage.database) == []
 
 

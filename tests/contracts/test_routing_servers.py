@@ -2,9 +2,9 @@
 
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import reconcile
-from routing.maintenance.identity import ServerReport
+from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
@@ -15,7 +15,7 @@ from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
 def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_is_up(stage):
     stage.register(2)
     for cooldown_ms in (1_000, 2_000, 4_000):
-        reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
+        reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
         assert stage.free() == 0
         stage.later(cooldown_ms - 1)
         reconcile.sweep(stage.dispatcher)
@@ -23,10 +23,10 @@ def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_
         stage.later(1)
         reconcile.sweep(stage.dispatcher)
         assert stage.free() == 2
-    reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
-    reconcile.note_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
+    reconcile.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.free() == 2
-    reconcile.note_health(stage.dispatcher, {"gpu": DOWN})
+    reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
     stage.later(1_000)
     reconcile.sweep(stage.dispatcher)
     assert stage.free() == 2
@@ -35,14 +35,14 @@ def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_
 def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
     stage.register()
     before = stage.room.dump()
-    reconcile.note_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
+    reconcile.apply_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
     assert stage.room.dump() == before
 
 
 def _stale_leases(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
     first = {} if report is None else {"gpu": report}
     again = first if second is None else {"gpu": second}
-    return reconcile.free_stale_leases(stage.dispatcher, reconcile.suspects(stage.dispatcher, first), again)
+    return reconcile.end_stale_runs(stage.dispatcher, reconcile.find_stale_runs(stage.dispatcher, first), again)
 
 
 def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
@@ -63,9 +63,9 @@ def test_a_run_younger_than_five_seconds_is_never_suspected(stage):
     stage.submit()
     stage.start()
     stage.later(4_999)
-    assert reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
     stage.later(1)
-    assert len(reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+    assert len(reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
     stage.start()
     stage.later(60_000)
     reports = {} if report is None else {"gpu": report}
-    assert [job.id for job in reconcile.suspects(stage.dispatcher, reports)] == suspected
+    assert [job.id for job in reconcile.find_stale_runs(stage.dispatcher, reports)] == suspected
 
 
 @pytest.mark.parametrize("second", [None, DOWN, ServerReport(True, 1, None)])
@@ -101,8 +101,8 @@ def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(stage, 
     job_id = stage.submit()
     task = stage.start()
     stage.later(5_000)
-    suspects = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert reconcile.free_stale_leases(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
+    suspects = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert reconcile.end_stale_runs(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
 
 
@@ -111,11 +111,11 @@ def test_a_later_run_of_a_suspect_is_no_suspect(stage):
     stage.submit()
     task = stage.start()
     stage.later(5_000)
-    before = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    stage.settle(task, Kind.BUSY, retry_after_s=0.0)
+    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
     again = stage.start()
     stage.later(5_000)
-    assert reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.renewal(again) is Renewal.RENEWED
 
 
@@ -124,9 +124,9 @@ def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
     job_id = stage.submit()
     task = stage.start()
     stage.later(5_000)
-    before = reconcile.suspects(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
     stage.settle(task)
-    assert reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.state(job_id) is State.COMPLETED
 
 
@@ -149,7 +149,7 @@ def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(sta
     stage.later(5_000)
     if not silent:
         assert stage.renewal(task) is Renewal.RENEWED
-    assert reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
+    assert reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
     assert stage.state(job_id) is (State.QUEUED if silent else State.RUNNING)
 
 
@@ -162,7 +162,7 @@ def test_a_silent_worker_alone_frees_nothing(stage, report):
     stage.start()
     stage.later(5_500)
     before = stage.room.dump()
-    assert reconcile.heed_reports(stage.dispatcher, {"gpu": report}) == 0
+    assert reconcile.apply_reports(stage.dispatcher, {"gpu": report}) == 0
     assert stage.room.dump() == before
 
 
@@ -172,19 +172,19 @@ def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(stag
     for _ in range(3):
         stage.submit()
     tasks = {task.run.server: task for task in (stage.start(f"w{n}") for n in range(3))}
-    assert reconcile.urgent_servers(stage.dispatcher) == set()
-    reconcile.note_health(stage.dispatcher, {"down": DOWN})
+    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
+    reconcile.apply_health(stage.dispatcher, {"down": DOWN})
     stage.later(2 * SETTINGS.renew_every_ms + 1)
     for name in ("calm", "down"):
         stage.renewal(tasks[name])
-    assert reconcile.urgent_servers(stage.dispatcher) == {"down", "silent"}
+    assert reconcile.servers_to_check_now(stage.dispatcher) == {"down", "silent"}
 
 
 def test_an_open_offer_makes_no_server_urgent(stage):
     stage.register()
     stage.submit()
     stage.later(OFFER_MS - 1)
-    assert reconcile.urgent_servers(stage.dispatcher) == set()
+    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(stage, report,
     stage.register(4)
     stage.submit(id="one")
     stage.start()
-    reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": report})
     assert stage.free() == free
     stage.later(12_000)
     reconcile.sweep(stage.dispatcher)
@@ -215,10 +215,10 @@ def test_a_job_that_has_only_just_ended_is_no_stranger(stage):
     stage.submit(id="one")
     stage.settle(stage.start())
     report = {"gpu": ServerReport(True, 1, frozenset({"one"}))}
-    reconcile.heed_reports(stage.dispatcher, report)
+    reconcile.apply_reports(stage.dispatcher, report)
     assert stage.free() == 2
     stage.later(2_001)
-    reconcile.heed_reports(stage.dispatcher, report)
+    reconcile.apply_reports(stage.dispatcher, report)
     assert stage.free() == 1, "two seconds later it is"
 
 
@@ -227,10 +227,10 @@ def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(sta
     stage.submit(id="one", ttl_s=1)
     task = stage.start()
     stage.later(1_000)
-    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.expire_deadlines(stage.dispatcher)
     stage.settle(task)
     stage.later(60_000)
-    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
     stage.submit()
     assert stage.offered() == []
 
@@ -242,19 +242,19 @@ def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(st
     stage.register(2)
     job_id = stage.submit()
     for _ in range(2):  # the other slot is tried at once
-        stage.settle(stage.start(), Kind.BUSY)
+        stage.settle(stage.start(), OutcomeKind.BUSY)
     assert stage.offered() == [] and stage.job(job_id).failures == 0
-    assert reconcile.urgent_servers(stage.dispatcher) == {"gpu"}
-    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
+    assert reconcile.servers_to_check_now(stage.dispatcher) == {"gpu"}
+    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
     assert stage.offered() == [], "others still use it"
-    reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.offered() != []
-    assert reconcile.urgent_servers(stage.dispatcher) == set()
+    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
 
 
 def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(stage):
     stage.register(2)
     job_id = stage.submit()
     stage.settle(stage.start())
-    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
     assert stage.free() == 2

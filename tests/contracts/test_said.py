@@ -8,7 +8,15 @@ import orjson
 import pytest
 from redis.exceptions import RedisError
 
-from routing.queries.said import NOWHERE, Clock, Place, Said, Telling, Watcher, Watching
+from routing.progress import (
+    FIRST_ENTRY,
+    EntryId,
+    EntryIds,
+    ProgressCommands,
+    ProgressEntry,
+    ProgressFollower,
+    Subscription,
+)
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from tasks import said as saying
@@ -27,11 +35,11 @@ def scripts(valkey: Valkey) -> Iterator[Scripts]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TOGETHER_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
         monkeypatch.setattr(saying, name, 0.0)
-    monkeypatch.setattr("routing.queries.said._AGAIN_S", 0.01)
+    monkeypatch.setattr("routing.progress._AGAIN_S", 0.01)
 
 
-def say(scripts: Scripts, text: str, place: Place, kept: int = 100) -> int:
-    return scripts.run(Telling(scripts).telling("j", place, text, kept))
+def say(scripts: Scripts, text: str, place: EntryId, kept: int = 100) -> int:
+    return scripts.run(ProgressCommands(scripts).publish_command("j", place, text, kept))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -41,18 +49,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def watched(
-    scripts: Scripts, act: Callable[[Watching, list[bytes], Callable[[], bool]], Any], place: Place = NOWHERE
+    scripts: Scripts,
+    act: Callable[[ProgressFollower, list[bytes], Callable[[], bool]], Any],
+    place: EntryId = FIRST_ENTRY,
 ) -> list[bytes]:
     """What somebody hears who watches while `act` goes on."""
     heard: list[bytes] = []
 
     async def whole() -> None:
-        watching = Watching(scripts)
-        watcher = Watcher("j", place, lambda said: heard.append(said.text))
-        watching.begin(watcher)
-        await until(lambda: watcher.kept is None)
+        watching = ProgressFollower(scripts)
+        watcher = Subscription("j", place, lambda said: heard.append(said.text))
+        watching.subscribe(watcher)
+        await until(lambda: watcher.buffered is None)
         try:
-            await act(watching, heard, lambda: watcher.kept is None)
+            await act(watching, heard, lambda: watcher.buffered is None)
         finally:
             watching.stop()
 
@@ -61,11 +71,11 @@ def watched(
 
 
 def test_who_watches_hears_what_was_said_before_and_what_is_said_then(scripts):
-    say(scripts, "a", Place(1, 5))
+    say(scripts, "a", EntryId(1, 5))
 
     async def act(_watching, heard, _reads) -> None:
         await until(lambda: heard == [b"a"])
-        assert await asyncio.to_thread(say, scripts, "b", Place(1, 6)) == 1
+        assert await asyncio.to_thread(say, scripts, "b", EntryId(1, 6)) == 1
         await until(lambda: len(heard) == 2)
 
     assert watched(scripts, act) == [b"a", b"b"]
@@ -73,18 +83,18 @@ def test_who_watches_hears_what_was_said_before_and_what_is_said_then(scripts):
 
 def test_who_comes_again_hears_what_it_has_not_heard_and_nothing_twice(scripts):
     for ms in (5, 6, 7):
-        say(scripts, f"{ms}", Place(1, ms))
+        say(scripts, f"{ms}", EntryId(1, ms))
 
     async def act(_watching, heard, _reads) -> None:
         await until(lambda: len(heard) == 2)
 
-    assert watched(scripts, act, Place(1, 5)) == [b"6", b"7"]
+    assert watched(scripts, act, EntryId(1, 5)) == [b"6", b"7"]
 
 
 def test_a_later_attempt_comes_behind_an_earlier_one_which_says_nothing_any_more(scripts):
-    say(scripts, "old", Place(1, 900))
-    assert say(scripts, "new", Place(2, 5)) == 0
-    assert say(scripts, "a zombie's", Place(1, 901)) == -1
+    say(scripts, "old", EntryId(1, 900))
+    assert say(scripts, "new", EntryId(2, 5)) == 0
+    assert say(scripts, "a zombie's", EntryId(1, 901)) == -1
 
     async def act(_watching, heard, _reads) -> None:
         await until(lambda: len(heard) == 2)
@@ -94,14 +104,14 @@ def test_a_later_attempt_comes_behind_an_earlier_one_which_says_nothing_any_more
 
 def test_only_the_last_of_it_is_kept(scripts):
     for ms in range(5):
-        say(scripts, f"{ms}", Place(1, ms + 1), kept=2)
+        say(scripts, f"{ms}", EntryId(1, ms + 1), kept=2)
     assert scripts.redis.xlen("slotkeeper:said:j") == 2
     assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 600_000
 
 
 def test_what_is_said_is_kept_for_a_moment_after_the_end(scripts):
-    say(scripts, "a", Place(1, 1))
-    scripts.run(Telling(scripts).ending("j"))
+    say(scripts, "a", EntryId(1, 1))
+    scripts.run(ProgressCommands(scripts).end_command("j"))
     assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 30_000
 
 
@@ -114,7 +124,7 @@ def test_a_watcher_goes_on_when_redis_has_been_away(tmp_path):
             await until(lambda: not reads())
             await asyncio.to_thread(valkey.start)
             await until(reads)
-            await asyncio.to_thread(say, scripts, "back", Place(1, 9))
+            await asyncio.to_thread(say, scripts, "back", EntryId(1, 9))
             await until(lambda: heard == [b"back"])
 
         assert watched(scripts, act) == [b"back"]
@@ -124,15 +134,17 @@ def test_who_begins_to_watch_while_another_has_redis_connected_to_hears_too(scri
     heard: list[bytes] = []
 
     async def whole() -> None:
-        watching = Watching(scripts)
-        first, second = (Watcher(job_id, NOWHERE, lambda said: heard.append(said.text)) for job_id in ("i", "j"))
-        watching.begin(first)
+        watching = ProgressFollower(scripts)
+        first, second = (
+            Subscription(job_id, FIRST_ENTRY, lambda said: heard.append(said.text)) for job_id in ("i", "j")
+        )
+        watching.subscribe(first)
         await asyncio.sleep(0)
         assert watching._channel is None
-        watching.begin(second)
+        watching.subscribe(second)
         try:
-            await until(lambda: first.kept is None and second.kept is None)
-            assert await asyncio.to_thread(say, scripts, "a", Place(1, 1)) == 1
+            await until(lambda: first.buffered is None and second.buffered is None)
+            assert await asyncio.to_thread(say, scripts, "a", EntryId(1, 1)) == 1
             await until(lambda: heard == [b"a"])
         finally:
             watching.stop()
@@ -141,13 +153,13 @@ def test_who_begins_to_watch_while_another_has_redis_connected_to_hears_too(scri
 
 
 def test_what_is_left_is_heard_before_the_end_is_told(scripts):
-    say(scripts, "a", Place(1, 1))
+    say(scripts, "a", EntryId(1, 1))
     heard: list[bytes] = []
 
     async def whole() -> None:
-        watching = Watching(scripts)
-        watcher = Watcher("j", NOWHERE, lambda said: heard.append(said.text))
-        watching.rest(watcher, lambda: heard.append(b"the end"))
+        watching = ProgressFollower(scripts)
+        watcher = Subscription("j", FIRST_ENTRY, lambda said: heard.append(said.text))
+        watching.finish(watcher, lambda: heard.append(b"the end"))
         await until(lambda: len(heard) == 2)
 
     asyncio.run(whole())
@@ -158,8 +170,8 @@ def test_the_end_is_told_where_redis_is_away():
     heard: list[str] = []
 
     async def whole() -> None:
-        watching = Watching(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
-        watching.rest(Watcher("j", NOWHERE, lambda _: None), lambda: heard.append("the end"))
+        watching = ProgressFollower(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+        watching.finish(Subscription("j", FIRST_ENTRY, lambda _: None), lambda: heard.append("the end"))
         await until(lambda: bool(heard))
 
     asyncio.run(whole())
@@ -167,18 +179,18 @@ def test_the_end_is_told_where_redis_is_away():
 
 def test_what_is_said_while_the_past_is_read_waits_for_it():
     heard: list[bytes] = []
-    watcher = Watcher("j", NOWHERE, lambda said: heard.append(said.text), kept=[])
-    watcher.take(Said(Place(1, 3), b"c"))
-    watcher.take_all([Said(Place(1, 1), b"a"), Said(Place(1, 3), b"c")])
-    watcher.take(Said(Place(1, 4), b"d"))
+    watcher = Subscription("j", FIRST_ENTRY, lambda said: heard.append(said.text), buffered=[])
+    watcher.deliver(ProgressEntry(EntryId(1, 3), b"c"))
+    watcher.deliver_backlog([ProgressEntry(EntryId(1, 1), b"a"), ProgressEntry(EntryId(1, 3), b"c")])
+    watcher.deliver(ProgressEntry(EntryId(1, 4), b"d"))
     assert heard == [b"a", b"c", b"d"]
 
 
 def test_places_grow_also_when_the_clock_is_set_back(monkeypatch):
-    clock = Clock(3)
+    clock = EntryIds(3)
     first = clock.next()
-    monkeypatch.setattr("routing.queries.said.time.time_ns", lambda: 0)
-    assert clock.next() == Place(3, first.ms + 1)
+    monkeypatch.setattr("routing.progress.time.time_ns", lambda: 0)
+    assert clock.next() == EntryId(3, first.ms + 1)
 
 
 # -- the worker's side -----------------------------------------------------------------------------------------
@@ -194,7 +206,7 @@ class Asked:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.error: Exception | None = None
-        self.saying = Saying(Telling(scripts), self.ask, asyncio.get_running_loop())
+        self.saying = Saying(ProgressCommands(scripts), self.ask, asyncio.get_running_loop())
 
     async def ask(self, command: Any) -> int:
         await self.may_answer.wait()

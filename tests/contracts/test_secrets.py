@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.registry.tables import secrets as table
 from tasks import descriptions, keyring, vault
 from tasks.descriptions import server_for
@@ -185,7 +185,7 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
         connection.execute(table.delete())
     api.dispatcher.catalog._snapshot = None
     outcome = server.submit(Call("j", 1, {}, deadline_s=5))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
 
 
 @pytest.mark.parametrize("size", [2048, 64 * 1024])

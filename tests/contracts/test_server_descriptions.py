@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
@@ -318,7 +318,7 @@ def run() -> Iterator[Callable[[Imitation, str], Outcome]]:
         with Scripted(lambda seen: imitation.says(situation, seen)) as there:
             server = Blocking(Server(there.url + imitation.endpoint, compile_plan(imitation.description)))
             outcome = server.submit(JOB)
-            if outcome.kind is Kind.PENDING:
+            if outcome.kind is OutcomeKind.PENDING:
                 assert outcome.remote_id
                 outcome = server.status(JOB, outcome.remote_id)
             return outcome
@@ -328,45 +328,45 @@ def run() -> Iterator[Callable[[Imitation, str], Outcome]]:
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
 def test_a_job_that_succeeds_is_done_with_its_result(imitation, run):
-    assert run(imitation, "done") == Outcome(Kind.DONE, result=RESULT)
+    assert run(imitation, "done") == Outcome(OutcomeKind.DONE, result=RESULT)
 
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
 def test_a_full_server_costs_the_job_nothing(imitation, run):
-    assert run(imitation, "busy").kind is Kind.BUSY
+    assert run(imitation, "busy").kind is OutcomeKind.BUSY
 
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
 def test_a_job_that_fails_on_the_server_costs_a_retry(imitation, run):
-    assert run(imitation, "failed").kind is Kind.RETRY
+    assert run(imitation, "failed").kind is OutcomeKind.RETRY
 
 
 @pytest.mark.parametrize("imitation", knowing("wrong"), ids=str)
 def test_a_request_that_is_wrong_is_final(imitation, run):
-    assert run(imitation, "wrong").kind is Kind.FAILED
+    assert run(imitation, "wrong").kind is OutcomeKind.FAILED
 
 
 @pytest.mark.parametrize("imitation", knowing("running"), ids=str)
 def test_a_job_that_runs_is_pending(imitation, run):
     outcome = run(imitation, "running")
-    assert outcome.kind is Kind.PENDING and outcome.code == ""
+    assert outcome.kind is OutcomeKind.PENDING and outcome.code == ""
 
 
 @pytest.mark.parametrize("imitation", knowing("poll refused"), ids=str)
 def test_a_poll_that_is_refused_says_nothing_about_the_job(imitation, run):
     outcome = run(imitation, "poll refused")
-    assert (outcome.kind, outcome.code) == (Kind.PENDING, "poll_failed")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.PENDING, "poll_failed")
 
 
 @pytest.mark.parametrize("imitation", knowing("forgotten"), ids=str)
 def test_a_job_that_the_server_has_forgotten_is_lost(imitation, run):
-    assert run(imitation, "forgotten").kind is Kind.LOST
+    assert run(imitation, "forgotten").kind is OutcomeKind.LOST
 
 
 @pytest.mark.parametrize("imitation", knowing("another"), ids=str)
 def test_the_result_of_another_job_is_not_taken(imitation, run):
     outcome = run(imitation, "another")
-    assert (outcome.kind, outcome.result) == (Kind.PENDING, None)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.PENDING, None)
 
 
 @pytest.mark.parametrize("imitation", [i for i in IMITATIONS if i.description.health], ids=str)
@@ -383,7 +383,7 @@ def test_a_server_that_breaks_off_leaves_the_outcome_unknown(imitation):
 
     with Scripted(lambda _seen: hang_up) as there:
         server = Blocking(Server(there.url + imitation.endpoint, imitation.description))
-        assert server.submit(JOB).kind is Kind.UNKNOWN
+        assert server.submit(JOB).kind is OutcomeKind.UNKNOWN
 
 
 def test_cogs_busy_health_is_not_death():
@@ -407,7 +407,7 @@ def test_cog_pushes_because_it_cannot_be_polled():
     with Scripted(lambda _seen: answer({"id": "job-1-1", "status": "starting"}, 202)) as there:
         server = Blocking(Server(there.url, pushing))
         taken = server.submit(JOB)
-        assert taken == Outcome(Kind.PENDING, remote_id="job-1-1")
+        assert taken == Outcome(OutcomeKind.PENDING, remote_id="job-1-1")
         assert there.seen[0].json["webhook"] == "http://me/cb" and there.seen[0].headers["prefer"] == "respond-async"
         pushed = server.pushed(JOB, taken.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
-    assert pushed == Outcome(Kind.DONE, result=[1])
+    assert pushed == Outcome(OutcomeKind.DONE, result=[1])

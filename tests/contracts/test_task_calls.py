@@ -15,7 +15,7 @@ from celery.canvas import Signature
 from kombu.utils import json
 
 from routing.admission.submission import Submission
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
 from tasks import asking, inference
@@ -274,7 +274,7 @@ def test_a_task_id_with_another_payload_is_a_conflict(called):
 def test_a_chain_is_refused_before_its_first_step_is_recorded(called):
     with pytest.raises(InvalidJob, match=r"infer\.s\(model="):
         chain(infer.s("zimg", PROMPT), infer.s("zimg"))()
-    assert listing.find(called.store.database) == []
+    assert job_list.find_jobs(called.store.database) == []
 
 
 def test_a_process_that_does_not_find_the_record_is_told_what_to_set_and_makes_none(tmp_path):

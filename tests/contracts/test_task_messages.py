@@ -41,8 +41,8 @@ def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypa
     monkeypatch.setattr(announce.CeleryAnnouncer, "_wake", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures)))
     announcer = announce.CeleryAnnouncer(None, None)
-    announcer.offered(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))
-    announcer.offered(OFFER, None)
+    announcer.wake_worker(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))
+    announcer.wake_worker(OFFER, None)
     assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]
 
 

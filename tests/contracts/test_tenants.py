@@ -75,7 +75,7 @@ def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> Non
     for tenant in ("acme", "acme", "other"):
         a_queued_job(store, tenant=tenant)
     an_ended_job(store, State.COMPLETED, tenant="acme")
-    assert holdings.of_tenant(store.database, "acme") == holdings.Holdings({State.QUEUED: 2}, 0)
+    assert holdings.count_tenant_holdings(store.database, "acme") == holdings.Holdings({State.QUEUED: 2}, 0)
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

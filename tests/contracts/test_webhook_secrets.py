@@ -10,7 +10,7 @@ from pytest_httpserver import HTTPServer
 from standardwebhooks import Webhook, WebhookVerificationError
 from structlog.testing import capture_logs
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.registry.tenants import Tenants
 from tasks import keyring, push, startup, webhooks
 from tests.support.api import Api
@@ -33,7 +33,7 @@ def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
     """The webhook of a job that has ended, as its receiver got it."""
     httpserver.expect_request("/hook").respond_with_data("ok")
     task = api.started(callback_url=f"http://127.0.0.1:{httpserver.port}/hook")
-    assert push.push(api.job(task.run.job.id), Outcome(Kind.DONE, result={"n": 1}))
+    assert push.push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
     deliveries = webhooks.deliveries(api.database)
     sending = Thread(target=deliveries.run)
     sending.start()

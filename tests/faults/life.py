@@ -36,11 +36,11 @@ import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
 from routing.admission.submission import Submission
-from routing.dispatch.dispatcher import new_owner
+from routing.dispatch.dispatcher import new_lease_owner
 from routing.dispatch.outcome import Outcome
-from routing.maintenance import draining, identity, reconcile
+from routing.maintenance import invariants, quarantined_slots, reconcile, server_report
 from routing.maintenance.rooms import depths
-from routing.queries import invariants, listing
+from routing.queries import job_list
 from routing.queue.leases import Lease
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
@@ -151,7 +151,7 @@ class Life:
         headers, (args, *_) = self._come_to(job_id)
         offer = messages.read_offer(job_id, args, headers)
         assert offer is not None
-        begin_run(self.dispatcher, offer, new_owner("silent"))
+        begin_run(self.dispatcher, offer, new_lease_owner("silent"))
 
     def hand_back(self, job_id: str) -> None:
         """This worker is told to stop when it has just begun the job."""
@@ -213,7 +213,7 @@ class Life:
         return found
 
     def _say_room(self) -> None:
-        wiring.workers().say(this_worker().owner, this_worker().places.room)
+        wiring.workers().report(this_worker().owner, this_worker().places.room)
 
     def recover(self) -> None:
         """Work, and keep everything in order, until nothing is left to do."""
@@ -222,12 +222,12 @@ class Life:
         while True:
             this_worker().poller.look()
             self.hands.work()
-            for task in (maintenance.keep_time, maintenance.reap_killed, maintenance.reap):
+            for task in (maintenance.keep_time, maintenance.reap_dead_workers, maintenance.reap):
                 task()
             maintenance.reconcile_all()
             maintenance.sweep()
-            draining.keep(self.dispatcher)
-            if draining.servers(self.dispatcher):
+            quarantined_slots.sync_leases(self.dispatcher)
+            if quarantined_slots.servers(self.dispatcher):
                 maintenance.check_urgent_servers()
             self._send_webhooks()
             self._relay_events()
@@ -343,16 +343,16 @@ class Life:
             out.write(json.dumps(line) + "\n")
 
     def _revive(self) -> None:
-        for job in listing.find(self.dispatcher.store.database, state=State.DEAD):
+        for job in job_list.find_jobs(self.dispatcher.store.database, state=State.DEAD):
             self.dispatcher.revive(job.id)
 
     def _is_quiet(self) -> bool:
-        standing, room = listing.counts(self.dispatcher.store.database), depths(self.dispatcher.queues.scripts, SYNC)
+        standing, room = job_list.counts(self.dispatcher.store.database), depths(self.dispatcher.queues.scripts, SYNC)
         if (
             any(standing[state] for state in ACTIVE_STATES)
             or room.taken
             or room.waiting
-            or self.dispatcher.leases.all_of([SYNC])[SYNC]
+            or self.dispatcher.leases.list_all([SYNC])[SYNC]
         ):
             return False
         with self.dispatcher.store.database.read() as connection:
@@ -369,8 +369,8 @@ class Life:
             "slots": room.free + room.cooling,
             "taken": room.taken,
             "waiting": room.waiting,
-            "leases": len(self.dispatcher.leases.all_of([SYNC])[SYNC]),
-            "findings": sorted(f"{it.check} {it.subject}" for it in invariants.look(self.dispatcher, {})),
+            "leases": len(self.dispatcher.leases.list_all([SYNC])[SYNC]),
+            "findings": sorted(f"{it.check} {it.subject}" for it in invariants.find_violations(self.dispatcher, {})),
             "passed": {point: _COUNTS_ONLY - left for point, left in crash_points._left.items() if left < _COUNTS_ONLY},
         }
         (self.home / f"report-{self.name}.json").write_text(json.dumps(found))
@@ -384,7 +384,7 @@ def live(step: str) -> None:
     receivers._FIRST_RETRY_MS = 100
     notifications.NOTIFY_AFTER_MS = 50
     telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
-    identity.YOUNG_MS = 0
+    server_report.MIN_AGE_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
     crash_points._left.update(dict.fromkeys(crash_points.POINTS, _COUNTS_ONLY))

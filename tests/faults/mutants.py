@@ -326,8 +326,8 @@ MUTANTS = [
     Mutant(
         "the reaper ends whatever run there is",
         "LEASE-3",
-        "routing/maintenance/reconcile/reaper.py",
-        "if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):",
+        "routing/maintenance/reaper.py",
+        "if job is not None and job.state is State.RUNNING and (job.lease == lease.stored_text or lease.owner == _REAPER):",
         "if job is not None and job.state is State.RUNNING:",
         (f"{GUARDS}test_a_lease_that_outlived_its_run_does_not_end_the_next_one",),
     ),
@@ -342,15 +342,15 @@ MUTANTS = [
     Mutant(
         "what a dead reaper held is held for ever",
         "LEASE-1",
-        "routing/maintenance/reconcile/reaper.py",
-        "(job.lease == lease.tag or lease.owner == _REAPER):",
-        "job.lease == lease.tag:",
+        "routing/maintenance/reaper.py",
+        "(job.lease == lease.stored_text or lease.owner == _REAPER):",
+        "job.lease == lease.stored_text:",
         (f"{MAINTENANCE}test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next",),
     ),
     Mutant(
         "a waiting job that the room lost stays lost",
         "QUEUE-1",
-        "routing/maintenance/reconcile/room.py",
+        "routing/maintenance/sweep.py",
         "found += _fill(dispatcher, fleet)",
         "pass",
         (f"{MAINTENANCE}test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place",),
@@ -358,8 +358,8 @@ MUTANTS = [
     Mutant(
         "a lease that Redis lost stays lost",
         "LEASE-1",
-        "routing/maintenance/reconcile/room.py",
-        "found, rooms = runs.restore(dispatcher), ",
+        "routing/maintenance/sweep.py",
+        "found, rooms = restore_leases.restore(dispatcher), ",
         "found, rooms = 0, ",
         (f"{MAINTENANCE}test_a_running_job_whose_lease_is_lost_gets_it_back",),
     ),
@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's ids",
         "identity",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "if not lease.names & running and lease.age_ms >= YOUNG_MS",
         "if not lease.names & running",
         (
@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant(
         "a young lease is held against the server's count",
         "identity",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "if active == 0 and lease.age_ms >= YOUNG_MS",
         "if active == 0",
         (f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",),
@@ -386,7 +386,7 @@ MUTANTS = [
     Mutant(
         "a count above zero makes stale",
         "identity",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "if active == 0 and lease.age_ms",
         "if active < len(leases) and lease.age_ms",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -394,7 +394,7 @@ MUTANTS = [
     Mutant(
         "the count beats the ids",
         "identity",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "if report.job_ids is not None:",
         "if report.job_ids is not None and report.active_jobs is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -402,7 +402,7 @@ MUTANTS = [
     Mutant(
         "a server that is down is taken at its word",
         "identity",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "if not report.up:",
         "if report.up is None:",
         (f"{SERVERS}test_only_a_report_that_says_so_makes_a_suspect",),
@@ -410,23 +410,23 @@ MUTANTS = [
     Mutant(
         "stale are freed at the first look",
         "identity",
-        "routing/maintenance/reconcile/servers.py",
-        "for job in suspects(dispatcher, reports) if _run(job) in known)",
-        "for job in suspects(dispatcher, reports))",
+        "routing/maintenance/server_checks.py",
+        "for job in find_stale_runs(dispatcher, reports) if _run(job) in known)",
+        "for job in find_stale_runs(dispatcher, reports))",
         (f"{SERVERS}test_a_later_run_of_a_suspect_is_no_suspect",),
     ),
     Mutant(
         "the second look is not asked",
         "identity",
-        "routing/maintenance/reconcile/servers.py",
-        "for job in suspects(dispatcher, reports) if _run(job) in known)",
+        "routing/maintenance/server_checks.py",
+        "for job in find_stale_runs(dispatcher, reports) if _run(job) in known)",
         "for job in before)",
         (f"{SERVERS}test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing",),
     ),
     Mutant(
         "a living worker's run is freed at once",
         "identity",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "for job in stale if (server.name, job.id) in silent)",
         "for job in stale)",
         (f"{SERVERS}test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too",),
@@ -434,7 +434,7 @@ MUTANTS = [
     Mutant(
         "a run that its server may just have ended is given up",
         "identity",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "    if job.remote_id is None:\n",
         "    if job.remote_id is not True:\n",
         (

@@ -63,7 +63,7 @@ AWAY = [
         "a run that could not be resumed is put back for all servers",
         "LEASE-1",
         "tasks/worker/executor.py",
-        "        if offer.resumes:\n            return  #",
+        "        if offer.is_resumption:\n            return  #",
         "        if offer is None:\n            return  #",
         (f"{WORKERS}test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers",),
     ),
@@ -79,7 +79,7 @@ AWAY = [
         "a slot that could not be freed waits until its lease expires",
         "SLOT-2",
         "tasks/worker/background.py",
-        "                wait(steps.free(lease, back=back, cooldown_ms=cooldown_ms))\n",
+        "                run_blocking(steps.free(lease, back=back, cooldown_ms=cooldown_ms))\n",
         "                pass\n",
         (f"{WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
     ),
@@ -94,7 +94,7 @@ AWAY = [
     Mutant(
         "leases are reaped as soon as Redis is back",
         "LEASE-4",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         "if self._until is None and away:",
         "if self._until is None and away is None:",
         (
@@ -137,7 +137,7 @@ AWAY = [
     Mutant(
         "a start that was not stored leaves its job in no place",
         "QUEUE-1",
-        "routing/dispatch/steps.py",
+        "routing/dispatch/run_steps.py",
         "        if job is not None and job.state is State.QUEUED:\n            raise",
         "        if job is None:\n            raise",
         (f"{WORKERS}test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place",),
@@ -145,8 +145,8 @@ AWAY = [
     Mutant(
         "a worker goes on with a run that another has started",
         "LEASE-3",
-        "routing/dispatch/steps.py",
-        "if active is not None and active.lease.tag == lease.tag else None",
+        "routing/dispatch/run_steps.py",
+        "if active is not None and active.lease.stored_text == lease.stored_text else None",
         "if active is not None else None",
         (f"{WORKERS}test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him",),
     ),

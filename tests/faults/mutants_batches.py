@@ -65,7 +65,7 @@ BATCHES = [
     Mutant(
         "a batch's jobs are looked for among all jobs",
         "batches",
-        "routing/queries/listing.py",
+        "routing/queries/job_list.py",
         "query.where(given[0][0].is_not(None), between(",
         "query.where(between(",
         (f"{BATCH_TESTS}test_looks_at_batches_read_by_their_indexes",),

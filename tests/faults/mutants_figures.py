@@ -11,7 +11,7 @@ FIGURES = [
     Mutant(
         "two that count at once count twice",
         "figures",
-        "routing/queries/history.py",
+        "routing/queries/job_counters.py",
         "counters.c.name == _SEEN, counters.c.value == before",
         "counters.c.name == _SEEN",
         (f"{_HISTORY}test_two_that_count_at_once_count_each_event_once",),
@@ -20,7 +20,7 @@ FIGURES = [
     Mutant(
         "any number of models has figures of its own",
         "figures",
-        "routing/queries/history.py",
+        "routing/queries/job_counters.py",
         "model not in self._known and len(self._known) >= MOST_MODELS",
         "False",
         (f"{_HISTORY}test_models_beyond_the_first_are_counted_as_one",),
@@ -29,7 +29,7 @@ FIGURES = [
     Mutant(
         "a job that is canceled while it waits counts as an attempt",
         "figures",
-        "routing/queries/history.py",
+        "routing/queries/job_counters.py",
         "    if before == _STARTED and event.type != _STARTED:",
         "    if event.type in _ENDS:",
         (f"{_HISTORY}test_a_job_that_ends_while_it_waits_is_no_attempt",),
@@ -38,7 +38,7 @@ FIGURES = [
     Mutant(
         "what Redis does not take is not counted",
         "figures",
-        "routing/queries/tallies.py",
+        "routing/queries/process_counters.py",
         "                self._new.update(new)",
         "                pass",
         (f"{_FIGURES}test_what_redis_does_not_take_is_counted_later",),
@@ -119,7 +119,7 @@ FIGURES = [
     Mutant(
         "slots behind an open breaker are shown as free",
         "page",
-        "routing/queries/servers.py",
+        "routing/queries/server_status.py",
         "0 if word else standing.free, word)",
         "standing.free, word)",
         ("tests/contracts/test_api_standing.py::test_no_slot_is_shown_as_free_that_the_next_job_cannot_have",),

@@ -15,7 +15,7 @@ def _of_proof(name: str, old: str, new: str, *tests: str) -> Mutant:
 
 def _of_reaper(name: str, breaks: str, old: str, new: str, *tests: str) -> Mutant:
     found = tuple(f"{_KILLED}{test}" for test in tests)
-    return Mutant(name, breaks, "routing/maintenance/reconcile/reaper.py", old, new, found, _GOES_ON)
+    return Mutant(name, breaks, "routing/maintenance/reaper.py", old, new, found, _GOES_ON)
 
 
 KILLED = [
@@ -111,14 +111,14 @@ KILLED = [
     _of_reaper(
         "a run that has passed its slot on is waited for though its worker is dead",
         "SLOT-2",
-        "running = runs.restore_of(dispatcher, killed)",
+        "running = restore_leases.restore_of(dispatcher, killed)",
         "running = set[str]()",
         "test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for",
     ),
     Mutant(
         "a killed worker is forgotten while the record has a run of its, whose job is offered again",
         "SLOT-2",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         "return {run.lease.owner for runs in theirs.values() for run in runs}",
         "return set()",
         (f"{_KILLED}test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_look_is_no_silence",),
@@ -127,7 +127,7 @@ KILLED = [
     _of_reaper(
         "offers are made for the room of a worker that is dead",
         "SLOT-2",
-        "        workers.leave(owner)",
+        "        workers.remove(owner)",
         "        del owner",
         "test_a_killed_worker_has_no_room_from_then_on",
     ),

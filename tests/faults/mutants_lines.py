@@ -29,7 +29,7 @@ LINES = [
     Mutant(
         "an end is told though somebody else has counted it",
         "one line for each end",
-        "routing/queries/history.py",
+        "routing/queries/job_counters.py",
         "        if not self._database.write(lambda tx: _note(tx, before, after, sums)):\n            return 0\n",
         "        self._database.write(lambda tx: _note(tx, before, after, sums))\n",
         (f"{_LINES}test_an_end_that_somebody_else_has_counted_is_not_told_twice",),

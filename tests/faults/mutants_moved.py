@@ -13,7 +13,7 @@ def _mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 MOVED = [
     _mutant(
         "a run is compared with the report of another address",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "    return [job for job in jobs if job.sent_to is None or ",
         "    return [job for job in jobs if True or ",
         "test_a_run_is_not_compared_with_the_report_of_another_address",
@@ -42,7 +42,7 @@ MOVED = [
     ),
     _mutant(
         "servers at one address take each other's runs for foreign ones",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "known = [*jobs, *_of_others(at_place, server, report)]",
         "known = jobs",
         "test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_ones",
@@ -50,7 +50,7 @@ MOVED = [
     Mutant(
         "the removal of a server is charged to its jobs",
         "operators",
-        "routing/maintenance/reconcile/removal.py",
+        "routing/maintenance/decommission.py",
         "            Why.SERVER_UNREACHABLE,  #",
         "            Why.SERVER_LOST,  #",
         (

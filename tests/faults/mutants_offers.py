@@ -62,7 +62,7 @@ OFFERS = [
     Mutant(
         "an offer that nobody takes up is made anew",
         "ORDER-1",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         '        if kept != "closed":',
         '        if kept == "lost":',
         (f"{MAINTENANCE}test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days",),

@@ -83,7 +83,7 @@ REMOVAL = [
     Mutant(
         "runs of a server that was removed are left to themselves",
         "QUEUE-1",
-        "routing/maintenance/reconcile/removal.py",
+        "routing/maintenance/decommission.py",
         "lost = [job for job in dispatcher.store.running() if job.server not in servers]",
         "lost = list[Job]()",
         (f"{ROOMS}test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",),
@@ -113,7 +113,7 @@ REMOVAL = [
     Mutant(
         "a server is removed while a slot of it is offered",
         "SLOT-1",
-        "routing/maintenance/reconcile/removal.py",
+        "routing/maintenance/decommission.py",
         "if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):",
         "if fleet not in leases:",
         (f"{ROOMS}test_a_server_is_not_removed_while_one_of_its_slots_is_offered",),

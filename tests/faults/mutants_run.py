@@ -81,7 +81,7 @@ RUN = [
         "runs",
         "tasks/worker/runner.py",
         "            return await self._ask(live)\n        if",
-        "            return Outcome(Kind.PENDING, remote_id=self._remote_id)\n        if",
+        "            return Outcome(OutcomeKind.PENDING, remote_id=self._remote_id)\n        if",
         (f"{RUNS}test_a_resumed_run_is_asked_for_once_before_it_is_given_up",),
     ),
     Mutant(
@@ -131,7 +131,7 @@ RUN = [
     Mutant(
         "a job whose end was stored unheard is in no room",
         "QUEUE-1",
-        "routing/dispatch/steps.py",
+        "routing/dispatch/run_steps.py",
         "return await self.free(lease, back=back, claimant=claimant)",
         "return await self.free(lease, back=False, claimant=claimant)",
         (f"{USES}test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place",),
@@ -140,7 +140,7 @@ RUN = [
         "a lease that Redis does not know is lost",
         "LEASE-3",
         "tasks/worker/inquiry.py",
-        "    return found.state is State.RUNNING and found.lease == lease.tag\n",
+        "    return found.state is State.RUNNING and found.lease == lease.stored_text\n",
         "    return False\n",
         (
             f"{RUNS}test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on",
@@ -151,7 +151,7 @@ RUN = [
         "a lease that another has by now is written again",
         "LEASE-1",
         "tasks/worker/inquiry.py",
-        "return found.state is State.RUNNING and found.lease == lease.tag",
+        "return found.state is State.RUNNING and found.lease == lease.stored_text",
         "return found.state is State.RUNNING",
         (f"{RUNS}test_a_lease_that_another_has_by_now_is_lost",),
     ),
@@ -177,8 +177,8 @@ RUN = [
     Mutant(
         "a run that ended while its lease was written again holds a slot",
         "SLOT-2",
-        "routing/maintenance/runs.py",
-        "        elif found is None or found.state is not State.RUNNING or found.lease != run.lease.tag:\n",
+        "routing/maintenance/restore_leases.py",
+        "        elif found is None or found.state is not State.RUNNING or found.lease != run.lease.stored_text:\n",
         "        elif False:\n",
         (
             f"{RUNS}test_a_run_that_ends_while_its_lease_is_written_again_leaves_none",
@@ -188,8 +188,8 @@ RUN = [
     Mutant(
         "a run that began while its room was rebuilt has no lease",
         "LEASE-1",
-        "routing/maintenance/reconcile/room.py",
-        "    runs.restore_all(dispatcher, fleets)\n",
+        "routing/maintenance/sweep.py",
+        "    restore_leases.restore_all(dispatcher, fleets)\n",
         "",
         (f"{RUNS}test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot",),
     ),
@@ -197,15 +197,15 @@ RUN = [
     Mutant(
         "a run that its server may be at frees its slot",
         "SLOT-1",
-        "routing/dispatch/steps.py",
+        "routing/dispatch/run_steps.py",
         "        if decision.quarantine is not None:\n            return await self._quarantine",
-        "        if decision.quarantine is None and decision.resumes:\n            return await self._quarantine",
+        "        if decision.quarantine is None and decision.resume_in_slot:\n            return await self._quarantine",
         (f"{DRAINING}test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",),
     ),
     Mutant(
         "whoever gives up an ended run's lease frees its slot",
         "SLOT-1",
-        "routing/dispatch/steps.py",
+        "routing/dispatch/run_steps.py",
         "if row is not None and row.slot == lease.slot:",
         "if row is not None and row.slot != lease.slot:",
         (
@@ -216,8 +216,8 @@ RUN = [
     Mutant(
         "an emptied Redis forgets what drains",
         "SLOT-1",
-        "routing/maintenance/reconcile/room.py",
-        "    draining.restore(dispatcher, begun)\n",
+        "routing/maintenance/sweep.py",
+        "    quarantined_slots.restore_quarantine(dispatcher, begun)\n",
         "",
         (f"{DRAINING}test_an_emptied_redis_does_not_forget_what_drains",),
     ),
@@ -259,7 +259,7 @@ RUN = [
         "a resumed run that is not sent goes to any server",
         "LEASE-1",
         "tasks/worker/executor.py",
-        "if own.taken.offer.resumes and not own.watch.sent:",
+        "if own.taken.offer.is_resumption and not own.watch.sent:",
         "if False:",
         (
             "tests/faults/test_workers.py::"
@@ -277,7 +277,7 @@ RUN = [
     Mutant(
         "a run that is handed back while its room is rebuilt goes to any server",
         "LEASE-1",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         "found.state is State.QUEUED and found.slot == run.lease.slot:",
         "found.state is State.QUEUED and found.slot == run.lease.name:",
         (f"{RUNS}test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone",),
@@ -301,15 +301,15 @@ RUN = [
     Mutant(
         "a slot that is let go by the record only stays taken",
         "SLOT-2",
-        "routing/maintenance/draining.py",
-        "given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]",
+        "routing/maintenance/quarantined_slots.py",
+        "given_up = [lease for lease in leases if lease.owner == QUARANTINE_OWNER and lease not in known]",
         "given_up = list[Lease]()",
         (f"{DRAINING}test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_frees",),
     ),
     Mutant(
         "a worker that is telling its server loses its lease",
         "LEASE-4",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "lost = [row for row in rows if (row.job_id, row.slot) not in there]",
         "lost = [row for row in rows if (name_of(row), row.slot) not in {(it.job_id, it.slot) for it in leases}]",
         (f"{DRAINING}test_a_worker_that_is_still_telling_its_server_is_not_disturbed",),
@@ -317,7 +317,7 @@ RUN = [
     Mutant(
         "a server's count frees a slot at the first look",
         "SLOT-1",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "row, now)\n        return False\n",
         "row, now)\n        return True\n",
         (f"{DRAINING}test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough",),
@@ -325,7 +325,7 @@ RUN = [
     Mutant(
         "a restart that nobody saw ends the runs that began after it",
         "SLOT-1",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "        ended_ms = last_ms\n",
         "        ended_ms = now\n",
         (f"{DRAINING}test_a_run_that_began_after_an_unseen_restart_keeps_its_slot",),
@@ -333,7 +333,7 @@ RUN = [
     Mutant(
         "a job that is offered again is a stranger in its own slot",
         "SLOT-2",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "return job.state is State.RUNNING or (job.state is State.QUEUED and job.server is not None)",
         "return job.state is State.RUNNING",
         (f"{ORPHANS}test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own",),
@@ -468,7 +468,7 @@ RUN = [
         "a slot waits until the last result is stored",
         "SLOT-2",
         "routing/dispatch/decision.py",
-        "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
+        "frees_slot_first=keeps_result and not outcome.lingers and verdict.reason in _FREES_SLOT_FIRST",
         "frees_slot_first=False",
         (f"{RUNS}test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record",),
     ),
@@ -476,14 +476,14 @@ RUN = [
         "a slot is passed on before its job has come back",
         "SLOT-1",
         "routing/dispatch/decision.py",
-        "frees_slot_first=keeps_result and not outcome.lingers and verdict.why in _FREES_SLOT_FIRST",
+        "frees_slot_first=keeps_result and not outcome.lingers and verdict.reason in _FREES_SLOT_FIRST",
         "frees_slot_first=True",
         (f"{RUNS}test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record",),
     ),
     Mutant(
         "a run whose end is being stored is taken for one without a lease",
         "SLOT-2",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         " if now - since[run.lease] >= SETTLED_WITHIN_MS]",
         "]",
         (f"{RUNS}test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease",),
@@ -491,7 +491,7 @@ RUN = [
     Mutant(
         "a run whose worker died as it passed its slot on waits for a whole lease",
         "LEASE-3",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         "short_ms if silence_proves else settings.lease_ms",
         "settings.lease_ms",
         (f"{RUNS}test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot",),
@@ -499,7 +499,7 @@ RUN = [
     Mutant(
         "a lease that was missed lasts longer than any other where renewals are rare",
         "LEASE-1",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         "min(settings.renew_every_ms * 9 // 4, settings.lease_ms)",
         "settings.renew_every_ms * 9 // 4",
         (f"{RUNS}test_a_lease_that_was_missed_lasts_no_longer_than_any_other",),
@@ -507,7 +507,7 @@ RUN = [
     Mutant(
         "one late renewal of a lease that was missed costs a crash",
         "LEASE-3",
-        "routing/maintenance/runs.py",
+        "routing/maintenance/restore_leases.py",
         "settings.renew_every_ms * 9 // 4",
         "settings.renew_every_ms * 5 // 4",
         (f"{RUNS}test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_missed",),
@@ -515,7 +515,7 @@ RUN = [
     Mutant(
         "leases are reaped before a renewal that was sent while Redis was away has had its time-out",
         "LEASE-3",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         "pause_s = settings.redis_timeout_s + 2",
         "pause_s = 2",
         (f"{OUTAGES}test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped",),
@@ -647,7 +647,7 @@ RUN = [
     Mutant(
         "the loop waits for the room of all workers",
         "LEASE-3",
-        "routing/queue/workers.py",
+        "routing/queue/worker_capacity.py",
         "        if self._refresh is None:",
         "        if self._refresh is not None:",
         ("tests/lua/test_leases.py::test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it",),
@@ -691,7 +691,7 @@ RUN = [
     Mutant(
         "a slot is free though its server tells that the run goes on",
         "SLOT-1",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "elif not report.tells_what_runs and not _is_told_to_run(dispatcher, row):",
         "else:",
         (f"{DRAINING}test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take",),
@@ -699,7 +699,7 @@ RUN = [
     Mutant(
         "where nothing tells the end of a run its slot waits for the longest time of all",
         "SLOT-2",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "    _shorten(dispatcher, untold)\n",
         "",
         (f"{DRAINING}test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_times_what_runs_take",),
@@ -731,7 +731,7 @@ RUN = [
     Mutant(
         "a health answer that tells that a place is free frees no slot",
         "SLOT-2",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "if report.is_idle and server.slots == 1 else",
         "if False else",
         ("tests/faults/test_draining.py::test_an_idle_server_of_one_slot_runs_nothing",),
@@ -740,7 +740,7 @@ RUN = [
     Mutant(
         "a server of several slots that has a free place is taken for one that runs nothing",
         "SLOT-1",
-        "routing/maintenance/draining.py",
+        "routing/maintenance/quarantined_slots.py",
         "if report.is_idle and server.slots == 1 else",
         "if report.is_idle else",
         ("tests/faults/test_draining.py::test_an_idle_server_of_several_slots_may_run_in_the_others",),

@@ -41,7 +41,7 @@ SCRIPTS = [
     Mutant(
         "a room that Redis cannot hold whole never opens",
         "SLOT-2",
-        "routing/maintenance/reconcile/room.py",
+        "routing/maintenance/sweep.py",
         "seen.filling.keys() | full)",
         "seen.filling.keys())",
         (f"{_FULL_ROOM}test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds",),

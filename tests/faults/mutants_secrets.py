@@ -64,8 +64,8 @@ SECRETS = [
         "a result is kept however deep it is",
         "results",
         "tasks/servers/rules.py",
-        "return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(Kind.DONE, result=value)",
-        "return Outcome(Kind.DONE, result=value)",
+        "return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(OutcomeKind.DONE, result=value)",
+        "return Outcome(OutcomeKind.DONE, result=value)",
         (
             "tests/unit/servers/test_rules.py::test_a_result_has_two_hundred_levels_and_no_more",
             f"{CALLBACK}test_a_result_that_is_too_deep_ends_the_job",

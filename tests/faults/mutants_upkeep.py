@@ -30,7 +30,7 @@ UPKEEP = [
     Mutant(
         "what was queued since the last sweep is not looked for",
         "QUEUE-1",
-        "routing/maintenance/reconcile/room.py",
+        "routing/maintenance/sweep.py",
         "    while batch := forward.queued_between(database, after, last, _CHUNK):",
         "    while batch := forward.queued_between(database, last, last, _CHUNK):",
         (
@@ -42,7 +42,7 @@ UPKEEP = [
     Mutant(
         "an event that becomes visible late is missed",
         "QUEUE-1",
-        "routing/maintenance/seen.py",
+        "routing/maintenance/pass_state.py",
         "self.looks[1][0] <= now - late_s",
         "self.looks[1][0] <= now",
         (f"{_UPKEEP}test_what_becomes_visible_late_is_swept_all_the_same",),
@@ -50,7 +50,7 @@ UPKEEP = [
     Mutant(
         "a room that lost a job is not filled",
         "QUEUE-1",
-        "routing/maintenance/reconcile/room.py",
+        "routing/maintenance/sweep.py",
         "            seen.filling[fleet] = 0\n\n\ndef short_rooms",
         "            pass\n\n\ndef short_rooms",
         (f"{_UPKEEP}test_a_job_that_only_its_room_has_lost_is_found_by_counting",),
@@ -58,7 +58,7 @@ UPKEEP = [
     Mutant(
         "a room is filled as often as it looks short",
         "SLOT-2",
-        "routing/maintenance/reconcile/room.py",
+        "routing/maintenance/sweep.py",
         "doubt.looks >= 2 and now >= doubt.until and",
         "doubt.looks >= 2 and",
         (f"{_UPKEEP}test_a_room_that_only_looked_short_is_not_read_again_and_again",),
@@ -82,7 +82,7 @@ UPKEEP = [
     Mutant(
         "a step of Redis' clock kills living workers' leases",
         "LEASE-4",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s):",
         "        if self._clock_was_set(redis_s - now_s, redis_s - asked_s) and pause_s < 0:",
         (
@@ -94,7 +94,7 @@ UPKEEP = [
     Mutant(
         "a lease lasts as long as the clock was set back",
         "LEASE-1",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         "        if span.last_ms > span.now_ms + rooms.longest_ms(dispatcher.settings):",
         "        if span.last_ms < 0:",
         (f"{_OUTAGES}test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back",),
@@ -110,7 +110,7 @@ UPKEEP = [
     Mutant(
         "deadlines have all the time they want",
         "time",
-        "routing/maintenance/reconcile/timekeeping.py",
+        "routing/maintenance/deadlines.py",
         """        done += len(batch)
         if time.monotonic() >= until:""",
         """        done += len(batch)
@@ -121,14 +121,14 @@ UPKEEP = [
         "due jobs wait until all deadlines are dealt with",
         "time",
         "tasks/maintenance.py",
-        "    while reconcile.promote_due(dispatcher(), 0) + reconcile.expire_overdue(dispatcher(), 0):",
-        "    while reconcile.promote_due(dispatcher()) + reconcile.expire_overdue(dispatcher()):",
+        "    while reconcile.promote_due_jobs(dispatcher(), 0) + reconcile.expire_deadlines(dispatcher(), 0):",
+        "    while reconcile.promote_due_jobs(dispatcher()) + reconcile.expire_deadlines(dispatcher()):",
         (f"{_UPKEEP}test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them",),
     ),
     Mutant(
         "the leases of a dead worker are reaped one after another",
         "LEASE-1",
-        "routing/maintenance/reconcile/reaper.py",
+        "routing/maintenance/reaper.py",
         'ThreadPoolExecutor(_AT_ONCE, "reap")',
         'ThreadPoolExecutor(1, "reap")',
         (f"{_UPKEEP}test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time",),
@@ -152,7 +152,7 @@ UPKEEP = [
     Mutant(
         "offers that nobody starts are seen by nobody",
         "SLOT-2",
-        "routing/maintenance/seen.py",
+        "routing/maintenance/pass_state.py",
         "        times = times + 1 if known == attempt else 1",
         "        times = 1",
         (
@@ -163,8 +163,8 @@ UPKEEP = [
     Mutant(
         "workers are woken again and again where there are none",
         "SLOT-2",
-        "routing/maintenance/reconcile/reaper.py",
-        "if times == OFTEN and dispatcher.queues.room():",
+        "routing/maintenance/reaper.py",
+        "if times == OFTEN and dispatcher.queues.worker_capacity():",
         "if times == OFTEN:",
         (f"{_INVARIANTS}test_nobody_is_woken_once_more_while_no_worker_has_room",),
     ),
@@ -224,7 +224,7 @@ UPKEEP = [
     Mutant(
         "a report is as young as the look at it",
         "SLOT-2",
-        "routing/maintenance/identity.py",
+        "routing/maintenance/server_report.py",
         "    return now_ms if report.asked_ms is None else report.asked_ms",
         "    return now_ms",
         (
@@ -300,7 +300,7 @@ UPKEEP = [
     Mutant(
         "a report costs as many looks as it names runs",
         "SLOT-2",
-        "routing/maintenance/reconcile/servers.py",
+        "routing/maintenance/server_checks.py",
         "if foreign >= server.slots:",
         "if foreign < 0:",
         (

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from routing.dispatch.outcome import Outcome
-from routing.queries.said import Telling
-from routing.queue.workers import Workers
+from routing.progress import ProgressCommands
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
 from tasks.aside import Aside
 from tasks.servers import DEFAULT, Call, Health, HealthKind
@@ -74,7 +74,7 @@ class FakeServer:
 def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     scripts = stage.dispatcher.leases.scripts
     monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), capacity=64)
+    found = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), capacity=64)
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
     monkeypatch.setattr(found.calls, "speak_to", lambda *_: server)

@@ -27,10 +27,10 @@ from typing import cast
 import pytest
 from sqlalchemy import select
 
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.crash_points import POINTS
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs import notifications as ends
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.events import TRANSITION_TYPES as STEPS
@@ -315,7 +315,7 @@ def problems(case: Aftermath) -> list[str]:
         return [f"the last life ended with {case.ended[-1].code}"]
     with closing(Database(case.record)) as database:
         store = JobStore(database)
-        found = {job.id: job for job in listing.find(store.database, limit=1000)}
+        found = {job.id: job for job in job_list.find_jobs(store.database, limit=1000)}
         trails = {it: [event for event in store.list_events(it) if event.type in STEPS] for it in found}
         return [
             *_lost(case, found),

@@ -7,7 +7,7 @@ import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
-from routing.queries import listing
+from routing.queries import job_list
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -83,9 +83,9 @@ def test_a_deadline_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Be
     stage.register()
     job_id, task = begun(stage, ttl_s=9)
     stage.later(9 * SECOND - 1)
-    assert reconcile.expire_overdue(stage.dispatcher) == 0
+    assert reconcile.expire_deadlines(stage.dispatcher) == 0
     stage.later(1)
-    assert sum(at_once(*[lambda: reconcile.expire_overdue(stage.dispatcher)] * 3)) == 1
+    assert sum(at_once(*[lambda: reconcile.expire_deadlines(stage.dispatcher)] * 3)) == 1
     _is_over(stage, job_id, task, State.EXPIRED)
 
 
@@ -116,9 +116,9 @@ def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
     kept = stage.submit(ttl_s=366 * 86_400)
     stage.later(YEAR - SECOND)
 
-    assert reconcile.expire_overdue(stage.dispatcher) == 1_100, "all of them, by the first look"
+    assert reconcile.expire_deadlines(stage.dispatcher) == 1_100, "all of them, by the first look"
 
-    assert listing.counts(stage.store.database)[State.EXPIRED] == 1_100
+    assert job_list.counts(stage.store.database)[State.EXPIRED] == 1_100
     assert stage.state(kept) is State.QUEUED
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from routing.dispatch.decision import decide
-from routing.dispatch.dispatcher import DRAINING, ActiveRun
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import Steps
-from routing.maintenance import draining, reconcile, runs
-from routing.maintenance.identity import YOUNG_MS, ServerReport
-from routing.queries import invariants
+from routing.dispatch.dispatcher import QUARANTINE_OWNER, ActiveRun
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import RunSteps
+from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
+from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import quarantine
@@ -32,22 +31,27 @@ def running(*job_ids: str) -> ServerReport:
 
 
 def heed(stage: Stage, report: ServerReport) -> int:
-    return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 def rows(stage: Stage) -> list[tuple[str, str, str]]:
     return [(it.job_id, it.slot, it.reason) for it in quarantine.list_all(stage.database)]
 
 
-def give_up(stage: Stage, task: ActiveRun, kind: Kind = Kind.RETRY, lingers: str = "timed_out") -> State:
+def give_up(
+    stage: Stage, task: ActiveRun, kind: OutcomeKind = OutcomeKind.RETRY, server_still_running: str = "timed_out"
+) -> State:
     """End a run here that its server may go on with, as its worker would."""
-    moved = _end_lingering(stage, task, kind, lingers)
+    moved = _end_lingering(stage, task, kind, server_still_running)
     assert moved is not None
     return moved.to
 
 
-def _end_lingering(stage: Stage, task: ActiveRun, kind: Kind, lingers: str) -> Transition | None:
-    config, outcome = stage.dispatcher.catalog.resolve("zimg").config, Outcome(kind, code=lingers, lingers=True)
+def _end_lingering(stage: Stage, task: ActiveRun, kind: OutcomeKind, server_still_running: str) -> Transition | None:
+    config, outcome = (
+        stage.dispatcher.catalog.resolve("zimg").config,
+        Outcome(kind, code=server_still_running, server_still_running=True),
+    )
     decision = decide(task.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
     decision = decision._replace(error=None)
     return end_in_order(stage.dispatcher, task, decision).moved
@@ -58,37 +62,37 @@ def _end_lingering(stage: Stage, task: ActiveRun, kind: Kind, lingers: str) -> T
 
 def _timed_out(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one"), stage.start()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     return job_id, give_up(stage, task)
 
 
 def _not_confirmed(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one"), stage.start()
     stage.dispatcher.cancel(job_id)
-    stage.later(YOUNG_MS)
-    return job_id, give_up(stage, task, Kind.CANCELED, "canceled")
+    stage.later(MIN_AGE_MS)
+    return job_id, give_up(stage, task, OutcomeKind.CANCELED, "canceled")
 
 
 def _server_away(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one"), stage.start()
-    stage.later(YOUNG_MS)
-    return job_id, give_up(stage, task, Kind.LOST, "server_lost")
+    stage.later(MIN_AGE_MS)
+    return job_id, give_up(stage, task, OutcomeKind.LOST, "server_lost")
 
 
 def _overdue(stage: Stage) -> tuple[str, State]:
     """Its worker has told the server, which goes on, and learns that it is over."""
     job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
-    stage.later(YOUNG_MS)
-    assert reconcile.expire_overdue(stage.dispatcher) == 1
-    assert _end_lingering(stage, task, Kind.CANCELED, "canceled") is None
+    stage.later(MIN_AGE_MS)
+    assert reconcile.expire_deadlines(stage.dispatcher) == 1
+    assert _end_lingering(stage, task, OutcomeKind.CANCELED, "canceled") is None
     return job_id, State.EXPIRED
 
 
 def _overdue_and_dead(stage: Stage) -> tuple[str, State]:
     job_id = stage.submit(id="one", ttl_s=5)
     stage.start()
-    stage.later(YOUNG_MS)
-    assert reconcile.expire_overdue(stage.dispatcher) == 1
+    stage.later(MIN_AGE_MS)
+    assert reconcile.expire_deadlines(stage.dispatcher) == 1
     reconcile.reap(stage.dispatcher)
     return job_id, State.EXPIRED
 
@@ -97,7 +101,7 @@ def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
     job_id = stage.submit(id="one")
     stage.start()
     stage.dispatcher.cancel(job_id)
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     reconcile.reap(stage.dispatcher)
     return job_id, State.CANCELED
 
@@ -105,7 +109,7 @@ def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
 def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
     job_id, task = stage.submit(id="one"), stage.start()
     stage.remote(task)
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     assert hand_back(stage.dispatcher, task)
     stage.dispatcher.cancel(job_id)
     stage.later(LEASE_MS + SECOND)
@@ -120,12 +124,12 @@ def _hung(stage: Stage) -> tuple[str, State]:
     task = stage.start()
     stage.later(60 * SECOND + 29 * SECOND)
     assert stage.renewal(task) is Renewal.RENEWED
-    assert draining.end_overlong(stage.dispatcher, decide_end) == 0
+    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 0
     stage.later(SECOND)
-    assert draining.end_overlong(stage.dispatcher, decide_end) == 1
-    assert draining.end_overlong(stage.dispatcher, decide_end) == 0
+    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 1
+    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 0
     assert stage.renewal(task) is Renewal.LOST
-    assert reconcile.promote_due(stage.dispatcher) == 0  # It waits as after any other retry.
+    assert reconcile.promote_due_jobs(stage.dispatcher) == 0  # It waits as after any other retry.
     return job_id, State.DELAYED
 
 
@@ -160,12 +164,12 @@ def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_
         stage.later(LEASE_MS)
         reconcile.reap(stage.dispatcher)
         heed(stage, running("one"))
-        draining.keep(stage.dispatcher)
+        quarantined_slots.sync_leases(stage.dispatcher)
         reconcile.reconcile(stage.dispatcher)
         reconcile.sweep(stage.dispatcher)
         assert following not in stage.offered(), "its server is at another run"
-        assert [it.owner for it, _ in stage.dispatcher.leases.all_of(["zimg"])["zimg"]] == [DRAINING]
-    assert invariants.look(stage.dispatcher, {}) == set()
+        assert [it.owner for it, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
+    assert invariants.find_violations(stage.dispatcher, {}) == set()
     assert heed(stage, UP_AND_IDLE) == 1
     assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"
 
@@ -230,10 +234,10 @@ def test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_tim
     _timed_out_where_runs_are_short(stage)
     heed(stage, report)
     stage.later(_USUAL_MS - 1)
-    draining.keep(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert len(rows(stage)) == 1
     stage.later(1)
-    draining.keep(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert rows(stage) == []
 
 
@@ -243,10 +247,10 @@ def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_t
     _timed_out_where_runs_are_short(stage)
     stage.later(_USUAL_MS - SECOND)
     if tells == "its status":
-        draining.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
+        quarantined_slots.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
     heed(stage, {"its id": running("one"), "a count": ServerReport(True, 1)}.get(tells, ServerReport(True)))
     stage.later(2 * SECOND)
-    draining.keep(stage.dispatcher)
+    quarantined_slots.sync_leases(stage.dispatcher)
     assert len(rows(stage)) == 1
 
 
@@ -256,7 +260,7 @@ def test_the_servers_own_end_of_a_run_frees_its_slot_whoever_ended_the_job(one_s
     stage.submit(id="one", ttl_s=5)
     task, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
-    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.expire_deadlines(stage.dispatcher)
     assert stage.renewal(task) is Renewal.CANCEL and len(rows(stage)) == 1
     assert stage.settle(task).moved is None
     assert rows(stage) == [] and stage.offered() == [following]
@@ -267,7 +271,7 @@ def test_a_late_answer_to_a_stale_worker_lets_the_slot_go(one_slot):
     stage.submit(id="one", ttl_s=5)
     task, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
-    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.expire_deadlines(stage.dispatcher)
     reconcile.reap(stage.dispatcher)
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
     assert stage.settle(task).moved is None
@@ -279,10 +283,10 @@ def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stag
     stage.submit(id="one")
     give_up(stage, stage.start())
     stage.later(60 * SECOND)
-    assert reconcile.promote_due(stage.dispatcher) == 1
+    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
     again = stage.start()
     assert (again.run.job.id, again.run.attempt, again.lease.slot) == ("one", 2, "gpu-slot1")
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     assert heed(stage, running("one.1", "one.2")) == 0 and stage.free() == 0, "nobody is a stranger"
     assert heed(stage, running("one.2")) == 1 and stage.free() == 1
     assert stage.renewal(again) is Renewal.RENEWED
@@ -292,7 +296,7 @@ def test_a_run_of_ours_that_drains_takes_no_further_slot(stage):
     stage.register(3)
     stage.submit(id="one")
     task = stage.start()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     give_up(stage, task)
     heed(stage, running("one"))
     assert stage.free() == 2
@@ -301,10 +305,10 @@ def test_a_run_of_ours_that_drains_takes_no_further_slot(stage):
 def test_a_withheld_slot_counts_for_its_tenant(stage):
     stage.register(2, policy="fair", tenant_slots=1)
     stage.submit(id="one")
-    give_up(stage, stage.start(), Kind.CANCELED)
+    give_up(stage, stage.start(), OutcomeKind.CANCELED)
     stage.submit()
     assert stage.offered() == []
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     heed(stage, UP_AND_IDLE)
     assert len(stage.offered()) == 1
 
@@ -346,7 +350,7 @@ def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage)
     first = stage.start()
     stage.submit(id="two")
     second = stage.start()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     give_up(stage, first)
     assert _count(stage, 2) == _count(stage, 1) == 0
     stage.later(4 * SECOND)
@@ -362,7 +366,7 @@ def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage)
 
 
 def _process(stage: Stage, started: str, asked_ms: int | None = None) -> int:
-    return heed(stage, ServerReport(True, asked_ms=asked_ms, started=started))
+    return heed(stage, ServerReport(True, asked_ms=asked_ms, process_started=started))
 
 
 def test_a_run_has_ended_with_the_process_that_was_seen_while_it_went_on(one_slot):
@@ -383,7 +387,7 @@ def test_a_run_that_began_after_an_unseen_restart_keeps_its_slot(one_slot):
     stage.later(SECOND)  # Another process begins, and nobody asks.
     stage.submit(id="one")
     task = stage.start()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     give_up(stage, task)
     stage.later(SECOND)
     assert _process(stage, "second") == 0
@@ -396,7 +400,7 @@ def test_a_late_report_of_the_process_before_shows_no_new_process(one_slot):
     stage.later(SECOND)
     stage.submit(id="one")
     task = stage.start()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     give_up(stage, task)
     assert _process(stage, "second") == 0
     assert _process(stage, "first", asked_ms) == 0
@@ -412,7 +416,7 @@ def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(on
     stage.submit(id="one")
     task = stage.start()
     with monkeypatch.context() as dying:
-        dying.setattr(Steps, "_quarantine", _dies)
+        dying.setattr(RunSteps, "_quarantine", _dies)
         with pytest.raises(ZeroDivisionError):
             give_up(stage, task)
     stage.later(LEASE_MS)
@@ -425,10 +429,10 @@ def test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_fr
     _timed_out(stage)
     following = stage.submit()
     with monkeypatch.context() as dying:
-        dying.setattr(Steps, "free", _dies)
+        dying.setattr(RunSteps, "free", _dies)
         heed(stage, UP_AND_IDLE)
     assert rows(stage) == [] and stage.room.taken() == {"gpu-slot0": "one~1"}
-    assert draining.keep(stage.dispatcher) == 1
+    assert quarantined_slots.sync_leases(stage.dispatcher) == 1
     assert stage.offered() == [following]
 
 
@@ -437,8 +441,8 @@ def test_a_lease_that_drains_and_was_lost_alone_is_written_again(one_slot):
     stage = one_slot
     _timed_out(stage)
     stage.redis.delete(stage.room.key("leases:one~1"), stage.room.key("slots"), stage.room.key("leases"))
-    assert draining.keep(stage.dispatcher) == 1
-    assert draining.keep(stage.dispatcher) == 0
+    assert quarantined_slots.sync_leases(stage.dispatcher) == 1
+    assert quarantined_slots.sync_leases(stage.dispatcher) == 0
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
 
 
@@ -447,8 +451,8 @@ def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
     stage.submit(id="one", ttl_s=5)
     task = stage.start()
     stage.later(5 * SECOND)
-    reconcile.expire_overdue(stage.dispatcher)
-    assert draining.keep(stage.dispatcher) == runs.restore(stage.dispatcher) == 0
+    reconcile.expire_deadlines(stage.dispatcher)
+    assert quarantined_slots.sync_leases(stage.dispatcher) == restore_leases.restore(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.CANCEL
 
 

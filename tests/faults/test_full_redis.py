@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from routing.maintenance import reconcile
-from routing.maintenance.reconcile import room
+from routing.maintenance import reconcile, sweep
 from routing.maintenance.rooms import depths
 from slotkeeper.jobs.values import QueuedJob
 from tests.support.stack import eventually
@@ -53,7 +52,7 @@ def test_a_full_redis_stops_neither_takeovers_nor_resumed_servers_nor_new_worker
 def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_CHUNK", 2)
+    monkeypatch.setattr(sweep, "_CHUNK", 2)
     stage.register()
     ids = [stage.submit() for _ in range(5)]
     stage.offered()
@@ -83,7 +82,7 @@ def test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole(
     stage.lose_redis()
     with monkeypatch.context() as full:
         full.setattr(stage.dispatcher.queues, "fill", _refuse)
-        reconcile.rebuild(stage.dispatcher, "zimg")
+        reconcile.rebuild_queue(stage.dispatcher, "zimg")
     assert depths(stage.dispatcher.queues.scripts, "zimg").open
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [job_id]

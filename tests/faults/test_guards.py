@@ -9,8 +9,9 @@ import pytest
 from redis.exceptions import RedisError
 from sqlalchemy import update
 
-from routing.maintenance import ledger, reconcile
+from routing.maintenance import reconcile
 from routing.queue.leases import Renewal
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.scripts import connect
@@ -30,7 +31,7 @@ def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage)
     for _ in range(20 * MINUTE // (LEASE_MS - SECOND)):
         stage.later(LEASE_MS - SECOND)
         assert stage.renewal(task) is Renewal.RENEWED
-        for keep in (reconcile.expire_overdue, reconcile.reap, reconcile.reconcile, reconcile.sweep):
+        for keep in (reconcile.expire_deadlines, reconcile.reap, reconcile.reconcile, reconcile.sweep):
             keep(stage.dispatcher)
     assert stage.state(job_id) is State.RUNNING
     assert stage.settle(task).moved.to is State.COMPLETED
@@ -56,7 +57,7 @@ def test_a_job_that_waits_for_a_year_is_not_removed(stage):
     running, queued, delayed = stage.submit(), stage.submit(), stage.submit(delay_s=360 * 86_400)
     stage.start()
     stage.later(YEAR)
-    assert reconcile.purge(stage.dispatcher, 86_400) == 0
+    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 0
     assert [stage.state(job_id) for job_id in (running, queued, delayed)] == [
         State.RUNNING,
         State.QUEUED,
@@ -71,7 +72,7 @@ def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(st
         assert ledger.read(stage.database).balanced
     stage.run_all()
     stage.later(YEAR)
-    assert reconcile.purge(stage.dispatcher, 86_400) == 1
+    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 1
     found = ledger.read(stage.database)
     assert found.balanced and found.accepted == 1
     assert found.purged[State.COMPLETED] == 1

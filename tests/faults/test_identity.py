@@ -6,13 +6,13 @@ match · stale lease · unknown run (ours, another's) · silence; and servers th
 import pytest
 
 from routing.maintenance import reconcile
-from routing.maintenance.identity import YOUNG_MS, ServerReport
+from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from tests.support.ends import hand_back
 from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
 
-SILENT_MS = YOUNG_MS + 1  # also longer than two renewals
+SILENT_MS = MIN_AGE_MS + 1  # also longer than two renewals
 WITHHELD_MS = 12_000
 
 
@@ -21,13 +21,13 @@ def running(*job_ids: str) -> ServerReport:
 
 
 def heed(stage: Stage, report: ServerReport) -> int:
-    return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 def look_twice(stage: Stage, first: ServerReport, second: ServerReport) -> int:
     """What sync_locks does."""
-    before = reconcile.suspects(stage.dispatcher, {"gpu": first})
-    return reconcile.free_stale_leases(stage.dispatcher, before, {"gpu": second})
+    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": first})
+    return reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": second})
 
 
 # -- match -----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_young_lease_may_be_ahead_of_its_servers_count(stage):
     stage.register()
     job_id = stage.submit()
     stage.start()
-    stage.later(YOUNG_MS - 1)
+    stage.later(MIN_AGE_MS - 1)
     assert heed(stage, UP_AND_IDLE) == look_twice(stage, UP_AND_IDLE, UP_AND_IDLE) == 0
     assert stage.state(job_id) is State.RUNNING
 
@@ -132,7 +132,7 @@ def test_orphan_the_slot_of_a_run_whose_lease_is_gone_is_not_offered_while_the_s
     stage.submit(id="one", ttl_s=1)
     task = stage.start()
     stage.later(1_000)
-    reconcile.expire_overdue(stage.dispatcher)
+    reconcile.expire_deadlines(stage.dispatcher)
     stage.settle(task)
     stage.later(LEASE_MS)
     for _ in range(5):

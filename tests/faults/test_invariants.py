@@ -8,12 +8,12 @@ from contextlib import closing
 import pytest
 from sqlalchemy import text
 
-from routing.dispatch.outcome import Kind
-from routing.maintenance import ledger, reconcile
-from routing.maintenance.identity import ServerReport
-from routing.maintenance.reconcile.reaper import OFTEN
-from routing.queries import invariants
-from routing.queries.invariants import Check, Finding
+from routing.dispatch.outcome import OutcomeKind
+from routing.maintenance import invariants, reconcile
+from routing.maintenance.invariants import Check, Finding
+from routing.maintenance.reaper import REPORTED_AFTER
+from routing.maintenance.server_report import ServerReport
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from tasks import maintenance
@@ -34,7 +34,9 @@ def busy(stage: Stage) -> Iterator[Stage]:
     stage.submit(delay_s=60)
     stage.start()
     stage.later(6_000)
-    stage.dispatcher.leases.renew("zimg", "w1", [held for held, _ in stage.dispatcher.leases.all_of(["zimg"])["zimg"]])
+    stage.dispatcher.leases.renew(
+        "zimg", "w1", [held for held, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]]
+    )
     yield stage
 
 
@@ -42,7 +44,7 @@ WELL = {"gpu": ServerReport(True, 1, frozenset({"j0"}))}
 
 
 def look(stage: Stage, reports: dict[str, ServerReport] = WELL) -> set[Finding]:
-    return invariants.look(stage.dispatcher, reports)
+    return invariants.find_violations(stage.dispatcher, reports)
 
 
 def _execute(stage: Stage, statement: str) -> None:
@@ -55,7 +57,7 @@ def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
     while busy.told.offers:
         task = busy.start("w2")
         assert look(busy) == set()
-        busy.settle(task, Kind.BUSY if task.run.attempt == 1 else Kind.DONE, retry_after_s=0.0)
+        busy.settle(task, OutcomeKind.BUSY if task.run.attempt == 1 else OutcomeKind.DONE, retry_after_s=0.0)
         assert look(busy) == set()
 
 
@@ -85,7 +87,7 @@ def test_a_lease_without_its_run_is_found(busy, column):
 def test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more(stage):
     stage.register()
     job_id = stage.submit()
-    for _ in range(OFTEN):
+    for _ in range(REPORTED_AFTER):
         assert look(stage, {}) == set() and len(stage.told.offers) == 1
         stage.later(OFFER_MS)
         reconcile.reap(stage.dispatcher)
@@ -96,10 +98,10 @@ def test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_
 
 
 def test_nobody_is_woken_once_more_while_no_worker_has_room(stage, monkeypatch):
-    monkeypatch.setattr(stage.dispatcher.queues, "room", lambda: 0)
+    monkeypatch.setattr(stage.dispatcher.queues, "worker_capacity", lambda: 0)
     stage.register()
     job_id = stage.submit()
-    for _ in range(2 * OFTEN):
+    for _ in range(2 * REPORTED_AFTER):
         stage.later(OFFER_MS)
         reconcile.reap(stage.dispatcher)
     assert stage.offered() == [job_id] and look(stage, {}) == {Finding(Check.START, job_id)}
@@ -108,7 +110,7 @@ def test_nobody_is_woken_once_more_while_no_worker_has_room(stage, monkeypatch):
 def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
     stage.register()
     job_id = stage.submit()
-    for _ in range(OFTEN):
+    for _ in range(REPORTED_AFTER):
         assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1")
         stage.later(LEASE_MS)
         reconcile.reap(stage.dispatcher)
@@ -128,20 +130,20 @@ def test_job_3_a_row_that_somebody_deleted_is_found(busy):
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     busy.later(100_000)
-    busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"]])
-    assert reconcile.purge(busy.dispatcher, retention_s=1) == 3
+    busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"]])
+    assert reconcile.purge_ended_jobs(busy.dispatcher, retention_s=1) == 3
     book = ledger.read(busy.database)
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
 
 
 def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_expired(busy: Stage):
     """Its worker died between the end in the record and the freeing of the slot."""
-    held = next(held for held, _ in busy.dispatcher.leases.all_of(["zimg"])["zimg"] if held.owner)
+    held = next(held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
     store_end(busy.store, job.id, job.attempt, Reason.FINISHED, busy.now, result="{}")
-    assert Finding(Check.LEASE, job.id) not in invariants.look(busy.dispatcher, WELL)
+    assert Finding(Check.LEASE, job.id) not in invariants.find_violations(busy.dispatcher, WELL)
     busy.later(SETTINGS.lease_ms)
-    assert Finding(Check.LEASE, job.id) in invariants.look(busy.dispatcher, WELL)
+    assert Finding(Check.LEASE, job.id) in invariants.find_violations(busy.dispatcher, WELL)
 
 
 # -- the task --------------------------------------------------------------------------------------------------
@@ -158,25 +160,25 @@ def watched(busy: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def test_a_check_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_again(watched):
     maintenance.check_invariants()
-    assert set(ledger.findings(watched.database)) >= {check.value for check in Check}
-    assert not any(ledger.findings(watched.database).values())
+    assert set(ledger.read_findings(watched.database)) >= {check.value for check in Check}
+    assert not any(ledger.read_findings(watched.database).values())
 
     lost = watched.job("j3")
     watched.dispatcher.queues.withdraw("zimg", lost.queued)
     maintenance.check_invariants()
-    assert ledger.findings(watched.database)[Check.ROOM] == 1
+    assert ledger.read_findings(watched.database)[Check.ROOM] == 1
     assert [event.data for event in watched.store.list_events("zimg")] == [{"check": "queued_not_in_room"}]
 
     maintenance.reconcile_all()
     maintenance.check_invariants()
-    assert not any(ledger.findings(watched.database).values())
+    assert not any(ledger.read_findings(watched.database).values())
 
 
 def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(watched, monkeypatch):
     looks = iter([{Finding(Check.ROOM, "zimg"), Finding(Check.RUN, "j0")}, {Finding(Check.RUN, "j0")}])
-    monkeypatch.setattr(invariants, "look", lambda *_: next(looks))
+    monkeypatch.setattr(invariants, "find_violations", lambda *_: next(looks))
     maintenance.check_invariants()
-    assert {check for check, count in ledger.findings(watched.database).items() if count} == {Check.RUN}
+    assert {check for check, count in ledger.read_findings(watched.database).items() if count} == {Check.RUN}
 
 
 # -- at size ---------------------------------------------------------------------------------------------------

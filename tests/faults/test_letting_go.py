@@ -12,9 +12,9 @@ import pytest
 
 from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.outcome import Kind, Outcome, StopReason
-from routing.maintenance import draining, reconcile
-from routing.maintenance.identity import YOUNG_MS, ServerReport
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.maintenance import quarantined_slots, reconcile
+from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from tasks import maintenance
@@ -23,7 +23,7 @@ from tasks.servers import Description, Live, Wires
 from tasks.servers.description import Cancel
 from tasks.worker import runner
 from tasks.worker.heartbeat import Watch
-from tests.support.ends import end_in_order, end_run, hand_back
+from tests.support.ends import end_in_order, end_run_with, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
 from tests.support.stack import eventually
@@ -50,7 +50,7 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingSer
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
     report = maintenance._report(stage.dispatcher.catalog.get().servers["gpu"])
-    return reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 class Watching:
@@ -124,7 +124,7 @@ def _passes_its_deadline(stage: Stage) -> str:
 
     def expire(hold: Watch) -> None:
         stage.later(600_000)
-        assert reconcile.expire_overdue(stage.dispatcher) == 1
+        assert reconcile.expire_deadlines(stage.dispatcher) == 1
         hold.ask_to_cancel()
 
     assert _run(stage, task, expire) is None, "maintenance has ended it"
@@ -141,7 +141,7 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
     first = ends(stage)
     second = stage.submit(id="second")
     stage.told.offers.clear()
-    stage.later(YOUNG_MS)
+    stage.later(MIN_AGE_MS)
     assert _look(stage) == 0 and stage.told.offers == [], "its server is at it"
     said = stage.explained(second)
     assert f"slot gpu-slot0 is withheld: job {first!r} {how} here" in said and "its server may still run it" in said
@@ -161,7 +161,7 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     first = _times_out(stage)
     (row,) = quarantine.list_all(stage.database)
     maintenance._ask_about(row)
-    draining.heed(stage.dispatcher, stage.catalog.read().servers["gpu"], _TELLS_NOTHING, [row], [])
+    quarantined_slots.apply_report(stage.dispatcher, stage.catalog.read().servers["gpu"], _TELLS_NOTHING, [row], [])
     assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
@@ -177,8 +177,8 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
     stage.submit(id="first")
     task = stage.start()
-    end_run(stage.dispatcher, task, Reason.CANCEL_REQUESTED, lingers="canceled")
-    stage.later(YOUNG_MS)
+    end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
+    stage.later(MIN_AGE_MS)
     monkeypatch.setattr(maintenance, "_awaited", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
     monkeypatch.setattr(maintenance, "_awaited", frozenset({"gpu"}))
@@ -222,10 +222,10 @@ class Polite:
         self._goes_on, self.told = goes_on, False
 
     async def submit(self, _: object) -> Outcome:
-        return Outcome(Kind.PENDING, remote_id="r1")
+        return Outcome(OutcomeKind.PENDING, remote_id="r1")
 
     async def status(self, *_: object) -> Outcome:
-        return Outcome(Kind.CANCELED if self.told and not self._goes_on else Kind.PENDING)
+        return Outcome(OutcomeKind.CANCELED if self.told and not self._goes_on else OutcomeKind.PENDING)
 
     async def cancel(self, *_: object) -> bool:
         self.told = True
@@ -267,13 +267,21 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
         (None, True, True),  # it cannot be told
     ],
 )
-def test_what_a_cancel_frees_is_as_the_server_is_described(stage, monkeypatch, frees_slot, goes_on, lingers) -> None:
+def test_what_a_cancel_frees_is_as_the_server_is_described(
+    stage, monkeypatch, frees_slot, goes_on, server_still_running
+) -> None:
     outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on), canceled=True)
-    assert (outcome.kind, outcome.lingers) == (Kind.CANCELED, lingers)
+    assert (outcome.kind, outcome.server_still_running) == (OutcomeKind.CANCELED, server_still_running)
 
 
 @sqlite
 @pytest.mark.parametrize(("frees_slot", "lingers"), [("immediate", False), ("eventual", True), ("no", True)])
-def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(stage, monkeypatch, frees_slot, lingers) -> None:
+def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(
+    stage, monkeypatch, frees_slot, server_still_running
+) -> None:
     outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on=True), canceled=False)
-    assert (outcome.kind, outcome.code, outcome.lingers) == (Kind.RETRY, "timed_out", lingers)
+    assert (outcome.kind, outcome.code, outcome.server_still_running) == (
+        OutcomeKind.RETRY,
+        "timed_out",
+        server_still_running,
+    )

@@ -173,7 +173,7 @@ class Game:
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
         self.scripts = Scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
-        queues.begin_all([FLEET], "")
+        queues.begin_rebuild([FLEET], "")
         server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
         Slots(self.scripts, SETTINGS).sync_all([FLEET], CatalogSnapshot(1, {}, {"gpu": server}))
         queues.open_all([FLEET])

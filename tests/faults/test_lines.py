@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
-from routing.queries.history import Historian
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.queries.job_counters import EventCounter
 from slotkeeper import logs
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.trace_context import find_trace
@@ -29,8 +29,8 @@ def as_before() -> Iterator[None]:
 
 
 def _count(stage: Stage) -> None:
-    historian = Historian(stage.store.database, log_end)
-    while historian.count():
+    historian = EventCounter(stage.store.database, log_end)
+    while historian.count_new_events():
         pass
 
 
@@ -45,10 +45,10 @@ def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_
     logs.configure(form=form)
     stage.register(max_retries=0)
     ends = [
-        Outcome(Kind.DONE, result={"url": PLANTED}),
-        Outcome(Kind.FAILED, code=PLANTED, message=PLANTED),
-        Outcome(Kind.RETRY, code=PLANTED, message=PLANTED),
-        Outcome(Kind.LOST, code=PLANTED, message=PLANTED),
+        Outcome(OutcomeKind.DONE, result={"url": PLANTED}),
+        Outcome(OutcomeKind.FAILED, code=PLANTED, message=PLANTED),
+        Outcome(OutcomeKind.RETRY, code=PLANTED, message=PLANTED),
+        Outcome(OutcomeKind.LOST, code=PLANTED, message=PLANTED),
     ]
     for outcome in ends:
         secret = {"payload": {"prompt": PLANTED}, "idempotency_key": f"{PLANTED}{outcome.kind}"}
@@ -72,7 +72,7 @@ def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_i
     logs.configure(form="json")
     stage.register()
     done = stage.submit(tenant="acme")
-    server.answers = [Outcome(Kind.DONE, result={})]
+    server.answers = [Outcome(OutcomeKind.DONE, result={})]
     run(stage)
     canceled = stage.submit()
     stage.store.cancel_waiting(canceled, Reason.CANCEL_REQUESTED, stage.now)
@@ -104,18 +104,18 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
 def test_an_end_that_somebody_else_has_counted_is_not_told_twice(stage, worker, server, monkeypatch):
     stage.register()
     stage.submit()
-    server.answers = [Outcome(Kind.DONE, result={})]
+    server.answers = [Outcome(OutcomeKind.DONE, result={})]
     run(stage)
     told: list[Any] = []
-    slow, position = Historian(stage.store.database, told.append), Historian._position
-    quick = Historian(stage.store.database, told.append)
+    slow, position = EventCounter(stage.store.database, told.append), EventCounter._position
+    quick = EventCounter(stage.store.database, told.append)
 
-    def late(historian: Historian) -> int:
+    def late(historian: EventCounter) -> int:
         before = position(historian)
         if historian is slow:
-            quick.count()
+            quick.count_new_events()
         return before
 
-    monkeypatch.setattr(Historian, "_position", late)
-    assert slow.count() == 0
+    monkeypatch.setattr(EventCounter, "_position", late)
+    assert slow.count_new_events() == 0
     assert len(told) == 1

@@ -9,12 +9,12 @@ from redis.exceptions import RedisError, ResponseError
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import reconcile
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.scripts import connect
 from tests.support import stage as stages
-from tests.support.ends import end_run
+from tests.support.ends import end_run_with
 from tests.support.room import CLOCK, FRAGMENTS
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, Stage
@@ -83,7 +83,7 @@ def _start(stage: Stage) -> Act:
 
 def _settle(stage: Stage) -> Act:
     task = stage.start()
-    return lambda stuck: end_run(stuck, task, Reason.FINISHED, result="{}")
+    return lambda stuck: end_run_with(stuck, task, Reason.FINISHED, result="{}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
         reconcile.reap(stage.dispatcher)
         reconcile.reconcile(stage.dispatcher)
         stage.run_all()
-    jobs = listing.find(stage.store.database)
+    jobs = job_list.find_jobs(stage.store.database)
     assert len(jobs) == max(len(ids), 2)
     assert {(job.state, job.attempt, job.crashes) for job in jobs} == {(State.COMPLETED, 1, 0)}
     assert stage.room.taken() == {} and stage.room.waiting() == []

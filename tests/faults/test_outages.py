@@ -18,10 +18,10 @@ from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
-from routing.dispatch.outcome import Kind
-from routing.maintenance import pulse, reconcile, rooms
-from routing.maintenance.identity import ServerReport
-from routing.queries import listing
+from routing.dispatch.outcome import OutcomeKind
+from routing.maintenance import reconcile, rooms, task_runs
+from routing.maintenance.server_report import ServerReport
+from routing.queries import job_list
 from routing.queue import queues
 from routing.queue.leases import Renewal
 from slotkeeper.clock import now_ms
@@ -226,10 +226,10 @@ def reaped() -> Callable[..., bool]:
 
     `ahead`: what Redis' clock is ahead of the first moments (s).  `asked`: when it was asked, if that took time.
     """
-    patience = reconcile.Patience()
+    patience = reconcile.RenewalGrace()
 
     def at(now_s: float, ahead: float = 0.0, asked: float | None = None) -> bool:
-        return patience.has_ended(now_s if asked is None else asked, now_s, 5_000.0 + now_s + ahead, 3.0)
+        return patience.may_reap(now_s if asked is None else asked, now_s, 5_000.0 + now_s + ahead, 3.0)
 
     at.patience = patience  # type: ignore[attr-defined]
     return at
@@ -248,10 +248,8 @@ def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped
 def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "routing.maintenance.reconcile.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000)
-    )
-    patience, settings = reconcile.Patience(), stage.dispatcher.settings
+    monkeypatch.setattr("routing.maintenance.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
+    patience, settings = reconcile.RenewalGrace(), stage.dispatcher.settings
     stage.register()
     stage.submit()
     stage.start()
@@ -287,7 +285,7 @@ def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_e
     stage.register(2)
     job_id = stage.submit()
     task = stage.start()
-    patience = reconcile.Patience()
+    patience = reconcile.RenewalGrace()
     assert reconcile.reap(stage.dispatcher, patience) == 0
     stage.later(3_600_000)
     assert reconcile.reap(stage.dispatcher, patience) == 0
@@ -310,11 +308,11 @@ def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(
     stage.register(2)
     for _ in range(2):
         stage.submit()
-    reconcile.note_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
+    reconcile.apply_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
     stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
-    assert rooms.pull_back(stage.dispatcher.leases.scripts, "zimg", stage.dispatcher.settings) >= 2
+    assert rooms.clamp_times(stage.dispatcher.leases.scripts, "zimg", stage.dispatcher.settings) >= 2
     reconcile.sweep(stage.dispatcher)
     assert stage.offered(), "a slot is tried again"
 
@@ -328,8 +326,8 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
 
     monkeypatch.setattr(maintenance, "dispatcher", lambda: None)
     monkeypatch.setattr(maintenance, "scripts", lambda: None)
-    monkeypatch.setattr(pulse, "leave", lambda _: None)
-    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    monkeypatch.setattr(task_runs, "mark_sweep", lambda _: None)
+    monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     monkeypatch.setattr(reconcile, "sweep", slow)
     maintenance.sweep()
     assert swept == ["begun"]
@@ -340,7 +338,7 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
 def test_messages_that_have_piled_up_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setitem(maintenance.EVERY_S, "of_this_test", 60.0)
-    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     task = maintenance.Periodic("of_this_test", lambda: done.append("done"))
     monkeypatch.setitem(maintenance._periodic, "of_this_test", task)
     for _ in range(100):
@@ -381,7 +379,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
         dispatcher.store.database = stage.database
         hasty.close()
     assert refused.value.retry_after_s
-    assert sum(listing.counts(stage.store.database).values()) == 0
+    assert sum(job_list.counts(stage.store.database).values()) == 0
     assert stage.room.dump() == before and stage.offered() == []
 
 
@@ -425,7 +423,7 @@ def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Pos
         jobs = [town.until(job_id, "completed") for job_id in (running, waiting)]
         assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0), (1, 0)]
         assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
-        assert sum(listing.counts(town.store.database).values()) == 2, "a refused submit leaves nothing"
+        assert sum(job_list.counts(town.store.database).values()) == 2, "a refused submit leaves nothing"
     postgres.drop(url)
 
 
@@ -444,7 +442,7 @@ def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> 
     ids = [stage.submit() for _ in range(5)]
     for _ in range(144):  # every ten minutes: longer than the longest rest
         for _ in range(len(stage.told.offers)):
-            stage.settle(stage.start(), Kind.UNREACHABLE)
+            stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
         stage.later(600_000)
         reconcile.sweep(stage.dispatcher)
     jobs = [stage.job(job_id) for job_id in ids]

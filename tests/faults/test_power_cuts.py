@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import delete
 
 from routing.maintenance import reconcile
-from routing.maintenance.identity import ServerReport
+from routing.maintenance.server_report import ServerReport
 from slotkeeper.errors import CommitUnknown
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
@@ -56,10 +56,10 @@ def test_a_run_that_the_record_lost_keeps_its_slot_from_others_for_as_long_as_it
     _lose(stage, lost)
     stage.later(LEASE_MS + 1)
     reconcile.reap(stage.dispatcher)
-    reconcile.heed_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({lost}))})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({lost}))})
     next_job = stage.submit()
     assert stage.offered() == []
-    reconcile.heed_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.offered() == [next_job]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as Broken
 
-from routing.dispatch.dispatcher import active_run
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import Steps
-from routing.maintenance import reconcile, runs
+from routing.dispatch.dispatcher import active_run_of
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import RunSteps
+from routing.maintenance import reconcile, restore_leases
 from routing.queue.leases import Lease
 from slotkeeper.jobs.states import State
 from tasks.servers import Health
@@ -95,14 +95,14 @@ def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    start = Steps.start
+    start = RunSteps.start
 
     async def start_late(*given: Any) -> Any:
-        monkeypatch.setattr(Steps, "start", start)
+        monkeypatch.setattr(RunSteps, "start", start)
         stop()
         return await start(*given)
 
-    monkeypatch.setattr(Steps, "start", start_late)
+    monkeypatch.setattr(RunSteps, "start", start_late)
     run(stage)
 
     assert server.asked == []
@@ -122,11 +122,11 @@ def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
 
     def lose_the_slot_to_the_second() -> None:
         ages(_STOPPED_MS)
-        (active,) = (active_run(stage.dispatcher, stage.job(first)),)
+        (active,) = (active_run_of(stage.dispatcher, stage.job(first)),)
         assert active is not None
         free(stage.dispatcher, active.lease, back=False)
         stage.start("w2")
-        assert runs.restore(stage.dispatcher) == 1
+        assert restore_leases.restore(stage.dispatcher) == 1
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
     run(stage)
@@ -143,7 +143,7 @@ def test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again(
     job_id = stage.submit()
 
     def lose_the_lease_and_beat() -> None:
-        active = active_run(stage.dispatcher, stage.job(job_id))
+        active = active_run_of(stage.dispatcher, stage.job(job_id))
         assert active is not None
         free(stage.dispatcher, active.lease, back=False)
         worker.heartbeat.beat()
@@ -160,7 +160,7 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    server.during, server.runs, server.answers = stop, frozenset(), [Outcome(Kind.UNKNOWN)]
+    server.during, server.runs, server.answers = stop, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
     health = server.health
 
     async def health_and_beat() -> Health:
@@ -177,7 +177,7 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
 
 
 def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
-    server.answers = [Outcome(Kind.DONE, result={"url": "x"})]
+    server.answers = [Outcome(OutcomeKind.DONE, result={"url": "x"})]
     stage.told.offers += stage.dispatcher.queues.offer("zimg", 1)
     run(stage)
     job = stage.job(job_id)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.outcome import Kind, Outcome, StopReason
-from routing.maintenance import reconcile, runs
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.maintenance import reconcile, restore_leases
 from routing.queue.leases import Renewal
 from slotkeeper import json_text, large_json
 from slotkeeper.db.group_commit import Write
@@ -35,10 +35,10 @@ from tests.support.starts import begin_run, claim_offer
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
-DONE = Outcome(Kind.DONE, result={"url": "x"})
-PENDING = Outcome(Kind.PENDING, remote_id="r-1")
-UNKNOWN = Outcome(Kind.UNKNOWN)
-FAULT = Outcome(Kind.RETRY, code="server_error", message="500")
+DONE = Outcome(OutcomeKind.DONE, result={"url": "x"})
+PENDING = Outcome(OutcomeKind.PENDING, remote_id="r-1")
+UNKNOWN = Outcome(OutcomeKind.UNKNOWN)
+FAULT = Outcome(OutcomeKind.RETRY, code="server_error", message="500")
 
 
 def _away(*_: object, **__: object) -> Any:
@@ -81,7 +81,7 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
         run(stage)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     if what == "settle_write":  # Its slot was passed on, so its lease comes back from the record.
-        assert runs.restore(stage.dispatcher) == 1
+        assert restore_leases.restore(stage.dispatcher) == 1
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
@@ -119,14 +119,19 @@ def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, serv
     stage.register()
     job_id = stage.submit()
     server.answers = [
-        Outcome(Kind.DONE, result=json_text.RawJson(json_text.FilePart(FILED_FROM + 1, read), large_json.get_member))
+        Outcome(
+            OutcomeKind.DONE, result=json_text.RawJson(json_text.FilePart(FILED_FROM + 1, read), large_json.get_member)
+        )
     ]
     run(stage)
     assert len(stage.job(job_id).result or "") == FILED_FROM + 1
     assert read_by and "engine" not in read_by
 
 
-@pytest.mark.parametrize("outcome", [FAULT, Outcome(Kind.BUSY), Outcome(Kind.RETRY, code="timed_out", lingers=True)])
+@pytest.mark.parametrize(
+    "outcome",
+    [FAULT, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)],
+)
 def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record(
     stage, worker, server, monkeypatch, outcome
 ):
@@ -171,12 +176,12 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     job_id = stage.submit()
     task = stage.start("w1")
     release(stage.dispatcher.leases, task.lease, back=False)
-    assert runs.restore_missed(stage.dispatcher) == 0
-    stage.later(runs.SETTLED_WITHIN_MS - 1)
-    assert runs.restore_missed(stage.dispatcher) == 0
+    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    stage.later(restore_leases._GRACE_MS - 1)
+    assert restore_leases.restore_missed(stage.dispatcher) == 0
     assert store_end(stage.store, job_id, 1, Reason.FINISHED, stage.now, result="{}") is not None
     stage.later(1)
-    assert runs.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
+    assert restore_leases.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
 
 
 def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
@@ -276,7 +281,7 @@ def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_sl
     assert (other.run.job.id, other.lease.slot) == (second, task.lease.slot)
     worker.heartbeat.beat()
     assert not hold.lost and [stage.renewal(it) for it in (task, other)] == [Renewal.RENEWED] * 2
-    stage.settle(other, Kind.BUSY)
+    stage.settle(other, OutcomeKind.BUSY)
     assert stage.room.taken() == {"gpu-slot0": first}, "no third one is sent there"
     assert stage.settle(task).moved is not None
     stage.later(SECOND)
@@ -391,12 +396,12 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         other = stage.start("w2")
         assert other.lease.slot == stage.job(first).slot
     if how == "at once":
-        assert [runs.restore(stage.dispatcher) for _ in range(2)] == [1, 0]
+        assert [restore_leases.restore(stage.dispatcher) for _ in range(2)] == [1, 0]
         lasts_ms = LEASE_MS
     else:
-        assert runs.restore_missed(stage.dispatcher) == 0
-        stage.later(runs.SETTLED_WITHIN_MS)
-        assert [runs.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
+        assert restore_leases.restore_missed(stage.dispatcher) == 0
+        stage.later(restore_leases._GRACE_MS)
+        assert [restore_leases.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
         lasts_ms = SETTINGS.renew_every_ms * 9 // 4
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
@@ -420,9 +425,9 @@ def test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_mi
     job_id = stage.submit()
     task = stage.start("w1")
     _forgotten(stage, job_id)
-    assert runs.restore_missed(stage.dispatcher) == 0
-    stage.later(runs.SETTLED_WITHIN_MS)
-    assert runs.restore_missed(stage.dispatcher) == 1
+    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    stage.later(restore_leases._GRACE_MS)
+    assert restore_leases.restore_missed(stage.dispatcher) == 1
     stage.later(2 * SETTINGS.renew_every_ms)
     assert reconcile.reap(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.RENEWED and stage.job(job_id).crashes == 0
@@ -435,9 +440,9 @@ def test_a_lease_that_was_missed_lasts_no_longer_than_any_other(stage, worker):
     job_id = stage.submit()
     stage.start("w1")
     _forgotten(stage, job_id)
-    runs.restore_missed(stage.dispatcher)
-    stage.later(runs.SETTLED_WITHIN_MS)
-    assert runs.restore_missed(stage.dispatcher) == 1
+    restore_leases.restore_missed(stage.dispatcher)
+    stage.later(restore_leases._GRACE_MS)
+    assert restore_leases.restore_missed(stage.dispatcher) == 1
     assert stage.room.expiry_of(job_id) == stage.now + LEASE_MS
 
 
@@ -453,7 +458,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
-    runs.restore(stage.dispatcher)
+    restore_leases.restore(stage.dispatcher)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 
@@ -639,7 +644,7 @@ def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_
     monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.0)
     server.answers = [PENDING] * 3
     found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
-    assert found.kind is Kind.CANCELED
+    assert found.kind is OutcomeKind.CANCELED
     assert set(waits) == {runner._FIND_OUT_EVERY_S}
 
 
@@ -655,7 +660,7 @@ def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     yield told
 
 
-@pytest.mark.parametrize("outcome", [FAULT, DONE, Outcome(Kind.BUSY), Outcome(Kind.FAILED, code="bad")])
+@pytest.mark.parametrize("outcome", [FAULT, DONE, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.FAILED, code="bad")])
 def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypatch, outcome):
     """It stood still under the call: the lease expired, and another worker has the job now."""
     stage.register(2)
@@ -688,8 +693,8 @@ def test_the_result_that_a_server_pushes_stands_though_its_worker_receives_a_fau
     [
         (FAULT, 1, State.DELAYED),
         (FAULT, 0, State.DEAD),
-        (Outcome(Kind.BUSY), 1, State.QUEUED),
-        (Outcome(Kind.FAILED), 1, State.FAILED),
+        (Outcome(OutcomeKind.BUSY), 1, State.QUEUED),
+        (Outcome(OutcomeKind.FAILED), 1, State.FAILED),
     ],
 )
 def test_each_outcome_leads_to_its_state(stage, worker, server, outcome, retries, state):
@@ -699,13 +704,15 @@ def test_each_outcome_leads_to_its_state(stage, worker, server, outcome, retries
     assert run(stage).state is state
 
 
-@pytest.mark.parametrize("outcome", [FAULT, Outcome(Kind.BUSY), Outcome(Kind.UNREACHABLE), Outcome(Kind.CANCELED)])
+@pytest.mark.parametrize(
+    "outcome", [FAULT, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.UNREACHABLE), Outcome(OutcomeKind.CANCELED)]
+)
 def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, server, outcome):
     stage.register()
     job_id = stage.submit()
     server.during = lambda: stage.dispatcher.cancel(job_id)
     server.answers = [outcome]
-    if outcome.kind is Kind.CANCELED:
+    if outcome.kind is OutcomeKind.CANCELED:
         server.during = lambda: (stage.dispatcher.cancel(job_id), worker.heartbeat.beat())
     assert run(stage).state is State.CANCELED
     assert [told[:2] for told in stage.told.ends] == [(job_id, State.CANCELED)]
@@ -739,5 +746,5 @@ def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, 
 
 
 def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, server):
-    assert _watched(stage, server, lambda hold: hold.ask_to_cancel()).kind is Kind.CANCELED
+    assert _watched(stage, server, lambda hold: hold.ask_to_cancel()).kind is OutcomeKind.CANCELED
     assert "submit" not in server.asked

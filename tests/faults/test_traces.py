@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import update
 
 from app.up.ports import free_port
-from routing.queries import spans
+from routing.queries import trace_spans
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.values import Job, JobError
@@ -129,7 +129,9 @@ def test_a_receiver_that_refuses_delays_the_traces_alone_and_gets_all_afterwards
     relay.turn()
     assert len(receiver.spans) == 14
     assert {it.trace_id.hex() for it in receiver.spans} == {TRACE}
-    assert {it.span_id.hex() for it in receiver.spans} >= {make_span_id(job.id, spans.ATTEMPT, n) for n in (1, 2, 3)}
+    assert {it.span_id.hex() for it in receiver.spans} >= {
+        make_span_id(job.id, trace_spans.ATTEMPT, n) for n in (1, 2, 3)
+    }
     assert relay.turn() == 0
 
 

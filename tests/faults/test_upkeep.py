@@ -11,11 +11,11 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
-from routing.dispatch.outcome import Kind
-from routing.maintenance import draining, reconcile, runs
-from routing.maintenance.identity import ServerReport
-from routing.maintenance.rooms import depths, depths_of
-from routing.queries import invariants, listing
+from routing.dispatch.outcome import OutcomeKind
+from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
+from routing.maintenance.rooms import depths, queue_counts
+from routing.maintenance.server_report import ServerReport
+from routing.queries import job_list
 from routing.queue import queues
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
@@ -57,7 +57,7 @@ def test_a_fleet_whose_room_is_broken_holds_up_no_other(stage, broken, key) -> N
     stage.start()
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
-    reconcile.heed_reports(stage.dispatcher, {"spoiled": ServerReport(True), "gpu": ServerReport(True, 0)})
+    reconcile.apply_reports(stage.dispatcher, {"spoiled": ServerReport(True), "gpu": ServerReport(True, 0)})
     assert reconcile.reconcile(stage.dispatcher) >= 1
 
 
@@ -80,10 +80,10 @@ def test_a_job_that_cannot_be_reaped_holds_up_no_other(stage, monkeypatch) -> No
 
 def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybodys(stage) -> None:
     queues_ = stage.dispatcher.queues
-    queues_.note_away("flux", ResponseError("WRONGTYPE"))
-    assert queues_.is_away("flux") and not queues_.is_away("zimg") and not queues_.away
-    queues_.note_away("flux", TimeoutError("Timeout reading from socket"))
-    assert queues_.is_away("zimg") and queues_.away
+    queues_.mark_unavailable("flux", ResponseError("WRONGTYPE"))
+    assert queues_.is_unavailable("flux") and not queues_.is_unavailable("zimg") and not queues_.away
+    queues_.mark_unavailable("flux", TimeoutError("Timeout reading from socket"))
+    assert queues_.is_unavailable("zimg") and queues_.away
 
 
 # -- the sweep -------------------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ def _reports(stage: Stage) -> dict[str, ServerReport]:
 _UPKEEPS: dict[str, Callable[[Stage], object]] = {
     "sweep": lambda stage: reconcile.sweep(stage.dispatcher),
     "reap": lambda stage: reconcile.reap(stage.dispatcher),
-    "keep": lambda stage: draining.keep(stage.dispatcher),
-    "restore": lambda stage: runs.restore(stage.dispatcher),
-    "restore missed": lambda stage: runs.restore_missed(stage.dispatcher),
-    "urgent": lambda stage: reconcile.urgent_servers(stage.dispatcher),
-    "health": lambda stage: reconcile.note_health(stage.dispatcher, _reports(stage)),
-    "reports": lambda stage: reconcile.heed_reports(stage.dispatcher, _reports(stage)),
-    "check_invariants": lambda stage: invariants.look(stage.dispatcher, _reports(stage)),
+    "keep": lambda stage: quarantined_slots.sync_leases(stage.dispatcher),
+    "restore": lambda stage: restore_leases.restore(stage.dispatcher),
+    "restore missed": lambda stage: restore_leases.restore_missed(stage.dispatcher),
+    "urgent": lambda stage: reconcile.servers_to_check_now(stage.dispatcher),
+    "health": lambda stage: reconcile.apply_health(stage.dispatcher, _reports(stage)),
+    "reports": lambda stage: reconcile.apply_reports(stage.dispatcher, _reports(stage)),
+    "check_invariants": lambda stage: invariants.find_violations(stage.dispatcher, _reports(stage)),
     "reconcile": lambda stage: reconcile.reconcile(stage.dispatcher),
 }
 
@@ -166,7 +166,7 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
 @pytest.mark.parametrize("act", _UPKEEPS)
 def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
     for name in ("_COUNTING_SHARE", "_READS_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
-        monkeypatch.setattr(f"routing.maintenance.reconcile.room.{name}", 1e9)
+        monkeypatch.setattr(f"routing.maintenance.sweep.{name}", 1e9)
     needed = []
     for count in (2, 40):
         crowd(count)
@@ -181,7 +181,7 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
     stage.lose_redis()
     stage.told.offers.clear()
     assert _round_trips(lambda: reconcile.sweep(stage.dispatcher), monkeypatch) < 30
-    rooms = depths_of(stage.dispatcher.queues.scripts, [f"idle{n}" for n in range(60)])
+    rooms = queue_counts(stage.dispatcher.queues.scripts, [f"idle{n}" for n in range(60)])
     assert all(room.open for room in rooms.values())
     assert len(stage.offered()) == 1
 
@@ -198,7 +198,7 @@ def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, mo
         return run_each(self, commands)
 
     monkeypatch.setattr(Scripts, "run_each", noted)
-    leases = stage.dispatcher.leases.all_of([f"idle{n}" for n in range(20)])
+    leases = stage.dispatcher.leases.list_all([f"idle{n}" for n in range(20)])
     assert [re.findall("{(.*)}", command.target.keys[0]) for command in asked] == [["idle3"]]
     assert {fleet: len(held) for fleet, held in leases.items() if held} == {"idle3": 1} and len(leases) == 20
 
@@ -214,7 +214,7 @@ def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(stage
 def test_a_job_revived_by_a_process_without_redis_is_swept(stage) -> None:
     stage.register(max_retries=0)
     job_id = stage.submit()
-    stage.settle(stage.start(), Kind.RETRY)
+    stage.settle(stage.start(), OutcomeKind.RETRY)
     assert stage.state(job_id) is State.DEAD
     reconcile.sweep(stage.dispatcher)
     stage.cut_off().revive(job_id)
@@ -234,7 +234,7 @@ def test_a_job_whose_promoter_died_is_swept(stage) -> None:
 
 def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> None:
     """On PostgreSQL a transaction may commit after one that began later."""
-    monkeypatch.setattr("routing.maintenance.reconcile.room._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
+    monkeypatch.setattr("routing.maintenance.sweep._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
@@ -252,7 +252,7 @@ def _renumber(stage: Stage, change: str) -> None:
 
 
 def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.reconcile.room._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("routing.maintenance.sweep._COUNTING_SHARE", 1e9)
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
     reconcile.sweep(stage.dispatcher)
@@ -263,8 +263,8 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
 
 
 def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.reconcile.room._COUNTING_SHARE", 1e9)
-    monkeypatch.setattr("routing.maintenance.reconcile.room.short_rooms", lambda *_: {"zimg"})
+    monkeypatch.setattr("routing.maintenance.sweep._COUNTING_SHARE", 1e9)
+    monkeypatch.setattr("routing.maintenance.sweep.short_queues", lambda *_: {"zimg"})
     stage.register()
     stage.submit()
     reconcile.sweep(stage.dispatcher)
@@ -292,8 +292,8 @@ def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
 
 
 def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.reconcile.room._READS_S", 0.0)
-    monkeypatch.setattr("routing.maintenance.reconcile.room._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.sweep._READS_S", 0.0)
+    monkeypatch.setattr("routing.maintenance.sweep._CHUNK", 10)
     stage.register(model="flux", server="other")
     stage.register()
     ids = stage.submit_all([stage.a("flux") for _ in range(25)])
@@ -346,7 +346,7 @@ def test_the_keys_of_a_fleet_that_is_gone_are_removed(stage) -> None:
     stage.register(model="flux", server="other")
     stage.register()
     stage.submit("flux")
-    stage.settle(stage.start(), Kind.DONE)
+    stage.settle(stage.start(), OutcomeKind.DONE)
     job_id = stage.submit()
     reconcile.sweep(stage.dispatcher)
     assert _keys_of(stage, "flux")
@@ -427,12 +427,12 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
 
 
 def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
     stage.register()
     ids = stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
     turns = []
-    while done := reconcile.expire_overdue(stage.dispatcher, within_s=0):
+    while done := reconcile.expire_deadlines(stage.dispatcher, within_s=0):
         turns.append(done)
     assert turns == [10, 10, 10, 5]
     assert {stage.state(job_id) for job_id in ids} == {State.EXPIRED}
@@ -440,7 +440,7 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
 
 
 def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.reconcile.timekeeping._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
@@ -460,8 +460,8 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
     single: list[str] = []
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
-    said = _statements(stage, lambda: reconcile.expire_overdue(stage.dispatcher))
-    assert listing.counts(stage.store.database)[State.EXPIRED] == 50
+    said = _statements(stage, lambda: reconcile.expire_deadlines(stage.dispatcher))
+    assert job_list.counts(stage.store.database)[State.EXPIRED] == 50
     assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
 
 
@@ -548,7 +548,7 @@ def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(s
     report = ServerReport(True, 1, frozenset({job_id}), asked_ms=stage.now)
     stage.settle(task)
     stage.later(7_000)
-    reconcile.heed_reports(stage.dispatcher, {"gpu": report})
+    reconcile.apply_reports(stage.dispatcher, {"gpu": report})
     assert stage.free() == 1
 
 
@@ -558,7 +558,7 @@ def test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since(stage) ->
     stage.submit()
     stage.start()
     stage.later(6_000)
-    assert reconcile.suspects(stage.dispatcher, {"gpu": report}) == []
+    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": report}) == []
 
 
 def test_while_workers_could_not_renew_silence_proves_nothing(stage) -> None:
@@ -567,9 +567,9 @@ def test_while_workers_could_not_renew_silence_proves_nothing(stage) -> None:
     stage.start()
     stage.later(6_000)
     report = {"gpu": ServerReport(True, 0, frozenset())}
-    assert reconcile.heed_reports(stage.dispatcher, report, silence_proves=False) == 0
+    assert reconcile.apply_reports(stage.dispatcher, report, may_reap=False) == 0
     assert stage.state(job_id) is State.RUNNING
-    assert reconcile.heed_reports(stage.dispatcher, report) == 1
+    assert reconcile.apply_reports(stage.dispatcher, report) == 1
 
 
 def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> None:
@@ -580,9 +580,9 @@ def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> N
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: calls.append(name) or run(self, name, *args))
     reports = {f"s{n}": ServerReport(True, 0, frozenset()) for n in range(30)}
-    reconcile.note_health(stage.dispatcher, reports)
-    reconcile.heed_reports(stage.dispatcher, reports)
-    reconcile.urgent_servers(stage.dispatcher)
+    reconcile.apply_health(stage.dispatcher, reports)
+    reconcile.apply_reports(stage.dispatcher, reports)
+    reconcile.servers_to_check_now(stage.dispatcher)
     assert len(calls) <= 3
 
 

@@ -17,12 +17,12 @@ from redis.exceptions import RedisError
 from structlog.testing import capture_logs
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
-from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.maintenance import reconcile
-from routing.queries.said import Telling
+from routing.progress import ProgressCommands
 from routing.queue.leases import Lease, Leases, Renewal
 from routing.queue.queues import Offer
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.clock import boottime_s
 from slotkeeper.db.group_commit import Write
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
@@ -80,12 +80,12 @@ def _a_bare_message(job_id: str) -> Iterator[None]:
         infer.pop_request()
 
 
-def _is_away(*_: Any, **__: Any) -> Any:
+def _is_unavailable(*_: Any, **__: Any) -> Any:
     raise DatabaseUnavailable("away")
 
 
 def _write_away(*_: Any, **__: Any) -> Write[Any]:
-    return Write(_is_away)
+    return Write(_is_unavailable)
 
 
 def _raise(error: Exception) -> Callable[[Any], Any]:
@@ -101,7 +101,7 @@ def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
 ) -> None:
     """The message is the only copy of the job."""
     stage.register()
-    monkeypatch.setattr(stage.store, "submit", _is_away)
+    monkeypatch.setattr(stage.store, "submit", _is_unavailable)
     with _a_bare_message("bare"), pytest.raises(Reject) as rejected:
         infer.run("zimg", {"prompt": "a cat"})
     assert rejected.value.requeue is True  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
 ) -> None:
     stage.register()
     submit = stage.store.submit
-    monkeypatch.setattr(stage.store, "submit", _is_away)
+    monkeypatch.setattr(stage.store, "submit", _is_unavailable)
 
     def back_at_last() -> None:
         if pauses.count == 3:
@@ -191,12 +191,12 @@ class Finisher(Beginner):
 
     async def _outcome(self, run: OwnRun) -> Outcome:
         self.answered.append(run.active.run.job.id)
-        return Outcome(Kind.DONE, result={"url": "x"})
+        return Outcome(OutcomeKind.DONE, result={"url": "x"})
 
 
 def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     scripts = stage.dispatcher.leases.scripts
-    found = kind(stage.dispatcher, Workers(scripts), Telling(scripts), capacity=capacity)
+    found = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), capacity=capacity)
     stage.postponed = found.background.postpone
     yield found
     found.close()  # It would go on in the tests after this one, whose record is another.
@@ -287,7 +287,7 @@ def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
 
     def at_last(asked: str) -> Any:
         kept.extend((hold.starting, hold.over) for hold in worker.heartbeat.watches())
-        return _is_away() if next(left, None) is not None else get(asked)
+        return _is_unavailable() if next(left, None) is not None else get(asked)
 
     with _starts_unheard(stage, monkeypatch):
         monkeypatch.setattr(stage.store, "get", at_last)
@@ -425,7 +425,9 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
     assert (again.run.job.id, again.lease.server, again.run.remote_id) == (job_id, "gpu", "r-1")
 
 
-@pytest.mark.parametrize("outcome", [StopReason.UNSENT, Outcome(Kind.CANCELED), Outcome(Kind.RETRY)], ids=str)
+@pytest.mark.parametrize(
+    "outcome", [StopReason.UNSENT, Outcome(OutcomeKind.CANCELED), Outcome(OutcomeKind.RETRY)], ids=str
+)
 @sqlite
 def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again(
     stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch, outcome: Outcome | StopReason
@@ -556,8 +558,8 @@ def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, w
 @sqlite
 def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Beginner) -> None:
     """As when it is the first worker for days: nothing is offered where nobody has room."""
-    workers = Workers(stage.dispatcher.queues.scripts)
-    stage.dispatcher.queues._room = workers.room
+    workers = WorkerCapacity(stage.dispatcher.queues.scripts)
+    stage.dispatcher.queues._room = workers.total
     stage.register(2)
     waiting = [stage.submit() for _ in range(3)]
     assert stage.offered() == []
@@ -608,7 +610,7 @@ def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_a
 
     def late(*args: Any, **more: Any) -> Write[Any]:
         write = settling(*args, **more)
-        return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_away())
+        return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_unavailable())
 
     monkeypatch.setattr(stage.store, "settle_write", late)
     finisher.executor.take_up(stage.told.offers.pop(0))
@@ -649,7 +651,7 @@ def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
 ) -> None:
     """Its poller has ended, and what becomes free here is offered to as many as there is room for."""
     heard: list[str] = []
-    monkeypatch.setattr(worker.background._workers, "look", lambda: heard.append("looked"))
+    monkeypatch.setattr(worker.background._workers, "read_total", lambda: heard.append("looked"))
     worker.background.run()
     assert heard == []
     worker.drain()
@@ -671,7 +673,9 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
 
     monkeypatch.setattr(Watch, "wait", wait)
     with pytest.raises(DatabaseUnavailable):
-        asyncio.run(PatientIo(worker.engine, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._until_done(_is_away))
+        asyncio.run(
+            PatientIo(worker.engine, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._until_done(_is_unavailable)
+        )
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
 
@@ -744,9 +748,9 @@ def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage,
 @sqlite
 def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None:
     worker.look()
-    assert Workers(stage.dispatcher.queues.scripts).room() == 3
+    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 3
     worker.drain()
-    assert Workers(stage.dispatcher.queues.scripts).room() == 0 and worker.places.claimant == ""
+    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 0 and worker.places.claimant == ""
 
 
 # -- a release that Redis did not answer -----------------------------------------------------------------------
@@ -794,7 +798,7 @@ def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can
     first, second = stage.submit(), stage.submit()
     task = worker.begin_newest(stage)
     with _redis_away(monkeypatch):
-        stage.settle(task, Kind.BUSY, retry_after_s=0)
+        stage.settle(task, OutcomeKind.BUSY, retry_after_s=0)
     worker.heartbeat.beat()
     assert stage.run_all() == [first, second], "in its own place"
 
@@ -807,7 +811,7 @@ def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
     stage.submit()
     task = worker.begin_newest(stage)
     with _redis_away(monkeypatch):
-        stage.settle(task, Kind.BUSY, retry_after_s=0)
+        stage.settle(task, OutcomeKind.BUSY, retry_after_s=0)
     stage.later(LEASE_MS)
     assert reconcile.reap(stage.dispatcher) == 1
     again = stage.start("w2")
@@ -859,7 +863,7 @@ def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_fir
     stage.register()
     stage.submit()
     task = worker.begin_newest(stage)
-    silent = Outcome(Kind.RETRY, code="timed_out", lingers=True)
+    silent = Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)
     assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
     assert list(stage.room.taken()) == [task.lease.slot]
     abandoned = Abandoned(worker.engine, stage.dispatcher, worker.background.postpone)
@@ -891,7 +895,7 @@ def _expired(stage: Stage, job_id: str) -> None:
     with pytest.MonkeyPatch.context() as away:
         away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
         stage.later(5 * SECOND)
-        assert reconcile.expire_overdue(stage.dispatcher) == 1
+        assert reconcile.expire_deadlines(stage.dispatcher) == 1
 
 
 @pytest.mark.parametrize("missed", [_canceled, _expired])
@@ -925,7 +929,7 @@ def test_while_redis_answers_the_record_is_not_asked(
     stage.submit()
     task = worker.begin_newest(stage)
     hold = worker.heartbeat.add(task.lease)
-    monkeypatch.setattr(stage.store, "get_statuses", _is_away)
+    monkeypatch.setattr(stage.store, "get_statuses", _is_unavailable)
     worker.heartbeat.beat()
     assert not (hold.cancel or hold.lost)
 
@@ -933,11 +937,11 @@ def test_while_redis_answers_the_record_is_not_asked(
 # -- no time left ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.UNREACHABLE, Kind.RETRY, Kind.LOST])
+@pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.UNREACHABLE, OutcomeKind.RETRY, OutcomeKind.LOST])
 @pytest.mark.parametrize(("late_ms", "state"), [(-1, None), (0, State.EXPIRED)])
 @sqlite
 def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: Kind, late_ms: int, state: State | None
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: OutcomeKind, late_ms: int, state: State | None
 ) -> None:
     stage.register()
     job_id = stage.submit(ttl_s=60)
@@ -967,7 +971,7 @@ def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeyp
 def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
     (folder / "record.db").touch()
     scripts, lives = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
-    return Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=lives)
+    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, lifetimes=lives)
 
 
 @sqlite
@@ -999,6 +1003,6 @@ def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
 ) -> None:
     scripts, nowhere = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
     with capture_logs() as said:
-        other = Worker(stage.dispatcher, Workers(scripts), Telling(scripts), 1, lifetimes=nowhere)
+        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, lifetimes=nowhere)
     assert [line["event"] for line in said] == ["end_not_provable"]
     other.close()

@@ -8,7 +8,7 @@ from pydantic_settings import BaseSettings
 
 from app.config import AppSettings
 from app.up.plan import UpSettings
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import EventSettings, TaskSettings
 from tests.house.tree import REPO

@@ -14,14 +14,14 @@ from redis import Redis
 
 from routing.admission.questions import QuestionScripts
 from routing.maintenance.rooms import RoomScripts
+from routing.progress import SaidScripts
 from routing.queries.forecasts import ForecastScripts
-from routing.queries.processes import ProcessScripts
-from routing.queries.said import SaidScripts
-from routing.queries.servers import ServerScripts
+from routing.queries.process_list import ProcessScripts
+from routing.queries.server_status import ServerScripts
 from routing.queue.leases import LeaseScripts
 from routing.queue.queues import QueueScripts
 from routing.queue.slots import SlotScripts
-from routing.queue.workers import WorkerScripts
+from routing.queue.worker_capacity import WorkerScripts
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import (
     Command,

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from app.up.ports import free_port
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.state_folder import make_private_folder
 from tasks.servers.probe import GENERIC
 
@@ -51,11 +51,11 @@ class Live:
     path: str
     ready: str
     payloads: dict[str, Any]
-    becomes: dict[str, Kind]
+    becomes: dict[str, OutcomeKind]
     result: Any
     folder: str = "."
     env: dict[str, str] = field(default_factory=dict)
-    when_full: Kind = Kind.DONE  # of those that queue inside
+    when_full: OutcomeKind = OutcomeKind.DONE  # of those that queue inside
     cancels: bool = False
     recognized: bool = True
     described: dict[str, Any] | None = None  # by a newcomer, from docs/servers.md; None: by the preset
@@ -77,8 +77,8 @@ LLAMA_CONTEXT = 32_768
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 WORDS = {"good": prompt("a cat"), "wrong": {"nope": 1}, "boom": prompt("boom"), "slow": prompt("slow", 2)}
 NUMBERS = {"good": tensor(1.0), "wrong": {"nope": 1}, "boom": tensor(-1.0), "slow": tensor(102.0)}
-FINAL = {"wrong": Kind.FAILED, "boom": Kind.RETRY}
-COSTS_A_RETRY = {"wrong": Kind.RETRY, "boom": Kind.RETRY}
+FINAL = {"wrong": OutcomeKind.FAILED, "boom": OutcomeKind.RETRY}
+COSTS_A_RETRY = {"wrong": OutcomeKind.RETRY, "boom": OutcomeKind.RETRY}
 PAINTED = {"image": "A CAT"}
 
 POTASSIUM: dict[str, Any] = {
@@ -136,7 +136,7 @@ SERVERS = [
             "boom": chat("cat" * LLAMA_CONTEXT, max_tokens=8),
             "slow": chat("a cat", max_tokens=4000),
         },
-        FINAL | {"boom": Kind.FAILED},
+        FINAL | {"boom": OutcomeKind.FAILED},
         None,
     ),
     Live(
@@ -151,7 +151,7 @@ SERVERS = [
             "boom": {"prompt": "cat" * LLAMA_CONTEXT},
             "slow": tokens(4000),
         },
-        FINAL | {"boom": Kind.FAILED},
+        FINAL | {"boom": OutcomeKind.FAILED},
         None,
     ),
     Live(
@@ -161,7 +161,7 @@ SERVERS = [
         "/v1/embeddings",
         "/health",
         {"good": {"input": "a cat"}, "wrong": {"nope": 1}, "boom": {"input": 7}, "slow": {"input": "cat" * 100}},
-        FINAL | {"boom": Kind.FAILED},
+        FINAL | {"boom": OutcomeKind.FAILED},
         None,
     ),
     Live(
@@ -173,7 +173,7 @@ SERVERS = [
         WORDS,
         FINAL,
         PAINTED,
-        when_full=Kind.BUSY,
+        when_full=OutcomeKind.BUSY,
     ),
     Live(
         "bentoml-task",
@@ -184,7 +184,7 @@ SERVERS = [
         WORDS,
         COSTS_A_RETRY,
         PAINTED,
-        when_full=Kind.BUSY,
+        when_full=OutcomeKind.BUSY,
     ),
     Live(
         "cog",
@@ -196,7 +196,7 @@ SERVERS = [
         COSTS_A_RETRY,
         "A CAT",
         env={"COG_PREDICT_TYPE_STUB": "cog_app.py:Predictor"},
-        when_full=Kind.BUSY,
+        when_full=OutcomeKind.BUSY,
         cancels=True,
     ),
     Live(

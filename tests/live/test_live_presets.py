@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Call, Description, HealthKind, Server, presets
 from tasks.servers.live import in_own_loop
 from tasks.servers.probe import recognize
@@ -44,7 +44,7 @@ class Running:
     def ended(self, which: str) -> Outcome:
         """What comes of a job, polled if need be."""
         call, outcome = self.submit(which)
-        while outcome.kind is Kind.PENDING and outcome.remote_id:
+        while outcome.kind is OutcomeKind.PENDING and outcome.remote_id:
             outcome = self.server.status(call, outcome.remote_id)
         return outcome
 
@@ -59,7 +59,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 def test_a_job_is_done_with_its_result(running: Running):
     outcome = running.ended("good")
-    assert outcome.kind is Kind.DONE, outcome
+    assert outcome.kind is OutcomeKind.DONE, outcome
     if running.live.result is not None:
         assert outcome.result == running.live.result
 
@@ -73,7 +73,7 @@ def test_what_goes_wrong_means_what_the_preset_says(running: Running, which: str
 def test_a_job_right_after_a_failed_one_is_answered(running: Running):
     for _ in range(10):
         assert running.ended("boom").kind is running.live.becomes["boom"]
-        assert running.ended("good").kind is Kind.DONE
+        assert running.ended("good").kind is OutcomeKind.DONE
 
 
 def test_health_is_up_and_under_a_job_it_is_not_down(running: Running):
@@ -87,7 +87,10 @@ def test_health_is_up_and_under_a_job_it_is_not_down(running: Running):
 def test_a_full_server_is_busy_or_queues(running: Running):
     with _slow_one_under_way(running):
         _, outcome = running.submit("good")
-        assert outcome.kind in (running.live.when_full, Kind.PENDING if running.live.when_full is Kind.DONE else None)
+        assert outcome.kind in (
+            running.live.when_full,
+            OutcomeKind.PENDING if running.live.when_full is OutcomeKind.DONE else None,
+        )
 
 
 def test_a_run_can_be_canceled(running: Running):
@@ -99,7 +102,7 @@ def test_a_run_can_be_canceled(running: Running):
     thread.start()
     _until(lambda: running.server.cancel(call))
     thread.join(20)
-    assert found[0].kind is Kind.CANCELED
+    assert found[0].kind is OutcomeKind.CANCELED
 
 
 def test_it_is_recognized(running: Running):
@@ -122,7 +125,7 @@ def _slow_one_under_way(running: Running) -> Iterator[None]:
         yield
     finally:
         thread.join(30)
-        while ends and ends[0].kind is Kind.PENDING and ends[0].remote_id:
+        while ends and ends[0].kind is OutcomeKind.PENDING and ends[0].remote_id:
             ends[0] = running.server.status(call, ends[0].remote_id)
 
 

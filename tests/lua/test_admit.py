@@ -4,7 +4,7 @@ import pytest
 from redis import Redis
 
 from routing.admission import questions
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
@@ -30,7 +30,9 @@ class Gate:
         self.set_clock(self.now + ms)
 
     def admit(self, count: int = 1, tenant: str = "acme") -> int:
-        (wait_ms,) = self.queues.ask([questions.rate(self.queues, tenant, count, self.interval_ms, self.burst)])
+        (wait_ms,) = self.queues.run_all(
+            [questions.rate_limit_command(self.queues, tenant, count, self.interval_ms, self.burst)]
+        )
         return wait_ms
 
 

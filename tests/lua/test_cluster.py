@@ -9,12 +9,12 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from routing.admission import questions
+from routing.config import RoutingSettings
+from routing.progress import EntryId, ProgressCommands
 from routing.queries.forecasts import Forecasts
-from routing.queries.processes import Processes
-from routing.queries.said import Place, Telling
-from routing.queue.config import RoutingSettings
+from routing.queries.process_list import ProcessList
 from routing.queue.queues import Queues
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Scripts, assemble, script_names
 from slotkeeper.redis.signatures import BoundScript
@@ -100,12 +100,12 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.offer() == []
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
-    assert strict.run(questions.rate(Queues(strict, RoutingSettings()), "acme", 1, 100, 5)) == 0
+    assert strict.run(questions.rate_limit_command(Queues(strict, RoutingSettings()), "acme", 1, 100, 5)) == 0
     assert Forecasts(strict).started([(FLEET, FLEET, "j1", 0)]) == [False]
-    assert Workers(strict).say("w1", 3) == 3
-    assert strict.run(Telling(strict).telling("j1", Place(1, 1), "{}", 9)) == 0
+    assert WorkerCapacity(strict).report("w1", 3) == 3
+    assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1
-    assert Processes(strict).all() == []
+    assert ProcessList(strict).read_all() == []
     assert room.run("reset", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close", room.version) == "closed" and room.open() == "opened"

@@ -10,8 +10,8 @@ from kombu import Connection
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from routing.maintenance import pulse
-from routing.queries.tallies import Tallies
+from routing.maintenance import task_runs
+from routing.queries.process_counters import ProcessCounters
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts, build_function, connect, read_source, script_names
@@ -82,11 +82,11 @@ def test_a_full_redis_refuses_new_work_also_where_it_loads_no_function(redis: Re
 
 def test_a_full_redis_takes_the_marks_of_maintenance(redis: Redis) -> None:
     scripts = Scripts(redis, Keys("test"))
-    pulse.leave(scripts)
-    pulse.LastRuns(scripts).note("sweep", 0.1)
-    assert not pulse.has_stopped(scripts) and set(pulse.last_runs(scripts)) == {"sweep"}
-    tallies = Tallies(scripts)
-    tallies.refused("rate", 2)
+    task_runs.mark_sweep(scripts)
+    task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
+    assert not task_runs.has_sweep_stopped(scripts) and set(task_runs.read_task_runs(scripts)) == {"sweep"}
+    tallies = ProcessCounters(scripts)
+    tallies.count_refusal("rate", 2)
     tallies.flush()
     assert tallies.counts("refused") == {"rate": 2}
     with redis.pipeline(transaction=False) as pipe:

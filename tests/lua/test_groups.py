@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.admission.questions import asked_class
+from routing.admission.questions import class_name
 from tests.support.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
@@ -118,7 +118,7 @@ def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room
 
 def test_different_constraints_are_counted_once_whoever_has_them(room):
     room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
-    known, new = (asked_class("zimg", f"memory>={n}") for n in (3, 4))
+    known, new = (class_name("zimg", f"memory>={n}") for n in (3, 4))
     assert room.run("variety", "a|zimg") == [2, 3]
     assert room.run("variety", "a|zimg", known) == [3, 3]
     assert room.run("variety", "a|zimg", known, new, new) == [4, 4]

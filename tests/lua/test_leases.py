@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.redis.scripts import Command
 from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Offered, Room, Server, a
 
@@ -210,12 +210,12 @@ def test_a_worker_that_leaves_has_no_room_from_then_on(say):
 
 def test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it(room, say):
     say("w1", 3)
-    workers, asked = Workers(room.scripts), []
-    workers.refresh_by(lambda: asked.append("again"))
-    assert workers.room() == workers.room() == 0, "as far as is known"
+    workers, asked = WorkerCapacity(room.scripts), []
+    workers.refresh_in_background(lambda: asked.append("again"))
+    assert workers.total() == workers.total() == 0, "as far as is known"
     assert asked == ["again"], "once, until it is answered"
-    workers.look()
-    assert workers.room() == 3
+    workers.read_total()
+    assert workers.total() == 3
 
 
 # -- renew -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as Broken
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Silent
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline, _Connection

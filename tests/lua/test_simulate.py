@@ -7,7 +7,7 @@ import pytest
 from redis import Redis
 
 from app.simulate import Scenario, run
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -39,7 +39,7 @@ class Plain:
     def play(self) -> dict[int, tuple[int, int, str]]:
         """Number of a job -> start, end, slot."""
         self.clock(T0)
-        self.queues.begin_all([FLEET], "")
+        self.queues.begin_rebuild([FLEET], "")
         self.queues.open_all([FLEET])
         self.slots.sync_all([FLEET], self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):

@@ -9,8 +9,8 @@ from alembic import command, op
 from sqlalchemy import Connection, Engine, create_engine, text
 
 from migrations import migrate
-from routing.maintenance import ledger
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.notifications import make_message_id
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore

@@ -1,4 +1,4 @@
-"""What a server meets: the offer script and routing/admission/placement.py agree on whatever can be declared and asked for."""
+"""What a server meets: the offer script and routing/admission/constraints.py agree on whatever can be declared and asked for."""
 
 import os
 import string
@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from routing.admission.placement import meets, read_attributes, read_constraints
+from routing.admission.constraints import encode_constraints, meets, parse_attributes
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.values import Server as CatalogServer
 from tests.support.room import Room, Server, a
@@ -33,8 +33,8 @@ declared = st.dictionaries(
 
 def check(client: Redis, asked: dict, own: dict, of_model: dict, model: str) -> None:
     try:
-        constraints, attributes = read_constraints(asked), read_attributes(own)
-        attributes |= {f"{model}:{name}": value for name, value in read_attributes(of_model).items()}
+        constraints, attributes = encode_constraints(asked), parse_attributes(own)
+        attributes |= {f"{model}:{name}": value for name, value in parse_attributes(of_model).items()}
     except InvalidJob:
         return
     client.flushall()

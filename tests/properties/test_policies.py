@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from routing.admission.placement import meets
+from routing.admission.constraints import meets
 from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.registry.values import Server as CatalogServer
 from tests.properties.search import search

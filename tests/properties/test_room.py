@@ -245,20 +245,20 @@ class RoomMachine(RuleBasedStateMachine):
         assert answer == ("released" if lease else "lost")
         return self._taken(offers, self.model.expected_offers(limit, claimant, room))
 
-    @rule(target=known, offer=known, owner=owners, new_owner=owners, only_expired=st.booleans())
-    def seize(self, offer, owner, new_owner, only_expired):
+    @rule(target=known, offer=known, owner=owners, new_lease_owner=owners, only_expired=st.booleans())
+    def seize(self, offer, owner, new_lease_owner, only_expired):
         lease = self.model.held(offer, owner)
         if lease and only_expired and lease.expires > self.model.now:
             lease = None
         name = f"s{len(self.names)}"
-        answer = self.room.seize(offer, owner, new_owner, new_lease=name, only_expired=only_expired)
+        answer = self.room.seize(offer, owner, new_lease_owner, new_lease=name, only_expired=only_expired)
         assert answer == ("seized" if lease else "lost")
         if not lease:
             return multiple()
         self.names.add(name)
-        lease.name, lease.owner, lease.expires = name, new_owner, self.model.now + LEASE_MS
-        lease.number = lease.number if new_owner else 0
-        return offer._replace(lease=name, owner=new_owner)
+        lease.name, lease.owner, lease.expires = name, new_lease_owner, self.model.now + LEASE_MS
+        lease.number = lease.number if new_lease_owner else 0
+        return offer._replace(lease=name, owner=new_lease_owner)
 
     @rule(ms=st.sampled_from((1, 500, LEASE_MS - 1, LEASE_MS, OFFER_MS)))
     def time_goes_by(self, ms):

@@ -25,7 +25,7 @@ from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
 from app.openapi import document
-from routing.dispatch.dispatcher import ActiveRun, Announcer, Dispatcher
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
@@ -35,7 +35,7 @@ from slotkeeper.jobs.tables import events, idempotency_keys, jobs, messages
 from slotkeeper.jobs.values import Job, JobError, QueuedJob
 from slotkeeper.process import Singleton
 from slotkeeper.registry.tenants import Tenant, Tenants
-from tests.support.ends import end_run
+from tests.support.ends import end_run_with
 from tests.support.starts import begin_run
 from tests.support.valkey import Valkey
 
@@ -142,20 +142,20 @@ def _validator(keyed: bool, path: str, method: str, status: str, mimetype: str) 
 
 
 @dataclass
-class Heard(Announcer):
+class Heard(Notifier):
     """Hands everything on, and remembers it."""
 
-    real: Announcer
+    real: Notifier
     offers: list[Offer] = field(default_factory=list)
     ends: list[Transition] = field(default_factory=list)
 
-    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
         self.offers.append(offer)
-        self.real.offered(offer, new)
+        self.real.wake_worker(offer, new)
 
-    def ended(self, moved: Transition) -> None:
+    def notify_ended(self, moved: Transition) -> None:
         self.ends.append(moved)
-        self.real.ended(moved)
+        self.real.notify_ended(moved)
 
 
 @dataclass
@@ -249,7 +249,7 @@ class TimedApi(Api):
         self.later(took_ms)
         failed = None if why is Reason.FINISHED else JobError(why.value, "out of memory")
         result = "{}" if why is Reason.FINISHED else None
-        end_run(self.dispatcher, task, why, result=result, error=failed)
+        end_run_with(self.dispatcher, task, why, result=result, error=failed)
         return task.run.job.id
 
     def explain(self, job_id: str) -> dict[str, Any]:

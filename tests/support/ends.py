@@ -6,7 +6,7 @@ from typing import Any
 from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.outcome import Outcome, StopReason
-from routing.dispatch.steps import BlockingIo, Postponed, Steps, blocking, settle, wait
+from routing.dispatch.run_steps import OnPostponed, RunSteps, ThreadIo, blocking_steps, end_run, run_blocking
 from routing.dispatch.verdict import Verdict
 from routing.queue.leases import Lease, Leases, Released
 from routing.queue.queues import Offer
@@ -42,7 +42,7 @@ def end_in_order(
     active: ActiveRun,
     decision: Decision,
     claimant: str = "",
-    postponed: Postponed | None = None,
+    postponed: OnPostponed | None = None,
 ) -> Settled:
     """End a run as its worker does, in the order that was decided."""
     following: list[Offer | None] = []
@@ -50,13 +50,13 @@ def end_in_order(
     async def spawn(offer: Offer | None, _: float) -> None:
         following.append(offer)
 
-    moved = wait(
-        finish(Steps(dispatcher, BlockingIo(dispatcher), postponed), active, decision, lambda: claimant, spawn)
+    moved = run_blocking(
+        finish(RunSteps(dispatcher, ThreadIo(dispatcher), postponed), active, decision, lambda: claimant, spawn)
     )
     return Settled(moved, following[0])
 
 
-def end_run(
+def end_run_with(
     dispatcher: Dispatcher,
     active: ActiveRun,
     why: Reason,
@@ -64,29 +64,31 @@ def end_run(
     result: str | None = None,
     error: JobError | None = None,
     due_ms: int | None = None,
-    lingers: str = "",
+    server_still_running: str = "",
 ) -> Transition | None:
     """End a run for a reason, as maintenance does; `lingers`: why its slot is quarantined."""
     at_ms, run = now_ms(), active.run
     if due_ms is None:
         config = dispatcher.catalog.resolve(run.job.model).config
         due_ms = at_ms + round(retries.countdown_s(run.failures, config) * 1000)
-    quarantine = Quarantine(lingers, at_ms + dispatcher.settings.withhold_max_ms) if lingers else None
+    quarantine = (
+        Quarantine(server_still_running, at_ms + dispatcher.settings.withhold_max_ms) if server_still_running else None
+    )
     decision = Decision(
         why,
         result=result,
         error=error,
         due_ms=due_ms,
-        outcome=Verdict(why).outcome,
+        signal=Verdict(why).signal,
         cooldown_ms=dispatcher.settings.busy_cooldown_ms if why is Reason.SERVER_BUSY else 0,
         quarantine=quarantine,
     )
-    return settle(dispatcher, active, decision)
+    return end_run(dispatcher, active, decision)
 
 
 def hand_back(dispatcher: Dispatcher, active: ActiveRun) -> bool:
     """Let another worker resume a run.  False: it was over."""
-    return settle(dispatcher, active, decided(dispatcher, active, StopReason.STOPPED)) is not None
+    return end_run(dispatcher, active, decided(dispatcher, active, StopReason.STOPPED)) is not None
 
 
 def release(leases: Leases, lease: Lease, **how: Any) -> Released:
@@ -97,10 +99,10 @@ def release(leases: Leases, lease: Lease, **how: Any) -> Released:
 
 def free(dispatcher: Dispatcher, lease: Lease, *, back: bool) -> Offer | None:
     """Free a slot."""
-    return wait(blocking(dispatcher).free(lease, back=back))
+    return run_blocking(blocking_steps(dispatcher).free(lease, back=back))
 
 
 def cool_down(dispatcher: Dispatcher, fleet: str, server: str) -> int:
     """Begin or prolong a server's cooldown, and return how long it is, in ms."""
     slots = dispatcher.slots
-    return slots.scripts.run(slots.cooling_down(fleet, server)).cooldown_ms
+    return slots.scripts.run(slots.cool_down_command(fleet, server)).cooldown_ms

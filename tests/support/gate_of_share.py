@@ -3,24 +3,26 @@
 from collections.abc import Iterable
 
 from routing.admission import questions
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.admission.questions import Backlog
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission.questions import ModelStatus
 from slotkeeper.errors import TooManyRequests
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck]:
     for (name, tenant), more in submit.by_account.items():
         yield _question(known, name, tenant, more)
 
 
-def _question(known: Known, model: str, tenant: str, more: int) -> Question:
-    def judge(found: Backlog) -> None:
+def _question(known: LimitContext, model: str, tenant: str, more: int) -> RedisCheck:
+    def judge(found: ModelStatus) -> None:
         if found.everyones >= 10 and found.own + more > (found.everyones + more) / 2:
             raise TooManyRequests(
                 f"Half of the jobs of model {model!r} are {tenant!r}'s; try again later.", 5.0, model=model
             )
 
-    return Question(questions.backlog(known.queues, known.catalog.resolve(model).fleet, model, tenant), judge)
+    return RedisCheck(
+        questions.model_status_command(known.queues, known.catalog.resolve(model).fleet, model, tenant), judge
+    )
 
 
-GATE = Gate("share", Asks.LOOKS, _check)
+GATE = Limit("share", Phase.READ, _check)

@@ -36,7 +36,7 @@ class Forecaster(Protocol):
 class Load:
     """What comes, and what serves it.  `peak`: an upper bound of `rate`; `slots`: (from when, how many), …
 
-    A job's order key is `priority × step + number`, as in routing/queue/order.py: a large step is strict priority,
+    A job's order key is `priority × step + number`, as in routing/queue/lanes.py: a large step is strict priority,
     a small one lets a job overtake those that came up to so many numbers before it.
     """
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from redis import Redis
 
-from routing.queue import order
-from routing.queue.slots import entry, model_rules
+from routing.queue import lanes
+from routing.queue.slots import model_rules, server_entry
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command, Scripts
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def lane(self) -> str:
-        return order.lane(
+        return lanes.lane_name(
             QueuedJob(self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints)
         )
 
@@ -97,7 +97,7 @@ class Server:
     def args(self) -> list[Any]:
         urls = dict.fromkeys(self.models, "http://gpu")
         it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight)
-        return [self.name, entry(it), self.slots]
+        return [self.name, server_entry(it), self.slots]
 
 
 class Room:
@@ -279,9 +279,15 @@ class Room:
         return self.run("expired", limit)
 
     def seize(
-        self, offer: Offered, owner: str, new_owner: str = "reaper", *, new_lease: str = "seized", only_expired: bool
+        self,
+        offer: Offered,
+        owner: str,
+        new_lease_owner: str = "reaper",
+        *,
+        new_lease: str = "seized",
+        only_expired: bool,
     ) -> str:
-        args = [offer.job, offer.lease, owner, new_lease, new_owner, LEASE_MS, int(only_expired)]
+        args = [offer.job, offer.lease, owner, new_lease, new_lease_owner, LEASE_MS, int(only_expired)]
         return self.run("seize", *args)
 
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:

@@ -13,16 +13,16 @@ from redis import Redis
 from app.up.ports import free_port
 from routing.admission.admission import Admission
 from routing.admission.submission import Submission
+from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import Postponed
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import OnPostponed
 from routing.maintenance import reconcile
-from routing.maintenance.identity import ServerReport
 from routing.maintenance.rooms import depths
+from routing.maintenance.server_report import ServerReport
 from routing.queries.estimates import Estimates
-from routing.queries.explain import explain
+from routing.queries.explain import explain_job_state
 from routing.queries.forecasts import Forecasts
-from routing.queue.config import RoutingSettings
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -58,12 +58,12 @@ class Recorder:
     count_taken: Callable[[], int] = lambda: -1
     broken: bool = False
 
-    def offered(self, offer: Offer, new: QueuedJob | None) -> None:
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
         self.offers.append(offer)
 
-    def ended(self, moved: Transition) -> None:
+    def notify_ended(self, moved: Transition) -> None:
         if self.broken:
             raise ConnectionError("the broker is away")
         self.ends.append((moved.job.id, moved.to))
@@ -80,20 +80,20 @@ class Stage:
         self.room = Room(redis)
         self.dispatcher = self.a_dispatcher(redis)
         self.told.count_taken = lambda: depths(self.dispatcher.queues.scripts, "zimg").taken
-        self.postponed: Postponed | None = None
+        self.postponed: OnPostponed | None = None
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
         for module in (
             "routing.dispatch.dispatcher",
-            "routing.dispatch.steps",
-            "routing.maintenance.reconcile.reaper",
-            "routing.maintenance.reconcile.servers",
-            "routing.maintenance.reconcile.timekeeping",
-            "routing.maintenance.reconcile.removal",
-            "routing.queries.invariants",
+            "routing.dispatch.run_steps",
+            "routing.maintenance.reaper",
+            "routing.maintenance.server_checks",
+            "routing.maintenance.deadlines",
+            "routing.maintenance.decommission",
+            "routing.maintenance.invariants",
             "routing.queries.estimates",
-            "routing.maintenance.draining",
-            "routing.maintenance.runs",
+            "routing.maintenance.quarantined_slots",
+            "routing.maintenance.restore_leases",
             "tasks.retries",
             "tests.support.ends",
         ):
@@ -123,7 +123,7 @@ class Stage:
 
     def explained(self, job_id: str) -> str:
         """Why a job stands where it stands."""
-        return explain(self.dispatcher, cast(Estimates, self.dispatcher.observer), self.job(job_id)).sentence
+        return explain_job_state(self.dispatcher, cast(Estimates, self.dispatcher.observer), self.job(job_id)).sentence
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 
@@ -167,9 +167,11 @@ class Stage:
         assert task is not None
         return task
 
-    def settle(self, task: ActiveRun, kind: Kind = Kind.DONE, claimant: str = "", **outcome: Any) -> Settled:
+    def settle(
+        self, task: ActiveRun, kind: OutcomeKind = OutcomeKind.DONE, claimant: str = "", **outcome: Any
+    ) -> Settled:
         """End a run as its worker does."""
-        if kind is Kind.DONE:
+        if kind is OutcomeKind.DONE:
             outcome = {"result": {"url": "x"}} | outcome
         else:
             outcome = {"code": "said", "message": "so"} | outcome

@@ -1,7 +1,7 @@
 """Claims and starts for tests, by the commands and writes with which a worker claims and starts."""
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
-from routing.dispatch.steps import blocking, wait
+from routing.dispatch.run_steps import blocking_steps, run_blocking
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer
 from slotkeeper.jobs.store import JobStore
@@ -15,9 +15,9 @@ def claim_offer(leases: Leases, offer: Offer, owner: str) -> Offer | None:
 
 def begin_run(dispatcher: Dispatcher, offer: Offer, owner: str) -> ActiveRun | None:
     """Begin the offered job as a worker does; None: the offer or the job is gone.  An open offer is claimed first."""
-    steps = blocking(dispatcher)
-    claimed = offer if offer.owner == owner else wait(steps.claim(offer, owner))
-    return None if claimed is None else wait(steps.start(claimed, Lease.of_offer(claimed, owner)))
+    steps = blocking_steps(dispatcher)
+    claimed = offer if offer.owner == owner else run_blocking(steps.claim(offer, owner))
+    return None if claimed is None else run_blocking(steps.start(claimed, Lease.from_offer(claimed, owner)))
 
 
 def store_start(

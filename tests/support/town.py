@@ -18,7 +18,7 @@ import pytest
 import requests
 from redis import Redis
 
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job
@@ -86,7 +86,7 @@ class Town:
     def cut_off(self) -> None:
         """A worker has just said that it has room for one run, and nobody hears of it again."""
         with self.redis() as redis:
-            Workers(Scripts(redis, Keys("slotkeeper"))).say("cut-off", 1)
+            WorkerCapacity(Scripts(redis, Keys("slotkeeper"))).report("cut-off", 1)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 
 from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
-from routing.dispatch.outcome import Kind, Outcome, StopReason
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.queue.leases import Lease
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
@@ -21,11 +21,11 @@ from tasks.worker.heartbeat import Watch
 from tasks.worker.runner import Runner
 from tests.support.stage import SETTINGS
 
-PENDING = Outcome(Kind.PENDING)
-UNKNOWN = Outcome(Kind.UNKNOWN)
-LOST = Outcome(Kind.LOST, code="not_found")
-DONE = Outcome(Kind.DONE, result=7)
-REFUSED = Outcome(Kind.PENDING, code="poll_failed")
+PENDING = Outcome(OutcomeKind.PENDING)
+UNKNOWN = Outcome(OutcomeKind.UNKNOWN)
+LOST = Outcome(OutcomeKind.LOST, code="not_found")
+DONE = Outcome(OutcomeKind.DONE, result=7)
+REFUSED = Outcome(OutcomeKind.PENDING, code="poll_failed")
 WELL, BUSY, DOWN = Health(HealthKind.UP), Health(HealthKind.BUSY), Health(HealthKind.DOWN)
 CALLBACK: dict[str, Any] = {"mode": "callback", "given_id": "{{job/attempt_id}}"}
 GIVEN: dict[str, Any] = {"mode": "async", "given_id": "{{job/attempt_id}}"}
@@ -140,7 +140,7 @@ def test_a_run_that_is_over_is_not_sent():
 
 
 def test_an_id_that_the_server_gives_itself_takes_the_place_of_ours():
-    live = Live(GIVEN, submit=[Outcome(Kind.PENDING, remote_id="its own")], status=[DONE])
+    live = Live(GIVEN, submit=[Outcome(OutcomeKind.PENDING, remote_id="its own")], status=[DONE])
     assert _watch(live) == (DONE, ["j-1 after 0", "its own after 1"])
 
 
@@ -192,7 +192,7 @@ def test_a_push_is_waited_for_while_the_server_is_busy():
 def test_a_server_that_is_well_and_silent_has_lost_the_run(health):
     live = Live(_silent(silent_s=0.05), submit=[PENDING], health=[BUSY, health])
     outcome = _watch(live, max_s=20)[0]
-    assert (outcome.kind, outcome.code) == (Kind.LOST, "server_silent")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.LOST, "server_silent")
 
 
 def test_a_push_is_waited_for_while_the_server_lists_the_run():
@@ -217,7 +217,7 @@ def test_silence_is_counted_anew_after_the_server_was_busy(monkeypatch):
 def test_a_server_that_is_gone_has_lost_the_run_and_may_be_at_it():
     live = Live(_silent(), submit=[PENDING], health=[DOWN])
     outcome = _watch(live, max_s=20)[0]
-    assert (outcome.kind, outcome.code, outcome.lingers) == (Kind.LOST, "server_lost", True)
+    assert (outcome.kind, outcome.code, outcome.server_still_running) == (OutcomeKind.LOST, "server_lost", True)
 
 
 # -- questions, and results ------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_server_that_is_gone_has_lost_the_run_and_may_be_at_it():
     [({"status": {"path": "/{{payload/user}}/{{id}}"}}, {"user": "anna"}), ({"submit": {"body": "{{payload}}"}}, None)],
 )
 def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
-    live = Live({"mode": "async", **description}, submit=[Outcome(Kind.PENDING, remote_id="r")], status=[DONE])
+    live = Live({"mode": "async", **description}, submit=[Outcome(OutcomeKind.PENDING, remote_id="r")], status=[DONE])
     _watch(live)
     submit, status = live.calls
     assert json_text.dumps(submit.payload) == b'{"user":"anna"}' and status.payload == payload
@@ -237,7 +237,7 @@ def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(keeps):
-    decision = decide(_run(), DONE, ModelConfig(), SETTINGS, now_ms(), canceling=False, keeps_result=keeps)
+    decision = decide(_run(), DONE, ModelConfig(), SETTINGS, now_ms(), canceling=False, server_keeps_result=keeps)
     assert decision.frees_slot_first is keeps
 
 

@@ -9,7 +9,7 @@ import pytest
 from celery import beat as celerys
 from celery.worker import state
 
-from routing.maintenance import pulse
+from routing.maintenance import task_runs
 from tasks import beat, maintenance
 from tasks.beat import EVERY_S, Every
 from tasks.celery_app import celery
@@ -132,7 +132,7 @@ def test_each_task_on_the_list_is_one_of_maintenance_and_the_other_way_round() -
 
 def test_the_error_of_one_task_is_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     for name, act in (("fails", lambda: 1 / 0), ("goes on", lambda: done.append("goes on"))):
         monkeypatch.setitem(EVERY_S, name, 60.0)
         monkeypatch.setitem(maintenance._periodic, name, maintenance.Periodic(name, act))
@@ -144,7 +144,7 @@ def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_mes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends, begun, done = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(pulse.LastRuns, "note", lambda *_: None)
+    monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     monkeypatch.setattr(maintenance, "_TOO_SOON", 0.0)
     for name, act in (("lasts", lambda: (begun.set(), ends.wait(10))), ("after", done.set)):
         monkeypatch.setitem(EVERY_S, name, 0.5)

@@ -19,7 +19,7 @@ from app.up.home import Home, flower_password, redis_password
 from app.up.launcher import _without_password
 from app.up.ports import free_port
 from migrations import migrate
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper import state_folder as folders
 from slotkeeper.config import StorageSettings
 from slotkeeper.db.group_commit import Database
@@ -192,7 +192,7 @@ def test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else(
     assert not valkey.answers(port, "guessed")
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", str(port))
-    with Redis.from_url(RoutingSettings().room_url) as ours:
+    with Redis.from_url(RoutingSettings().effective_redis_url) as ours:
         assert ours.ping()
     command = Path(f"/proc/{process.pid}/cmdline")
     assert not command.exists() or password.encode() not in command.read_bytes()
@@ -203,10 +203,10 @@ def test_before_the_first_start_and_with_a_redis_of_ones_own_there_is_no_passwor
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
-    assert RoutingSettings().room_url == "redis://127.0.0.1:6399/0"
+    assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:6399/0"
     redis_password(tmp_path)
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", "redis://other/1")
-    assert RoutingSettings().room_url == "redis://other/1"
+    assert RoutingSettings().effective_redis_url == "redis://other/1"
 
 
 @pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:{port}/0", "redis://:hush@127.0.0.1:x{port}/0", "hush"])

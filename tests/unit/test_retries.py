@@ -7,7 +7,7 @@ import pytest
 from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.registry.model_config import ModelConfig
 from tasks import retries
@@ -17,7 +17,7 @@ from tests.support.ends import decided, end_in_order
 from tests.support.stage import Stage
 
 CONFIG = ModelConfig()
-FAULT = Outcome(Kind.RETRY, code="server_error", message="no")
+FAULT = Outcome(OutcomeKind.RETRY, code="server_error", message="no")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def _wait_s(stage: Stage, **config: Any) -> float:
 def _ends_as(stage: Stage) -> Reason:
     stage.register()
     stage.submit()
-    return decided(stage.dispatcher, stage.start(), FAULT).why
+    return decided(stage.dispatcher, stage.start(), FAULT).reason
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from migrations import migrate
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, new_job_id
@@ -119,11 +119,11 @@ def _acts(database: Database, store: JobStore) -> None:
     last = forward.get_last_id(database)
     _measure("submit", submit)
     _measure("submit, start, settle", run)
-    _measure("newest jobs", lambda: listing.find(database))
-    _measure("newest of a tenant", lambda: listing.find(store.database, tenant="tenant-1"))
+    _measure("newest jobs", lambda: job_list.find_jobs(database))
+    _measure("newest of a tenant", lambda: job_list.find_jobs(store.database, tenant="tenant-1"))
     _measure(
         "newest dead of a tenant and model",
-        lambda: listing.find(store.database, tenant="tenant-1", model="model-1", state=State.DEAD),
+        lambda: job_list.find_jobs(store.database, tenant="tenant-1", model="model-1", state=State.DEAD),
     )
     _measure("running jobs", store.list_running)
     _measure("queued of 10 models", lambda: store.list_queued([f"model-{n}" for n in range(10)]))

@@ -20,17 +20,17 @@ import requests
 
 from migrations.migrate import upgrade
 from routing.admission.admission import Admission
+from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import ledger as books
 from routing.maintenance import reconcile
 from routing.queries.estimates import Estimates
 from routing.queries.forecasts import Forecasts
-from routing.queue.config import RoutingSettings
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger as books
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
@@ -57,9 +57,9 @@ def _say(text: str) -> None:
 class _Nobody:
     """Is told of offers and ends, and does nothing."""
 
-    def offered(self, offer: Offer, new: QueuedJob | None) -> None: ...
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None: ...
 
-    def ended(self, moved: Transition) -> None: ...
+    def notify_ended(self, moved: Transition) -> None: ...
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def _timed(act: Callable[[], object]) -> float:
 def reap(jobs: int = 1000) -> None:
     with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
         reconcile.sweep(dispatcher)
-        while offers := [lease for lease, _ in dispatcher.leases.all_of(["zimg"])["zimg"] if not lease.owner]:
+        while offers := [lease for lease, _ in dispatcher.leases.list_all(["zimg"])["zimg"] if not lease.owner]:
             for lease in offers:
                 offer = Offer("zimg", lease.job_id, lease.name, lease.slot, lease.server, "zimg", 0)
                 assert begin_run(dispatcher, offer, "dead worker") is not None

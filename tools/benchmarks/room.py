@@ -15,7 +15,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -60,7 +60,7 @@ class _Bench:
         return QueuedJob(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
 
     def start(self) -> list[Offer]:
-        self.queues.begin_all([MODEL], "")
+        self.queues.begin_rebuild([MODEL], "")
         self.queues.open_all([MODEL])
         return self.queues.offer(MODEL)
 

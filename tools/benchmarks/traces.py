@@ -12,8 +12,8 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from routing.queries import spans
-from routing.queries.spans import ATTEMPT
+from routing.queries import trace_spans
+from routing.queries.trace_spans import ATTEMPT
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Event, new_job_id
@@ -51,7 +51,7 @@ def _each(calls: Sequence[tuple[Any, ...]], act: Callable[..., Any]) -> float:
 
 
 def _told(trail: JobTimeline) -> bytes:
-    found = [otlp.in_their_words(span, _RESOURCE) for span in spans.of_job(trail)]
+    found = [otlp.in_their_words(span, _RESOURCE) for span in trace_spans.job_spans(trail)]
     return encode_spans(found).SerializeToString()
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from app.up.errors import Stopped
 from app.up.guardian import Guardian
-from routing.maintenance import ledger
-from routing.queries import listing
+from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Event
@@ -158,7 +158,7 @@ class _Drill:
                 over = self._is_over()
                 now = time.monotonic()
                 try:
-                    counts = listing.counts(store.database)
+                    counts = job_list.counts(store.database)
                     self._look_for_stuck(database)
                 except DatabaseUnavailable:  # It has been killed, and comes back.
                     continue

@@ -19,10 +19,10 @@ from app.up.errors import UpError
 from app.up.guardian import Guardian
 from app.up.plan import procfile
 from migrations import migrate
-from routing.maintenance import ledger
 from slotkeeper.client import Client, ClientError
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs import ledger
 from tools.drill import clocks, journals, postgres
 from tools.drill.proxy import Door, Proxy
 from tools.drill.schedule import Fault, Kind, targets

@@ -7,7 +7,7 @@ import requests
 from redis import Redis
 from redis.exceptions import RedisError
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from tools.drill.stack import ServerPlan
 

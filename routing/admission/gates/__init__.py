@@ -5,9 +5,9 @@
 
 from pkgutil import resolve_name
 
-from routing.admission.gates.gate import Gate
+from routing.admission.gates.gate import Limit
 
-GATES: tuple[Gate, ...] = tuple(
+LIMITS: tuple[Limit, ...] = tuple(
     resolve_name(f"{__name__}.{name}:GATE")
     for name in (
         "placed",  # some server suits the job, where its model wants that

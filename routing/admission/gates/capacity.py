@@ -3,24 +3,26 @@
 from collections.abc import Iterable
 
 from routing.admission import questions
-from routing.admission.bounds import bound, refusal, retry_after_s
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.admission.questions import Backlog
+from routing.admission.bounds import queue_limit, refusal, retry_after_s
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission.questions import ModelStatus
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.policies import POLICIES
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question[Backlog]]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:
     for (name, tenant), more in submit.by_account.items():
         model, slots = known.catalog.resolve(name), known.catalog.get().count_slots(name)
-        limit = bound(model.config, slots)
+        limit = queue_limit(model.config, slots)
         if limit is not None:
             yield _question(known, model, tenant, more, limit, slots)
 
 
-def _question(known: Known, model: Model, tenant: str, more: int, limit: int, slots: int) -> Question[Backlog]:
-    def judge(found: Backlog) -> None:
+def _question(
+    known: LimitContext, model: Model, tenant: str, more: int, limit: int, slots: int
+) -> RedisCheck[ModelStatus]:
+    def judge(found: ModelStatus) -> None:
         by_tenant = POLICIES[model.config.policy].is_by_tenant
         waiting = found.own if by_tenant else found.everyones
         room = limit + (found.free if found.everyones == 0 else 0)
@@ -35,7 +37,7 @@ def _question(known: Known, model: Model, tenant: str, more: int, limit: int, sl
             waiting=waiting,
         )
 
-    return Question(questions.backlog(known.queues, model.fleet, model.name, tenant), judge)
+    return RedisCheck(questions.model_status_command(known.queues, model.fleet, model.name, tenant), judge)
 
 
-GATE = Gate("capacity", Asks.LOOKS, _check)
+GATE = Limit("capacity", Phase.READ, _check)

@@ -3,23 +3,25 @@
 from collections.abc import Iterable
 
 from routing.admission import questions
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.admission.questions import QueueStatus
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission.questions import JobStatus
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import NewJob, QueuedJob
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question[QueueStatus]]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck[JobStatus]]:
     for index, job in enumerate(submit.jobs):
         if job.deadline_ms is not None and job.not_before_ms is None:
             yield _question(submit, known, index, job, job.deadline_ms - submit.now_ms)
 
 
-def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int) -> Question[QueueStatus]:
+def _question(
+    submit: AdmissionRequest, known: LimitContext, index: int, job: NewJob, ttl_ms: int
+) -> RedisCheck[JobStatus]:
     model, now_ms = known.catalog.resolve(job.model), submit.now_ms
     as_last = QueuedJob(job.id, 0, job.model, job.priority, job.tenant, now_ms, job.constraints)
 
-    def judge(facts: QueueStatus) -> None:
+    def judge(facts: JobStatus) -> None:
         position = facts.position
         if position is None or not position.ahead:
             return
@@ -27,7 +29,7 @@ def _question(submit: Submit, known: Known, index: int, job: NewJob, ttl_ms: int
         if earliest_ms is not None and earliest_ms > ttl_ms:
             raise _refusal(index, position.ahead, ttl_ms, earliest_ms)
 
-    return Question(questions.status(known.queues, model.fleet, as_last, as_last=True), judge)
+    return RedisCheck(questions.job_status_command(known.queues, model.fleet, as_last, as_last=True), judge)
 
 
 def _refusal(index: int, ahead: int, ttl_ms: int, earliest_ms: int) -> InvalidJob:
@@ -40,4 +42,4 @@ def _refusal(index: int, ahead: int, ttl_ms: int, earliest_ms: int) -> InvalidJo
     return refusal
 
 
-GATE = Gate("deadline", Asks.LOOKS, _check)
+GATE = Limit("deadline", Phase.READ, _check)

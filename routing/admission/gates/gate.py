@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from routing.admission.questions import Position
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.redis.scripts import Command
@@ -25,18 +25,18 @@ from slotkeeper.registry.tenants import Tenant
 T = TypeVar("T")
 
 
-class Asks(Enum):
+class Phase(Enum):
     """What a gate asks of Redis, in the order in which gates stand."""
 
-    NOTHING = auto()
-    LOOKS = auto()
+    LOCAL = auto()
+    READ = auto()
     """Something that changes nothing.  Such bounds are no promises: while Redis is away everything is admitted."""
-    COUNTS = auto()
+    COUNT = auto()
     """Something that counts the submit; so it is asked when nothing else refuses."""
 
 
 @dataclass(frozen=True)
-class Submit:
+class AdmissionRequest:
     """Jobs that shall be accepted all or none.  `tenant`: who submits them, if the door knows; theirs may be others."""
 
     jobs: Sequence[NewJob]
@@ -61,7 +61,7 @@ class Outlook(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LimitContext:
     """Where a gate finds what it goes by."""
 
     catalog: CatalogCache
@@ -71,7 +71,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Question(Generic[T]):
+class RedisCheck(Generic[T]):
     """`judge` raises a refusal if the command's answer is a reason for one."""
 
     command: Command[T]
@@ -79,9 +79,9 @@ class Question(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Limit:
     """A bound on submits."""
 
     name: str
-    asks: Asks
-    check: Callable[[Submit, Known], Iterable[Question[Any]]]
+    asks: Phase
+    check: Callable[[AdmissionRequest, LimitContext], Iterable[RedisCheck[Any]]]

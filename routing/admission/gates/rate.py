@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 
 from routing.admission import questions
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question[int]]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck[int]]:
     tenant = submit.tenant
     if tenant is not None and tenant.rate_per_s:
         yield _question(known, tenant, tenant.rate_per_s, len(submit.jobs))
 
 
-def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Question[int]:
+def _question(known: LimitContext, tenant: Tenant, rate_per_s: int, count: int) -> RedisCheck[int]:
     burst = max(tenant.burst or rate_per_s, 1)
     if count > burst:  # However long it waited, this would never fit.
         raise InvalidJob("jobs", f"Tenant {tenant.name!r} may submit {burst} at once, not {count}; split them.")
@@ -27,7 +27,7 @@ def _question(known: Known, tenant: Tenant, rate_per_s: int, count: int) -> Ques
                 tenant=tenant.name,
             )
 
-    return Question(questions.rate(known.queues, tenant.name, count, 1000 / rate_per_s, burst), judge)
+    return RedisCheck(questions.rate_limit_command(known.queues, tenant.name, count, 1000 / rate_per_s, burst), judge)
 
 
-GATE = Gate("rate", Asks.COUNTS, _check)
+GATE = Limit("rate", Phase.COUNT, _check)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs.closed_models import ModelClosed
 from slotkeeper.registry.values import CLOSED_STATES
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck]:
     for job in submit.jobs:
         model, catalog = known.catalog.resolve(job.model), known.catalog.get()
         tenant = catalog.tenants.get(job.tenant)
@@ -26,4 +26,4 @@ def _check(submit: Submit, known: Known) -> Iterable[Question]:
     return ()
 
 
-GATE = Gate("state", Asks.NOTHING, _check)
+GATE = Limit("state", Phase.LOCAL, _check)

@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 from routing.admission import questions
 from routing.admission.bounds import too_various
-from routing.admission.gates.gate import Asks, Gate, Known, Question, Submit
-from routing.admission.questions import Variety
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission.questions import ConstraintCounts
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.catalog import Model
 
 _RETRY_S = 10.0
 
 
-def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
+def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck[ConstraintCounts]]:
     for name, tenant in submit.by_account:
         constraints = {
             job.constraints for job in submit.jobs if job.constraints and (job.model, job.tenant) == (name, tenant)
@@ -21,10 +21,10 @@ def _check(submit: Submit, known: Known) -> Iterable[Question[Variety]]:
             yield _question(known, known.catalog.resolve(name), tenant, constraints)
 
 
-def _question(known: Known, model: Model, tenant: str, constraints: set[str]) -> Question[Variety]:
+def _question(known: LimitContext, model: Model, tenant: str, constraints: set[str]) -> RedisCheck[ConstraintCounts]:
     of_one, of_all = known.settings.most_constraints, known.settings.most_constraints_of_all
 
-    def judge(found: Variety) -> None:
+    def judge(found: ConstraintCounts) -> None:
         for count, limit, whose in ((found.own, of_one, tenant), (found.everyones, of_all, None)):
             if count <= limit:
                 continue
@@ -34,7 +34,9 @@ def _question(known: Known, model: Model, tenant: str, constraints: set[str]) ->
                 )
             raise TooManyRequests(too_various(model.name, limit, whose), _RETRY_S, model=model.name)
 
-    return Question(questions.variety(known.queues, model.fleet, model.name, tenant, constraints), judge)
+    return RedisCheck(
+        questions.count_constraints_command(known.queues, model.fleet, model.name, tenant, constraints), judge
+    )
 
 
-GATE = Gate("variety", Asks.LOOKS, _check)
+GATE = Limit("variety", Phase.READ, _check)

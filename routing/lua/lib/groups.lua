@@ -5,7 +5,7 @@
 
 local NOWHERE = "-" -- the kinds of a class that no server here can run
 
--- As routing/admission/placement.py reads numbers: tonumber() alone would take 0x10 and nan for some.
+-- As routing/admission/constraints.py reads numbers: tonumber() alone would take 0x10 and nan for some.
 local function number_in(text) return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%d*$") and tonumber(text) end
 
 -- `constraints` has a condition a line: `gpu=A100,H100` (one of these) or `memory>=40`.  A server that does not declare

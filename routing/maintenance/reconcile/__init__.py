@@ -9,25 +9,31 @@
 Every function may run twice at once, late, or not at all for a while: each act in it is guarded by itself.
 """
 
-from routing.maintenance.reconcile.reaper import Patience, reap, reap_killed
-from routing.maintenance.reconcile.room import rebuild, reconcile, refresh_fleet, sweep
-from routing.maintenance.reconcile.servers import free_stale_leases, heed_reports, note_health, suspects, urgent_servers
-from routing.maintenance.reconcile.timekeeping import expire_overdue, promote_due, purge
+from routing.maintenance.deadlines import expire_deadlines, promote_due_jobs, purge_ended_jobs
+from routing.maintenance.reaper import RenewalGrace, reap, reap_dead_workers
+from routing.maintenance.server_checks import (
+    apply_health,
+    apply_reports,
+    end_stale_runs,
+    find_stale_runs,
+    servers_to_check_now,
+)
+from routing.maintenance.sweep import rebuild_queue, reconcile, refresh_fleet, sweep
 
 __all__ = [
-    "Patience",
-    "expire_overdue",
-    "free_stale_leases",
-    "heed_reports",
-    "note_health",
-    "promote_due",
-    "purge",
+    "RenewalGrace",
+    "expire_deadlines",
+    "end_stale_runs",
+    "apply_reports",
+    "apply_health",
+    "promote_due_jobs",
+    "purge_ended_jobs",
     "reap",
-    "reap_killed",
-    "rebuild",
+    "reap_dead_workers",
+    "rebuild_queue",
     "reconcile",
     "refresh_fleet",
-    "suspects",
+    "find_stale_runs",
     "sweep",
-    "urgent_servers",
+    "servers_to_check_now",
 ]

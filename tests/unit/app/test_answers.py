@@ -9,8 +9,8 @@ from app.answers import GIVEN, Answer, Read, Time, time
 from app.job_answers import error, outlook
 from app.paging import after, before
 from app.registry_answers import plain
-from routing.admission.placement import read_attributes
-from routing.queries.places import Place
+from routing.admission.constraints import parse_attributes
+from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.jobs.states import Reason, State
 from tests.support.builders import T0
@@ -47,12 +47,12 @@ def test_what_is_no_cursor_is_refused(cursor):
 @pytest.mark.parametrize("given", ["A100", 80.0, "fast,testnet"])
 def test_an_attribute_is_shown_as_it_was_declared(given):
     shown = plain(given)
-    assert read_attributes({"it": shown}) == {"it": given}
+    assert parse_attributes({"it": shown}) == {"it": given}
 
 
 @pytest.mark.parametrize("state", sorted(State))
 def test_every_state_has_an_outlook_or_needs_none(state):
-    words = {outlook(state, place) for place in (Place(), Place(1), Place(offered=True))}
+    words = {outlook(state, place) for place in (QueuePosition(), QueuePosition(1), QueuePosition(offered=True))}
     expected = {State.QUEUED: {"unknown", "waiting", "starting"}, State.DELAYED: {"later"}}
     assert words == expected.get(state, {None})
 

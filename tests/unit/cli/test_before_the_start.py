@@ -21,7 +21,7 @@ from app.up.home import Home, flower_password, note_where
 from app.up.launcher import _welcome
 from app.up.plan import procfile, read_plan, read_settings
 from app.up.ports import Port, check, free_port, is_open
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 
 
 @pytest.fixture
@@ -188,11 +188,11 @@ def test_the_state_folder_tells_where_everything_listens(settings: pytest.Monkey
     for name in ("PORT", "URL", "REDIS_PORT", "REDIS_URL"):
         settings.delenv(f"SLOTKEEPER_{name}", raising=False)
     note_where(tmp_path, "http://127.0.0.1:8123", 7123)
-    assert RoutingSettings().room_url == "redis://127.0.0.1:7123/0"
+    assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:7123/0"
     assert client().url == "http://127.0.0.1:8123"
     settings.setenv("SLOTKEEPER_REDIS_PORT", "7200")
     settings.setenv("SLOTKEEPER_PORT", "8200")
-    assert RoutingSettings().room_url == "redis://127.0.0.1:7200/0"
+    assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:7200/0"
     assert client().url == "http://127.0.0.1:8200"
 
 

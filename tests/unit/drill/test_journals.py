@@ -3,8 +3,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from routing.maintenance import ledger
 from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import messages
@@ -31,7 +31,7 @@ def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
 
 def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: JobStore) -> None:
     job = an_ended_job(store).id
-    ledger.note_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
+    ledger.store_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
     assert [event.type for event in store.list_events(job)][-1] == "invariant.broken"
     assert [event.type for event in trails(store.database)[job]][-1] == "job.completed"
 

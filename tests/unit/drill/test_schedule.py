@@ -69,7 +69,7 @@ def test_only_what_was_asked_for_happens() -> None:
 
 
 def test_a_worker_is_stopped_for_longer_than_a_lease() -> None:
-    from routing.queue.config import RoutingSettings
+    from routing.config import RoutingSettings
 
     lease_s = RoutingSettings.model_fields["lease_ms"].default / 1000
     stops = schedule(1, (Kind.STOP,), AMONG, 600, 5)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from routing.queries.servers import ServerStatus, SlotUse, hindrance, use_of
+from routing.queries.server_status import ServerStatus, SlotUse, blocked_by, slot_use
 
 _FREE: dict[str, Any] = {
     "server": "gpu1",
@@ -39,7 +39,7 @@ _FREE: dict[str, Any] = {
     ],
 )
 def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, Any], withheld: int, word: str) -> None:
-    assert hindrance(ServerStatus(**_FREE | standing), withheld) == word
+    assert blocked_by(ServerStatus(**_FREE | standing), withheld) == word
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, 
 def test_a_slot_that_the_next_job_cannot_have_is_not_free(
     state: str, standing: dict[str, Any], withheld: int, use: SlotUse
 ) -> None:
-    assert use_of(state, ServerStatus(**_FREE | standing), withheld) == use
+    assert slot_use(state, ServerStatus(**_FREE | standing), withheld) == use

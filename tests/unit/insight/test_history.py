@@ -2,8 +2,8 @@
 
 import pytest
 
-from routing.queries import history
-from routing.queries.history import BOUNDS_S, OTHER, Historian
+from routing.queries import job_counters
+from routing.queries.job_counters import OTHER_MODELS, WAIT_BUCKETS_S, EventCounter
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -13,17 +13,17 @@ from tests.support.builders import SECOND, T0, a_delayed_job, a_queued_job, a_st
 from tests.support.ends import store_end
 
 
-def _counted(database: Database) -> history.History:
-    historian = Historian(database)
-    while historian.count():
+def _counted(database: Database) -> job_counters.JobCounters:
+    historian = EventCounter(database)
+    while historian.count_new_events():
         pass
-    return history.read(database)
+    return job_counters.read_counters(database)
 
 
 def _part(seconds: float) -> list[int]:
     """A histogram with one value."""
-    parts = [0] * (len(BOUNDS_S) + 1)
-    parts[next(n for n, bound in enumerate((*BOUNDS_S, float("inf"))) if seconds <= bound)] = 1
+    parts = [0] * (len(WAIT_BUCKETS_S) + 1)
+    parts[next(n for n, bound in enumerate((*WAIT_BUCKETS_S, float("inf"))) if seconds <= bound)] = 1
     return parts
 
 
@@ -93,28 +93,28 @@ def test_two_that_count_at_once_count_each_event_once(
     database: Database, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     an_ended_job(store)
-    slow, position = Historian(database), Historian._position
+    slow, position = EventCounter(database), EventCounter._position
     slow._position()
 
-    def overtaken(self: Historian) -> int:
+    def overtaken(self: EventCounter) -> int:
         before = position(self)
-        monkeypatch.setattr(Historian, "_position", position)
+        monkeypatch.setattr(EventCounter, "_position", position)
         _counted(database)
         return before
 
-    monkeypatch.setattr(Historian, "_position", overtaken)
-    assert slow.count() == 0
-    assert history.read(database).accepted == {("zimg",): 1}
+    monkeypatch.setattr(EventCounter, "_position", overtaken)
+    assert slow.count_new_events() == 0
+    assert job_counters.read_counters(database).accepted == {("zimg",): 1}
 
 
 def test_models_beyond_the_first_are_counted_as_one(
     database: Database, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "MOST_MODELS", 2)
+    monkeypatch.setattr(job_counters, "MAX_MODEL_LABELS", 2)
     for model in ("a", "b", "c", "d"):
         a_queued_job(store, model=model)
         _counted(database)
-    assert _counted(database).accepted == {("a",): 1, ("b",): 1, (OTHER,): 2}
+    assert _counted(database).accepted == {("a",): 1, ("b",): 1, (OTHER_MODELS,): 2}
 
 
 def test_sums_outlive_the_jobs_that_they_count(database: Database, store: JobStore) -> None:
@@ -125,8 +125,8 @@ def test_sums_outlive_the_jobs_that_they_count(database: Database, store: JobSto
 
 
 def test_what_is_not_counted_yet_has_an_age(database: Database, store: JobStore) -> None:
-    assert history.lag_ms(database, T0) == 0
+    assert job_counters.counting_lag_ms(database, T0) == 0
     a_queued_job(store)
-    assert history.lag_ms(database, T0 + SECOND) == SECOND
+    assert job_counters.counting_lag_ms(database, T0 + SECOND) == SECOND
     _counted(database)
-    assert history.lag_ms(database, T0 + SECOND) == 0
+    assert job_counters.counting_lag_ms(database, T0 + SECOND) == 0

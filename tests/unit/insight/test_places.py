@@ -6,7 +6,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from routing.admission import questions
 from routing.admission.questions import Position
 from routing.queries.interval import Estimate
-from routing.queries.places import Place, Places
+from routing.queries.positions import QueuePosition, QueuePositions
 from slotkeeper.jobs.values import QueuedJob
 
 JOB = QueuedJob("j", 1, "zimg", 5, "default")
@@ -20,7 +20,7 @@ class World:
         self.now, self.looks, self.position = 0.0, 0, Position(3, 500)
         fleet = SimpleNamespace(model=lambda name: SimpleNamespace(fleet=name))
         estimates = SimpleNamespace(of=lambda job, position, new: SOON)
-        self.places = Places(fleet, SimpleNamespace(), estimates, lambda: self.now)
+        self.places = QueuePositions(fleet, SimpleNamespace(), estimates, lambda: self.now)
 
     def look(self, queues, fleet, job):
         self.looks += 1
@@ -37,28 +37,28 @@ def world(monkeypatch):
 
 
 def test_a_place_is_the_position_and_when_it_should_start(world):
-    assert world.places.of(JOB) == Place(4, SOON)
+    assert world.places.of(JOB) == QueuePosition(4, SOON)
 
 
 def test_the_place_of_a_job_that_came_just_now_is_not_looked_up(world):
-    assert world.places.on_entry(JOB, Position(0, 500)) == Place(1, SOON)
-    assert world.places.on_entry(JOB, None) == Place(), "the room has not answered: it is not asked again"
+    assert world.places.of_new_job(JOB, Position(0, 500)) == QueuePosition(1, SOON)
+    assert world.places.of_new_job(JOB, None) == QueuePosition(), "the room has not answered: it is not asked again"
     assert world.looks == 0
 
 
 def test_what_is_offered_is_being_started(world):
     world.position = Position(0, None, offered=True)
-    assert world.places.of(JOB) == Place(None, SOON, True)
+    assert world.places.of(JOB) == QueuePosition(None, SOON, True)
 
 
 def test_what_does_not_wait_in_line_has_no_place(world):
     world.position = None
-    assert world.places.of(JOB) == Place()
+    assert world.places.of(JOB) == QueuePosition()
 
 
 def test_a_redis_that_refuses_is_asked_again_at_once(world):
     world.position = ConnectionError()
-    assert [world.places.of(JOB), world.places.of(JOB)] == [Place(), Place()]
+    assert [world.places.of(JOB), world.places.of(JOB)] == [QueuePosition(), QueuePosition()]
     assert world.looks == 2
 
 
@@ -66,5 +66,5 @@ def test_a_redis_that_does_not_answer_costs_its_time_out_once_a_second(world):
     world.position = TimeoutError()
     for now in (0, 0.5, 0.99, 1.0):
         world.now = now
-        assert world.places.of(JOB) == Place()
+        assert world.places.of(JOB) == QueuePosition()
     assert world.looks == 2

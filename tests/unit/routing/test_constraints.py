@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing.admission.placement import meets, read_attributes, read_constraints, read_of_model, show_constraints
+from routing.admission.constraints import (
+    decode_constraints,
+    encode_constraints,
+    meets,
+    parse_attributes,
+    parse_model_attributes,
+)
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.values import Server
 
@@ -21,19 +27,19 @@ CONSTRAINTS = st.dictionaries(NAMES, WANTED, max_size=6)
 
 @given(CONSTRAINTS)
 def test_what_is_shown_again_means_the_same(asked: dict[str, Any]) -> None:
-    constraints = read_constraints(asked)
-    assert read_constraints(show_constraints(constraints)) == constraints
+    constraints = encode_constraints(asked)
+    assert encode_constraints(decode_constraints(constraints)) == constraints
 
 
 def test_constraints_are_shown_as_people_write_them() -> None:
     asked = {"gpu": ["H100", "A100"], "memory": {"min": 40, "max": 80.5}, "region": "eu", "cores": 8}
-    assert show_constraints(read_constraints(asked)) == {
+    assert decode_constraints(encode_constraints(asked)) == {
         "cores": "8",
         "gpu": ["A100", "H100"],
         "memory": {"min": 40, "max": 80.5},
         "region": "eu",
     }
-    assert show_constraints("") == {}
+    assert decode_constraints("") == {}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_constraints_are_shown_as_people_write_them() -> None:
 )
 def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
     with pytest.raises(InvalidJob) as refused:
-        read_constraints(wrong)
+        encode_constraints(wrong)
     assert refused.value.field == "constraints"
     assert "constraints" in refused.value.detail
 
@@ -88,13 +94,13 @@ def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
 )
 def test_attributes_that_cannot_be_compared_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob) as refused:
-        read_attributes(wrong)
+        parse_attributes(wrong)
     assert refused.value.field == "attributes"
 
 
 def _server(attributes: dict[str, Any], of_model: dict[str, str]) -> Server:
-    special = {f"zimg:{name}": value for name, value in read_of_model(**of_model).items()}
-    return Server("gpu1", "zimg", 1, "online", {"zimg": "http://x"}, 0, read_attributes(attributes) | special)
+    special = {f"zimg:{name}": value for name, value in parse_model_attributes(**of_model).items()}
+    return Server("gpu1", "zimg", 1, "online", {"zimg": "http://x"}, 0, parse_attributes(attributes) | special)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +129,4 @@ def test_a_server_meets_what_it_declares_and_for_its_model_what_that_declares(
 ) -> None:
     declared = {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"], "model_version": "1.0"}
     server = _server(declared, {"model_version": "2.1", "runtime": "trt"})
-    assert meets(read_constraints(constraints), server, "zimg") is met
+    assert meets(encode_constraints(constraints), server, "zimg") is met

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from routing.admission import bounds
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.verdict import Verdict, crashed, judge
-from routing.queue import order
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.verdict import Verdict, crash_reason, judge
+from routing.queue import lanes
 from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.model_config import ModelConfig
@@ -22,17 +22,17 @@ EXACT = 1 << 53  # integers below it are exact in a Redis score
 
 def test_jobs_that_are_alike_for_placement_and_order_share_a_lane_and_others_do_not():
     cases = itertools.product((1, 2), "ab", (1, 2), "tu", ("", "gpu=A100"))
-    lanes = {
-        order.lane(QueuedJob("x", seq, model, priority, tenant, 0, constraints))
+    names = {
+        lanes.lane_name(QueuedJob("x", seq, model, priority, tenant, 0, constraints))
         for seq, model, priority, tenant, constraints in cases
     }
-    assert len(lanes) == 16
+    assert len(names) == 16
 
 
 @pytest.mark.parametrize("tenant", ["acme", "a|b", "50%", "größe", "two words", "x\ny", ""])
 @pytest.mark.parametrize("model", ["zimg", "org/model.v2:latest", "a-slot3", "x@y+z"])
 def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
-    lane = order.lane(QueuedJob("id", 1, model, 7, tenant))
+    lane = lanes.lane_name(QueuedJob("id", 1, model, 7, tenant))
     priority, digest, name, last = lane.split("|")
     assert (priority, digest, last) == ("7", "", model)
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
@@ -42,98 +42,110 @@ def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
 
 
 def costs(verdict: Verdict) -> Budget:
-    return TRANSITIONS[(State.RUNNING, verdict.why)].costs
+    return TRANSITIONS[(State.RUNNING, verdict.reason)].costs
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome"), [(Kind.DONE, "ok"), (Kind.FAILED, "refused"), (Kind.RETRY, "failed"), (Kind.BUSY, "busy")]
+    ("kind", "outcome"),
+    [
+        (OutcomeKind.DONE, "ok"),
+        (OutcomeKind.FAILED, "refused"),
+        (OutcomeKind.RETRY, "failed"),
+        (OutcomeKind.BUSY, "busy"),
+    ],
 )
 def test_what_an_end_tells_of_its_server(kind, outcome):
-    assert judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).outcome == outcome
+    assert judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).signal == outcome
 
 
 @pytest.mark.parametrize(
     ("kind", "why", "budget"),
     [
-        (Kind.DONE, Reason.FINISHED, Budget.NOTHING),
-        (Kind.FAILED, Reason.INVALID_REQUEST, Budget.NOTHING),
-        (Kind.BUSY, Reason.SERVER_BUSY, Budget.WAITS),
-        (Kind.UNREACHABLE, Reason.SERVER_UNREACHABLE, Budget.WAITS),
-        (Kind.RETRY, Reason.SERVER_ERROR, Budget.FAILURES),
-        (Kind.CANCELED, Reason.SERVER_ERROR, Budget.FAILURES),
-        (Kind.LOST, Reason.SERVER_LOST, Budget.CRASHES),
+        (OutcomeKind.DONE, Reason.FINISHED, Budget.NOTHING),
+        (OutcomeKind.FAILED, Reason.INVALID_REQUEST, Budget.NOTHING),
+        (OutcomeKind.BUSY, Reason.SERVER_BUSY, Budget.WAITS),
+        (OutcomeKind.UNREACHABLE, Reason.SERVER_UNREACHABLE, Budget.WAITS),
+        (OutcomeKind.RETRY, Reason.SERVER_ERROR, Budget.FAILURES),
+        (OutcomeKind.CANCELED, Reason.SERVER_ERROR, Budget.FAILURES),
+        (OutcomeKind.LOST, Reason.SERVER_LOST, Budget.CRASHES),
     ],
 )
 def test_each_outcome_costs_one_budget(kind, why, budget):
     verdict = judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG)
-    assert verdict.why is why and costs(verdict) is budget
+    assert verdict.reason is why and costs(verdict) is budget
 
 
-@pytest.mark.parametrize("kind", [Kind.BUSY, Kind.UNREACHABLE])
+@pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.UNREACHABLE])
 @pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (50, 3), (10**6, 10**6)])
 def test_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
     config = ModelConfig(max_retries=0, max_crashes=1)
     verdict = judge(Outcome(kind), failures, crashes, canceling=False, config=config)
     assert costs(verdict) is Budget.WAITS
-    assert TRANSITIONS[(State.RUNNING, verdict.why)].to is State.QUEUED
+    assert TRANSITIONS[(State.RUNNING, verdict.reason)].to is State.QUEUED
 
 
 def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
-    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).blames_server}
-    assert blamed == {Kind.UNREACHABLE}
+    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).cools_server_down}
+    assert blamed == {OutcomeKind.UNREACHABLE}
 
 
 def test_a_busy_servers_wish_is_the_rest_of_its_slot():
-    assert judge(Outcome(Kind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).retry_after_s == 7.5
-    assert judge(Outcome(Kind.BUSY), 0, 0, False, CONFIG).retry_after_s is None
+    assert judge(Outcome(OutcomeKind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).retry_after_s == 7.5
+    assert judge(Outcome(OutcomeKind.BUSY), 0, 0, False, CONFIG).retry_after_s is None
 
 
 @pytest.mark.parametrize(("max_retries", "runs"), [(50, 51), (1, 2), (0, 1)])
 def test_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
     config = ModelConfig(max_retries=max_retries)
-    whys = [judge(Outcome(Kind.RETRY), failures, 0, False, config).why for failures in range(runs)]
+    whys = [judge(Outcome(OutcomeKind.RETRY), failures, 0, False, config).reason for failures in range(runs)]
     assert whys == [Reason.SERVER_ERROR] * (runs - 1) + [Reason.RETRIES_EXHAUSTED]
 
 
 @pytest.mark.parametrize("max_crashes", [1, 3])
 def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
     config = ModelConfig(max_crashes=max_crashes)
-    whys = [judge(Outcome(Kind.LOST), 0, crashes, False, config).why for crashes in range(max_crashes)]
+    whys = [judge(Outcome(OutcomeKind.LOST), 0, crashes, False, config).reason for crashes in range(max_crashes)]
     assert whys == [Reason.SERVER_LOST] * (max_crashes - 1) + [Reason.CRASHES_EXHAUSTED]
-    assert crashed(0, ModelConfig(max_crashes=2), Reason.LEASE_EXPIRED) is Reason.LEASE_EXPIRED
+    assert crash_reason(0, ModelConfig(max_crashes=2), Reason.LEASE_EXPIRED) is Reason.LEASE_EXPIRED
 
 
 def test_failures_do_not_count_as_crashes_nor_crashes_as_failures():
     config = ModelConfig(max_retries=5, max_crashes=2)
-    assert judge(Outcome(Kind.LOST), failures=99, crashes=0, canceling=False, config=config).why is Reason.SERVER_LOST
-    assert judge(Outcome(Kind.RETRY), failures=0, crashes=99, canceling=False, config=config).why is Reason.SERVER_ERROR
+    assert (
+        judge(Outcome(OutcomeKind.LOST), failures=99, crashes=0, canceling=False, config=config).reason
+        is Reason.SERVER_LOST
+    )
+    assert (
+        judge(Outcome(OutcomeKind.RETRY), failures=0, crashes=99, canceling=False, config=config).reason
+        is Reason.SERVER_ERROR
+    )
 
 
 def test_a_run_that_was_given_up_is_canceled_only_if_somebody_asked_for_it():
-    assert judge(Outcome(Kind.CANCELED), 0, 0, True, CONFIG).why is Reason.CANCEL_REQUESTED
-    assert judge(Outcome(Kind.CANCELED), 0, 0, False, CONFIG).why is Reason.SERVER_ERROR
-    assert judge(Outcome(Kind.CANCELED), 50, 0, False, CONFIG).why is Reason.RETRIES_EXHAUSTED
+    assert judge(Outcome(OutcomeKind.CANCELED), 0, 0, True, CONFIG).reason is Reason.CANCEL_REQUESTED
+    assert judge(Outcome(OutcomeKind.CANCELED), 0, 0, False, CONFIG).reason is Reason.SERVER_ERROR
+    assert judge(Outcome(OutcomeKind.CANCELED), 50, 0, False, CONFIG).reason is Reason.RETRIES_EXHAUSTED
 
 
 def test_a_result_that_came_before_the_cancel_counts():
-    assert judge(Outcome(Kind.DONE), 0, 0, True, CONFIG).why is Reason.FINISHED
+    assert judge(Outcome(OutcomeKind.DONE), 0, 0, True, CONFIG).reason is Reason.FINISHED
 
 
-@pytest.mark.parametrize("kind", [Kind.PENDING, Kind.UNKNOWN])
+@pytest.mark.parametrize("kind", [OutcomeKind.PENDING, OutcomeKind.UNKNOWN])
 def test_what_is_not_the_end_of_a_run_gets_no_verdict(kind):
     with pytest.raises(ValueError, match=kind.value):
         judge(Outcome(kind), 0, 0, False, CONFIG)
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.PENDING, Kind.UNKNOWN}))
+@pytest.mark.parametrize("kind", sorted(set(OutcomeKind) - {OutcomeKind.PENDING, OutcomeKind.UNKNOWN}))
 @pytest.mark.parametrize("canceling", [True, False])
 @pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (49, 2), (50, 3)])
 def test_every_verdict_is_a_transition_out_of_running(kind, canceling, failures, crashes):
     verdict = judge(Outcome(kind), failures, crashes, canceling, CONFIG)
-    assert (State.RUNNING, verdict.why) in TRANSITIONS
+    assert (State.RUNNING, verdict.reason) in TRANSITIONS
 
 
-_ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
+_ENDS = set(OutcomeKind) - {OutcomeKind.PENDING, OutcomeKind.UNKNOWN}
 
 
 # -- admission -------------------------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ _ENDS = set(Kind) - {Kind.PENDING, Kind.UNKNOWN}
     ],
 )
 def test_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
-    assert bounds.bound(ModelConfig(**config), slots) == bound
+    assert bounds.queue_limit(ModelConfig(**config), slots) == bound
 
 
 def test_a_refusal_says_whose_jobs_wait_and_what_can_be_done():

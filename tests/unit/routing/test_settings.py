@@ -5,9 +5,9 @@ import os
 import pytest
 from pydantic import ValidationError
 
-from routing.queue.config import RoutingSettings
+from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Renewal
-from routing.queue.queues import new_prefix
+from routing.queue.queues import new_lease_prefix
 
 
 def test_the_defaults_stand_in_the_right_relation():
@@ -62,11 +62,11 @@ def test_a_prefix_cannot_break_the_hash_tag():
 
 def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))  # That of the checkout may hold a password of `make run`.
-    assert RoutingSettings().room_url == "redis://127.0.0.1:6399/0"
+    assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:6399/0"
     monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", "7000")
-    assert RoutingSettings().room_url == "redis://127.0.0.1:7000/0"
+    assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:7000/0"
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", "rediss://cache:6380/3")
-    assert RoutingSettings().room_url == "rediss://cache:6380/3"
+    assert RoutingSettings().effective_redis_url == "rediss://cache:6380/3"
 
 
 # -- values ----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_the_embedded_redis_is_used_unless_another_is_named(monkeypatch, tmp_pat
 
 def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
     held = Lease("zimg", "j", "p1-7", "worker one/ab12", "gpu-slot0")
-    assert held.tag.split(" ", 1) == ["p1-7", "worker one/ab12"]
+    assert held.stored_text.split(" ", 1) == ["p1-7", "worker one/ab12"]
 
 
 @pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
@@ -83,16 +83,16 @@ def test_a_slots_server_is_what_stands_before_its_number(server):
 
 
 def test_names_of_leases_are_unique_across_an_emptied_redis():
-    assert len({new_prefix() for _ in range(10_000)}) == 10_000
+    assert len({new_lease_prefix() for _ in range(10_000)}) == 10_000
 
 
 def test_names_of_leases_are_unique_across_a_fork():
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writes, new_prefix().encode())
+        os.write(writes, new_lease_prefix().encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reads, 100).decode() != new_prefix()
+    assert os.read(reads, 100).decode() != new_lease_prefix()
     os.close(reads)
     os.close(writes)
 

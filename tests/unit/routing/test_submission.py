@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from routing.admission.submission import Submission, check_model_name, encode_payload, prepare
+from routing.admission.submission import Submission, check_name, encode_payload, prepare_job
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.registry.catalog import Model
@@ -22,7 +22,7 @@ def model(**config: Any) -> Model:
 
 def prepared(config: dict[str, Any] | None = None, **asked: Any) -> NewJob:
     request = Submission(**({"model": "zimg", "payload": {"prompt": "a cat"}} | asked))
-    return prepare(request, model(**(config or {})), lambda url: "not allowed" if "inside" in url else None, NOW)
+    return prepare_job(request, model(**(config or {})), lambda url: "not allowed" if "inside" in url else None, NOW)
 
 
 def nested(levels: int, kind: type = list) -> dict[str, Any]:
@@ -188,13 +188,13 @@ def test_no_delay_is_no_not_before_time():
 
 @pytest.mark.parametrize("name", ["a", "zimg", "stable-diffusion-xl", "org/model.v2:latest", "x@y+z_1", "9", "a" * 128])
 def test_names_of_models_may_hold_hyphens_dots_slashes(name):
-    assert check_model_name(name) == name
+    assert check_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a|b", "a b", "a\n", "a{b}", "a*", "ü", "a" * 129, None, 5, "a\x00"])
 def test_a_name_that_could_be_mistaken_for_something_else_is_refused(name):
     with pytest.raises(InvalidJob) as refused:
-        check_model_name(name, "server")
+        check_name(name, "server")
     assert refused.value.field == "server"
 
 
@@ -206,8 +206,8 @@ def fingerprint(**asked: Any) -> str:
 
 
 def test_the_same_request_has_the_same_fingerprint_at_any_time_and_under_any_id():
-    one = prepare(Submission("zimg", {"a": 1}, idempotency_key="k"), model(), lambda _: None, NOW)
-    two = prepare(Submission("zimg", {"a": 1}, idempotency_key="k", id="x"), model(), lambda _: None, NOW + 9999)
+    one = prepare_job(Submission("zimg", {"a": 1}, idempotency_key="k"), model(), lambda _: None, NOW)
+    two = prepare_job(Submission("zimg", {"a": 1}, idempotency_key="k", id="x"), model(), lambda _: None, NOW + 9999)
     assert one.fingerprint == two.fingerprint
 
 
@@ -221,7 +221,7 @@ def test_another_request_has_another_fingerprint(other):
 
 def test_a_moment_is_part_of_the_fingerprint_and_how_far_off_it_is_is_not():
     asked = Submission("zimg", {}, idempotency_key="k", not_before_ms=NOW + 60_000)
-    prints = {prepare(asked, model(), lambda _: None, now).fingerprint for now in (NOW, NOW + 5)}
+    prints = {prepare_job(asked, model(), lambda _: None, now).fingerprint for now in (NOW, NOW + 5)}
     assert len(prints) == 1
     assert fingerprint(not_before_ms=NOW + 1) != fingerprint(not_before_ms=NOW + 2)
 

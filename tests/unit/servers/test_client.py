@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper import json_text, large_json
 from tasks.servers import Call, Description, HealthKind, Live, Server, connection
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
@@ -42,7 +42,7 @@ def described(**parts) -> Description:
 def test_a_submit_sends_the_payload_with_our_headers(serving):
     server, there = serving(always(answer(DONE)))
     call = a_call(callback_url="http://me/cb", callback_token="tok", traceparent=TRACE)
-    assert server.submit(call) == Outcome(Kind.DONE, result={"image": "x"})
+    assert server.submit(call) == Outcome(OutcomeKind.DONE, result={"image": "x"})
     (seen,) = there.seen
     assert (seen.method, seen.path, seen.json) == ("POST", "/generate", {"prompt": "cat"})
     expected = {
@@ -75,7 +75,7 @@ def test_any_json_value_is_a_payload(serving, payload):
 def test_a_payload_that_is_no_json_is_final_and_nothing_is_sent(serving):
     server, there = serving(always(answer(DONE)))
     outcome = server.submit(a_call(payload={"x": object()}))
-    assert (outcome.kind, outcome.code, there.connections) == (Kind.FAILED, "bad_payload", 0)
+    assert (outcome.kind, outcome.code, there.connections) == (OutcomeKind.FAILED, "bad_payload", 0)
 
 
 def test_a_described_request_is_filled_in(serving):
@@ -104,14 +104,14 @@ def test_a_secret_echoed_by_the_server_is_not_repeated(serving):
 def test_a_missing_secret_sends_nothing(serving):
     server, there = serving(always(answer(DONE)), described(submit={"headers": {"A": "{{secret/KEY}}"}}))
     outcome = server.submit(a_call())
-    assert (outcome.kind, outcome.code, there.connections) == (Kind.RETRY, "misconfigured", 0)
+    assert (outcome.kind, outcome.code, there.connections) == (OutcomeKind.RETRY, "misconfigured", 0)
 
 
 def test_nothing_is_taken_from_the_environment(serving, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", refused_url())
     monkeypatch.setenv("http_proxy", refused_url())
     server, _ = serving(always(answer(DONE)))
-    assert server.submit(a_call()).kind is Kind.DONE
+    assert server.submit(a_call()).kind is OutcomeKind.DONE
 
 
 def test_cookies_are_not_kept(serving):
@@ -132,22 +132,22 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint):
 
 def test_a_refused_connection_is_unreachable(ours):
     outcome = ours(refused_url() + "/generate").submit(a_call())
-    assert (outcome.kind, outcome.code) == (Kind.UNREACHABLE, "connect_failed")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNREACHABLE, "connect_failed")
 
 
 def test_a_host_without_an_address_is_unreachable(ours):
-    assert ours("http://nowhere.invalid:1/x").submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours("http://nowhere.invalid:1/x").submit(a_call()).kind is OutcomeKind.UNREACHABLE
 
 
 def test_a_connection_that_takes_too_long_is_unreachable(ours, silent_address):
     description = described(submit={"connect_s": 0.1})
-    assert ours(f"http://127.0.0.2:{silent_address}/x", description).submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours(f"http://127.0.0.2:{silent_address}/x", description).submit(a_call()).kind is OutcomeKind.UNREACHABLE
 
 
 def test_a_tls_handshake_that_fails_is_unreachable(scripted, ours):
     plain = scripted(always(hang_up))
     url = plain.url.replace("http://", "https://")
-    assert ours(url + "/x").submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours(url + "/x").submit(a_call()).kind is OutcomeKind.UNREACHABLE
     assert plain.seen == []
 
 
@@ -155,19 +155,19 @@ def test_a_tls_handshake_that_hangs_is_unreachable(ours):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}/x"
         outcome = ours(url).submit(a_call(deadline_s=0.2))
-    assert outcome.kind is Kind.UNREACHABLE
+    assert outcome.kind is OutcomeKind.UNREACHABLE
 
 
 def test_no_time_left_sends_nothing(serving):
     server, there = serving(always(answer(DONE)))
-    assert server.submit(a_call(deadline_s=0.0)).kind is Kind.UNREACHABLE
+    assert server.submit(a_call(deadline_s=0.0)).kind is OutcomeKind.UNREACHABLE
     assert there.connections == 0
 
 
 def test_a_silent_server_leaves_the_outcome_unknown(serving):
     server, there = serving(lambda _seen: lambda _sock: there.stopped.wait())
     outcome = server.submit(a_call(deadline_s=0.2))
-    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "no_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNKNOWN, "no_answer")
 
 
 def test_a_steps_own_read_timeout_counts_before_the_deadline(serving):
@@ -181,7 +181,7 @@ def test_a_steps_own_read_timeout_counts_before_the_deadline(serving):
 def test_a_connection_lost_after_sending_leaves_the_outcome_unknown(serving, act):
     server, there = serving(always(act))
     outcome = server.submit(a_call())
-    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "connection_lost")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNKNOWN, "connection_lost")
     assert len(there.seen) == 1  # and is not repeated
 
 
@@ -203,7 +203,7 @@ def test_half_an_answer_leaves_the_outcome_unknown(serving, cut, end):
         return lambda sock: (sock.sendall(cut), end(sock))
 
     server, _ = serving(act)
-    assert server.submit(a_call()).kind is Kind.UNKNOWN
+    assert server.submit(a_call()).kind is OutcomeKind.UNKNOWN
 
 
 def trickle(there_of, beginning: bytes, piece: bytes):
@@ -233,7 +233,7 @@ def test_a_trickle_is_cut_at_the_deadline(serving, beginning, piece):
     server, there = serving(trickle(lambda: there, beginning, piece))
     started = time.monotonic()
     outcome = server.submit(a_call(deadline_s=0.2))
-    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "no_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNKNOWN, "no_answer")
     assert time.monotonic() - started < _CUT_WITHIN_S
 
 
@@ -242,33 +242,33 @@ def test_a_server_that_does_not_read_is_cut_at_the_deadline(scripted, ours):
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/x"
         started = time.monotonic()
         outcome = ours(url).submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
-    assert outcome.kind is Kind.UNKNOWN and time.monotonic() - started < _CUT_WITHIN_S
+    assert outcome.kind is OutcomeKind.UNKNOWN and time.monotonic() - started < _CUT_WITHIN_S
 
 
 def test_a_kept_connection_to_a_server_that_stopped_reading_is_cut_at_the_deadline(serving):
     server, there = serving(lambda _seen: lambda sock: (sock.sendall(answer(DONE)), there.stopped.wait()))
-    assert server.submit(a_call(deadline_s=60)).kind is Kind.DONE
+    assert server.submit(a_call(deadline_s=60)).kind is OutcomeKind.DONE
     started = time.monotonic()
     outcome = server.submit(a_call(payload="x" * 30_000_000, deadline_s=0.3))
-    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "no_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNKNOWN, "no_answer")
     assert time.monotonic() - started < _CUT_WITHIN_S
 
 
 def test_a_large_payload_may_take_longer_than_connecting(serving):
     server, _ = serving(always(answer(DONE)), described(submit={"connect_s": 0.05}))
-    assert server.submit(a_call(payload="x" * 60_000_000, deadline_s=20)).kind is Kind.DONE
+    assert server.submit(a_call(payload="x" * 60_000_000, deadline_s=20)).kind is OutcomeKind.DONE
 
 
 def test_what_cannot_be_written_as_a_request_costs_a_retry_and_is_not_sent(serving):
     server, there = serving(always(answer(DONE)))
     outcome = server.submit(a_call(callback_url="http://me/\u4e2d"))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
     assert there.seen == []
 
 
 def test_an_endless_deadline_is_a_long_one(serving):
     server, _ = serving(always(answer(DONE)))
-    assert server.submit(a_call(deadline_s=float("inf"))).kind is Kind.DONE
+    assert server.submit(a_call(deadline_s=float("inf"))).kind is OutcomeKind.DONE
 
 
 # -- what comes back -------------------------------------------------------------------------------
@@ -278,14 +278,14 @@ def test_an_endless_deadline_is_a_long_one(serving):
 def test_garbage_costs_a_retry(serving, body):
     server, _ = serving(always(answer(body, 200, Content_Type="application/json")))
     outcome = server.submit(a_call())
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
 
 
 def test_a_redirect_is_not_followed(serving, scripted):
     elsewhere = scripted(always(answer(DONE)))
     server, _ = serving(always(answer(b"", 307, Location=elsewhere.url + "/x")))
     outcome = server.submit(a_call(deadline_s=5))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
     assert elsewhere.connections == 0
 
 
@@ -324,7 +324,7 @@ def gzipped(body: bytes) -> bytes:
 def test_an_answer_beyond_the_bound_is_given_up(serving, act):
     server, _ = serving(always(act), max_answer_bytes=1000)
     outcome = server.submit(a_call(deadline_s=2))
-    assert (outcome.kind, outcome.code) == (Kind.FAILED, "answer_too_large")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
 
 
 def test_an_announced_giant_is_not_read_at_all(serving):
@@ -361,7 +361,7 @@ def test_an_answer_above_4_mib_that_is_no_json_is_nonsense(serving):
 def test_busy_comes_with_the_servers_wish(serving):
     server, _ = serving(always(answer({"error": "full"}, 503, Retry_After="7")))
     outcome = server.submit(a_call())
-    assert (outcome.kind, outcome.retry_after_s) == (Kind.BUSY, 7.0)
+    assert (outcome.kind, outcome.retry_after_s) == (OutcomeKind.BUSY, 7.0)
 
 
 # -- connections -----------------------------------------------------------------------------------
@@ -381,17 +381,17 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_reused(serving
         return lambda sock: (sock.sendall(answer(DONE)), hang_up(sock), closed.set())
 
     server, there = serving(act)
-    assert server.submit(a_call()).kind is Kind.DONE
+    assert server.submit(a_call()).kind is OutcomeKind.DONE
     closed.wait(5)
-    assert server.submit(a_call()).kind is Kind.DONE
+    assert server.submit(a_call()).kind is OutcomeKind.DONE
     assert [seen.connection for seen in there.seen] == [1, 2]
 
 
 def test_a_connection_on_which_the_server_has_failed_is_not_reused(serving):
     """Servers close it a moment later, without having announced it: in which the next job would be sent."""
     server, there = serving(lambda _seen: answer(DONE, 200 if len(there.seen) > 1 else 500))
-    assert server.submit(a_call()).kind is Kind.RETRY
-    assert [server.submit(a_call()).kind for _ in range(2)] == [Kind.DONE, Kind.DONE]
+    assert server.submit(a_call()).kind is OutcomeKind.RETRY
+    assert [server.submit(a_call()).kind for _ in range(2)] == [OutcomeKind.DONE, OutcomeKind.DONE]
     assert [seen.connection for seen in there.seen] == [1, 2, 2]
 
 
@@ -405,20 +405,20 @@ def test_a_connection_idle_for_long_is_not_reused(serving, monkeypatch):
 
 def test_a_kept_connection_that_dies_under_a_submit_leaves_the_outcome_unknown(serving):
     server, there = serving(lambda _seen: answer(DONE) if len(there.seen) == 1 else hang_up)
-    assert server.submit(a_call()).kind is Kind.DONE
-    assert server.submit(a_call()).kind is Kind.UNKNOWN
+    assert server.submit(a_call()).kind is OutcomeKind.DONE
+    assert server.submit(a_call()).kind is OutcomeKind.UNKNOWN
     assert len(there.seen) == 2
 
 
 def test_a_refusal_after_an_exchange_is_still_unreachable(scripted, ours):
-    assert ours(scripted(always(answer(DONE))).url).submit(a_call()).kind is Kind.DONE
-    assert ours(refused_url()).submit(a_call()).kind is Kind.UNREACHABLE
+    assert ours(scripted(always(answer(DONE))).url).submit(a_call()).kind is OutcomeKind.DONE
+    assert ours(refused_url()).submit(a_call()).kind is OutcomeKind.UNREACHABLE
 
 
 def test_half_read_answers_do_not_spoil_the_next_one(serving):
     server, _ = serving(lambda seen: answer(b"x" * 5000 if seen.json else DONE), max_answer_bytes=1000)
     assert server.submit(a_call(payload=1)).code == "answer_too_large"
-    assert server.submit(a_call(payload=0)).kind is Kind.DONE
+    assert server.submit(a_call(payload=0)).kind is OutcomeKind.DONE
 
 
 def test_a_server_is_shared(serving):
@@ -449,13 +449,13 @@ def test_a_poll_asks_by_the_servers_id(serving):
 
 def test_a_poll_that_finds_nobody_is_still_pending(ours):
     outcome = ours(refused_url() + "/generate").status(a_call(), "srv-1")
-    assert (outcome.kind, outcome.code, outcome.remote_id) == (Kind.PENDING, "poll_failed", "srv-1")
+    assert (outcome.kind, outcome.code, outcome.remote_id) == (OutcomeKind.PENDING, "poll_failed", "srv-1")
 
 
 @pytest.mark.parametrize("remote_id", ["..", "../health", "a\r\nb", ""])
 def test_an_id_that_leads_elsewhere_is_not_asked_for(serving, remote_id):
     server, there = serving(always(answer(DONE)))
-    assert server.status(a_call(), remote_id).kind is Kind.PENDING
+    assert server.status(a_call(), remote_id).kind is OutcomeKind.PENDING
     assert there.connections == 0
 
 
@@ -464,14 +464,14 @@ def test_status_steps_are_asked_in_order_until_one_knows(serving):
     server, there = serving(
         lambda seen: answer({}, 404) if seen.path.startswith("/status") else answer(DONE), description
     )
-    assert server.status(a_call(), "s1").kind is Kind.DONE
+    assert server.status(a_call(), "s1").kind is OutcomeKind.DONE
     assert [seen.path for seen in there.seen] == ["/status/s1", "/archive/s1"]
 
 
 def test_all_status_steps_share_one_deadline(serving):
     steps = [{"rules": [{"if": {"connection": "timeout"}, "then": "lost"}]}]
     server, there = serving(lambda _seen: lambda _sock: there.stopped.wait(), described(status=steps))
-    assert server.status(a_call(deadline_s=0.1), "s1").kind is Kind.LOST
+    assert server.status(a_call(deadline_s=0.1), "s1").kind is OutcomeKind.LOST
 
 
 def test_a_result_that_stands_elsewhere_is_fetched_once_the_job_is_done(serving):
@@ -481,8 +481,8 @@ def test_a_result_that_stands_elsewhere_is_fetched_once_the_job_is_done(serving)
         return answer({"status": "done" if len(there.seen) > 1 else "running"})
 
     server, there = serving(act, described(result={"result": "/output"}))
-    assert server.status(a_call(), "s1").kind is Kind.PENDING
-    assert server.status(a_call(), "s1") == Outcome(Kind.DONE, result=[1])
+    assert server.status(a_call(), "s1").kind is OutcomeKind.PENDING
+    assert server.status(a_call(), "s1") == Outcome(OutcomeKind.DONE, result=[1])
     assert [seen.path for seen in there.seen] == ["/status/s1", "/status/s1", "/result/s1"]
 
 
@@ -490,7 +490,7 @@ def test_a_result_that_cannot_be_fetched_now_is_asked_for_again(serving):
     server, _ = serving(
         lambda seen: answer({"status": "done"}) if "status" in seen.path else answer(b"", 500), described(result={})
     )
-    assert server.status(a_call(), "s1").kind is Kind.PENDING
+    assert server.status(a_call(), "s1").kind is OutcomeKind.PENDING
 
 
 # -- push, cancel, ids ------------------------------------------------------------------------------
@@ -499,12 +499,12 @@ def test_a_result_that_cannot_be_fetched_now_is_asked_for_again(serving):
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (b'{"status":"done","result":1,"job_id":"srv-1"}', Kind.DONE),
-        (b'{"status":"done","result":1,"job_id":"job-1"}', Kind.DONE),
-        (b'{"status":"done","result":1,"job_id":"job-2"}', Kind.PENDING),
-        (b'{"status":"failed"}', Kind.RETRY),
-        (b'{"status":"failed","retryable":false}', Kind.FAILED),
-        (b"NaN", Kind.PENDING),
+        (b'{"status":"done","result":1,"job_id":"srv-1"}', OutcomeKind.DONE),
+        (b'{"status":"done","result":1,"job_id":"job-1"}', OutcomeKind.DONE),
+        (b'{"status":"done","result":1,"job_id":"job-2"}', OutcomeKind.PENDING),
+        (b'{"status":"failed"}', OutcomeKind.RETRY),
+        (b'{"status":"failed","retryable":false}', OutcomeKind.FAILED),
+        (b"NaN", OutcomeKind.PENDING),
     ],
 )
 def test_a_push_is_read_like_a_poll(serving, body, kind):
@@ -606,14 +606,14 @@ def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted
     cutter.start()
     outcome = loop.wait_for(live.submit(a_call(deadline_s=60.0)))
     cutter.join()
-    assert (outcome.kind, outcome.code) == (Kind.UNKNOWN, "cut_short"), "whatever a reset would mean otherwise"
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNKNOWN, "cut_short"), "whatever a reset would mean otherwise"
 
 
 def test_a_call_that_is_cut_before_it_began_sends_nothing(scripted, loop):
     there = scripted(always(answer(DONE)))
     live = Live(Server(there.url + "/generate"), loop.wires)
     live.cut()
-    assert loop.wait_for(live.submit(a_call())).kind is Kind.UNKNOWN
+    assert loop.wait_for(live.submit(a_call())).kind is OutcomeKind.UNKNOWN
     assert there.seen == []
 
 
@@ -621,9 +621,9 @@ def test_a_cut_after_the_answer_does_not_touch_the_connection(scripted, loop):
     there = scripted(always(answer(DONE)))
     server = Server(there.url + "/generate")
     live = Live(server, loop.wires)
-    assert loop.wait_for(live.submit(a_call())).kind is Kind.DONE
+    assert loop.wait_for(live.submit(a_call())).kind is OutcomeKind.DONE
     live.cut()
-    assert loop.wait_for(Live(server, loop.wires).submit(a_call())).kind is Kind.DONE
+    assert loop.wait_for(Live(server, loop.wires).submit(a_call())).kind is OutcomeKind.DONE
     assert there.connections == 1
 
 
@@ -631,4 +631,4 @@ def test_to_cut_a_call_does_not_cut_questions_about_it(scripted, loop):
     there = scripted(always(answer({"status": "completed", "result": 1})))
     live = Live(Server(there.url + "/generate"), loop.wires)
     live.cut()
-    assert loop.wait_for(live.status(a_call(), "r-1")).kind is Kind.DONE
+    assert loop.wait_for(live.status(a_call(), "r-1")).kind is OutcomeKind.DONE

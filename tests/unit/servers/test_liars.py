@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.verdict import judge
 from slotkeeper.jobs.states import Reason
 from slotkeeper.registry.model_config import ModelConfig
@@ -64,10 +64,10 @@ class Liar:
 
     name: str
     submit: Says
-    first: tuple[Kind, str, object]
+    first: tuple[OutcomeKind, str, object]
     poll: Says | None = None
-    then: tuple[Kind, str, object] | None = None
-    otherwise: dict[str, tuple[Kind, str, object]] = field(default_factory=dict)
+    then: tuple[OutcomeKind, str, object] | None = None
+    otherwise: dict[str, tuple[OutcomeKind, str, object]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -76,11 +76,11 @@ class Liar:
 HEARTBEATS = always(drip(b" "))
 UNENDED = always(drip(b'{"a":'))
 
-TAKEN = (Kind.PENDING, "", HELD)
-NONSENSE = (Kind.RETRY, "bad_answer", Reason.SERVER_ERROR)
-UNHEARD = (Kind.UNKNOWN, "no_answer", HELD)
-STILL = (Kind.PENDING, "bad_answer", HELD)
-NOT_TOLD = (Kind.PENDING, "poll_failed", HELD)
+TAKEN = (OutcomeKind.PENDING, "", HELD)
+NONSENSE = (OutcomeKind.RETRY, "bad_answer", Reason.SERVER_ERROR)
+UNHEARD = (OutcomeKind.UNKNOWN, "no_answer", HELD)
+STILL = (OutcomeKind.PENDING, "bad_answer", HELD)
+NOT_TOLD = (OutcomeKind.PENDING, "poll_failed", HELD)
 
 LIARS = [
     Liar("a page instead of a result", always(HTML), NONSENSE),
@@ -90,7 +90,7 @@ LIARS = [
     Liar(
         "a 200 with an error inside",
         always(answer({"status": "error", "error": "out of memory"})),
-        (Kind.RETRY, "job_failed", Reason.SERVER_ERROR),
+        (OutcomeKind.RETRY, "job_failed", Reason.SERVER_ERROR),
     ),
     Liar("an error without a word for it", always(answer({"error": "out of memory"})), NONSENSE),
     Liar(
@@ -107,11 +107,11 @@ LIARS = [
     ),
     Liar("heartbeats for ever", HEARTBEATS, UNHEARD),
     Liar("a result that never ends", UNENDED, UNHEARD),
-    Liar("a flood", always(flood), (Kind.FAILED, "answer_too_large", Reason.INVALID_REQUEST)),
+    Liar("a flood", always(flood), (OutcomeKind.FAILED, "answer_too_large", Reason.INVALID_REQUEST)),
     Liar(
         "a cancel that nobody asked for",
         always(answer({"status": "canceled"})),
-        (Kind.CANCELED, "canceled", Reason.SERVER_ERROR),
+        (OutcomeKind.CANCELED, "canceled", Reason.SERVER_ERROR),
     ),
     Liar("a page instead of a status", always(ACCEPTED), TAKEN, always(HTML), STILL),
     Liar(
@@ -131,14 +131,14 @@ LIARS = [
         always(ACCEPTED),
         TAKEN,
         always(answer({"status": "failed", "job_id": "j1", "error": "boom"})),
-        (Kind.RETRY, "job_failed", Reason.SERVER_ERROR),
+        (OutcomeKind.RETRY, "job_failed", Reason.SERVER_ERROR),
     ),
     Liar(
         "a job that it forgets",
         always(ACCEPTED),
         TAKEN,
         always(answer({"error": "unknown"}, 404)),
-        (Kind.LOST, "not_found", Reason.SERVER_LOST),
+        (OutcomeKind.LOST, "not_found", Reason.SERVER_LOST),
     ),
     Liar(
         "a word that nobody knows",
@@ -151,12 +151,12 @@ LIARS = [
 
 
 def price(outcome: Outcome) -> object:
-    if outcome.kind in (Kind.PENDING, Kind.UNKNOWN):
+    if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
         return HELD
-    return judge(outcome, 0, 0, False, ModelConfig()).why
+    return judge(outcome, 0, 0, False, ModelConfig()).reason
 
 
-def told(outcome: Outcome) -> tuple[Kind, str, object]:
+def told(outcome: Outcome) -> tuple[OutcomeKind, str, object]:
     return outcome.kind, outcome.code, price(outcome)
 
 
@@ -207,16 +207,16 @@ def test_a_result_that_can_be_read_once_is_read_once(mode: str, speak):
     )
     remote_id = server.submit(JOB).remote_id
     first = server.status(JOB, remote_id)
-    assert (first.kind, first.result) == (Kind.DONE, 7)
+    assert (first.kind, first.result) == (OutcomeKind.DONE, 7)
     assert len(there.seen) == 2
-    assert told(server.status(JOB, remote_id)) == (Kind.LOST, "not_found", Reason.SERVER_LOST)
+    assert told(server.status(JOB, remote_id)) == (OutcomeKind.LOST, "not_found", Reason.SERVER_LOST)
 
 
 def test_a_result_fetched_by_itself_is_asked_for_once(speak):
     says = {"/generate": ACCEPTED, "/status/j1": answer({"status": "completed"}), "/result/j1": answer({"x": 1})}
     server, there = speak(lambda seen: says[seen.path], "async", result={"path": "/result/{{id}}", "result": ""})
     outcome = server.status(JOB, server.submit(JOB).remote_id)
-    assert (outcome.kind, outcome.result) == (Kind.DONE, {"x": 1})
+    assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, {"x": 1})
     assert [seen.path for seen in there.seen] == list(says)
 
 
@@ -233,8 +233,8 @@ def test_a_cancel_that_lies_ends_nothing(mode: str, speak):
     server, _ = speak(act, mode)
     remote_id = server.submit(JOB).remote_id
     assert server.cancel(JOB, remote_id) is True
-    assert server.status(JOB, remote_id).kind is Kind.PENDING
-    assert server.status(JOB, remote_id).kind is Kind.DONE
+    assert server.status(JOB, remote_id).kind is OutcomeKind.PENDING
+    assert server.status(JOB, remote_id).kind is OutcomeKind.DONE
     assert server.description.cancel.frees_slot == "eventual"
 
 
@@ -286,5 +286,5 @@ def test_a_server_that_changes_its_answers_under_way_is_believed_at_its_end(spea
     server, _ = speak(lambda seen: ACCEPTED if seen.method == "POST" else next(polls))
     remote_id = server.submit(JOB).remote_id
     outcomes = [server.status(JOB, remote_id) for _ in range(6)]
-    assert [one.kind for one in outcomes] == [Kind.PENDING] * 5 + [Kind.DONE]
+    assert [one.kind for one in outcomes] == [OutcomeKind.PENDING] * 5 + [OutcomeKind.DONE]
     assert outcomes[-1].result == "ours"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import DEFAULT, Call, Description, compile_plan, presets
 from tests.support import presets_page
 from tests.support.scripted import Seen, answer
@@ -81,7 +81,8 @@ def test_what_its_servers_say_means_what_it_should(name, one, scripted, ours):
 
 
 @pytest.mark.parametrize(
-    ("health", "kind"), [("STARTING", Kind.BUSY), ("SETUP_FAILED", Kind.BUSY), ("READY", Kind.FAILED)]
+    ("health", "kind"),
+    [("STARTING", OutcomeKind.BUSY), ("SETUP_FAILED", OutcomeKind.BUSY), ("READY", OutcomeKind.FAILED)],
 )
 def test_a_server_that_is_not_ready_fails_no_job(health, kind, scripted, ours):
     """cog answers 406 to a stream both while it starts and for a model that does not stream."""
@@ -118,10 +119,10 @@ def test_a_conversation_has_all_that_the_preset_speaks_of(name):
     had: dict[str, set[Any]] = {"submit": set(), "status": set(), "cancel": set(), "health": set()}
     for one in conversation(name)["exchange"]:
         had[one["act"]].add(one["is"].get("kind"))
-    assert had["submit"] >= {Kind.BUSY} and had["submit"] & {Kind.DONE, Kind.PENDING}
-    assert (had["submit"] | had["status"]) & {Kind.RETRY, Kind.FAILED}, "nothing goes wrong in it"
+    assert had["submit"] >= {OutcomeKind.BUSY} and had["submit"] & {OutcomeKind.DONE, OutcomeKind.PENDING}
+    assert (had["submit"] | had["status"]) & {OutcomeKind.RETRY, OutcomeKind.FAILED}, "nothing goes wrong in it"
     if described.mode == "async":
-        assert had["status"] >= {Kind.DONE, Kind.PENDING, Kind.RETRY, Kind.LOST}
+        assert had["status"] >= {OutcomeKind.DONE, OutcomeKind.PENDING, OutcomeKind.RETRY, OutcomeKind.LOST}
     assert bool(had["cancel"]) == (described.cancel is not None)
     assert bool(had["health"]) == (described.health is not None)
     if described.health is not None and described.health.active is not None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import Description, HealthKind, presets
 from tasks.servers.live import in_own_loop
 from tasks.servers.probe import GENERIC, Recognized, Trial, endpoint_for, recognize
@@ -105,7 +105,7 @@ def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripte
     trial = tried(scripted(_bento), "bentoml-task")
     assert in_own_loop(trial.health).kind is HealthKind.UP
     outcome = in_own_loop(partial(trial.run, payload={"prompt": "a cat"}, patience_s=10))
-    assert (outcome.kind, outcome.result) == (Kind.DONE, {"image": "x"})
+    assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, {"image": "x"})
     told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.heard]
     assert told == [
         ("health", "GET /readyz", "up", "default"),
@@ -122,7 +122,7 @@ def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
         return answer({}) if "history" in seen.path else answer({"queue_running": [], "queue_pending": []})
 
     trial = tried(scripted(act), "comfyui")
-    assert in_own_loop(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is Kind.LOST
+    assert in_own_loop(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is OutcomeKind.LOST
     assert [one.rule.split(":")[0] for one in trial.heard] == ["default", "status[0].rules[2]", "status[1].rules[1]"]
 
 
@@ -131,7 +131,9 @@ def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
         return answer({"status": "processing", "job_id": "j1"})
 
     there = scripted(act)
-    assert in_own_loop(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind is Kind.PENDING
+    assert (
+        in_own_loop(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind is OutcomeKind.PENDING
+    )
     assert there.seen[-1].path == "/cancel/j1"
 
 
@@ -146,5 +148,5 @@ def test_a_secret_is_sent_and_never_told(scripted):
 
 def test_an_exchange_that_breaks_off_is_told_too():
     trial = Trial(refused_url() + "/generate", Description())
-    assert in_own_loop(partial(trial.run, payload={}, patience_s=1)).kind is Kind.UNREACHABLE
+    assert in_own_loop(partial(trial.run, payload={}, patience_s=1)).kind is OutcomeKind.UNREACHABLE
     assert (trial.heard[0].status, trial.heard[0].means) == (None, "unreachable")

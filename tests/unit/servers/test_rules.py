@@ -3,7 +3,7 @@ from typing import Any
 import orjson
 import pytest
 
-from routing.dispatch.outcome import Kind, Outcome
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.description import DEFAULT, Description, for_model
 from tasks.servers.plan import compile_plan
@@ -37,16 +37,16 @@ def with_rules(*rules: dict, step: str = "submit", **parts: Any) -> Description:
 @pytest.mark.parametrize("word", ["success", "completed", "done"])
 @pytest.mark.parametrize("result", [{"a": 1}, [], "x", 0, False, None])
 def test_a_success_word_is_done_with_any_json_as_result(word, result):
-    assert submitted(reply({"status": word, "result": result})) == Outcome(Kind.DONE, result=result)
+    assert submitted(reply({"status": word, "result": result})) == Outcome(OutcomeKind.DONE, result=result)
 
 
 def test_a_success_without_result_has_none():
-    assert submitted(reply({"status": "success"})) == Outcome(Kind.DONE, result=None)
+    assert submitted(reply({"status": "success"})) == Outcome(OutcomeKind.DONE, result=None)
 
 
 @pytest.mark.parametrize("word", ["processing", "queued", "pending", "running"])
 def test_a_job_taken_on_is_pending_under_the_servers_id(word):
-    assert submitted(reply({"status": word, "job_id": "srv-1"}, 202)) == Outcome(Kind.PENDING, remote_id="srv-1")
+    assert submitted(reply({"status": word, "job_id": "srv-1"}, 202)) == Outcome(OutcomeKind.PENDING, remote_id="srv-1")
 
 
 def test_an_id_may_be_a_number():
@@ -58,56 +58,56 @@ def test_an_id_may_be_a_number():
 )
 def test_a_job_taken_on_without_a_usable_id_is_a_bad_answer(extra):
     outcome = submitted(reply({"status": "processing", **extra}))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
 
 
 @pytest.mark.parametrize("status", [409, 429, 503])
 def test_busy_costs_nothing_and_tells_when_to_come_back(status):
     outcome = submitted(reply({"error": "full"}, status, Retry_After="7"))
-    assert (outcome.kind, outcome.retry_after_s) == (Kind.BUSY, 7.0)
-    assert submitted(reply(b"", status)).kind is Kind.BUSY
+    assert (outcome.kind, outcome.retry_after_s) == (OutcomeKind.BUSY, 7.0)
+    assert submitted(reply(b"", status)).kind is OutcomeKind.BUSY
 
 
 @pytest.mark.parametrize("status", [502, 504])
 def test_a_bad_gateway_is_the_servers_fault_and_costs_no_retry(status):
     outcome = submitted(reply(b"<html>", status))
-    assert (outcome.kind, outcome.code) == (Kind.UNREACHABLE, "bad_gateway")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.UNREACHABLE, "bad_gateway")
 
 
 @pytest.mark.parametrize("status", [400, 413, 415, 422])
 def test_a_wrong_request_is_final(status):
     outcome = submitted(reply({"error": "prompt is missing"}, status))
-    assert (outcome.kind, outcome.code) == (Kind.FAILED, "bad_request")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "bad_request")
     assert "prompt is missing" in outcome.message
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_a_wrong_address_or_key_costs_a_retry_since_the_job_is_not_to_blame(status):
     outcome = submitted(reply({"detail": "Not Found"}, status))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
 @pytest.mark.parametrize("status", [402, 408, 418, 499, 500, 501, 507, 599])
 def test_any_other_error_costs_a_retry(status):
     outcome = submitted(reply({"error": "CUDA out of memory"}, status, Retry_After="3"))
-    assert (outcome.kind, outcome.code, outcome.retry_after_s) == (Kind.RETRY, "server_error", 3.0)
+    assert (outcome.kind, outcome.code, outcome.retry_after_s) == (OutcomeKind.RETRY, "server_error", 3.0)
 
 
 @pytest.mark.parametrize("word", ["failed", "error"])
 def test_an_error_inside_a_200_costs_a_retry(word):
     outcome = submitted(reply({"status": word, "error": {"message": "boom"}}))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "job_failed")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "job_failed")
     assert outcome.message.endswith("boom")
 
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_what_the_server_calls_not_retryable_is_final(status):
-    assert submitted(reply({"status": "failed", "retryable": False}, status)).kind is Kind.FAILED
-    assert submitted(reply({"status": "failed", "retryable": 0}, status)).kind is Kind.RETRY
+    assert submitted(reply({"status": "failed", "retryable": False}, status)).kind is OutcomeKind.FAILED
+    assert submitted(reply({"status": "failed", "retryable": 0}, status)).kind is OutcomeKind.RETRY
 
 
 def test_what_the_server_calls_retryable_is_not_final():
-    assert submitted(reply({"error": "later", "retryable": True}, 400)).kind is Kind.RETRY
+    assert submitted(reply({"error": "later", "retryable": True}, 400)).kind is OutcomeKind.RETRY
 
 
 def test_only_when_up_belongs_to_a_final_rule_of_submit():
@@ -133,7 +133,7 @@ def test_a_canceled_run_is_no_error_of_the_server():
 
 
 def test_a_job_given_up_says_so():
-    assert submitted(reply({"status": "canceled"})).kind is Kind.CANCELED
+    assert submitted(reply({"status": "canceled"})).kind is OutcomeKind.CANCELED
 
 
 @pytest.mark.parametrize(
@@ -157,34 +157,38 @@ def test_a_job_given_up_says_so():
 )
 def test_garbage_in_a_200_costs_a_retry(body):
     outcome = submitted(reply(body))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
 
 
 @pytest.mark.parametrize("status", [301, 302, 304, 307, 308, 700])
 def test_a_redirect_is_a_bad_answer(status):
     outcome = submitted(reply({"status": "success", "result": 1}, status, Location="http://elsewhere/"))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
 
 
 def test_an_answer_to_another_job_is_a_bad_answer():
     done = {"status": "success", "result": "somebody else's picture"}
     outcome = submitted(reply(done, X_Job_Id="job-2"))
-    assert (outcome.kind, outcome.code, outcome.result) == (Kind.RETRY, "bad_answer", None)
-    assert submitted(reply(done, X_Job_Id="job-1")).kind is Kind.DONE
+    assert (outcome.kind, outcome.code, outcome.result) == (OutcomeKind.RETRY, "bad_answer", None)
+    assert submitted(reply(done, X_Job_Id="job-1")).kind is OutcomeKind.DONE
 
 
 def test_a_refusal_is_a_refusal_whatever_job_it_names():
-    assert submitted(reply(b"", 503, X_Job_Id="job-2")).kind is Kind.BUSY
+    assert submitted(reply(b"", 503, X_Job_Id="job-2")).kind is OutcomeKind.BUSY
 
 
 def test_the_echo_can_be_switched_off():
     silent = Description.model_validate({"submit": {"echo": False}})
-    assert submitted(reply({"status": "success"}, X_Job_Id="its-own"), silent).kind is Kind.DONE
+    assert submitted(reply({"status": "success"}, X_Job_Id="its-own"), silent).kind is OutcomeKind.DONE
 
 
 @pytest.mark.parametrize(
     ("how", "kind"),
-    [(Break.CONNECT, Kind.UNREACHABLE), (Break.TIMEOUT, Kind.UNKNOWN), (Break.RESET, Kind.UNKNOWN)],
+    [
+        (Break.CONNECT, OutcomeKind.UNREACHABLE),
+        (Break.TIMEOUT, OutcomeKind.UNKNOWN),
+        (Break.RESET, OutcomeKind.UNKNOWN),
+    ],
 )
 def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
     assert submitted(Broken(how)).kind is kind
@@ -192,13 +196,13 @@ def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
 
 def test_a_request_that_cannot_be_sent_costs_a_retry_as_the_configuration_may_be_mended():
     outcome = submitted(Broken(Break.UNSENDABLE))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "misconfigured")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
 @pytest.mark.parametrize("asked", [submitted, polled])
 def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
     outcome = asked(Broken(Break.TOO_LARGE))
-    assert (outcome.kind, outcome.code) == (Kind.FAILED, "answer_too_large")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
     assert "64 MiB" in outcome.message and "answer with their URL" in outcome.message
 
 
@@ -238,35 +242,35 @@ def test_a_message_is_bounded_and_repeats_no_secret():
 
 @pytest.mark.parametrize("word", ["success", "completed", "done"])
 def test_a_poll_finds_the_result(word):
-    assert polled(reply({"status": word, "result": [1]})) == Outcome(Kind.DONE, result=[1])
+    assert polled(reply({"status": word, "result": [1]})) == Outcome(OutcomeKind.DONE, result=[1])
 
 
 @pytest.mark.parametrize("word", ["processing", "queued", "pending", "running"])
 def test_a_poll_of_a_running_job_is_pending(word):
-    assert polled(reply({"status": word})) == Outcome(Kind.PENDING, remote_id="srv-1")
+    assert polled(reply({"status": word})) == Outcome(OutcomeKind.PENDING, remote_id="srv-1")
 
 
 def test_a_poll_of_a_failed_job_costs_a_retry_or_is_final():
-    assert polled(reply({"status": "failed", "error": "x"})).kind is Kind.RETRY
-    assert polled(reply({"status": "failed", "error": "x", "retryable": False})).kind is Kind.FAILED
-    assert polled(reply({"status": "cancelled"})).kind is Kind.CANCELED
+    assert polled(reply({"status": "failed", "error": "x"})).kind is OutcomeKind.RETRY
+    assert polled(reply({"status": "failed", "error": "x", "retryable": False})).kind is OutcomeKind.FAILED
+    assert polled(reply({"status": "cancelled"})).kind is OutcomeKind.CANCELED
 
 
 def test_only_a_404_in_json_means_that_the_job_is_lost():
-    assert polled(reply({"detail": "unknown job"}, 404)).kind is Kind.LOST
-    assert polled(reply(b"<html>404</html>", 404)).kind is Kind.PENDING
+    assert polled(reply({"detail": "unknown job"}, 404)).kind is OutcomeKind.LOST
+    assert polled(reply(b"<html>404</html>", 404)).kind is OutcomeKind.PENDING
 
 
 @pytest.mark.parametrize("status", [400, 401, 409, 429, 500, 502, 503, 504, 302])
 def test_a_failing_poll_is_still_pending(status):
     outcome = polled(reply({"error": "x", "status": "failed", "retryable": False}, status))
-    assert (outcome.kind, outcome.remote_id) == (Kind.PENDING, "srv-1")
+    assert (outcome.kind, outcome.remote_id) == (OutcomeKind.PENDING, "srv-1")
 
 
 @pytest.mark.parametrize("how", [Break.CONNECT, Break.TIMEOUT, Break.RESET, Break.UNSENDABLE])
 def test_a_broken_poll_is_still_pending(how):
     outcome = polled(Broken(how))
-    assert (outcome.kind, outcome.remote_id) == (Kind.PENDING, "srv-1")
+    assert (outcome.kind, outcome.remote_id) == (OutcomeKind.PENDING, "srv-1")
 
 
 def test_a_result_too_large_to_be_polled_is_not_polled_for_ever():
@@ -276,22 +280,22 @@ def test_a_result_too_large_to_be_polled_is_not_polled_for_ever():
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"status":"strange"}', b'{"status":"done","result":NaN}'])
 def test_garbage_in_a_poll_is_still_pending(body):
     outcome = polled(reply(body))
-    assert (outcome.kind, outcome.code) == (Kind.PENDING, "bad_answer")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.PENDING, "bad_answer")
 
 
 @pytest.mark.parametrize("named", ["srv-2", 7, [], {}])
 def test_a_poll_that_answers_for_another_job_is_still_pending(named):
     outcome = polled(reply({"status": "done", "job_id": named, "result": "not ours"}))
-    assert (outcome.kind, outcome.code, outcome.result) == (Kind.PENDING, "bad_answer", None)
+    assert (outcome.kind, outcome.code, outcome.result) == (OutcomeKind.PENDING, "bad_answer", None)
 
 
 @pytest.mark.parametrize("named", ["srv-1", "job-1", None])
 def test_a_poll_may_name_the_job_by_either_id(named):
-    assert polled(reply({"status": "done", "job_id": named})).kind is Kind.DONE
+    assert polled(reply({"status": "done", "job_id": named})).kind is OutcomeKind.DONE
 
 
 def test_a_numeric_id_is_the_same_as_text():
-    assert polled(reply({"status": "done", "job_id": 17}), asked="17").kind is Kind.DONE
+    assert polled(reply({"status": "done", "job_id": 17}), asked="17").kind is OutcomeKind.DONE
 
 
 # -- a description's own rules ---------------------------------------------------------------------
@@ -302,13 +306,16 @@ def test_the_first_rule_that_matches_wins():
         {"if": {"status": 500, "text": "out of memory"}, "then": "busy"},
         {"if": {"status": "5xx"}, "then": "failed", "code": "broken", "message": "never again"},
     )
-    assert submitted(reply(b"CUDA out of memory", 500), description).kind is Kind.BUSY
+    assert submitted(reply(b"CUDA out of memory", 500), description).kind is OutcomeKind.BUSY
     outcome = submitted(reply(b"other", 500), description)
-    assert (outcome.kind, outcome.code, outcome.message) == (Kind.FAILED, "broken", "never again")
-    assert submitted(reply({"status": "success"}), description).kind is Kind.DONE
+    assert (outcome.kind, outcome.code, outcome.message) == (OutcomeKind.FAILED, "broken", "never again")
+    assert submitted(reply({"status": "success"}), description).kind is OutcomeKind.DONE
 
 
-@pytest.mark.parametrize(("status", "kind"), [(499, Kind.RETRY), (500, Kind.BUSY), (504, Kind.BUSY), (505, Kind.RETRY)])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(499, OutcomeKind.RETRY), (500, OutcomeKind.BUSY), (504, OutcomeKind.BUSY), (505, OutcomeKind.RETRY)],
+)
 def test_a_range_of_statuses_includes_both_ends(status, kind):
     assert submitted(reply(b"", status), with_rules({"if": {"status": "500-504"}, "then": "busy"})).kind is kind
 
@@ -331,14 +338,14 @@ def test_a_range_of_statuses_includes_both_ends(status, kind):
 )
 def test_a_value_is_compared_as_json_compares(value, answered, matches):
     description = with_rules({"if": {"pointer": "/x", "value": value}, "then": "busy"})
-    assert (submitted(reply({"x": answered}), description).kind is Kind.BUSY) is matches
+    assert (submitted(reply({"x": answered}), description).kind is OutcomeKind.BUSY) is matches
 
 
 def test_a_pointer_alone_asks_whether_something_is_there():
     description = with_rules({"if": {"pointer": "/busy"}, "then": "busy"})
-    assert submitted(reply({"busy": None}), description).kind is Kind.BUSY
-    assert submitted(reply({"idle": 1}), description).kind is Kind.RETRY
-    assert submitted(reply(b"busy"), description).kind is Kind.RETRY
+    assert submitted(reply({"busy": None}), description).kind is OutcomeKind.BUSY
+    assert submitted(reply({"idle": 1}), description).kind is OutcomeKind.RETRY
+    assert submitted(reply(b"busy"), description).kind is OutcomeKind.RETRY
 
 
 def test_a_rule_can_take_the_whole_answer_as_result():
@@ -353,21 +360,21 @@ def test_a_text_answer_is_a_result_only_if_described_so():
     rules = [{"if": {"status": 200}, "then": "done"}]
     as_text = Description.model_validate({"submit": {"rules": rules, "result_as": "text"}})
     assert submitted(reply("grüße".encode()), as_text).result == "grüße"
-    assert submitted(reply(b"hello"), with_rules(*rules)).kind is Kind.RETRY
+    assert submitted(reply(b"hello"), with_rules(*rules)).kind is OutcomeKind.RETRY
 
 
 def test_a_connection_error_can_mean_something_else():
     description = with_rules({"if": {"connection": ["timeout"]}, "then": "retry", "code": "freed"})
     assert submitted(Broken(Break.TIMEOUT), description).code == "freed"
-    assert submitted(Broken(Break.RESET), description).kind is Kind.UNKNOWN
+    assert submitted(Broken(Break.RESET), description).kind is OutcomeKind.UNKNOWN
 
 
 def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse():
     description = with_rules(
         {"if": {"connection": "reset"}, "then": "retry"}, {"if": {"status": [200, 500]}, "then": "busy"}
     )
-    assert submitted(reply(b"", 500), description).kind is Kind.BUSY
-    assert submitted(Broken(Break.TIMEOUT), description).kind is Kind.UNKNOWN
+    assert submitted(reply(b"", 500), description).kind is OutcomeKind.BUSY
+    assert submitted(Broken(Break.TIMEOUT), description).kind is OutcomeKind.UNKNOWN
 
 
 def test_next_asks_for_the_next_step():
@@ -381,7 +388,7 @@ def test_pointers_may_hold_the_id():
     rules = [{"if": {"pointer": "/{{id}}/ok", "value": True}, "then": "done"}]
     description = Description.model_validate({"status": {"rules": rules, "result": "/{{id}}/out"}})
     assert polled(reply({"srv-1": {"ok": True, "out": 5}}), description).result == 5
-    assert polled(reply({"srv-2": {"ok": True}}), description).kind is Kind.PENDING
+    assert polled(reply({"srv-2": {"ok": True}}), description).kind is OutcomeKind.PENDING
 
 
 @pytest.mark.parametrize(
@@ -389,12 +396,12 @@ def test_pointers_may_hold_the_id():
 )
 def test_an_id_is_mentioned_only_as_a_whole(body, mentioned):
     description = with_rules({"if": {"mentions_id": True}, "then": "lost"}, step="status")
-    assert (polled(reply(body.encode()), description).kind is Kind.LOST) is mentioned
+    assert (polled(reply(body.encode()), description).kind is OutcomeKind.LOST) is mentioned
 
 
 def test_an_async_model_needs_no_word_beside_its_id():
     model = for_model("async", id_field="request_id")
-    assert submitted(reply({"request_id": "r1"}), model) == Outcome(Kind.PENDING, remote_id="r1")
+    assert submitted(reply({"request_id": "r1"}), model) == Outcome(OutcomeKind.PENDING, remote_id="r1")
     assert submitted(reply({"status": "processing", "request_id": "r1"}), model).remote_id == "r1"
     assert submitted(reply({"status": "success", "result": 1}), model).result == 1
     assert submitted(reply({"status": "strange", "request_id": "r1"}), model).code == "bad_answer"
@@ -407,7 +414,7 @@ def test_a_sync_model_that_says_processing_is_polled_all_the_same():
 
 def test_a_pushing_server_needs_no_id():
     description = Description(mode="callback")
-    assert submitted(reply({"status": "processing"}), description) == Outcome(Kind.PENDING)
+    assert submitted(reply({"status": "processing"}), description) == Outcome(OutcomeKind.PENDING)
 
 
 def test_an_id_that_we_gave_stands_in_for_one_that_the_server_does_not_repeat():
@@ -430,7 +437,7 @@ def nested_objects(levels: int) -> bytes:
 @pytest.mark.parametrize("make", [nested, nested_objects])
 def test_a_result_has_two_hundred_levels_and_no_more(read, make):
     body = b'{"status": "success", "result": %s}'
-    assert read(reply(body % make(200))).kind is Kind.DONE
+    assert read(reply(body % make(200))).kind is OutcomeKind.DONE
     for levels in (201, 254, 255, 1000):
         assert read(reply(body % make(levels))) == TOO_DEEP
 
@@ -439,7 +446,7 @@ def test_a_result_has_two_hundred_levels_and_no_more(read, make):
 @pytest.mark.parametrize("levels", [253, 300, 1000])
 def test_an_error_that_is_too_deep_to_be_told_is_still_an_error(read, levels):
     outcome = read(reply(b'{"status": "failed", "error": %s}' % nested(levels)))
-    assert (outcome.kind, outcome.code) == (Kind.RETRY, "job_failed")
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "job_failed")
 
 
 @pytest.mark.parametrize("read", [submitted, polled])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import Call, Description, Live, Server
 from tasks.servers.stream import Piece
 from tests.support.scripted import Act, answer, hang_up, reset
@@ -56,7 +56,7 @@ def outcome(scripted, ours):
     return make
 
 
-def told(found: Any) -> tuple[Kind, str]:
+def told(found: Any) -> tuple[OutcomeKind, str]:
     return found.kind, found.code
 
 
@@ -69,12 +69,12 @@ def test_events_are_found_wherever_the_bytes_are_cut(line_end: bytes, size: int,
     text = b": a comment\nid: 7\n" + data(delta("Hel"), delta("lo ×"), b"[DONE]")
     text = text.replace(b"\n", line_end)
     found = outcome(chunks(*(text[n : n + size] for n in range(0, len(text), size))), OPENAI)
-    assert (found.kind, found.result) == (Kind.DONE, "Hello ×")
+    assert (found.kind, found.result) == (OutcomeKind.DONE, "Hello ×")
 
 
 def test_an_event_of_several_lines_is_one_piece(outcome):
     found = outcome(chunks(b'data: {"piece":\ndata: 1}\n\n' + data(b'{"status":"success","result":[1]}')), {})
-    assert (found.kind, found.result) == (Kind.DONE, [1])
+    assert (found.kind, found.result) == (OutcomeKind.DONE, [1])
 
 
 def test_the_last_event_is_read_as_an_answer_that_does_not_stream(outcome):
@@ -85,13 +85,13 @@ def test_the_last_event_is_read_as_an_answer_that_does_not_stream(outcome):
 @pytest.mark.parametrize(
     ("last", "means"),
     [
-        (b'{"status":"failed","error":"no","retryable":false}', (Kind.FAILED, "job_failed")),
-        (b'{"status":"error","error":"out of memory"}', (Kind.RETRY, "job_failed")),
-        (b'{"status":"canceled"}', (Kind.CANCELED, "canceled")),
-        (b'{"error":"out of memory"}', (Kind.RETRY, "job_failed")),
+        (b'{"status":"failed","error":"no","retryable":false}', (OutcomeKind.FAILED, "job_failed")),
+        (b'{"status":"error","error":"out of memory"}', (OutcomeKind.RETRY, "job_failed")),
+        (b'{"status":"canceled"}', (OutcomeKind.CANCELED, "canceled")),
+        (b'{"error":"out of memory"}', (OutcomeKind.RETRY, "job_failed")),
     ],
 )
-def test_an_error_inside_a_200_is_an_error(last: bytes, means: tuple[Kind, str], outcome):
+def test_an_error_inside_a_200_is_an_error(last: bytes, means: tuple[OutcomeKind, str], outcome):
     found = outcome(chunks(data(b'{"piece":"a"}', last)), {})
     assert told(found) == means
     assert b"out of memory" not in last or "out of memory" in found.message
@@ -99,7 +99,7 @@ def test_an_error_inside_a_200_is_an_error(last: bytes, means: tuple[Kind, str],
 
 def test_pieces_are_a_list_where_they_are_values(outcome):
     found = outcome(chunks(b'{"n":1}\n{"n":[2]}\n\n{"n":"3"}', kind=LINES), LISTED)
-    assert (found.kind, found.result) == (Kind.DONE, [1, [2], "3"])
+    assert (found.kind, found.result) == (OutcomeKind.DONE, [1, [2], "3"])
 
 
 LISTED: dict[str, Any] = {"frames": "lines", "piece": "/n", "join": "list", "ends_by": "length"}
@@ -152,7 +152,10 @@ def test_the_last_event_with_data_is_the_answer_of_a_stream_whose_end_has_none(o
 
 def test_an_answer_of_another_kind_is_read_whole(outcome):
     assert outcome(answer({"status": "success", "result": 7}), {}).result == 7
-    assert told(outcome(answer({"status": "busy"}, 503, Content_Type="text/event-stream"), {})) == (Kind.BUSY, "busy")
+    assert told(outcome(answer({"status": "busy"}, 503, Content_Type="text/event-stream"), {})) == (
+        OutcomeKind.BUSY,
+        "busy",
+    )
 
 
 def test_what_asks_for_a_stream_is_added_unless_the_payload_says_otherwise(scripted, ours):
@@ -194,7 +197,7 @@ def test_a_poll_says_how_far_a_run_is(scripted, loop):
     heard: list[Piece] = []
     there = scripted(lambda _seen: answer({"status": "processing", "job_id": "r1", "progress": {"percent": 40}}))
     live = Live(Server(there.url), loop.wires, heard.append)
-    assert loop.wait_for(live.status(JOB, "r1")).kind is Kind.PENDING
+    assert loop.wait_for(live.status(JOB, "r1")).kind is OutcomeKind.PENDING
     assert [it.progress for it in heard] == [{"percent": 40}]
 
 
@@ -202,7 +205,7 @@ def test_the_connection_of_a_stream_that_ended_well_is_used_again(scripted, loop
     there = scripted(lambda _seen: chunks(data(b"[DONE]")))
     server = Server(there.url, described(OPENAI))
     for _ in range(3):
-        assert loop.wait_for(Live(server, loop.wires).submit(JOB)).kind is Kind.DONE
+        assert loop.wait_for(Live(server, loop.wires).submit(JOB)).kind is OutcomeKind.DONE
     assert there.connections == 1
 
 
@@ -245,9 +248,9 @@ def cut(*texts: bytes) -> Act:
     return send
 
 
-UNHEARD, LOST = (Kind.UNKNOWN, "no_answer"), (Kind.UNKNOWN, "connection_lost")
-GARBAGE, TOO_LARGE = (Kind.RETRY, "bad_answer"), (Kind.FAILED, "answer_too_large")
-UNENDED, ERROR = (Kind.RETRY, "stream_unended"), (Kind.RETRY, "job_failed")
+UNHEARD, LOST = (OutcomeKind.UNKNOWN, "no_answer"), (OutcomeKind.UNKNOWN, "connection_lost")
+GARBAGE, TOO_LARGE = (OutcomeKind.RETRY, "bad_answer"), (OutcomeKind.FAILED, "answer_too_large")
+UNENDED, ERROR = (OutcomeKind.RETRY, "stream_unended"), (OutcomeKind.RETRY, "job_failed")
 BEGUN = data(delta("Hel"))
 
 
@@ -287,7 +290,9 @@ BEGUN = data(delta("Hel"))
         ),
     ],
 )
-def test_a_stream_that_lies_costs_what_it_should(says: Act, stream: dict[str, Any], means: tuple[Kind, str], outcome):
+def test_a_stream_that_lies_costs_what_it_should(
+    says: Act, stream: dict[str, Any], means: tuple[OutcomeKind, str], outcome
+):
     # Short only where nothing else ends it: this process may stand still for longer before it is connected.
     deadline_s = 2.0 if means == UNHEARD else 30.0
     found = outcome(says, {**OPENAI, **stream} if "frames" not in stream else stream, deadline_s=deadline_s)
@@ -306,7 +311,7 @@ def test_heartbeats_end_with_the_longest_silence(scripted, loop):
 def test_what_comes_after_the_end_changes_nothing(more: bytes, outcome):
     began = time.monotonic()
     found = outcome(drip(more, BEGUN + data(b"[DONE]")), OPENAI, deadline_s=30.0)
-    assert (found.kind, found.result) == (Kind.DONE, "Hel")
+    assert (found.kind, found.result) == (OutcomeKind.DONE, "Hel")
     assert time.monotonic() - began < 15
 
 
@@ -316,7 +321,7 @@ def test_a_connection_that_is_cut_after_the_end_changes_nothing(outcome):
 
 def test_a_server_that_is_not_listened_to_any_longer_may_be_at_it_still(outcome):
     found = outcome(drip(data(b"<html>")), OPENAI, deadline_s=30.0)
-    assert told(found) == GARBAGE and found.lingers
+    assert told(found) == GARBAGE and found.server_still_running
 
 
 def test_a_stream_of_too_many_values_is_none(outcome, monkeypatch):
@@ -326,4 +331,4 @@ def test_a_stream_of_too_many_values_is_none(outcome, monkeypatch):
 
 def test_a_value_that_is_too_deep_is_no_result(outcome):
     deep = b'{"n":' + b"[" * 210 + b"]" * 210 + b"}\n"
-    assert told(outcome(chunks(deep, kind=LINES), LISTED)) == (Kind.FAILED, "answer_too_deep")
+    assert told(outcome(chunks(deep, kind=LINES), LISTED)) == (OutcomeKind.FAILED, "answer_too_deep")

@@ -1,6 +1,6 @@
 import pytest
 
-from routing.dispatch.outcome import Kind
+from routing.dispatch.outcome import OutcomeKind
 from tasks.servers.call import Call
 from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
 from tasks.servers.templates import Body, Headers, OutputSize, Path, TemplateError, Values, to_json
@@ -139,13 +139,13 @@ def test_a_body_of_endless_depth_is_refused():
 def test_a_payload_without_the_needed_value_is_at_fault():
     with pytest.raises(TemplateError) as caught:
         body("{{payload/seed}}")
-    assert (caught.value.kind, caught.value.code) == (Kind.FAILED, "bad_payload")
+    assert (caught.value.kind, caught.value.code) == (OutcomeKind.FAILED, "bad_payload")
 
 
 def test_a_missing_secret_is_the_setups_fault_and_is_named():
     with pytest.raises(TemplateError, match="secret/GONE") as caught:
         body("{{secret/GONE}}")
-    assert (caught.value.kind, caught.value.code) == (Kind.RETRY, "misconfigured")
+    assert (caught.value.kind, caught.value.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
 def test_a_value_in_a_path_is_percent_encoded():
@@ -198,7 +198,7 @@ def test_integers_beyond_64_bits_survive():
 def test_what_json_cannot_say_is_the_payloads_fault(value):
     with pytest.raises(TemplateError) as caught:
         to_json(value)
-    assert (caught.value.kind, caught.value.code) == (Kind.FAILED, "bad_payload")
+    assert (caught.value.kind, caught.value.code) == (OutcomeKind.FAILED, "bad_payload")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_path_can_go_on_from_the_registered_endpoint(endpoint, template, fille
 def test_what_follows_an_endpoint_without_a_path_never_becomes_part_of_the_host(template):
     with pytest.raises(TemplateError) as raised:
         path(template)
-    assert (raised.value.kind, raised.value.code) == (Kind.RETRY, "misconfigured")
+    assert (raised.value.kind, raised.value.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
 @pytest.mark.parametrize("template", ["/x/{{endpoint}}", "/x?at={{endpoint}}", "{{id}}{{endpoint}}"])
@@ -239,7 +239,7 @@ def test_a_value_that_makes_a_path_too_long_is_a_wrong_payload(value):
     assert path("/x?q={{payload/q}}", {"q": "a" * 1_995}) == "/x?q=" + "a" * 1_995
     with pytest.raises(TemplateError, match="at most 2000 characters") as refused:
         path("/x?q={{payload/q}}", {"q": value})
-    assert refused.value.kind is Kind.FAILED
+    assert refused.value.kind is OutcomeKind.FAILED
 
 
 def test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload():
@@ -247,4 +247,4 @@ def test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload():
     assert len(headers.fill(values({"prompt": "a" * 8_000}))["X-Prompt"]) == 8_000
     with pytest.raises(TemplateError, match="at most 8000 characters") as refused:
         headers.fill(values({"prompt": "a" * 8_001}))
-    assert refused.value.kind is Kind.FAILED
+    assert refused.value.kind is OutcomeKind.FAILED

@@ -18,7 +18,7 @@ from app.config import AppSettings
 from app.server import stream as streaming
 from app.server.application import Application
 from app.server.owners import Kind, Owner, Owners
-from routing.queries.said import Place, Watching
+from routing.progress import EntryId, ProgressFollower
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.events import add_event
@@ -69,7 +69,7 @@ class Served:
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
     owners = Owners(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
-    watching = Watching(wiring.scripts())
+    watching = ProgressFollower(wiring.scripts())
     made = Application(api.client.application, settings, owners, 3000, api.database, watching)
     with serving(made) as web:
         yield Served(api, web)
@@ -218,7 +218,7 @@ def test_a_stream_is_not_for_http_1_0_which_knows_no_chunks(served: Served) -> N
 
 def _say(job_id: str, text: str, ms: int, attempt: int = 1) -> int:
     said = json.dumps({"job_id": job_id, "attempt": attempt, "offset": 0, "text": text})
-    return wiring.scripts().run(wiring.telling().telling(job_id, Place(attempt, ms), said, 100))
+    return wiring.scripts().run(wiring.telling().publish_command(job_id, EntryId(attempt, ms), said, 100))
 
 
 def _texts(reader: Reader) -> list[str]:
@@ -268,7 +268,7 @@ def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
 
 
 def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
-    watching = Watching(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+    watching = ProgressFollower(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
     served.application.watching = watching
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))

@@ -10,17 +10,17 @@ from typing import Protocol
 
 from slotkeeper.redis.scripts import Command, Scripts
 
-Room = Callable[[], int]
+CapacitySource = Callable[[], int]
 """How many runs living workers have room for, all together."""
 
-SAY_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 _BELIEVED_MS = 3_500  # Two words in a row may be lost.
 _LEAVES = -1
 _COPY_S = 0.5
 _NO_ROOM_S = 0.02  # A worker that has just come, or has just ended a run, shall not have to wait for work.
 
 
-def unbounded() -> int:
+def unlimited() -> int:
     """More room than anybody offers."""
     return 2**31
 
@@ -31,26 +31,26 @@ class WorkerScripts(Protocol):
     def workers(self, key: str, *, worker: str, room: int, ttl_ms: int) -> Command[int]: ...
 
 
-class Workers:
+class WorkerCapacity:
     """Talks to the list of workers, and keeps a copy of what they said for a moment.  Redis errors pass through."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
-        self._acts: WorkerScripts = scripts.bind(WorkerScripts)
+        self._lua: WorkerScripts = scripts.bind(WorkerScripts)
         self._lock = threading.Lock()
         self._room = 0
         self._until = 0.0
         self._refresh: Callable[[], object] | None = None
 
-    def say(self, worker: str, room: int) -> int:
+    def report(self, worker: str, room: int) -> int:
         """`worker` lives and has room for so many more runs; answers the room of all."""
         return self._ask(worker, max(room, 0))
 
-    def leave(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """`worker` takes nothing more."""
         self._ask(worker, _LEAVES)
 
-    def room(self) -> int:
+    def total(self) -> int:
         """For how many runs living workers have said that they have room: at most half a second ago, or, where somebody
         else refreshes it, when it was asked for before."""
         with self._lock:
@@ -59,26 +59,26 @@ class Workers:
             if self._refresh is not None:
                 self._until = time.monotonic() + _COPY_S  # Asking once is enough until the answer is here.
         if self._refresh is None:
-            return self.look()
+            return self.read_total()
         self._refresh()
         return self._room
 
-    def look(self) -> int:
+    def read_total(self) -> int:
         """The room of all, as they say now."""
         return self._ask("", _LEAVES)
 
-    def looking(self) -> Command[int]:
+    def total_command(self) -> Command[int]:
         """The command of `look`; its answer is kept by nobody."""
         key = self._scripts.keys.workers()
-        return self._acts.workers(key, worker="", room=_LEAVES, ttl_ms=_BELIEVED_MS)
+        return self._lua.workers(key, worker="", room=_LEAVES, ttl_ms=_BELIEVED_MS)
 
-    def refresh_by(self, refresh: Callable[[], object]) -> None:
+    def refresh_in_background(self, refresh: Callable[[], object]) -> None:
         """From now on nobody waits: `room` answers what is known, and `refresh` has somebody else `look` again."""
         self._refresh = refresh
 
     def _ask(self, worker: str, own: int) -> int:
         key = self._scripts.keys.workers()
-        room = self._scripts.run(self._acts.workers(key, worker=worker, room=own, ttl_ms=_BELIEVED_MS))
+        room = self._scripts.run(self._lua.workers(key, worker=worker, room=own, ttl_ms=_BELIEVED_MS))
         with self._lock:
             self._room = room
             self._until = time.monotonic() + (_COPY_S if room else _NO_ROOM_S)

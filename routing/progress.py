@@ -28,21 +28,21 @@ _REST_S = 0.5
 _FIELD = b"said"
 
 
-class Place(NamedTuple):
+class EntryId(NamedTuple):
     """Of an entry among those of its job."""
 
     attempt: int
     ms: int
 
 
-NOWHERE = Place(0, 0)
+FIRST_ENTRY = EntryId(0, 0)
 """Before all entries."""
 
 
-class Said(NamedTuple):
+class ProgressEntry(NamedTuple):
     """An entry.  `text`: JSON, as it was told."""
 
-    place: Place
+    place: EntryId
     text: bytes
 
 
@@ -52,61 +52,61 @@ class SaidScripts(Protocol):
     def tell(self, key: str, *, id: str, said: str, kept: int, ttl_ms: int) -> Command[int]: ...
 
 
-class Telling:
+class ProgressCommands:
     """For workers.  Gives commands for whoever has a way to Redis."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._keys = scripts.keys
-        self._acts: SaidScripts = scripts.bind(SaidScripts)
+        self._lua: SaidScripts = scripts.bind(SaidScripts)
 
-    def telling(self, job_id: str, place: Place, text: str, kept: int) -> Command[int]:
+    def publish_command(self, job_id: str, place: EntryId, text: str, kept: int) -> Command[int]:
         """One entry more, of which the last `kept` stay.  Answers how many watch, or -1: it came too late."""
         key = self._keys.progress(job_id)
-        return self._acts.tell(key, id=f"{place.attempt}-{place.ms}", said=text, kept=kept, ttl_ms=_LASTS_MS)
+        return self._lua.tell(key, id=f"{place.attempt}-{place.ms}", said=text, kept=kept, ttl_ms=_LASTS_MS)
 
-    def ending(self, job_id: str) -> Command[int]:
+    def end_command(self, job_id: str) -> Command[int]:
         """Nothing more is said."""
-        return self._acts.tell(self._keys.progress(job_id), id="", said="", kept=0, ttl_ms=_LASTS_AFTER_END_MS)
+        return self._lua.tell(self._keys.progress(job_id), id="", said="", kept=0, ttl_ms=_LASTS_AFTER_END_MS)
 
 
 @dataclass(eq=False, slots=True)
-class Watcher:
+class Subscription:
     """Somebody who hears each entry of a job once, and in order.  `place`: of the last that was heard."""
 
     job_id: str
-    place: Place
-    hear: Callable[[Said], None]
-    kept: list[Said] | None = None
+    place: EntryId
+    on_entry: Callable[[ProgressEntry], None]
+    buffered: list[ProgressEntry] | None = None
     """What is said while what was said before is being read; None: it is heard at once."""
 
-    def take(self, said: Said) -> None:
-        if self.kept is not None:
-            self.kept.append(said)
+    def deliver(self, said: ProgressEntry) -> None:
+        if self.buffered is not None:
+            self.buffered.append(said)
         elif said.place > self.place:
             self.place = said.place
-            self.hear(said)
+            self.on_entry(said)
 
-    def take_all(self, before: list[Said]) -> None:
+    def deliver_backlog(self, before: list[ProgressEntry]) -> None:
         """What was said before is here."""
-        kept, self.kept = self.kept or [], None
+        kept, self.buffered = self.buffered or [], None
         for said in [*before, *kept]:
-            self.take(said)
+            self.deliver(said)
 
 
-class Watching:
+class ProgressFollower:
     """For an event loop in which somebody watches; used by its thread alone."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts, self._keys = scripts, scripts.keys
         self._redis: Redis | None = None
-        self._watchers: dict[str, list[Watcher]] = {}  # by key
+        self._watchers: dict[str, list[Subscription]] = {}  # by key
         self._channel: PubSub | None = None  # while there is a connection
         self._life: asyncio.Task[None] | None = None
-        self._chores: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, watcher: Watcher) -> None:
+    def subscribe(self, watcher: Subscription) -> None:
         """Have it hear what has been said behind its place, and what will be."""
-        watcher.kept = []
+        watcher.buffered = []
         key = self._keys.progress(watcher.job_id)
         self._watchers.setdefault(key, []).append(watcher)
         if self._life is None:
@@ -114,7 +114,7 @@ class Watching:
         elif self._channel is not None:
             self._do(self._subscribe(self._channel, key))
 
-    def end(self, watcher: Watcher) -> None:
+    def unsubscribe(self, watcher: Subscription) -> None:
         """It hears nothing more."""
         key = self._keys.progress(watcher.job_id)
         group = self._watchers.get(key, [])
@@ -123,18 +123,18 @@ class Watching:
         if not group and self._watchers.pop(key, None) is not None and self._channel is not None:
             self._do(self._unsubscribe(self._channel, key))
 
-    def rest(self, watcher: Watcher, then: Callable[[], None]) -> None:
+    def finish(self, watcher: Subscription, then: Callable[[], None]) -> None:
         """Have it hear what is there still, and nothing more; then call `then`, also where Redis is away."""
-        self.end(watcher)
-        watcher.kept = []
+        self.unsubscribe(watcher)
+        watcher.buffered = []
         self._do(self._tell_rest(watcher, then))
 
     def stop(self) -> None:
-        for task in [self._life, *self._chores]:
+        for task in [self._life, *self._tasks]:
             if task is not None:
                 task.cancel()
 
-    async def _tell_rest(self, watcher: Watcher, then: Callable[[], None]) -> None:
+    async def _tell_rest(self, watcher: Subscription, then: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(_REST_S):
                 await self._read_back(watcher)
@@ -145,8 +145,8 @@ class Watching:
 
     def _do(self, act: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(act)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _subscribe(self, channel: PubSub, key: str) -> None:
         with suppress(RedisError):  # The connection's life notices, too.
@@ -170,7 +170,7 @@ class Watching:
                 self._channel = None
             for group in self._watchers.values():
                 for watcher in group:
-                    watcher.kept = []
+                    watcher.buffered = []
             await asyncio.sleep(_AGAIN_S)
 
     async def _listen(self) -> None:
@@ -199,24 +199,24 @@ class Watching:
         watchers = list(self._watchers.get(key, ()))
         if message["type"] == "subscribe":  # From here on nothing is missed.
             for watcher in watchers:
-                if watcher.kept is not None:
+                if watcher.buffered is not None:
                     self._do(self._read_back(watcher))
         elif message["type"] == "message":
             said = _read(message["data"])
             for watcher in watchers:
-                watcher.take(said)
+                watcher.deliver(said)
 
-    async def _read_back(self, watcher: Watcher) -> None:
+    async def _read_back(self, watcher: Subscription) -> None:
         """Tell it what was said before."""
         try:
             place = watcher.place
             key = self._keys.progress(watcher.job_id)
             found: Any = await self._client().xrange(key, min=f"({place.attempt}-{place.ms}", max="+")
-            before = [Said(_place(at), fields[_FIELD]) for at, fields in found]
+            before = [ProgressEntry(_place(at), fields[_FIELD]) for at, fields in found]
         except RedisError:
             before = []
-        if watcher.kept is not None:
-            watcher.take_all(before)
+        if watcher.buffered is not None:
+            watcher.deliver_backlog(before)
 
     def _client(self) -> Redis:
         if self._redis is None:
@@ -224,26 +224,26 @@ class Watching:
         return self._redis
 
 
-class Clock:
+class EntryIds:
     """Places for the entries of one attempt: each behind the one before, also where another process goes on."""
 
     def __init__(self, attempt: int) -> None:
         self._attempt, self._last_ms = attempt, 0
 
-    def next(self) -> Place:
+    def next(self) -> EntryId:
         self._last_ms = max(self._last_ms + 1, time.time_ns() // 1_000_000)
-        return Place(self._attempt, self._last_ms)
+        return EntryId(self._attempt, self._last_ms)
 
 
-def _place(at: object) -> Place:
+def _place(at: object) -> EntryId:
     attempt, _, ms = _text(at).partition("-")
-    return Place(int(attempt), int(ms))
+    return EntryId(int(attempt), int(ms))
 
 
-def _read(data: object) -> Said:
+def _read(data: object) -> ProgressEntry:
     assert isinstance(data, bytes)
     at, _, text = data.partition(b" ")
-    return Said(_place(at), text)
+    return ProgressEntry(_place(at), text)
 
 
 def _text(value: object) -> str:

@@ -12,29 +12,29 @@ from redis.exceptions import RedisError
 from slotkeeper.clock import now_ms
 from slotkeeper.redis.scripts import Scripts
 
-FADES_S = 15
+SWEEP_MARK_TTL_S = 15
 _TOLD_EVERY_S = 1.0
 
 
-def leave(scripts: Scripts) -> None:
+def mark_sweep(scripts: Scripts) -> None:
     """Maintenance has swept just now.  Raises redis errors."""
-    scripts.redis.set(scripts.keys.maintenance_heartbeat(), "", ex=FADES_S)
+    scripts.redis.set(scripts.keys.maintenance_heartbeat(), "", ex=SWEEP_MARK_TTL_S)
 
 
-def has_stopped(scripts: Scripts) -> bool:
+def has_sweep_stopped(scripts: Scripts) -> bool:
     """Nobody has swept for FADES_S.  Raises redis errors."""
     return not scripts.redis.exists(scripts.keys.maintenance_heartbeat())
 
 
 @dataclass(frozen=True, slots=True)
-class LastRun:
+class TaskRun:
     """When a task of maintenance last came to its end, ms since the epoch, and how long it took."""
 
     ended_ms: int
     took_s: float
 
 
-class LastRuns:
+class TaskRunRecorder:
     """Tells when the tasks of one process last ended: what ends within a second is told together."""
 
     def __init__(self, scripts: Scripts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,10 +55,10 @@ class LastRuns:
             self._scripts.redis.hset(self._scripts.keys.tasks(), mapping=untold)
 
 
-def last_runs(scripts: Scripts) -> dict[str, LastRun]:
+def read_task_runs(scripts: Scripts) -> dict[str, TaskRun]:
     """Task -> its last run that came to its end.  Raises redis errors."""
     runs = {}
     for name, told in scripts.hash(scripts.keys.tasks()).items():
         ended_ms, took_s = told.split()
-        runs[name] = LastRun(int(ended_ms), float(took_s))
+        runs[name] = TaskRun(int(ended_ms), float(took_s))
     return runs

@@ -22,7 +22,7 @@ _PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """`position` 1: next; None: not waiting in line, or not known.  `estimate`: of its start, from now.
 
     `offered`: it has a slot and is being started.
@@ -33,7 +33,7 @@ class Place:
     offered: bool = False
 
 
-class Places:
+class QueuePositions:
     """Looks places up.  Safe between threads."""
 
     def __init__(
@@ -45,31 +45,31 @@ class Places:
         self._clock = clock
         self._paused_until = 0.0
 
-    def of(self, job: QueuedJob) -> Place:
+    def of_job(self, job: QueuedJob) -> QueuePosition:
         """The place of a queued job; at most two calls to Redis."""
         return self._unless_away(lambda: self._at(job, self._position(job)))
 
-    def on_entry(self, job: QueuedJob, position: Position | None) -> Place:
+    def of_new_job(self, job: QueuedJob, position: Position | None) -> QueuePosition:
         """The place of a job that has come just now, as the room has said it; at most one call to Redis."""
         return self._unless_away(lambda: self._at(job, position, new=True))
 
-    def _unless_away(self, look: Callable[[], Place]) -> Place:
+    def _unless_away(self, look: Callable[[], QueuePosition]) -> QueuePosition:
         now = self._clock()
         if now < self._paused_until:
-            return Place()
+            return QueuePosition()
         try:
             return look()
         except TimeoutError:
             self._paused_until = now + _PAUSE_S  # It costs its time-out once, not at every request.
         except RedisError:
             pass
-        return Place()
+        return QueuePosition()
 
     def _position(self, job: QueuedJob) -> Position | None:
         return questions.position(self._queues, self._fleet.resolve(job.model).fleet, job)
 
-    def _at(self, job: QueuedJob, position: Position | None, *, new: bool = False) -> Place:
+    def _at(self, job: QueuedJob, position: Position | None, *, new: bool = False) -> QueuePosition:
         if position is None:
-            return Place()
+            return QueuePosition()
         estimate = self._estimates.of(job, position, new=new)
-        return Place(None if position.offered else position.ahead + 1, estimate, position.offered)
+        return QueuePosition(None if position.offered else position.ahead + 1, estimate, position.offered)

@@ -19,10 +19,10 @@ from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.tables import counters, events
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
-BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
+WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 """Upper bounds of the parts of a histogram, but for the last, which has none."""
-MOST_MODELS = 100
-OTHER = "other"
+MAX_MODEL_LABELS = 100
+OTHER_MODELS = "other"
 """Stands for all models beyond the first MOST_MODELS that were counted."""
 
 _SEEN, _PREFIX, _BAR = "figures.seen", "figure|", "|"
@@ -46,12 +46,12 @@ _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.ins
 class Histogram:
     """`parts`: how many lie in each, not summed up; one more than there are bounds.  `sum_s`: of all values."""
 
-    parts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    parts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS_S) + 1))
     sum_s: float = 0.0
 
 
 @dataclass(slots=True)
-class History:
+class JobCounters:
     """Sums since the record was made, by the labels named."""
 
     accepted: dict[tuple[str], int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndedJob:
     """The end of a job.  `ran_ms`: how long its last run took; None: it ended while it was waiting."""
 
     entry: OutboxEvent
@@ -75,10 +75,10 @@ class End:
     ran_ms: int | None
 
 
-Ended: TypeAlias = Callable[[End], object]
+Ended: TypeAlias = Callable[[EndedJob], object]
 
 
-class Historian:
+class EventCounter:
     """Counts on from where the record says.  For one thread."""
 
     def __init__(self, database: Database, ended: Ended = lambda end: None) -> None:
@@ -87,7 +87,7 @@ class Historian:
         self._ended = ended
         self._tail = EventReader(database)
 
-    def count(self) -> int:
+    def count_new_events(self) -> int:
         """Count some of what has happened since; answers how many events, 0: there is nothing new.
 
         Raises RecordUnavailable.
@@ -112,7 +112,7 @@ class Historian:
             self._database.write(_begin)
         return found or 0
 
-    def _sums(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[End]]:
+    def _sums(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[EndedJob]]:
         with self._database.read() as connection:
             named = _Names(connection)
             last = _before(connection, entries)
@@ -123,7 +123,7 @@ class Historian:
             _add(sums, entry, named.of(entry.model), before)
             if entry.event.type in _ENDS:
                 ran_ms = entry.event.at_ms - before[1] if before and before[0] == _STARTED else None
-                ends.append(End(entry, _ENDS[entry.event.type], ran_ms))
+                ends.append(EndedJob(entry, _ENDS[entry.event.type], ran_ms))
             if entry.event.type in _TRAIL:
                 last[entry.event.job_id] = entry.event.type, entry.event.at_ms
         return sums, ends
@@ -137,8 +137,8 @@ class _Names:
         self._known = {name.split(_BAR)[2] for name in rows}
 
     def of(self, model: str) -> str:
-        if model not in self._known and len(self._known) >= MOST_MODELS:
-            return OTHER
+        if model not in self._known and len(self._known) >= MAX_MODEL_LABELS:
+            return OTHER_MODELS
         self._known.add(model)
         return model
 
@@ -174,7 +174,7 @@ def _add(sums: Counter[str], entry: OutboxEvent, model: str, last: tuple[str, in
 
 
 def _observe(sums: Counter[str], value_ms: int, *labels: str) -> None:
-    sums[_name(*labels, str(bisect_left(BOUNDS_S, value_ms / 1000)))] += 1
+    sums[_name(*labels, str(bisect_left(WAIT_BUCKETS_S, value_ms / 1000)))] += 1
     sums[_name(*labels, "ms")] += value_ms
 
 
@@ -202,15 +202,15 @@ def _note(tx: Transaction, before: int, after: int, sums: Mapping[str, int]) -> 
     return True
 
 
-def read(database: Database) -> History:
+def read_counters(database: Database) -> JobCounters:
     """The sums as they stand.  Raises RecordUnavailable."""
     with database.read() as connection:
         rows = connection.execute(_COUNTED).all()
     return _history((row.name.split(_BAR)[1:], row.value) for row in rows)
 
 
-def _history(rows: Iterable[tuple[list[str], int]]) -> History:
-    found = History()
+def _history(rows: Iterable[tuple[list[str], int]]) -> JobCounters:
+    found = JobCounters()
     for (what, model, *rest), value in rows:
         match what:
             case "accepted":
@@ -233,7 +233,7 @@ def _fill(histogram: Histogram, part: str, value: int) -> None:
         histogram.parts[int(part)] = value
 
 
-def lag_ms(database: Database, now_ms: int) -> int:
+def counting_lag_ms(database: Database, now_ms: int) -> int:
     """How long ago the oldest event happened that is not counted yet; 0: all are."""
     first = select(events.c.at_ms).where(events.c.id > bindparam("p_after")).order_by(events.c.id).limit(1)
     with database.read() as connection:

@@ -10,11 +10,11 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import Dispatcher, active_run
-from routing.dispatch.steps import settle
+from routing.dispatch.dispatcher import Dispatcher, active_run_of
+from routing.dispatch.run_steps import end_run
 from routing.maintenance import rooms
-from routing.maintenance.each import alone
-from routing.maintenance.reconcile.room import refresh_fleet
+from routing.maintenance.each import isolate_errors
+from routing.maintenance.sweep import refresh_fleet
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.closed_models import ClosingReason
@@ -26,26 +26,26 @@ from slotkeeper.registry.catalog_removal import Removal
 log = structlog.get_logger(__name__)
 
 
-def go_on(dispatcher: Dispatcher) -> list[Removal]:
+def finish_removals(dispatcher: Dispatcher) -> list[Removal]:
     """End the removals that nothing is in the way of any more; returns those."""
     snapshot = dispatcher.catalog.refresh()
     ended: list[Removal] = []
     for name, closed in snapshot.closed.items():
         if closed.because is ClosingReason.REMOVING:
-            with alone("remove_model", model=name):
+            with isolate_errors("remove_model", model=name):
                 if (it := catalog_removal.finish_model_removal(dispatcher.store.database, name, now_ms())) is not None:
-                    follow_model(dispatcher, it)
+                    forget_model(dispatcher, it)
                     ended.append(it)
     for server in snapshot.servers.values():
         if server.leaving_ms is not None:
-            with alone("leave", server=server.name):
-                if (found := end_leaving(dispatcher, server.name, server.fleet)) is not None:
+            with isolate_errors("leave", server=server.name):
+                if (found := finish_server_removal(dispatcher, server.name, server.fleet)) is not None:
                     ended.append(found)
-    end_lost(dispatcher)
+    end_runs_of_removed_servers(dispatcher)
     return ended
 
 
-def follow_model(dispatcher: Dispatcher, it: Removal) -> None:
+def forget_model(dispatcher: Dispatcher, it: Removal) -> None:
     """Remove from Redis what concerns a model that was removed."""
     try:
         catalog = dispatcher.catalog.refresh()
@@ -53,38 +53,38 @@ def follow_model(dispatcher: Dispatcher, it: Removal) -> None:
         if it.fleet in catalog.fleets():
             refresh_fleet(dispatcher, it.fleet)
         else:
-            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+            rooms.remove_unknown(dispatcher.slots.scripts, catalog.fleets())
     except RedisError as error:  # The sweep brings it, and forgets rooms that are gone.
         log.warning("removal_postponed", model=it.name, error=str(error))
     log.info("model_removed", model=it.name)
 
 
-def end_leaving(dispatcher: Dispatcher, server: str, fleet: str) -> Removal | None:
+def finish_server_removal(dispatcher: Dispatcher, server: str, fleet: str) -> Removal | None:
     """Remove a server that is leaving, if none of its slots is held or offered; None: not yet."""
     refresh_fleet(dispatcher, fleet)  # Before the look: from now on nothing is offered there.
-    leases = dispatcher.leases.all_of([fleet])
+    leases = dispatcher.leases.list_all([fleet])
     if fleet not in leases or any(it.server == server for it, _ in leases[fleet]):
         return None
     found = catalog_removal.finish_server_removal(dispatcher.store.database, server)
     if found is None:
         return None
-    follow_server(dispatcher, found)
+    forget_server(dispatcher, found)
     return found
 
 
-def follow_server(dispatcher: Dispatcher, it: Removal) -> None:
+def forget_server(dispatcher: Dispatcher, it: Removal) -> None:
     """Remove from Redis what concerns a server that was removed."""
     try:
         refresh_fleet(dispatcher, it.fleet)
         catalog = dispatcher.catalog.get()
         if it.fleet not in catalog.fleets():
-            rooms.forget_gone(dispatcher.slots.scripts, catalog.fleets())
+            rooms.remove_unknown(dispatcher.slots.scripts, catalog.fleets())
     except RedisError as error:
         log.warning("removal_postponed", server=it.name, error=str(error))
     log.info("server_removed", server=it.name)
 
 
-def end_lost(dispatcher: Dispatcher) -> int:
+def end_runs_of_removed_servers(dispatcher: Dispatcher) -> int:
     """Take runs of servers that were removed under them for lost: their jobs run again elsewhere.  Answers how many."""
     servers = dispatcher.catalog.get().servers
     lost = [job for job in dispatcher.store.list_running() if job.server not in servers]
@@ -95,8 +95,8 @@ def end_lost(dispatcher: Dispatcher) -> int:
 
 
 def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
-    with alone("end_lost", job_id=job.id):
-        active = active_run(dispatcher, job)
+    with isolate_errors("end_lost", job_id=job.id):
+        active = active_run_of(dispatcher, job)
         if active is None:
             return False
         decision = Decision(
@@ -104,15 +104,15 @@ def _end_lost(dispatcher: Dispatcher, job: Job) -> bool:
             error=JobError("server_removed", f"Server {job.server} was removed while it ran the job."),
             quarantine=Quarantine("server_lost", now_ms() + dispatcher.settings.withhold_max_ms),
         )
-        return settle(dispatcher, active, decision) is not None
+        return end_run(dispatcher, active, decision) is not None
     return False
 
 
-def end_runs_of(dispatcher: Dispatcher, job_ids: Sequence[str]) -> None:
+def end_runs_now(dispatcher: Dispatcher, job_ids: Sequence[str]) -> None:
     """At once what maintenance does for runs of a server that was just removed.  If the record is away, it does it."""
     if not job_ids:
         return
     try:
-        end_lost(dispatcher)
+        end_runs_of_removed_servers(dispatcher)
     except (DatabaseUnavailable, RedisError) as error:
         log.warning("lost_runs_postponed", jobs=len(job_ids), error=str(error))

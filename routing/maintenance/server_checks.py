@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import draining, identity, rooms
-from routing.maintenance.each import alone
-from routing.maintenance.identity import LeaseView, ServerReport
-from routing.maintenance.reconcile.reaper import free_stale_lease
-from routing.maintenance.seen import seen_by
+from routing.maintenance import quarantined_slots, rooms, server_report
+from routing.maintenance.each import isolate_errors
+from routing.maintenance.pass_state import seen_by
+from routing.maintenance.reaper import end_unknown_run
+from routing.maintenance.server_report import ExpectedRun, ServerReport
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -23,56 +23,58 @@ _ANSWERED_WITHIN_MS = 30_000
 _ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
 
 
-def note_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
+def apply_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
     """Begin the cooldown of servers that are down, and end that of servers that are well again."""
     found = _by_fleet(dispatcher, reports)
-    troubled = rooms.troubled(dispatcher.slots.scripts, list(found))
+    troubled = rooms.list_troubled(dispatcher.slots.scripts, list(found))
     known = [(server, report.up) for fleet in troubled for server, report in found[fleet]]
     rooms.cool_down_all(dispatcher.slots, [(server.fleet, server.name) for server, up in known if not up])
     _end_cooldowns(dispatcher, [server for server, up in known if up and server.name in troubled[server.fleet].failing])
 
 
 def _end_cooldowns(dispatcher: Dispatcher, servers: Sequence[Server]) -> None:
-    rooms.end_all_cooldowns(dispatcher.slots, [(server.fleet, server.name) for server in servers])
+    rooms.end_cooldowns(dispatcher.slots, [(server.fleet, server.name) for server in servers])
     for fleet in {server.fleet for server in servers}:
-        with alone("end_cooldowns", fleet=fleet):
-            dispatcher.publish(dispatcher.queues.offer_all(fleet))
+        with isolate_errors("end_cooldowns", fleet=fleet):
+            dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
 
 
-def urgent_servers(dispatcher: Dispatcher) -> set[str]:
+def servers_to_check_now(dispatcher: Dispatcher) -> set[str]:
     """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
-    catalog, found = dispatcher.catalog.get(), draining.servers(dispatcher)
+    catalog, found = dispatcher.catalog.get(), quarantined_slots.servers(dispatcher)
     silent_ms = 2 * dispatcher.settings.renew_every_ms
-    for trouble in rooms.troubled(dispatcher.slots.scripts, catalog.fleets()).values():
+    for trouble in rooms.list_troubled(dispatcher.slots.scripts, catalog.fleets()).values():
         found |= trouble.cooling | trouble.failing
-    for leases in dispatcher.leases.all_of(catalog.fleets()).values():
+    for leases in dispatcher.leases.list_all(catalog.fleets()).values():
         found |= {lease.server for lease, silent in leases if lease.owner and silent > silent_ms}
     return found & catalog.servers.keys()
 
 
-def heed_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *, silence_proves: bool = True) -> int:
+def apply_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *, may_reap: bool = True) -> int:
     """Hold the leases against the servers' reports; answers how many were freed.
 
     A stale lease is freed at once only if its worker has been silent too: a living worker finds out by itself, and
     its answer may be on the way just now.  `silence_proves`: False while living workers could not renew.
     """
     freed, found = 0, _by_fleet(dispatcher, reports)
-    running, withheld = _by_server(dispatcher), draining.by_server(dispatcher)
+    running, withheld = _by_server(dispatcher), quarantined_slots.by_server(dispatcher)
     at_place = _by_place(running)
-    silent = _silent(dispatcher, list(found)) if silence_proves else set()
+    silent = _silent(dispatcher, list(found)) if may_reap else set()
     idle: list[Server] = []
-    for fleet, trouble in rooms.troubled(dispatcher.slots.scripts, list(found)).items():
+    for fleet, trouble in rooms.list_troubled(dispatcher.slots.scripts, list(found)).items():
         for server, report in found[fleet]:
-            with alone("heed_report", server=server.name):
+            with isolate_errors("heed_report", server=server.name):
                 jobs, lingering = _sent_there(running[server.name], server, report), withheld[server.name]
-                freed += draining.heed(dispatcher, server, report, lingering, jobs)
+                freed += quarantined_slots.apply_report(dispatcher, server, report, lingering, jobs)
                 stale = _stale_leases(dispatcher, server.name, jobs, report)
-                freed += sum(free_stale_lease(dispatcher, job) for job in stale if (server.name, job.id) in silent)
-                known = [*jobs, *_of_others(at_place, server, report)]
-                compared = identity.compare([*_views(known, report), *draining.views(lingering, report)], report)
+                freed += sum(end_unknown_run(dispatcher, job) for job in stale if (server.name, job.id) in silent)
+                known = [*jobs, *_runs_of_aliases(at_place, server, report)]
+                compared = server_report.compare_runs(
+                    [*_views(known, report), *quarantined_slots.expected_runs(lingering, report)], report
+                )
                 if foreign := _foreign_runs(dispatcher, server, compared, report):
-                    rooms.occupy(dispatcher.slots.scripts, fleet, server.name, foreign)
-                elif (report.tells_what_runs or report.is_idle) and server.name in trouble.cooling:
+                    rooms.mark_used_by_others(dispatcher.slots.scripts, fleet, server.name, foreign)
+                elif (report.shows_runs or report.is_idle) and server.name in trouble.cooling:
                     idle.append(server)
     _end_cooldowns(dispatcher, idle)  # Nobody else uses these: slots in cooldown because they were busy can be tried.
     return freed
@@ -83,13 +85,13 @@ def _silent(dispatcher: Dispatcher, fleets: Sequence[str]) -> set[tuple[str, str
     silent_ms = 2 * dispatcher.settings.renew_every_ms
     return {
         (lease.server, lease.job_id)
-        for leases in dispatcher.leases.all_of(fleets).values()
+        for leases in dispatcher.leases.list_all(fleets).values()
         for lease, silent in leases
         if lease.owner and silent > silent_ms
     }
 
 
-def suspects(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:
+def find_stale_runs(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:
     """Running jobs that their server does not know.  No proof: the answer may be on its way to the worker."""
     found: list[Job] = []
     running = _by_server(dispatcher)
@@ -114,21 +116,21 @@ def _by_place(running: Mapping[str, list[Job]]) -> defaultdict[Location, list[Jo
     return found
 
 
-def _of_others(at_place: Mapping[Location, list[Job]], server: Server, report: ServerReport) -> list[Job]:
+def _runs_of_aliases(at_place: Mapping[Location, list[Job]], server: Server, report: ServerReport) -> list[Job]:
     """Runs of servers that are registered at the same address under another name."""
     asked = {parse_location(url) for url in (report.endpoints or server.endpoints).values()}
     return [job for place in asked for job in at_place.get(place, ()) if job.server != server.name]
 
 
-def free_stale_leases(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
+def end_stale_runs(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
     """Free the leases of runs that were suspects `before` and still are; answers how many."""
     known = {_run(job) for job in before}
-    return sum(free_stale_lease(dispatcher, job) for job in suspects(dispatcher, reports) if _run(job) in known)
+    return sum(end_unknown_run(dispatcher, job) for job in find_stale_runs(dispatcher, reports) if _run(job) in known)
 
 
 def _stale_leases(dispatcher: Dispatcher, server: str, jobs: Sequence[Job], report: ServerReport) -> list[Job]:
     """Runs that their server does not know."""
-    missing = set(identity.compare(_views(jobs, report), report).stale)
+    missing = set(server_report.compare_runs(_views(jobs, report), report).stale)
     now, since = now_ms(), seen_by(dispatcher).unlisted.get(server, {})
     unlisted = {_run(job): since.get(_run(job), now) for job in jobs if job.id in missing and job.remote_id is not None}
     seen_by(dispatcher).unlisted[server] = unlisted
@@ -173,24 +175,24 @@ def _by_server(dispatcher: Dispatcher) -> defaultdict[str, list[Job]]:
     return found
 
 
-def _views(jobs: Sequence[Job], report: ServerReport) -> list[LeaseView]:
+def _views(jobs: Sequence[Job], report: ServerReport) -> list[ExpectedRun]:
     """The leases as old as they were when the server was asked: what it was given since it cannot know."""
-    now = identity.asked_ms(report, now_ms())
+    now = server_report.report_time_ms(report, now_ms())
     return [
-        LeaseView(
+        ExpectedRun(
             job.id,
-            identity.names_of(job.id, job.attempt, job.remote_id),
+            server_report.run_names(job.id, job.attempt, job.remote_id),
             now - (job.started_ms or now),
         )
         for job in jobs
     ]
 
 
-def _foreign_runs(dispatcher: Dispatcher, server: Server, found: identity.Comparison, report: ServerReport) -> int:
+def _foreign_runs(dispatcher: Dispatcher, server: Server, found: server_report.Comparison, report: ServerReport) -> int:
     """How many of the server's slots others use, of which it has no more than its slots, whatever it reports.  A job
     of ours that had only just ended when it was asked, or has ended since, is none of them."""
-    settled_before = identity.asked_ms(report, now_ms()) - _JUST_ENDED_MS
-    foreign = found.uncounted - len(found.unknown_runs)
+    settled_before = server_report.report_time_ms(report, now_ms()) - _JUST_ENDED_MS
+    foreign = found.unaccounted - len(found.unknown_runs)
     for job_id in found.unknown_runs:
         if foreign >= server.slots:
             return server.slots

@@ -12,8 +12,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run, draining_lease
-from routing.queue.leases import Lease, Outcome
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run_of, quarantine_lease
+from routing.queue.leases import HealthSignal, Lease
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
@@ -29,7 +29,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-class Io(Protocol):
+class StepIo(Protocol):
     """How steps reach Redis and the database."""
 
     def redis(self, command: Command[T]) -> Awaitable[T]:
@@ -42,7 +42,7 @@ class Io(Protocol):
         """Call what waits for others."""
 
 
-class BlockingIo:
+class ThreadIo:
     """For a thread: whatever is asked for is done at once, and nothing suspends."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -58,7 +58,7 @@ class BlockingIo:
         return act(*args)
 
 
-def wait(step: Coroutine[Any, Any, T]) -> T:
+def run_blocking(step: Coroutine[Any, Any, T]) -> T:
     """Run a step whose Io is a BlockingIo, and return its result."""
     try:
         step.send(None)
@@ -68,11 +68,11 @@ def wait(step: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a step was suspended in a thread, where no event loop resumes it")
 
 
-Postponed = Callable[[Lease, bool, int], object]
+OnPostponed = Callable[[Lease, bool, int], object]
 """Called with a lease, `back` and `cooldown_ms` when Redis did not answer its release."""
 
 
-class Steps:
+class RunSteps:
     """The steps of runs, by one Io.
 
     `claimant`, wherever it is named: the worker that takes the next job at once; "": all offers are published.
@@ -80,7 +80,7 @@ class Steps:
 
     __slots__ = ("_dispatcher", "_io", "_postponed")
 
-    def __init__(self, dispatcher: Dispatcher, io: Io, postponed: Postponed | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, io: StepIo, postponed: OnPostponed | None = None) -> None:
         self._dispatcher, self._io, self._postponed = dispatcher, io, postponed
 
     # -- start -----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Steps:
             offer.job_id,
             offer.server,
             offer.slot,
-            lease.tag,
+            lease.stored_text,
             now_ms(),
             offer.number,
             catalog.find_description(offer.server, offer.model),
@@ -111,7 +111,7 @@ class Steps:
         run = await self._io.commit(write)
         return None if run is None else self._started(ActiveRun(run, lease))
 
-    async def stored_start(self, lease: Lease) -> ActiveRun | None:
+    async def find_stored_start(self, lease: Lease) -> ActiveRun | None:
         """Return the run that the database has under this lease; None: the job is gone.
 
         Raises RecordUnavailable; SlotkeeperError: the start was not stored.
@@ -119,8 +119,8 @@ class Steps:
         job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
         if job is not None and job.state is State.QUEUED:
             raise SlotkeeperError("The start was not stored.")
-        active = None if job is None else active_run(self._dispatcher, job)
-        return self._started(active) if active is not None and active.lease.tag == lease.tag else None
+        active = None if job is None else active_run_of(self._dispatcher, job)
+        return self._started(active) if active is not None and active.lease.stored_text == lease.stored_text else None
 
     def _started(self, active: ActiveRun) -> ActiveRun:
         """Tell the observer of a first start."""
@@ -137,7 +137,7 @@ class Steps:
         write = self._dispatcher.store.settle_write(
             run.job.id,
             run.attempt,
-            decision.why,
+            decision.reason,
             now_ms(),
             result=decision.result,
             error=decision.error,
@@ -158,45 +158,45 @@ class Steps:
         """
         run, lease = active.run, active.lease
         if to is None:
-            if decision.quarantine is None and not decision.requeues:
-                await self.server_released(active)
+            if decision.quarantine is None and not decision.enqueue_again:
+                await self.release_quarantine(active)
             return await self.leave(lease, run.job.id, run.attempt, claimant)
         back = to is State.QUEUED
-        if back and decision.resumes:
+        if back and decision.resume_in_slot:
             crash_at("hand_back_committed")
-            await self.offer_again(lease, run.job.model)
+            await self.reopen_offer(lease, run.job.model)
             return None
         if decision.quarantine is not None:
-            return await self._quarantine(lease, run.attempt, decision.outcome, back=back, claimant=claimant)
+            return await self._quarantine(lease, run.attempt, decision.signal, back=back, claimant=claimant)
         cooldown_ms = decision.cooldown_ms
-        if decision.blames_server:
+        if decision.cools_server_down:
             cooldown_ms = max(cooldown_ms, await self._cool_server_down(lease))
         following = await self.free(
-            lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, outcome=decision.outcome
+            lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, outcome=decision.signal
         )
-        if back and decision.requeues:
+        if back and decision.enqueue_again:
             await self._io.run_in_thread(self._dispatcher.enqueue, [run.job])
         return following
 
     def notify(self, moved: Transition | None) -> None:
         """Tell those who wait for the job that it has ended, if it has."""
         if moved is not None:
-            self._dispatcher.announce_end(moved)
+            self._dispatcher.notify_ended(moved)
         crash_at("settle_announced")
 
-    async def server_released(self, active: ActiveRun) -> None:
+    async def release_quarantine(self, active: ActiveRun) -> None:
         """Free the quarantined slot of a run that was ended elsewhere: its server has released it after all.
 
         Raises RecordUnavailable.
         """
         run, database = active.run, self._dispatcher.store.database
         if await self._io.run_in_thread(quarantine.release, database, run.job.id, run.attempt):
-            await self.free(draining_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
+            await self.free(quarantine_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
 
     # -- leases ----------------------------------------------------------------------------------------------
 
     async def free(
-        self, lease: Lease, *, back: bool, cooldown_ms: int = 0, claimant: str = "", outcome: Outcome = ""
+        self, lease: Lease, *, back: bool, cooldown_ms: int = 0, claimant: str = "", outcome: HealthSignal = ""
     ) -> Offer | None:
         """Free a slot, at once or after a cooldown, and return the offer that `claimant` now owns.
 
@@ -210,7 +210,7 @@ class Steps:
             if self._postponed is not None:
                 self._postponed(lease, back, cooldown_ms)
             return None
-        return self._dispatcher.publish_others(released.offers, claimant)
+        return self._dispatcher.publish_unclaimed(released.offers, claimant)
 
     async def leave(self, lease: Lease, job_id: str, attempt: int, claimant: str = "") -> Offer | None:
         """Give up the lease of a run that has ended elsewhere: its slot is free, unless it is quarantined.
@@ -233,7 +233,7 @@ class Steps:
             return await self.free(lease, back=False, claimant=claimant)
         return await self.leave(lease, job.id, job.attempt, claimant)
 
-    async def offer_again(self, lease: Lease, model: str) -> None:
+    async def reopen_offer(self, lease: Lease, model: str) -> None:
         """Open a lease for the worker that resumes its job on the same slot."""
         dispatcher = self._dispatcher
         open_lease = partial(dispatcher.leases.seize, lease, "", dispatcher.settings.offer_ms, only_expired=False)
@@ -244,17 +244,17 @@ class Steps:
             return
         if opened is not None:
             offer = Offer(opened.fleet, opened.job_id, opened.name, opened.slot, opened.server, model, 0)
-            dispatcher.publish([offer])
+            dispatcher.publish_offers([offer])
 
     def _recorded(self, job_id: str, attempt: int) -> tuple[QuarantinedSlot | None, State | None]:
         store = self._dispatcher.store
         return quarantine.find(store.database, job_id, attempt), store.get_state(job_id)
 
     async def _quarantine(
-        self, lease: Lease, attempt: int, outcome: Outcome, *, back: bool, claimant: str
+        self, lease: Lease, attempt: int, outcome: HealthSignal, *, back: bool, claimant: str
     ) -> Offer | None:
         """Let the slot drain.  Redis away: the lease expires, and the reaper finds in the database what to do."""
-        draining = draining_lease(lease.fleet, lease.job_id, attempt, lease.slot)
+        draining = quarantine_lease(lease.fleet, lease.job_id, attempt, lease.slot)
         command = partial(self._dispatcher.leases.release_command, lease, back=back, draining=draining)
         try:
             (released,) = await self._io.redis(command(claimant=claimant, outcome=outcome))
@@ -262,31 +262,31 @@ class Steps:
             log.warning("quarantine_postponed", job_id=lease.job_id, error=str(error))
             return None
         crash_at("slot_withheld")
-        return self._dispatcher.publish_others(released.offers, claimant)
+        return self._dispatcher.publish_unclaimed(released.offers, claimant)
 
     async def _cool_server_down(self, lease: Lease) -> int:
         """Begin the cooldown of a server that could not be reached, and return how long it is, in ms."""
         try:
-            cooldown = await self._io.redis(self._dispatcher.slots.cooling_down(lease.fleet, lease.server))
+            cooldown = await self._io.redis(self._dispatcher.slots.cool_down_command(lease.fleet, lease.server))
         except RedisError as error:  # The slot itself is freed all the same, or remembered as one to be freed.
             log.warning("cooldown_postponed", server=lease.server, error=str(error))
             return 0
         return cooldown.cooldown_ms
 
 
-def blocking(dispatcher: Dispatcher) -> Steps:
+def blocking_steps(dispatcher: Dispatcher) -> RunSteps:
     """Return the steps for a thread, to be run by `wait`."""
-    return Steps(dispatcher, BlockingIo(dispatcher))
+    return RunSteps(dispatcher, ThreadIo(dispatcher))
 
 
-def settle(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
+def end_run(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
     Raises RecordUnavailable.
     """
-    steps = blocking(dispatcher)
-    moved = wait(steps.store(active, decision))
-    wait(steps.release(active, decision, None if moved is None else moved.to))
+    steps = blocking_steps(dispatcher)
+    moved = run_blocking(steps.store(active, decision))
+    run_blocking(steps.release(active, decision, None if moved is None else moved.to))
     crash_at("settle_released")
     steps.notify(moved)
     return moved

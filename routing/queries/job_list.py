@@ -16,7 +16,7 @@ from slotkeeper.jobs.values import Job
 _MANY_STAND = frozenset({State.QUEUED, State.COMPLETED})
 
 
-def find(
+def find_jobs(
     database: Database,
     *,
     state: State | None = None,

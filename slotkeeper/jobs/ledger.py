@@ -114,7 +114,7 @@ def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:
     return Ledger(found.get("accepted", given), by_state, purged)
 
 
-def note_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now_ms: int) -> None:
+def store_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now_ms: int) -> None:
     """Store what the latest check of invariants found: its counts replace those before, and each subject gets an event.
 
     `counts`: check -> how many.  `subjects`: job id, or the name of a fleet or the ledger -> check.
@@ -131,7 +131,7 @@ def note_findings(database: Database, counts: Mapping[str, int], subjects: Mappi
     database.write(unit)
 
 
-def findings(database: Database) -> dict[str, int]:
+def read_findings(database: Database) -> dict[str, int]:
     """What the latest check of invariants found: check -> how many.  Empty before the first."""
     found = select(counters.c.name, counters.c.value).where(counters.c.name.like(f"{_FOUND}%"))
     with database.read() as connection:

@@ -12,16 +12,16 @@ from typing import Any
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.values import Server, format_attribute, format_number
 
-NAME = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
-VALUE = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
-_NAME, _VALUE = re.compile(NAME), re.compile(VALUE)
+NAME_PATTERN = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
+VALUE_PATTERN = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
+_NAME, _VALUE = re.compile(NAME_PATTERN), re.compile(VALUE_PATTERN)
 _MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
 _BOUNDS = {"min": ">=", "max": "<="}
 _DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
 
 
-def read_constraints(constraints: Mapping[str, Any] | None) -> str:
+def encode_constraints(constraints: Mapping[str, Any] | None) -> str:
     """The conditions as text; "": none.  Raises InvalidJob, which says what is wrong and how it should be written."""
     if constraints is None:
         return ""
@@ -32,7 +32,7 @@ def read_constraints(constraints: Mapping[str, Any] | None) -> str:
     return "\n".join(line for name in sorted(constraints) for line in _conditions(name, constraints[name]))
 
 
-def show_constraints(constraints: str) -> dict[str, Any]:
+def decode_constraints(constraints: str) -> dict[str, Any]:
     """Constraints that `read_constraints` would make this text of.  One value stands alone, several as a list."""
     shown: dict[str, Any] = {}
     for line in constraints.splitlines():
@@ -46,7 +46,7 @@ def show_constraints(constraints: str) -> dict[str, Any]:
     return shown
 
 
-def unmatched(model: str, constraints: str) -> str:
+def no_server_message(model: str, constraints: str) -> str:
     """That no server meets the constraints, as a part of a sentence."""
     return f"no known server of model {model!r} meets {constraints.replace(chr(10), ', ')}"
 
@@ -73,7 +73,7 @@ def _range(name: str, wanted: Mapping[str, Any]) -> list[str]:
     return [f"{name}{_BOUNDS[side]}{format_number(wanted[side])}" for side in ("max", "min") if side in wanted]
 
 
-def read_attributes(attributes: Mapping[str, Any], field: str = "attributes") -> dict[str, str | float]:
+def parse_attributes(attributes: Mapping[str, Any], field: str = "attributes") -> dict[str, str | float]:
     """What a server declares of itself, each a text, a number, or a list of texts.  Raises InvalidJob."""
     if len(attributes) > _MOST_ATTRIBUTES:
         raise InvalidJob(field, f"{field} must be an object of at most {_MOST_ATTRIBUTES} names")
@@ -90,22 +90,22 @@ def read_attributes(attributes: Mapping[str, Any], field: str = "attributes") ->
     return read
 
 
-def read_of_model(**declared: str | None) -> dict[str, str | float]:
+def parse_model_attributes(**declared: str | None) -> dict[str, str | float]:
     """What a server declares for one model; None: it does not say.  Raises InvalidJob, which names the field."""
     return {name: _text(value, name) for name, value in declared.items() if value is not None}
 
 
 def meets(constraints: str, server: Server, model: str) -> bool:
     """Whether jobs of `model` with these constraints may run there.  What it does not declare it does not meet."""
-    return not unmet(constraints, server, model)
+    return not unmet_conditions(constraints, server, model)
 
 
-def unmet(constraints: str, server: Server, model: str) -> list[str]:
+def unmet_conditions(constraints: str, server: Server, model: str) -> list[str]:
     """The conditions that the server does not meet."""
     return [line for line in constraints.splitlines() if not _is_met(line, server, model)]
 
 
-def eligible(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
+def eligible_servers(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
     """The servers that serve the model and meet the constraints, in whatever state they are."""
     return [it for it in servers if model in it.endpoints and meets(constraints, it, model)]
 

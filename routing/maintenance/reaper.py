@@ -8,16 +8,16 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import DRAINING, Dispatcher, active_run
-from routing.dispatch.steps import blocking, wait
-from routing.dispatch.verdict import crashed
-from routing.maintenance import draining, rooms, runs
-from routing.maintenance.each import alone
-from routing.maintenance.rooms import Span
-from routing.maintenance.seen import seen_by
+from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher, active_run_of
+from routing.dispatch.run_steps import blocking_steps, run_blocking
+from routing.dispatch.verdict import crash_reason
+from routing.maintenance import quarantined_slots, restore_leases, rooms
+from routing.maintenance.each import isolate_errors
+from routing.maintenance.pass_state import seen_by
+from routing.maintenance.rooms import LeaseSpan
 from routing.queue.leases import Lease
 from routing.queue.queues import Offer
-from routing.queue.workers import Workers
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.states import Reason, State
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 _REAPER = "reaper"
 _AT_ONCE = 8
-OFTEN = 6
+REPORTED_AFTER = 6
 """How often a job's offers are met unstarted, each after `offer_ms` or a lease, until that is worth a word."""
 # The reaper looks twice a second; Redis, or beat, was away if it could not for so long.
 _NOT_LOOKED_S = 2.5
@@ -36,7 +36,7 @@ _NOT_LOOKED_S = 2.5
 _CLOCK_SET_S = 0.5
 
 
-class Patience:
+class RenewalGrace:
     """Keeps the reaper from leases whose living holders could not renew them, as long as those need to do so now.
 
     Redis was away if a look failed, or, as it is the broker too, if there was no look for a while.  And leases that
@@ -49,11 +49,11 @@ class Patience:
         self._until: float | None = None
 
     @property
-    def lasts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether silence proves nothing at present."""
         return self._until is not None
 
-    def has_ended(self, asked_s: float, now_s: float, redis_s: float, pause_s: float) -> bool:
+    def may_reap(self, asked_s: float, now_s: float, redis_s: float, pause_s: float) -> bool:
         """Whether leases that have expired may be taken.
 
         Redis was asked for its time at `asked_s` and had answered `redis_s` by `now_s`; the others are monotonic.
@@ -79,7 +79,7 @@ class Patience:
         self._looked = float("-inf")
 
 
-def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
+def reap(dispatcher: Dispatcher, patience: RenewalGrace | None = None) -> int:
     """Take back offers that nobody took up and leases that nobody renewed; answers how many.
 
     What would last longer than it ever may, since Redis' clock was set back, is ended.  Raises redis errors.
@@ -87,34 +87,36 @@ def reap(dispatcher: Dispatcher, patience: Patience | None = None) -> int:
     fleets = dispatcher.catalog.get().fleets()
     asked_s = time.monotonic()
     try:
-        spans = rooms.spans(dispatcher.leases.scripts, fleets)
+        spans = rooms.lease_spans(dispatcher.leases.scripts, fleets)
     except RedisError:
         if patience is not None:
             patience.note_failure()
         raise
     for fleet, span in spans.items():
-        if span.last_ms > span.now_ms + rooms.longest_ms(dispatcher.settings):
-            with alone("pull_back", fleet=fleet):
-                pulled = rooms.pull_back(dispatcher.leases.scripts, fleet, dispatcher.settings)
+        if span.last_ms > span.now_ms + rooms.longest_lease_ms(dispatcher.settings):
+            with isolate_errors("pull_back", fleet=fleet):
+                pulled = rooms.clamp_times(dispatcher.leases.scripts, fleet, dispatcher.settings)
                 log.warning("pulled_back", fleet=fleet, how_many=pulled)
     if patience is not None and not _has_patience_ended(dispatcher, patience, asked_s, spans):
         return 0
     return _reap_all(dispatcher, [fleet for fleet, span in spans.items() if span.has_expired])
 
 
-def _has_patience_ended(dispatcher: Dispatcher, patience: Patience, asked_s: float, spans: dict[str, Span]) -> bool:
+def _has_patience_ended(
+    dispatcher: Dispatcher, patience: RenewalGrace, asked_s: float, spans: dict[str, LeaseSpan]
+) -> bool:
     redis_s = max((span.now_ms for span in spans.values()), default=0) / 1000
     settings = dispatcher.settings
     # A renewal that was sent just before Redis came back has its time-out first; the next one is heard.
     pause_s = settings.redis_timeout_s + 2 * settings.renew_every_ms / 1000
-    return bool(spans) and patience.has_ended(asked_s, time.monotonic(), redis_s, pause_s)
+    return bool(spans) and patience.may_reap(asked_s, time.monotonic(), redis_s, pause_s)
 
 
 def _reap_all(dispatcher: Dispatcher, fleets: Sequence[str]) -> int:
     expired: list[Lease] = []
     for fleet in fleets:
-        with alone("reap", fleet=fleet):
-            expired += dispatcher.leases.expired(fleet)
+        with isolate_errors("reap", fleet=fleet):
+            expired += dispatcher.leases.list_expired(fleet)
     expired.sort(key=lambda lease: lease.owner == "")  # Runs first: an offer only gets more time.
 
     def reap_one(lease: Lease) -> bool:
@@ -129,7 +131,7 @@ def _reap_each(leases: Sequence[Lease], reap_one: Callable[[Lease], bool]) -> in
         return 0
 
     def reap_alone(lease: Lease) -> bool:
-        with alone("reap", fleet=lease.fleet, job_id=lease.job_id):
+        with isolate_errors("reap", fleet=lease.fleet, job_id=lease.job_id):
             return reap_one(lease)
         return False
 
@@ -137,7 +139,7 @@ def _reap_each(leases: Sequence[Lease], reap_one: Callable[[Lease], bool]) -> in
         return sum(threads.map(reap_alone, leases))
 
 
-def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: ProcessLocks) -> int:
+def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes: ProcessLocks) -> int:
     """Take back at once what workers hold whose processes are proved to have ended; answers how many leases.
 
     Redis may have been away: this is no silence.  A room that is not open is left to its rebuild.  A worker is
@@ -147,11 +149,11 @@ def reap_killed(dispatcher: Dispatcher, workers: Workers, lifetimes: ProcessLock
     if not killed:
         return 0
     for owner in killed:
-        workers.leave(owner)
+        workers.remove(owner)
     fleets = dispatcher.catalog.get().fleets()
-    found = rooms.depths_of(dispatcher.leases.scripts, fleets)
-    running = runs.restore_of(dispatcher, killed)
-    held = dispatcher.leases.all_of([fleet for fleet, room in found.items() if room.open])
+    found = rooms.queue_counts(dispatcher.leases.scripts, fleets)
+    running = restore_leases.restore_for_owners(dispatcher, killed)
+    held = dispatcher.leases.list_all([fleet for fleet, room in found.items() if room.open])
     theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
     if len(held) == len(fleets):
         for owner in killed - running - {lease.owner for lease in theirs}:
@@ -169,7 +171,7 @@ def _reap_offer(dispatcher: Dispatcher, lease: Lease) -> bool:
     job = dispatcher.store.get(lease.job_id)
     resumes = job is not None and job.server == lease.server
     if job is not None and job.state is State.QUEUED:
-        kept = dispatcher.leases.keep(lease, resumes=resumes)
+        kept = dispatcher.leases.extend_offer(lease, resumes=resumes)
         if kept == "kept":
             _note_unstarted(dispatcher, lease, job)
         if kept != "closed":
@@ -182,9 +184,9 @@ def _note_unstarted(dispatcher: Dispatcher, lease: Lease, job: Job) -> None:
     """Wake workers once more where an offer is met again and again, if any has room for it; once only, so that
     messages do not pile up at a broker that nobody reads."""
     times = seen_by(dispatcher).note_unstarted(job.id, job.attempt)
-    if times == OFTEN and dispatcher.queues.room():
+    if times == REPORTED_AFTER and dispatcher.queues.worker_capacity():
         log.warning("offered_and_never_started", job_id=job.id, slot=lease.slot, times=times)
-        dispatcher.publish([Offer(lease.fleet, job.id, lease.name, lease.slot, lease.server, job.model, 0)])
+        dispatcher.publish_offers([Offer(lease.fleet, job.id, lease.name, lease.slot, lease.server, job.model, 0)])
 
 
 def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -> bool:
@@ -192,15 +194,15 @@ def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -
 
     `killed`: its holder is proved to have ended.
     """
-    if lease.owner == DRAINING:
-        return draining.expire(dispatcher, lease)
+    if lease.owner == QUARANTINE_OWNER:
+        return quarantined_slots.expire_lease(dispatcher, lease)
     mine = dispatcher.leases.seize(lease, _REAPER, dispatcher.settings.offer_ms, only_expired=not killed)
     if mine is None:
         return False
     crash_at("reap_seized")
     job = dispatcher.store.get(lease.job_id)
     # The reaper's own lease expires only if a reaper died before it had written the end of the run.
-    if job is not None and job.state is State.RUNNING and (job.lease == lease.tag or lease.owner == _REAPER):
+    if job is not None and job.state is State.RUNNING and (job.lease == lease.stored_text or lease.owner == _REAPER):
         _end_lost_run(dispatcher, mine, job, "has died" if killed else "stopped renewing its lease")
     else:  # Its holder died before the start or after the end was written.
         if job is not None and job.state is State.QUEUED:
@@ -211,13 +213,13 @@ def _reap_lease(dispatcher: Dispatcher, lease: Lease, *, killed: bool = False) -
 
 def _put_back(dispatcher: Dispatcher, lease: Lease, job: Job | None) -> None:
     """A job that is not running: to its place, or on with the same slot where its server still has it."""
-    steps = blocking(dispatcher)
+    steps = blocking_steps(dispatcher)
     if job is None or job.state is not State.QUEUED:
-        wait(steps.leave_unstarted(lease))
+        run_blocking(steps.leave_unstarted(lease))
     elif job.server == lease.server:
-        wait(steps.offer_again(lease, job.model))
+        run_blocking(steps.reopen_offer(lease, job.model))
     else:
-        wait(steps.free(lease, back=True))
+        run_blocking(steps.free(lease, back=True))
 
 
 def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> None:
@@ -227,33 +229,33 @@ def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> No
     joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
     """
     decision = Decision(
-        crashed(job.crashes, dispatcher.catalog.resolve(job.model).config, Reason.LEASE_EXPIRED),
+        crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config, Reason.LEASE_EXPIRED),
         error=JobError("worker_lost", f"The worker that ran it on {job.slot} {how}."),
         quarantine=Quarantine("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
-        resumes=True,
+        resume_in_slot=True,
     )
     _end_seized(dispatcher, mine, job, decision, "reap_committed")
 
 
 def _end_seized(dispatcher: Dispatcher, mine: Lease, job: Job, decision: Decision, crash_point: str) -> bool:
     """End the run whose lease was seized; False: another has ended it, perhaps while we waited for the database."""
-    active = active_run(dispatcher, job)
+    active = active_run_of(dispatcher, job)
     if active is None:
         return False
-    active, steps = active._replace(lease=mine), blocking(dispatcher)
-    moved = wait(steps.store(active, decision))
+    active, steps = active._replace(lease=mine), blocking_steps(dispatcher)
+    moved = run_blocking(steps.store(active, decision))
     crash_at(crash_point)
     if moved is None:
         _put_back(dispatcher, mine, dispatcher.store.get(job.id))
         return False
-    wait(steps.release(active, decision, moved.to))
+    run_blocking(steps.release(active, decision, moved.to))
     steps.notify(moved)
     return True
 
 
-def free_stale_lease(dispatcher: Dispatcher, job: Job) -> bool:
+def end_unknown_run(dispatcher: Dispatcher, job: Job) -> bool:
     """End a run that its server does not know any more; False: it has ended meanwhile."""
-    active = active_run(dispatcher, job)
+    active = active_run_of(dispatcher, job)
     if active is None:
         return False
     mine = dispatcher.leases.seize(active.lease, _REAPER, dispatcher.settings.offer_ms, only_expired=False)
@@ -261,8 +263,8 @@ def free_stale_lease(dispatcher: Dispatcher, job: Job) -> bool:
         return False
     crash_at("stale_seized")
     decision = Decision(
-        crashed(job.crashes, dispatcher.catalog.resolve(job.model).config),
+        crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config),
         error=JobError("server_lost", f"Server {job.server} does not know the job any more."),
-        resumes=True,  # The server may remember the result of a run that has ended.
+        resume_in_slot=True,  # The server may remember the result of a run that has ended.
     )
     return _end_seized(dispatcher, mine, job, decision, "stale_committed")

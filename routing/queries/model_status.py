@@ -11,12 +11,12 @@ _NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class QueueLoad:
     """`run_ms`: mean slot time of the model's latest runs; `work_ms`: how long its slots are busy with what waits.
 
     None: not known.  `limit`: jobs that may wait, of each tenant under `fair`; None: any number.  `breaker`: closed,
     open, half_open, probing; open until `open_until_ms`, ms since the epoch, 0: it is not open, and by `open_why`, as
-    for servers (routing/queries/servers.py: ServerStatus).
+    for servers (routing/queries/server_status.py: ServerStatus).
     """
 
     waiting: int
@@ -28,18 +28,18 @@ class Load:
     open_why: str
 
 
-def load_of(dispatcher: Dispatcher, model: Model) -> Load:
+def read_model_load(dispatcher: Dispatcher, model: Model) -> QueueLoad:
     """In two calls to Redis, whatever waits.  Raises redis errors."""
     queues = dispatcher.queues
-    (found,) = queues.ask([questions.backlog(queues, model.fleet, model.name, _NOBODY)])
-    facts = questions.status_now(queues, model.fleet, QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
+    (found,) = queues.run_all([questions.model_status_command(queues, model.fleet, model.name, _NOBODY)])
+    facts = questions.job_status(queues, model.fleet, QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
     slots = dispatcher.catalog.get().count_slots(model.name)
     known = found.run_ms is not None and slots > 0
-    return Load(
+    return QueueLoad(
         found.everyones,
         found.run_ms,
         round(found.everyones * found.run_ms / slots) if known and found.run_ms else None,
-        bounds.bound(model.config, slots),
+        bounds.queue_limit(model.config, slots),
         facts.breaker,
         facts.open_until_ms,
         facts.open_why,

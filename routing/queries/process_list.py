@@ -10,15 +10,15 @@ import orjson
 
 from slotkeeper.redis.scripts import Command, Scripts
 
-SAY_EVERY_S = 2.0
-KEPT_MS = 60_000
+REPORT_EVERY_S = 2.0
+SHOWN_MS = 60_000
 """For how long a process that says nothing more is still shown."""
 MOST = 1000
-SILENT_MS = 10_000
+DEAD_AFTER_MS = 10_000
 """Who has said nothing for so long is taken for dead."""
 
 
-class Said(NamedTuple):
+class ProcessReport(NamedTuple):
     """What one process said last, and how long ago."""
 
     process: str
@@ -29,7 +29,9 @@ class Said(NamedTuple):
 class ProcessScripts(Protocol):
     """Of the list of processes, which belongs to no fleet."""
 
-    def processes(self, key: str, *, process: str, facts: str, ttl_ms: int, most: int) -> Command[list[Said]]: ...
+    def processes(
+        self, key: str, *, process: str, facts: str, ttl_ms: int, most: int
+    ) -> Command[list[ProcessReport]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        return self.age_ms < SILENT_MS
+        return self.age_ms < DEAD_AFTER_MS
 
     @property
     def canary_age_ms(self) -> int | None:
@@ -58,32 +60,32 @@ class Process:
         return None if age_ms is None else int(age_ms) + self.age_ms
 
 
-class Processes:
+class ProcessList:
     """Talks to the list of processes.  Redis errors pass through."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
-        self._acts: ProcessScripts = scripts.bind(ProcessScripts)
+        self._lua: ProcessScripts = scripts.bind(ProcessScripts)
 
-    def say(self, process: str, facts: dict[str, Any]) -> None:
+    def report(self, process: str, facts: dict[str, Any]) -> None:
         """A process lives.  `facts`: its role, its host, and what else there is to say."""
         self._ask(process, orjson.dumps(facts).decode())
 
-    def leave(self, process: str) -> None:
+    def remove(self, process: str) -> None:
         """A process ends, and is not to be missed."""
         self._ask(process, "")
 
-    def all(self) -> list[Process]:
+    def read_all(self) -> list[Process]:
         """By role, host and name."""
         found = [_process(it) for it in self._ask("", "")]
         return sorted(found, key=lambda it: (it.role, it.host, it.name))
 
-    def _ask(self, process: str, facts: str) -> list[Said]:
+    def _ask(self, process: str, facts: str) -> list[ProcessReport]:
         key = self._scripts.keys.processes()
-        acts = self._acts.processes(key, process=process, facts=facts, ttl_ms=KEPT_MS, most=MOST)
+        acts = self._lua.processes(key, process=process, facts=facts, ttl_ms=SHOWN_MS, most=MOST)
         return self._scripts.run(acts)
 
 
-def _process(said: Said) -> Process:
+def _process(said: ProcessReport) -> Process:
     facts = orjson.loads(said.facts)
     return Process(said.process, facts.pop("role", ""), facts.pop("host", ""), said.age_ms, facts)

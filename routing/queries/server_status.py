@@ -48,7 +48,7 @@ class ServerStatus:
     scores: dict[str, Score]
 
 
-def hindrance(standing: ServerStatus, withheld: int) -> str:
+def blocked_by(standing: ServerStatus, withheld: int) -> str:
     """Return what keeps a server's slots from the next job, for people; "": one is free.
 
     `withheld`: how many of its slots are.
@@ -75,12 +75,12 @@ class SlotUse:
     running: int
     withheld: int
     free: int
-    hindrance: str
+    blocked_by: str
 
 
-def use_of(state: str, standing: ServerStatus, withheld: int) -> SlotUse:
+def slot_use(state: str, standing: ServerStatus, withheld: int) -> SlotUse:
     """Count a server's slots; `state`: as an operator has set it.  All who show slots count them here."""
-    word = hindrance(standing, withheld) if state == "online" else state
+    word = blocked_by(standing, withheld) if state == "online" else state
     return SlotUse(max(standing.taken - withheld, 0), withheld, 0 if word else standing.free, word)
 
 
@@ -90,12 +90,12 @@ class ServerScripts(Protocol):
     def servers(self, fleet: str) -> Command[list[ServerStatus]]: ...
 
 
-def standings(slots: Slots, fleet: str) -> dict[str, ServerStatus]:
+def read_servers(slots: Slots, fleet: str) -> dict[str, ServerStatus]:
     """How each of a fleet's servers stands."""
     return {it.server: it for it in slots.scripts.run(_asking(slots, fleet))}
 
 
-def standings_of(slots: Slots, fleets: Sequence[str]) -> dict[str, dict[str, ServerStatus]]:
+def read_servers_of_fleets(slots: Slots, fleets: Sequence[str]) -> dict[str, dict[str, ServerStatus]]:
     """The same of several fleets, in few round trips; one that cannot be read is left out."""
     found, failed = slots.scripts.run_each({fleet: _asking(slots, fleet) for fleet in fleets})
     log_failures("room_not_read", failed)

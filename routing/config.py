@@ -7,9 +7,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from slotkeeper.config import StorageSettings
 
-PASSWORD_FILE = "valkey-password"
+VALKEY_PASSWORD_FILE = "valkey-password"
 """In the state folder: what the embedded Valkey asks for."""
-PORT_FILE = "valkey-port"
+VALKEY_PORT_FILE = "valkey-port"
 """In the state folder: where the embedded Valkey listens."""
 
 
@@ -64,24 +64,26 @@ class RoutingSettings(BaseSettings):
         return self
 
     @property
-    def room_url(self) -> str:
+    def effective_redis_url(self) -> str:
         if self.redis_url:
             return self.redis_url
         home = StorageSettings().home
-        return embedded_url(self.redis_port if "redis_port" in self.model_fields_set else self._kept_port(home), home)
+        return embedded_redis_url(
+            self.redis_port if "redis_port" in self.model_fields_set else self._saved_port(home), home
+        )
 
-    def _kept_port(self, home: Path) -> int:
+    def _saved_port(self, home: Path) -> int:
         """The port that `slotkeeper up` has noted in `home`; the default before that."""
         try:
-            return int((home / PORT_FILE).read_text())
+            return int((home / VALKEY_PORT_FILE).read_text())
         except (OSError, ValueError):
             return self.redis_port
 
 
-def embedded_url(port: int, home: Path) -> str:
+def embedded_redis_url(port: int, home: Path) -> str:
     """Of the embedded Valkey, with the password that `slotkeeper up` keeps in `home`; without it before that."""
     try:
-        password = (home / PASSWORD_FILE).read_text().strip()
+        password = (home / VALKEY_PASSWORD_FILE).read_text().strip()
     except OSError:
         password = ""
     return f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/0"

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from slotkeeper.redis.scripts import Scripts
 
-BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 """Upper bounds of the parts of a histogram, but for the last, which has none."""
 
 REFUSED, HANDED_ON = "refused", "handed_on"
@@ -23,7 +23,7 @@ _BAR = "|"
 _MICROS = "us"
 
 
-class Tallies:
+class ProcessCounters:
     """Counts of one process, on their way to the sums of all.  Safe between threads."""
 
     def __init__(self, scripts: Scripts) -> None:
@@ -33,11 +33,11 @@ class Tallies:
         self._counted = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def refused(self, gate: str, jobs: int) -> None:
+    def count_refusal(self, gate: str, jobs: int) -> None:
         """A gate has refused so many jobs."""
         self.add(REFUSED, gate, jobs)
 
-    def handed_on(self, seconds: float) -> None:
+    def observe_handoff(self, seconds: float) -> None:
         """A slot's next request left so long after its server had answered the one before."""
         self.observe(HANDED_ON, seconds)
 
@@ -50,7 +50,7 @@ class Tallies:
     def observe(self, name: str, seconds: float) -> None:
         """Add a value to a histogram."""
         with self._lock:
-            self._new[f"{name}{_BAR}{bisect_left(BOUNDS_S, seconds)}"] += 1
+            self._new[f"{name}{_BAR}{bisect_left(HANDOFF_BUCKETS_S, seconds)}"] += 1
             self._new[f"{name}{_BAR}{_MICROS}"] += round(seconds * 1e6)
         self._wake()
 
@@ -78,7 +78,7 @@ class Tallies:
     def histogram(self, name: str) -> tuple[list[int], float]:
         """How many values lie in each part, one more than there are bounds, and the sum of all in s."""
         counts = self.counts(name)
-        parts = [counts.get(str(part), 0) for part in range(len(BOUNDS_S) + 1)]
+        parts = [counts.get(str(part), 0) for part in range(len(HANDOFF_BUCKETS_S) + 1)]
         return parts, counts.get(_MICROS, 0) / 1e6
 
     def _wake(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from routing.queries.neighbours import Run, neighbours
+from routing.queries.neighbours import NeighbourRun, load_neighbours
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -26,20 +26,20 @@ _BEFORE_MS = 10 * 60_000  # in which failures explain a cooldown
 _MET_NOBODY = {Reason.SERVER_BUSY: "was busy", Reason.SERVER_UNREACHABLE: "could not be reached"}
 
 
-class Part(StrEnum):
+class PhaseKind(StrEnum):
     WAITED = "waited"
     DELAYED = "delayed"
     RAN = "ran"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Phase:
     """A part of a job's life.  `to_ms` None: it lasts still.
 
     Of a run: which one, where, how it ended and with what error; of a delay: why it was made.
     """
 
-    part: Part
+    part: PhaseKind
     from_ms: int
     to_ms: int | None
     attempt: int = 0
@@ -54,29 +54,35 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Timeline:
     """`sentence`: why it took as long as it did; `spans` follow each other from its acceptance on."""
 
     sentence: str
-    spans: tuple[Span, ...]
+    spans: tuple[Phase, ...]
     took_ms: int
 
-    def total_ms(self, part: Part, now_ms: int) -> int:
+    def total_ms(self, part: PhaseKind, now_ms: int) -> int:
         return sum(span.lasted_ms(now_ms) for span in self.spans if span.part is part)
 
 
-def tell(store: JobStore, catalog: CatalogSnapshot, job: Job, trail: Sequence[Event], now_ms: int) -> Story:
+def build_timeline(
+    store: JobStore, catalog: CatalogSnapshot, job: Job, trail: Sequence[Event], now_ms: int
+) -> Timeline:
     """Of any job, ended or not.  Raises RecordUnavailable."""
-    spans = tuple(spans_of(trail))
+    spans = tuple(phases_of(trail))
     took_ms = (now_ms if job.finished_ms is None else job.finished_ms) - job.created_ms
     causes = sorted(_causes(store, catalog, job, spans, now_ms), key=lambda cause: -cause.took_ms)
     told = [cause for cause in causes if cause.took_ms >= _WORTH_TELLING_MS][:3] or causes[:1]
     lead = "It took" if job.state in FINAL_STATES else "So far it has taken"
     because = "; ".join(cause.sentence for cause in told)
-    return Story(f"{lead} {length(took_ms)}: {because}." if because else f"{lead} {length(took_ms)}.", spans, took_ms)
+    return Timeline(
+        f"{lead} {format_duration(took_ms)}: {because}." if because else f"{lead} {format_duration(took_ms)}.",
+        spans,
+        took_ms,
+    )
 
 
-def spans_of(trail: Iterable[Event]) -> Iterator[Span]:
+def phases_of(trail: Iterable[Event]) -> Iterator[Phase]:
     """What a job did between one event and the next."""
     last: Event | None = None
     for event in trail:
@@ -90,22 +96,22 @@ def spans_of(trail: Iterable[Event]) -> Iterator[Span]:
 
 
 _PARTS = {
-    EVENT_TYPES[State.QUEUED]: Part.WAITED,
-    EVENT_TYPES[State.DELAYED]: Part.DELAYED,
-    EVENT_TYPES[State.RUNNING]: Part.RAN,
+    EVENT_TYPES[State.QUEUED]: PhaseKind.WAITED,
+    EVENT_TYPES[State.DELAYED]: PhaseKind.DELAYED,
+    EVENT_TYPES[State.RUNNING]: PhaseKind.RAN,
 }
 _ENDS = {EVENT_TYPES[state] for state in FINAL_STATES}
 
 
-def _span(began: Event, ended: Event | None) -> Span:
+def _span(began: Event, ended: Event | None) -> Phase:
     part = _PARTS[began.type]
     to_ms = ended.at_ms if ended else None
-    if part is not Part.RAN:
-        return Span(part, began.at_ms, to_ms, began.attempt, why=began.data.get("why"))
+    if part is not PhaseKind.RAN:
+        return Phase(part, began.at_ms, to_ms, began.attempt, why=began.data.get("why"))
     told = ended.data if ended else {}
     error = told.get("error") or {}
     place = (began.data.get("server"), began.data.get("slot"))
-    return Span(
+    return Phase(
         part, began.at_ms, to_ms, began.attempt, *place, told.get("why"), error.get("code"), error.get("message")
     )
 
@@ -120,63 +126,65 @@ class _Cause:
 
 
 def _causes(
-    store: JobStore, catalog: CatalogSnapshot, job: Job, spans: Sequence[Span], now_ms: int
+    store: JobStore, catalog: CatalogSnapshot, job: Job, spans: Sequence[Phase], now_ms: int
 ) -> Iterator[_Cause]:
-    runs = neighbours(store, job)
-    failed = [span for span in spans if span.part is Part.RAN and span.to_ms is not None and span.error]
-    waits = [span for span in spans if span.part is Part.WAITED]
+    runs = load_neighbours(store, job)
+    failed = [span for span in spans if span.part is PhaseKind.RAN and span.to_ms is not None and span.error]
+    waits = [span for span in spans if span.part is PhaseKind.WAITED]
     if waits:
         yield _waiting(catalog, job, waits, runs, now_ms)
-    if tries := [span for span in spans if span.why == Reason.SERVER_ERROR and span.part is Part.RAN]:
+    if tries := [span for span in spans if span.why == Reason.SERVER_ERROR and span.part is PhaseKind.RAN]:
         yield _retrying(spans, tries, now_ms)
-    elif delays := [span for span in spans if span.part is Part.DELAYED]:
+    elif delays := [span for span in spans if span.part is PhaseKind.DELAYED]:
         yield _Cause(
-            _total(delays, now_ms), f"for {length(_total(delays, now_ms))} it was not due, as it was submitted"
+            _total(delays, now_ms), f"for {format_duration(_total(delays, now_ms))} it was not due, as it was submitted"
         )
     for span in failed:
         if span.why in _MET_NOBODY:
             lasted = span.lasted_ms(now_ms)
             yield _Cause(lasted, f"{span.server} {_MET_NOBODY[Reason(str(span.why))]} when it was sent there")
-    last = next((span for span in reversed(spans) if span.part is Part.RAN), None)
+    last = next((span for span in reversed(spans) if span.part is PhaseKind.RAN), None)
     if last is not None and last not in tries:
         yield _running(job, last, runs, now_ms)
 
 
-def _retrying(spans: Sequence[Span], tries: Sequence[Span], now_ms: int) -> _Cause:
-    delays = [span for span in spans if span.part is Part.DELAYED and span.why == Reason.SERVER_ERROR]
+def _retrying(spans: Sequence[Phase], tries: Sequence[Phase], now_ms: int) -> _Cause:
+    delays = [span for span in spans if span.part is PhaseKind.DELAYED and span.why == Reason.SERVER_ERROR]
     lost = _total([*tries, *delays], now_ms)
     errors = sorted({f"{span.error} on {span.server}" for span in tries})
     count = len(tries)
     times = {1: "once", 2: "twice"}.get(count, f"{count} times")
-    return _Cause(lost, f"it was retried {times}, which cost {length(lost)} ({', '.join(errors[:3])})")
+    return _Cause(lost, f"it was retried {times}, which cost {format_duration(lost)} ({', '.join(errors[:3])})")
 
 
-def _running(job: Job, span: Span, runs: Sequence[Run], now_ms: int) -> _Cause:
+def _running(job: Job, span: Phase, runs: Sequence[NeighbourRun], now_ms: int) -> _Cause:
     lasted = span.lasted_ms(now_ms)
-    said = f"it ran for {length(lasted)} on {span.server}"
+    said = f"it ran for {format_duration(lasted)} on {span.server}"
     alike = [run for run in runs if run.model == job.model and run.completed]
     others = [run.lasted_ms for run in alike if run.server != span.server]
     own = [run.lasted_ms for run in alike if run.server == span.server]
     for found, where in ((others, "on other servers"), (own, "as a rule")):
         usual = median(found) if len(found) >= _FEW else None
         if usual is not None and lasted > _SLOW * max(usual, 1) and lasted - usual > _WORTH_TELLING_MS / 2:
-            return _Cause(lasted, f"{said}, which was slow: such a run took {length(usual)} {where}")
+            return _Cause(lasted, f"{said}, which was slow: such a run took {format_duration(usual)} {where}")
     return _Cause(lasted, said)
 
 
 # -- what a job waited for ---------------------------------------------------------------------------------
 
 
-def _waiting(catalog: CatalogSnapshot, job: Job, waits: Sequence[Span], runs: Sequence[Run], now_ms: int) -> _Cause:
+def _waiting(
+    catalog: CatalogSnapshot, job: Job, waits: Sequence[Phase], runs: Sequence[NeighbourRun], now_ms: int
+) -> _Cause:
     waited = _total(waits, now_ms)
-    said = f"it waited for {length(waited)}"
+    said = f"it waited for {format_duration(waited)}"
     if waited < _WORTH_TELLING_MS:
         return _Cause(waited, said)
     longest = max(waits, key=lambda span: span.lasted_ms(now_ms))
     return _Cause(waited, f"{said}, {_why(catalog, job, longest, runs, now_ms)}")
 
 
-def _why(catalog: CatalogSnapshot, job: Job, span: Span, runs: Sequence[Run], now_ms: int) -> str:
+def _why(catalog: CatalogSnapshot, job: Job, span: Phase, runs: Sequence[NeighbourRun], now_ms: int) -> str:
     """What kept it for most of its longest wait, in the light of what is configured now."""
     begins, ends = span.from_ms, now_ms if span.to_ms is None else span.to_ms
     model = catalog.models.get(job.model)
@@ -199,7 +207,7 @@ def _why(catalog: CatalogSnapshot, job: Job, span: Span, runs: Sequence[Run], no
     return "though not all slots were taken: something was paused, in cooldown, or did not meet its constraints"
 
 
-def _troubled(runs: Sequence[Run], job: Job, begins: int, ends: int) -> str:
+def _troubled(runs: Sequence[NeighbourRun], job: Job, begins: int, ends: int) -> str:
     """Failures of its model's runs before it was started; "": there were none."""
     failed = [
         failure
@@ -215,7 +223,7 @@ def _troubled(runs: Sequence[Run], job: Job, begins: int, ends: int) -> str:
     return f"{count} on {', '.join(servers[:3])}" if servers else count
 
 
-def _time_with(runs: Iterable[Run], count: int, begins: int, ends: int) -> int:
+def _time_with(runs: Iterable[NeighbourRun], count: int, begins: int, ends: int) -> int:
     """For how long of this time at least `count` of the runs were under way, ms."""
     turns = sorted(
         turn
@@ -231,11 +239,11 @@ def _time_with(runs: Iterable[Run], count: int, begins: int, ends: int) -> int:
     return found
 
 
-def _total(spans: Iterable[Span], now_ms: int) -> int:
+def _total(spans: Iterable[Phase], now_ms: int) -> int:
     return sum(span.lasted_ms(now_ms) for span in spans)
 
 
-def length(ms: float) -> str:
+def format_duration(ms: float) -> str:
     """A length of time in words: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if ms < 9_950:
         return f"{ms / 1000:.1f} s"

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from routing.dispatch.dispatcher import DRAINING, Dispatcher
-from routing.maintenance import ledger
-from routing.maintenance.identity import ServerReport
-from routing.maintenance.reconcile import suspects
-from routing.maintenance.reconcile.reaper import OFTEN
-from routing.maintenance.rooms import depths_of
-from routing.maintenance.seen import seen_by
+from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher
+from routing.maintenance.pass_state import seen_by
+from routing.maintenance.reaper import REPORTED_AFTER
+from routing.maintenance.rooms import queue_counts
+from routing.maintenance.server_checks import find_stale_runs
+from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Lease
 from slotkeeper.clock import now_ms
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 
 
@@ -39,12 +39,12 @@ class Finding:
     subject: str
 
 
-def look(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Finding]:
+def find_violations(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Finding]:
     """All differences at this moment."""
-    found = {Finding(Check.SLOT, job.id) for job in suspects(dispatcher, reports)}
+    found = {Finding(Check.SLOT, job.id) for job in find_stale_runs(dispatcher, reports)}
     if not ledger.read(dispatcher.store.database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
-    leases = dispatcher.leases.all_of(dispatcher.catalog.get().fleets())
+    leases = dispatcher.leases.list_all(dispatcher.catalog.get().fleets())
     return found | _runs(dispatcher, leases) | _rooms(dispatcher, leases) | _unstarted(dispatcher)
 
 
@@ -56,12 +56,14 @@ def _unstarted(dispatcher: Dispatcher) -> set[Finding]:
         found = briefs.get(job_id)
         if found is None or found.state is not State.QUEUED or found.attempt != attempt:
             met.pop(job_id, None)
-    return {Finding(Check.START, job_id) for job_id, (_, times) in list(met.items()) if times >= OFTEN}
+    return {Finding(Check.START, job_id) for job_id, (_, times) in list(met.items()) if times >= REPORTED_AFTER}
 
 
 def _runs(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]) -> set[Finding]:
-    theirs = ("", DRAINING)  # offers, and slots that drain: they run nothing
-    claimed = {lease.job_id: lease.tag for fleet in leases.values() for lease, _ in fleet if lease.owner not in theirs}
+    theirs = ("", QUARANTINE_OWNER)  # offers, and slots that drain: they run nothing
+    claimed = {
+        lease.job_id: lease.stored_text for fleet in leases.values() for lease, _ in fleet if lease.owner not in theirs
+    }
     running = {job.id: job.lease for job in dispatcher.store.list_running()}
     suspicious = [job for job, tag in claimed.items() if running.get(job) != tag]
     without_run = {Finding(Check.LEASE, job) for job in suspicious if not _has_just_ended(dispatcher, job)}
@@ -79,7 +81,7 @@ def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]
     queued = ledger.queued_by_model(dispatcher.store.database)
     catalog = dispatcher.catalog.get()
     found = set()
-    for fleet, room in depths_of(dispatcher.queues.scripts, list(leases)).items():
+    for fleet, room in queue_counts(dispatcher.queues.scripts, list(leases)).items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))
         in_room = sum(room.waiting.values()) + sum(not lease.owner for lease, _ in leases[fleet])
         if recorded > in_room:
@@ -87,7 +89,7 @@ def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]
     return found
 
 
-def count(findings: set[Finding]) -> dict[str, int]:
+def count_by_check(findings: set[Finding]) -> dict[str, int]:
     """How many of each; zero included, so that a gauge falls back."""
     counted = Counter(finding.check for finding in findings)
     return {check.value: counted[check] for check in Check}

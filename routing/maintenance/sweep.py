@@ -8,14 +8,15 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import OutOfMemoryError
 
-from routing.dispatch.dispatcher import DRAINING, Dispatcher
-from routing.maintenance import draining, ledger, runs
-from routing.maintenance.copies import bring_all
-from routing.maintenance.each import alone
-from routing.maintenance.rooms import Depths, depths, depths_of, forget_gone
-from routing.maintenance.seen import Doubt, seen_by
+from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher
+from routing.maintenance import quarantined_slots, restore_leases
+from routing.maintenance.each import isolate_errors
+from routing.maintenance.pass_state import Shortfall, seen_by
+from routing.maintenance.rebuild import sync_catalog
+from routing.maintenance.rooms import QueueCounts, depths, queue_counts, remove_unknown
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.outbox import forward
 from slotkeeper.registry.catalog import CatalogSnapshot
@@ -43,42 +44,42 @@ def sweep(dispatcher: Dispatcher) -> int:
     Answers offers made.  A fleet without jobs costs its share of one round trip.
     """
     catalog = dispatcher.catalog.get()
-    rooms = depths_of(dispatcher.queues.scripts, catalog.fleets())
+    rooms = queue_counts(dispatcher.queues.scripts, catalog.fleets())
     until = time.monotonic() + _READS_S
-    with alone("catch_up"):
-        _catch_up(dispatcher, rooms, until)
-    with alone("rebuild"):
+    with isolate_errors("catch_up"):
+        _enqueue_from_events(dispatcher, rooms, until)
+    with isolate_errors("rebuild"):
         _rebuild_on(dispatcher, [fleet for fleet, room in rooms.items() if not room.open], until)
-    with alone("count"):
-        _heed_counts(dispatcher, catalog)
+    with isolate_errors("count"):
+        _fill_short_queues(dispatcher, catalog)
     _fill_each(dispatcher, set(seen_by(dispatcher).filling) - seen_by(dispatcher).rebuilding, until)
     return _offer_all(dispatcher, catalog)
 
 
 def _offer_all(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> int:
-    made, rooms = 0, depths_of(dispatcher.queues.scripts, catalog.fleets())
+    made, rooms = 0, queue_counts(dispatcher.queues.scripts, catalog.fleets())
     _sync(dispatcher, catalog, rooms)
     for fleet, room in rooms.items():
         if room.waiting or room.cooling:
-            with alone("offer", fleet=fleet):
+            with isolate_errors("offer", fleet=fleet):
                 offers = dispatcher.queues.offer_all(fleet)
-                dispatcher.publish(offers)
+                dispatcher.publish_offers(offers)
                 made += len(offers)
     return made
 
 
-def _sync(dispatcher: Dispatcher, catalog: CatalogSnapshot, rooms: Mapping[str, Depths]) -> None:
+def _sync(dispatcher: Dispatcher, catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> None:
     """Bring the catalog to the rooms, where it has changed or their slots are not those that it says."""
     synced, now = seen_by(dispatcher).synced, time.monotonic()
 
-    def is_due(fleet: str, room: Depths) -> bool:
+    def is_due(fleet: str, room: QueueCounts) -> bool:
         version, at = synced.get(fleet, (None, 0.0))
         slots = sum(server.slots for server in catalog.servers_of(fleet) if server.takes_jobs)
         is_whole = room.free + room.cooling + room.taken == slots
         return version != catalog.version or not is_whole or now - at > _SYNC_EVERY_S
 
     due = [fleet for fleet, room in rooms.items() if is_due(fleet, room)]
-    bring_all(dispatcher, due, catalog)
+    sync_catalog(dispatcher, due, catalog)
     synced.update(dict.fromkeys(due, (catalog.version, now)))
 
 
@@ -86,18 +87,18 @@ def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
     """After a change of the catalog: bring it to Redis now, and offer what it makes possible."""
     catalog = dispatcher.catalog.refresh()
     if not depths(dispatcher.queues.scripts, fleet).open:
-        rebuild(dispatcher, fleet)
-    bring_all(dispatcher, [fleet], catalog)
+        rebuild_queue(dispatcher, fleet)
+    sync_catalog(dispatcher, [fleet], catalog)
     # A model has another name, by which its jobs have to come in again.
     if not depths(dispatcher.queues.scripts, fleet).open:
-        rebuild(dispatcher, fleet)
-    dispatcher.publish(dispatcher.queues.offer_all(fleet))
+        rebuild_queue(dispatcher, fleet)
+    dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
 
 
 # -- what was queued and did not reach the room ----------------------------------------------------------------
 
 
-def _catch_up(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
+def _enqueue_from_events(dispatcher: Dispatcher, fleets: Collection[str], until: float) -> None:
     """Enqueue what has been queued since the last sweep, by whatever act: who did it may have died, or found Redis
     away (QUEUE-1).  The outbox tells, so that jobs that have waited for long are not read again."""
     seen, database = seen_by(dispatcher), dispatcher.store.database
@@ -128,7 +129,7 @@ def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Que
     for fleet, its in _by_fleet(dispatcher, jobs).items():
         taken = False
         if fleet in fleets:
-            with alone("enqueue", fleet=fleet):
+            with isolate_errors("enqueue", fleet=fleet):
                 dispatcher.queues.fill(fleet, its)
                 taken = True
         if not taken:  # It is filled as a whole later.
@@ -146,19 +147,19 @@ def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[QueuedJob]) -> dict[str, li
 # -- counts ----------------------------------------------------------------------------------------------------
 
 
-def _heed_counts(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> None:
+def _fill_short_queues(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> None:
     """Fill the room of a fleet in which two looks in a row find fewer jobs than the record has queued."""
     seen, began = seen_by(dispatcher), time.monotonic()
     if began < seen.counted_at or seen.scanned is not None:
         return
-    short = short_rooms(dispatcher, catalog)
+    short = short_queues(dispatcher, catalog)
     now = time.monotonic()
     seen.counted_at = now + (now - began) / _COUNTING_SHARE
     for fleet in list(seen.doubts):
         if fleet not in short and now > seen.doubts[fleet].until:
             del seen.doubts[fleet]
     for fleet in short:
-        doubt = seen.doubts.setdefault(fleet, Doubt())
+        doubt = seen.doubts.setdefault(fleet, Shortfall())
         doubt.looks += 1
         if doubt.looks >= 2 and now >= doubt.until and fleet not in seen.filling:
             # A busy room may look short although it is not: each time it was filled for nothing it is trusted longer.
@@ -167,16 +168,16 @@ def _heed_counts(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> None:
             seen.filling[fleet] = 0
 
 
-def short_rooms(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
+def short_queues(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
     """Fleets of which the record has more jobs queued than wait in the room or are under offer, at this moment."""
     queued = ledger.queued_by_model(dispatcher.store.database)
     recorded = {fleet: sum(queued[model] for model in catalog.models_of(fleet)) for fleet in catalog.fleets()}
-    rooms = depths_of(dispatcher.queues.scripts, [fleet for fleet, count in recorded.items() if count])
+    rooms = queue_counts(dispatcher.queues.scripts, [fleet for fleet, count in recorded.items() if count])
     short = {fleet for fleet, room in rooms.items() if room.open and recorded[fleet] > sum(room.waiting.values())}
-    leases = dispatcher.leases.all_of(sorted(short))
+    leases = dispatcher.leases.list_all(sorted(short))
     running = {job.id for job in dispatcher.store.list_running()} if leases else set()
     for fleet, held in leases.items():
-        offered = sum(1 for lease, _ in held if lease.job_id not in running and lease.owner != DRAINING)
+        offered = sum(1 for lease, _ in held if lease.job_id not in running and lease.owner != QUARANTINE_OWNER)
         if recorded[fleet] <= sum(rooms[fleet].waiting.values()) + offered:
             short.discard(fleet)
     return short & leases.keys()
@@ -188,21 +189,21 @@ def short_rooms(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
 def reconcile(dispatcher: Dispatcher) -> int:
     """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
     fleets = dispatcher.catalog.refresh().fleets()
-    found, rooms = runs.restore(dispatcher), depths_of(dispatcher.queues.scripts, fleets)
+    found, rooms = restore_leases.restore(dispatcher), queue_counts(dispatcher.queues.scripts, fleets)
     for fleet in _having_queued(dispatcher, [fleet for fleet, room in rooms.items() if room.open]):
-        with alone("reconcile", fleet=fleet):
+        with isolate_errors("reconcile", fleet=fleet):
             found += _fill(dispatcher, fleet)
             crash_at("reconcile_filled")
-            dispatcher.publish(dispatcher.queues.offer_all(fleet))
+            dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
     for fleet in [fleet for fleet, room in rooms.items() if not room.open]:
-        with alone("reconcile", fleet=fleet):
-            found += rebuild(dispatcher, fleet)
-    for fleet in forget_gone(dispatcher.slots.scripts, dispatcher.catalog.refresh().fleets()):
+        with isolate_errors("reconcile", fleet=fleet):
+            found += rebuild_queue(dispatcher, fleet)
+    for fleet in remove_unknown(dispatcher.slots.scripts, dispatcher.catalog.refresh().fleets()):
         log.info("room_removed", fleet=fleet)
     return found
 
 
-def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
+def rebuild_queue(dispatcher: Dispatcher, fleet: str) -> int:
     """Fill an empty room from the record: leases of running jobs, then queued jobs in order; then open it.
 
     Until it is open it offers nothing, so no late job overtakes an early one that is not back yet (ORDER-1).
@@ -216,7 +217,7 @@ def rebuild(dispatcher: Dispatcher, fleet: str) -> int:
         log.warning("room_not_filled", fleet=fleet, error=str(error))
         seen_by(dispatcher).filling[fleet] = 0
     _end_rebuild(dispatcher, [fleet])
-    dispatcher.publish(dispatcher.queues.offer_all(fleet))
+    dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
     return filled
 
 
@@ -243,14 +244,14 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     if not fleets:
         return []
     catalog = dispatcher.catalog.get()
-    begun = dispatcher.queues.begin_all(fleets, catalog.database_id)
+    begun = dispatcher.queues.begin_rebuild(fleets, catalog.database_id)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
-    runs.restore_all(dispatcher, begun)
-    draining.restore(dispatcher, begun)
-    runs.restore_offers(dispatcher, begun)
+    restore_leases.restore_leases(dispatcher, begun)
+    quarantined_slots.restore_quarantine(dispatcher, begun)
+    restore_leases.restore_offers(dispatcher, begun)
     crash_at("rebuild_leases")
-    bring_all(dispatcher, list(begun), catalog)
+    sync_catalog(dispatcher, list(begun), catalog)
     return list(begun)
 
 
@@ -259,7 +260,7 @@ def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
         return
     crash_at("rebuild_filled")
     # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
-    runs.restore_all(dispatcher, fleets)
+    restore_leases.restore_leases(dispatcher, fleets)
     for fleet in [fleet for fleet, opened in dispatcher.queues.open_all(fleets).items() if opened]:
         log.info("room_rebuilt", fleet=fleet)
 
@@ -287,7 +288,7 @@ def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) ->
     """Go on filling these rooms.  Returns those for which Redis has no more memory; the next sweep goes on there."""
     full: set[str] = set()
     for fleet in sorted(fleets):
-        with alone("fill", fleet=fleet):
+        with isolate_errors("fill", fleet=fleet):
             try:
                 _fill_on(dispatcher, fleet, until)
             except OutOfMemoryError as error:

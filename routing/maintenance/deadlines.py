@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import ledger
-from routing.maintenance.each import alone
+from routing.maintenance.each import isolate_errors
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.store import Transition
 from slotkeeper.jobs.values import Quarantine
 from slotkeeper.outbox import retention
@@ -17,7 +17,7 @@ from slotkeeper.outbox import retention
 _CHUNK = 200
 
 
-def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
+def promote_due_jobs(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
     """Queue the delayed jobs whose time has come; answers how many.  After `within_s` the rest is left to the next."""
 
     def act(batch: Sequence[Any]) -> None:
@@ -27,7 +27,7 @@ def promote_due(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
     return _in_batches(lambda: dispatcher.store.promote_due(now_ms(), _CHUNK), act, within_s)
 
 
-def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
+def expire_deadlines(dispatcher: Dispatcher, within_s: float = float("inf")) -> int:
     """End the jobs whose deadline has passed, whatever they are doing; answers how many.
 
     The deadlines stand in the record, so however long nobody looked, none is missed.  `within_s`: as above.
@@ -37,8 +37,8 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
         crash_at("expire_committed")
         dispatcher.withdraw_all([moved.job for moved in ended])  # or tells their workers, who free the slots
         for moved in ended:
-            with alone("announce", job_id=moved.job.id):
-                dispatcher.announce_end(moved)
+            with isolate_errors("announce", job_id=moved.job.id):
+                dispatcher.notify_ended(moved)
 
     def take() -> list[Transition]:
         now = now_ms()
@@ -48,7 +48,7 @@ def expire_overdue(dispatcher: Dispatcher, within_s: float = float("inf")) -> in
     return _in_batches(take, act, within_s)
 
 
-def purge(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
+def purge_ended_jobs(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
     """Remove what ended longer ago than `retention_s`; answers how many jobs.  `within_s`: as above."""
     dispatcher.store.delete_expired_keys(now_ms())
     ledger.fold(dispatcher.store.database)

@@ -5,25 +5,25 @@ from collections.abc import Sequence
 import structlog
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance.each import alone
-from routing.queue.slots import Synced
+from routing.maintenance.each import isolate_errors
+from routing.queue.slots import SyncResult
 from slotkeeper.registry.catalog import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 
 
-def bring_all(dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot) -> None:
+def sync_catalog(dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot) -> None:
     """Bring the catalog to these fleets' rooms, in few round trips.
 
     One that has a newer version, or is not this record's, is left as it is; the next sweep fills it.  A room that has a
     newer version than the record itself was filled before the record was put back to a backup.
     """
     for fleet, synced in dispatcher.slots.sync_all(fleets, catalog).items():
-        with alone("bring", fleet=fleet):
-            _heed(dispatcher, fleet, synced, catalog)
+        with isolate_errors("bring", fleet=fleet):
+            _handle_sync_result(dispatcher, fleet, synced, catalog)
 
 
-def _heed(dispatcher: Dispatcher, fleet: str, found: Synced, catalog: CatalogSnapshot) -> None:
+def _handle_sync_result(dispatcher: Dispatcher, fleet: str, found: SyncResult, catalog: CatalogSnapshot) -> None:
     if found.answer == "foreign":
         log.warning("room_of_another_record", fleet=fleet, record=catalog.database_id)
         return

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 # A lease younger than this may precede the server's own count of the job.
-YOUNG_MS = 5_000
+MIN_AGE_MS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class ServerReport:
     job_ids: frozenset[str] | None = None
     asked_ms: int | None = None
     endpoints: Mapping[str, str] | None = None
-    refused: bool = False  # nothing listens at its address: the process that ran there has ended
-    started: str | None = None  # another value than before: another process
+    connection_refused: bool = False  # nothing listens at its address: the process that ran there has ended
+    process_started: str | None = None  # another value than before: another process
     is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
 
     @property
-    def tells_what_runs(self) -> bool:
+    def shows_runs(self) -> bool:
         return self.up and (self.active_jobs is not None or self.job_ids is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseView:
+class ExpectedRun:
     """A lease as the comparison needs it.  `names`: what the server may call the job."""
 
     job_id: str
@@ -44,12 +44,12 @@ class LeaseView:
     age_ms: int
 
 
-def asked_ms(report: ServerReport, now_ms: int) -> int:
+def report_time_ms(report: ServerReport, now_ms: int) -> int:
     """When the server was asked; as good as now, if nobody says."""
     return now_ms if report.asked_ms is None else report.asked_ms
 
 
-def names_of(job_id: str, attempt: int, remote_id: str | None) -> frozenset[str]:
+def run_names(job_id: str, attempt: int, remote_id: str | None) -> frozenset[str]:
     """What a server may call a run."""
     return frozenset({job_id, f"{job_id}-{attempt}", f"{job_id}.{attempt}", remote_id or job_id})
 
@@ -60,10 +60,10 @@ class Comparison:
 
     stale: tuple[str, ...] = ()
     unknown_runs: tuple[str, ...] = ()
-    uncounted: int = 0
+    unaccounted: int = 0
 
 
-def compare(leases: Collection[LeaseView], report: ServerReport) -> Comparison:
+def compare_runs(leases: Collection[ExpectedRun], report: ServerReport) -> Comparison:
     """The five cases.  On silence everything is empty: nothing is freed, nothing is withheld."""
     if not report.up:
         return Comparison()
@@ -74,14 +74,14 @@ def compare(leases: Collection[LeaseView], report: ServerReport) -> Comparison:
     return _by_count(leases, report.active_jobs)
 
 
-def _by_ids(leases: Collection[LeaseView], running: frozenset[str]) -> Comparison:
+def _by_ids(leases: Collection[ExpectedRun], running: frozenset[str]) -> Comparison:
     ours = frozenset[str]().union(*(lease.names for lease in leases))
-    stale = tuple(lease.job_id for lease in leases if not lease.names & running and lease.age_ms >= YOUNG_MS)
+    stale = tuple(lease.job_id for lease in leases if not lease.names & running and lease.age_ms >= MIN_AGE_MS)
     unknown_runs = tuple(sorted(running - ours))
     return Comparison(stale, unknown_runs, len(unknown_runs))
 
 
-def _by_count(leases: Collection[LeaseView], active: int) -> Comparison:
+def _by_count(leases: Collection[ExpectedRun], active: int) -> Comparison:
     """A count tells who runs only when it is zero."""
-    stale = tuple(lease.job_id for lease in leases if active == 0 and lease.age_ms >= YOUNG_MS)
+    stale = tuple(lease.job_id for lease in leases if active == 0 and lease.age_ms >= MIN_AGE_MS)
     return Comparison(stale, (), max(0, active - len(leases)))

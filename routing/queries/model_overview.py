@@ -9,9 +9,9 @@ from redis.exceptions import RedisError
 
 from routing.admission import questions
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import draining
+from routing.maintenance import quarantined_slots
 from routing.queries import looks
-from routing.queries.last_hour import LastHour, Minute
+from routing.queries.last_hour import LastHourUsage, MinuteUsage
 from routing.queries.looks import MINUTE_MS
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, Job, QueuedJob
@@ -24,7 +24,7 @@ _NOT_KNOWN = ("", 0, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotState:
     """One of a server's slots.  `job`: what runs there; `withheld`: whose run has ended while the server goes on."""
 
     name: str
@@ -33,11 +33,11 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelNow:
+class ModelOverview:
     """`oldest_ms`: when the first of its waiting jobs was accepted; None: none waits.
 
     `breaker`: closed, open, half_open, probing, "": not known; open until `breaker_until_ms`, ms since the epoch, by
-    `breaker_why`, as for servers (routing/queries/servers.py: ServerStatus).
+    `breaker_why`, as for servers (routing/queries/server_status.py: ServerStatus).
     `use`: share of its slots that was in use, for each minute of the last hour; `per_minute`: jobs that ended;
     `failed`: jobs that failed or died within the last hour; `delayed`: jobs that wait to be tried again.
     """
@@ -54,30 +54,30 @@ class ModelNow:
     delayed: int
 
 
-def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Dispatcher) -> dict[str, list[Slot]]:
+def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Dispatcher) -> dict[str, list[SlotState]]:
     """Each server's slots, in order.  Raises RecordUnavailable."""
     taken = {job.slot: job for job in running}
-    withheld = {row.slot: row for rows in draining.by_server(dispatcher).values() for row in rows}
+    withheld = {row.slot: row for rows in quarantined_slots.by_server(dispatcher).values() for row in rows}
     return {
         it.name: [
-            Slot(name, taken.get(name), withheld.get(name))
+            SlotState(name, taken.get(name), withheld.get(name))
             for name in (f"{it.name}-slot{number}" for number in range(it.slots))
         ]
         for it in servers
     }
 
 
-def look(
-    dispatcher: Dispatcher, last_hour: LastHour, models: Sequence[Model], running: Sequence[Job], now_ms: int
-) -> dict[str, ModelNow]:
+def read_overview(
+    dispatcher: Dispatcher, last_hour: LastHourUsage, models: Sequence[Model], running: Sequence[Job], now_ms: int
+) -> dict[str, ModelOverview]:
     """Of these models.  Redis away: their breakers are not known.  Raises RecordUnavailable."""
     names = [model.name for model in models]
     oldest, delayed = looks.oldest_queued(dispatcher.store.database, names), looks.delayed(dispatcher.store.database)
-    last_hour.catch_up(now_ms)
+    last_hour.read_missing(now_ms)
     runs: dict[str, list[Job]] = defaultdict(list)
     for job in running:
         runs[job.model].append(job)
-    breakers = breakers_of(dispatcher, models)
+    breakers = read_breakers(dispatcher, models)
     return {
         name: replace(
             _now(dispatcher, last_hour, name, runs[name], oldest.get(name), breakers.get(name, _NOT_KNOWN), now_ms),
@@ -89,15 +89,15 @@ def look(
 
 def _now(
     dispatcher: Dispatcher,
-    last_hour: LastHour,
+    last_hour: LastHourUsage,
     name: str,
     running: Sequence[Job],
     oldest_ms: int | None,
     breaker: tuple[str, int, str],
     now_ms: int,
-) -> ModelNow:
+) -> ModelOverview:
     minutes = last_hour.of(name, now_ms)
-    return ModelNow(
+    return ModelOverview(
         len(running),
         oldest_ms,
         *breaker,
@@ -109,7 +109,7 @@ def _now(
     )
 
 
-def _use(minutes: Sequence[Minute], running: Sequence[Job], slots: int, now_ms: int) -> list[float]:
+def _use(minutes: Sequence[MinuteUsage], running: Sequence[Job], slots: int, now_ms: int) -> list[float]:
     if not slots:
         return [0.0] * len(minutes)
     busy = [minute.busy_ms for minute in minutes]
@@ -126,11 +126,13 @@ def _none_of(model: Model) -> QueuedJob:
     return QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY)
 
 
-def breakers_of(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tuple[str, int, str]]:
+def read_breakers(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tuple[str, int, str]]:
     """By model: state, until when, by what it was opened.  Nothing, while Redis is away."""
-    asked = [questions.status(dispatcher.queues, model.fleet, _none_of(model), as_last=True) for model in models]
+    asked = [
+        questions.job_status_command(dispatcher.queues, model.fleet, _none_of(model), as_last=True) for model in models
+    ]
     with suppress(RedisError):
-        found = dispatcher.queues.while_here(lambda: dispatcher.queues.ask(asked))
+        found = dispatcher.queues.call_if_available(lambda: dispatcher.queues.run_all(asked))
         return {
             model.name: (it.breaker, it.open_until_ms, it.open_why) for model, it in zip(models, found, strict=True)
         }

@@ -24,7 +24,7 @@ class LaneDepth:
     oldest_ms: int
 
 
-def lanes_of(scripts: Scripts, fleets: Sequence[str]) -> list[LaneDepth]:
+def read_lane_depths(scripts: Scripts, fleets: Sequence[str]) -> list[LaneDepth]:
     """Of all lanes with jobs.  Raises redis errors."""
     found = _asked(scripts, "HKEYS", [(fleet, "") for fleet in fleets])
     accounts = [(fleet, it.decode()) for fleet, its in zip(fleets, found, strict=True) for it in its]
@@ -37,7 +37,7 @@ def lanes_of(scripts: Scripts, fleets: Sequence[str]) -> list[LaneDepth]:
     ]
 
 
-def offers_made(scripts: Scripts, fleets: Sequence[str]) -> dict[str, int]:
+def read_offer_counts(scripts: Scripts, fleets: Sequence[str]) -> dict[str, int]:
     """Fleet -> how many offers were made since its room was new.  Raises redis errors."""
     with scripts.redis.pipeline(transaction=False) as pipe:
         for fleet in fleets:

@@ -12,23 +12,23 @@ from slotkeeper.jobs.values import QueuedJob
 _READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a bar would end it too early
 
 
-def lane(job: QueuedJob) -> str:
+def lane_name(job: QueuedJob) -> str:
     """`<priority>|<digest of its constraints>|<tenant>|<model>`."""
-    return f"{job.priority}|{digest(job.constraints)}|{account(job.tenant, job.model)}"
+    return f"{job.priority}|{constraints_digest(job.constraints)}|{account_name(job.tenant, job.model)}"
 
 
-def account(tenant: str, model: str) -> str:
+def account_name(tenant: str, model: str) -> str:
     """`<tenant>|<model>`, as the scripts know a tenant's use of a model."""
-    return f"{safe(tenant)}|{model}"
+    return f"{encode_tenant(tenant)}|{model}"
 
 
 @lru_cache(4096)
-def safe(tenant: str) -> str:
+def encode_tenant(tenant: str) -> str:
     """A tenant's name as part of a key."""
     return quote(tenant, safe=_READABLE)
 
 
 @lru_cache(4096)
-def digest(constraints: str) -> str:
+def constraints_digest(constraints: str) -> str:
     """Of constraints in their text form, short; "" for none."""
     return hashlib.sha256(constraints.encode()).hexdigest()[:12] if constraints else ""

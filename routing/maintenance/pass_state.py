@@ -31,9 +31,9 @@ class Seen:
     """Server -> runs (job, attempt) that have an id at it and are not in its reports, and since when (ms)."""
     started: dict[str, tuple[str, int, int | None]] = field(default_factory=dict)
     """Server -> what tells its process from others, when (ms) it was seen last, and when the one before it was."""
-    told_to_run: dict[tuple[str, int], int] = field(default_factory=dict)
+    confirmed_running: dict[tuple[str, int], int] = field(default_factory=dict)
     """Runs (job, attempt) whose slots are withheld, and when (ms) their server last told that they go on."""
-    doubts: dict[str, "Doubt"] = field(default_factory=dict)
+    doubts: dict[str, "Shortfall"] = field(default_factory=dict)
     """Fleets whose room holds fewer jobs than the record has queued."""
     unstarted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Jobs whose offer the reaper met: attempts that were begun, and how often it has met one since."""
@@ -65,7 +65,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Doubt:
+class Shortfall:
     """`looks`: how many in a row found the room short.  `until`: when (monotonic s) it may be filled again for that."""
 
     looks: int = 0

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import structlog
 
+from routing.config import RoutingSettings
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import DRAINING, Dispatcher, active_run, draining_lease
-from routing.dispatch.outcome import Kind, Outcome
-from routing.dispatch.steps import blocking, settle, wait
-from routing.maintenance import identity
-from routing.maintenance.each import alone
-from routing.maintenance.identity import LeaseView, ServerReport
-from routing.maintenance.seen import seen_by
-from routing.queue.config import RoutingSettings
-from routing.queue.leases import Lease, Restored
+from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher, active_run_of, quarantine_lease
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import blocking_steps, end_run, run_blocking
+from routing.maintenance import server_report
+from routing.maintenance.each import isolate_errors
+from routing.maintenance.pass_state import seen_by
+from routing.maintenance.server_report import ExpectedRun, ServerReport
+from routing.queue.leases import Lease, LeasedJob
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import quarantine
@@ -44,9 +44,9 @@ _TOLD_WITHIN_MS = 30_000
 # -- keeping ---------------------------------------------------------------------------------------------------
 
 
-def keep(dispatcher: Dispatcher) -> int:
+def sync_leases(dispatcher: Dispatcher) -> int:
     """Bring Redis to what the record says of slots that are withheld; answers how many it had wrong."""
-    leases = dispatcher.leases.all_of(dispatcher.catalog.get().fleets())
+    leases = dispatcher.leases.list_all(dispatcher.catalog.get().fleets())
     read = quarantine.list_all(dispatcher.store.database)
     rows = _by_fleet(dispatcher, read)
     _forget_gone(dispatcher, read)
@@ -57,7 +57,7 @@ def keep(dispatcher: Dispatcher) -> int:
             its.remove(row)
     wrong = 0
     for fleet, found in leases.items():
-        with alone("keep", fleet=fleet):
+        with isolate_errors("keep", fleet=fleet):
             wrong += _keep(dispatcher, fleet, [lease for lease, _ in found], rows[fleet])
     return wrong
 
@@ -70,7 +70,7 @@ def _forget_gone(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> Non
             quarantine.release(database, row.job_id, row.attempt)
 
 
-def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
+def restore_quarantine(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
     """Write the leases of these fleets' withheld slots again, after Redis was emptied; answers how many it had not."""
     rows = _by_fleet(dispatcher, quarantine.list_all(dispatcher.store.database))
     return sum(_restore(dispatcher, fleet, row) for fleet in fleets for row in rows[fleet])
@@ -78,12 +78,12 @@ def restore(dispatcher: Dispatcher, fleets: Collection[str]) -> int:
 
 def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Sequence[QuarantinedSlot]) -> int:
     """The leases were read before the rows: a lease without its row has been given up."""
-    known = {draining_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
-    given_up = [lease for lease in leases if lease.owner == DRAINING and lease not in known]
+    known = {quarantine_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
+    given_up = [lease for lease in leases if lease.owner == QUARANTINE_OWNER and lease not in known]
     for lease in given_up:
-        wait(blocking(dispatcher).free(lease, back=False))
+        run_blocking(blocking_steps(dispatcher).free(lease, back=False))
     if kept := [lease for lease in leases if lease in known]:
-        dispatcher.leases.renew(fleet, DRAINING, kept)
+        dispatcher.leases.renew(fleet, QUARANTINE_OWNER, kept)
     # Its worker may still be telling the server, under the job's own lease.
     there = {(lease.job_id.partition("~")[0], lease.slot) for lease in leases}
     lost = [row for row in rows if (row.job_id, row.slot) not in there]
@@ -91,9 +91,9 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Seq
 
 
 def _restore(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> int:
-    lease = draining_lease(fleet, row.job_id, row.attempt, row.slot)
+    lease = quarantine_lease(fleet, row.job_id, row.attempt, row.slot)
     of = QueuedJob(lease.job_id, 0, row.model, PRIORITY_DEFAULT, row.tenant)
-    return dispatcher.leases.restore(fleet, [Restored(lease, of)])
+    return dispatcher.leases.restore(fleet, [LeasedJob(lease, of)])
 
 
 def _by_fleet(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> defaultdict[str, list[QuarantinedSlot]]:
@@ -121,33 +121,33 @@ def by_server(dispatcher: Dispatcher) -> defaultdict[str, list[QuarantinedSlot]]
     return found
 
 
-def views(rows: Sequence[QuarantinedSlot], report: ServerReport) -> list[LeaseView]:
+def expected_runs(rows: Sequence[QuarantinedSlot], report: ServerReport) -> list[ExpectedRun]:
     """The runs as a server's report is compared with them."""
-    now = identity.asked_ms(report, now_ms())
+    now = server_report.report_time_ms(report, now_ms())
     return [
-        LeaseView(name_of(row), identity.names_of(row.job_id, row.attempt, row.remote_id), now - row.began_ms)
+        ExpectedRun(_run_id(row), server_report.run_names(row.job_id, row.attempt, row.remote_id), now - row.began_ms)
         for row in rows
     ]
 
 
-def name_of(row: QuarantinedSlot) -> str:
-    return draining_lease("", row.job_id, row.attempt, row.slot).job_id
+def _run_id(row: QuarantinedSlot) -> str:
+    return quarantine_lease("", row.job_id, row.attempt, row.slot).job_id
 
 
-def heed(
+def apply_report(
     dispatcher: Dispatcher, server: Server, report: ServerReport, rows: Sequence[QuarantinedSlot], jobs: Sequence[Job]
 ) -> int:
     """Let slots be used again whose runs the server's report does not show; answers how many."""
     # Idle says no more than that a place is free: with several slots, runs may go on in the others.
     said = replace(report, active_jobs=0) if report.is_idle and server.slots == 1 else report
-    gone = set(identity.compare(views(rows, said), said).stale)
+    gone = set(server_report.compare_runs(expected_runs(rows, said), said).stale)
     ended_ms = _process_ended_ms(dispatcher, server.name, report)
     freed, untold = 0, list[QuarantinedSlot]()
     for row in rows:
-        is_gone = name_of(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
-        if is_gone or _counted_out(dispatcher, report, row, jobs):
+        is_gone = _run_id(row) in gone or (ended_ms is not None and row.began_ms < ended_ms)
+        if is_gone or _is_over_by_count(dispatcher, report, row, jobs):
             freed += release(dispatcher, server.fleet, row)
-        elif not report.tells_what_runs and not _is_told_to_run(dispatcher, row):
+        elif not report.shows_runs and not _is_told_to_run(dispatcher, row):
             untold.append(row)
     _shorten(dispatcher, untold)
     return freed
@@ -163,11 +163,11 @@ def _shorten(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> None:
 
 def note_running(dispatcher: Dispatcher, row: QuarantinedSlot) -> None:
     """Note that its server has told by the run's status that it goes on."""
-    seen_by(dispatcher).told_to_run[row.job_id, row.attempt] = now_ms()
+    seen_by(dispatcher).confirmed_running[row.job_id, row.attempt] = now_ms()
 
 
 def _is_told_to_run(dispatcher: Dispatcher, row: QuarantinedSlot) -> bool:
-    told_ms = seen_by(dispatcher).told_to_run.get((row.job_id, row.attempt))
+    told_ms = seen_by(dispatcher).confirmed_running.get((row.job_id, row.attempt))
     return told_ms is not None and now_ms() - told_ms < _TOLD_WITHIN_MS
 
 
@@ -176,26 +176,26 @@ def _process_ended_ms(dispatcher: Dispatcher, server: str, report: ServerReport)
 
     Runs that began before have ended with it.  Later ones may be in the process that answers now.
     """
-    now, seen = identity.asked_ms(report, now_ms()), seen_by(dispatcher).started
-    if report.refused:
+    now, seen = server_report.report_time_ms(report, now_ms()), seen_by(dispatcher).started
+    if report.connection_refused:
         return now
-    if report.started is None:
+    if report.process_started is None:
         return None
-    known, last_ms, ended_ms = seen.get(server, (report.started, now, None))
+    known, last_ms, ended_ms = seen.get(server, (report.process_started, now, None))
     if now < last_ms:  # This report came late: a newer one was read before.
         return ended_ms
-    if known != report.started:
+    if known != report.process_started:
         ended_ms = last_ms
-    seen[server] = report.started, now, ended_ms
+    seen[server] = report.process_started, now, ended_ms
     return ended_ms
 
 
-def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: QuarantinedSlot, jobs: Sequence[Job]) -> bool:
+def _is_over_by_count(dispatcher: Dispatcher, report: ServerReport, row: QuarantinedSlot, jobs: Sequence[Job]) -> bool:
     """A server that only counts runs no more than we know of, for so long that nothing else explains it."""
-    if report.job_ids is not None or not report.tells_what_runs:
+    if report.job_ids is not None or not report.shows_runs:
         return False
     now = now_ms()
-    old = [job for job in jobs if now - (job.started_ms or now) >= identity.YOUNG_MS]
+    old = [job for job in jobs if now - (job.started_ms or now) >= server_report.MIN_AGE_MS]
     if report.active_jobs is None or report.active_jobs > len(old):
         if row.quiet_ms is not None:
             quarantine.set_quiet_since(dispatcher.store.database, row, None)
@@ -208,7 +208,7 @@ def _counted_out(dispatcher: Dispatcher, report: ServerReport, row: QuarantinedS
     )
 
 
-def release_run(dispatcher: Dispatcher, job_id: str, attempt: int) -> bool:
+def release_run_slot(dispatcher: Dispatcher, job_id: str, attempt: int) -> bool:
     """Its server has told that it has done with a run whose slot is withheld.  False: none is."""
     row = quarantine.find(dispatcher.store.database, job_id, attempt)
     server = None if row is None else dispatcher.catalog.get().servers.get(row.server)
@@ -226,22 +226,24 @@ def release(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> bool:
     if not quarantine.release(dispatcher.store.database, row.job_id, row.attempt):
         return False
     crash_at("withheld_forgotten")
-    seen_by(dispatcher).told_to_run.pop((row.job_id, row.attempt), None)
-    wait(blocking(dispatcher).free(draining_lease(fleet, row.job_id, row.attempt, row.slot), back=False))
+    seen_by(dispatcher).confirmed_running.pop((row.job_id, row.attempt), None)
+    run_blocking(
+        blocking_steps(dispatcher).free(quarantine_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
+    )
     log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
     return True
 
 
-def expire(dispatcher: Dispatcher, lease: Lease) -> bool:
+def expire_lease(dispatcher: Dispatcher, lease: Lease) -> bool:
     """Nobody has kept the lease of a slot that drains.  False: the record withholds the slot still."""
     job_id, _, attempt = lease.job_id.rpartition("~")
     row = quarantine.find(dispatcher.store.database, job_id, int(attempt))
     if row is not None and now_ms() < row.until_ms:
-        dispatcher.leases.renew(lease.fleet, DRAINING, [lease])
+        dispatcher.leases.renew(lease.fleet, QUARANTINE_OWNER, [lease])
         return False
     log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
     quarantine.release(dispatcher.store.database, job_id, int(attempt))
-    wait(blocking(dispatcher).free(lease, back=False))
+    run_blocking(blocking_steps(dispatcher).free(lease, back=False))
     return True
 
 
@@ -256,23 +258,23 @@ class DecideEnd(Protocol):
     ) -> Decision: ...
 
 
-def end_overlong(dispatcher: Dispatcher, decide_end: DecideEnd) -> int:
+def end_overlong_runs(dispatcher: Dispatcher, decide_end: DecideEnd) -> int:
     """End runs that have long exceeded their longest time, though their workers do not; answers how many."""
     return sum(_end_overlong(dispatcher, job, decide_end) for job in dispatcher.store.list_running())
 
 
 def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bool:
     model = dispatcher.catalog.get().models.get(job.model)
-    active = active_run(dispatcher, job)
+    active = active_run_of(dispatcher, job)
     if model is None or active is None:
         return False
     ends_ms = active.run.started_ms + round(model.config.max_poll_time * 1000) + _OVERLONG_MARGIN_MS
     if now_ms() < ends_ms:
         return False
     message = "Exceeded max_poll_time, and its worker did not end it."
-    outcome = Outcome(Kind.RETRY, code="timed_out", message=message, lingers=True)
+    outcome = Outcome(OutcomeKind.RETRY, code="timed_out", message=message, server_still_running=True)
     decision = decide_end(active.run, outcome, model.config, dispatcher.settings, canceling=active.run.cancel_requested)
-    return settle(dispatcher, active, decision) is not None
+    return end_run(dispatcher, active, decision) is not None
 
 
 def sentence(row: QuarantinedSlot, *, named: bool = True) -> str:

@@ -34,7 +34,7 @@ _MOST = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """Times in ms since the epoch.  `parent`: "": none."""
 
     trace: str
@@ -47,14 +47,14 @@ class Span:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def of_job(trail: JobTimeline) -> list[Span]:
+def job_spans(trail: JobTimeline) -> list[TraceSpan]:
     """All of each of its lives that has ended, but for webhooks; none, if the client's trace is not wanted."""
     if not _is_wanted(trail):
         return []
     return [span for n, life in enumerate(_lives(trail.transitions)) for span in _of_life(trail, n, life)]
 
 
-def of_webhooks(trail: JobTimeline) -> list[Span]:
+def webhook_spans(trail: JobTimeline) -> list[TraceSpan]:
     """That its callback URL was told, once for each end."""
     if not _is_wanted(trail):
         return []
@@ -80,7 +80,7 @@ def _lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
             life = []
 
 
-def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[Span]:
+def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[TraceSpan]:
     trace, first, last = find_trace(trail.job_id, trail.traceparent), life[0], life[-1]
     id_, root = make_span_id(trail.job_id, JOB, n), make_span_id(trail.job_id, JOB)
     state = _STATES[last.type]
@@ -92,7 +92,7 @@ def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[Span]:
         "why": last.data.get("why"),
         "attempts": last.attempt,
     }
-    yield Span(
+    yield TraceSpan(
         trace.id, id_, root if n else trace.parent, JOB, first.at_ms, last.at_ms, failed=state not in _GOOD, facts=facts
     )
     if n == 0:
@@ -102,7 +102,7 @@ def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[Span]:
         yield from _parts(trail, id_, half)
 
 
-def _parts(trail: JobTimeline, above: str, transitions: Sequence[Event]) -> Iterator[Span]:
+def _parts(trail: JobTimeline, above: str, transitions: Sequence[Event]) -> Iterator[TraceSpan]:
     """Waits and attempts in turn."""
     waits: Event | None = None
     runs: Event | None = None
@@ -118,7 +118,7 @@ def _parts(trail: JobTimeline, above: str, transitions: Sequence[Event]) -> Iter
             waits = event
 
 
-def _attempt(trail: JobTimeline, above: str, began: Event, ended: Event) -> Iterator[Span]:
+def _attempt(trail: JobTimeline, above: str, began: Event, ended: Event) -> Iterator[TraceSpan]:
     n, start, end = began.attempt, began.at_ms, ended.at_ms
     failed = _STATES[ended.type] not in _GOOD
     server, id_ = {"server": began.data.get("server")}, make_span_id(trail.job_id, ATTEMPT, n)
@@ -127,17 +127,17 @@ def _attempt(trail: JobTimeline, above: str, began: Event, ended: Event) -> Iter
     yield _below(trail, id_, SETTLE, n, end, end)
 
 
-def _of_webhook(trail: JobTimeline, it: CallbackDelivery) -> Span:
+def _of_webhook(trail: JobTimeline, it: CallbackDelivery) -> TraceSpan:
     trace, above = find_trace(trail.job_id, trail.traceparent), make_span_id(trail.job_id, JOB)
     id_ = make_span_id(trail.job_id, webhook(it.id))
-    return Span(
+    return TraceSpan(
         trace.id, id_, above, WEBHOOK, it.ended_ms, max(it.ended_ms, it.delivered_ms), facts={"tries": it.tries}
     )
 
 
 def _below(
     trail: JobTimeline, above: str, name: str, n: int, start_ms: int, end_ms: int, *, failed: bool = False, **facts: Any
-) -> Span:
+) -> TraceSpan:
     trace, id_ = find_trace(trail.job_id, trail.traceparent).id, make_span_id(trail.job_id, name, n)
     told = {"attempt": n} | facts if n else facts
-    return Span(trace, id_, above, name, start_ms, max(start_ms, end_ms), failed, told)
+    return TraceSpan(trace, id_, above, name, start_ms, max(start_ms, end_ms), failed, told)

@@ -6,14 +6,14 @@ Jobs wait in the record and in the waiting room, never as ETA messages in a work
 
 from datetime import timedelta
 
-from tasks.beat import QUEUE, entries
+from tasks.beat import QUEUE, beat_entries
 from tasks.config import TaskSettings
 
 _settings = TaskSettings()
 
 broker_url = _settings.broker
 # What is no message shall end no worker.  kombu takes no path of a class in a URL.
-broker_transport = "tasks.broker:Transport" if broker_url.startswith(("redis://", "rediss://")) else None
+broker_transport = "tasks.extensions.transport:Transport" if broker_url.startswith(("redis://", "rediss://")) else None
 result_backend = _settings.results
 result_expires = timedelta(days=1)
 # A backend that has fallen silent: nobody hangs on it for the default of two minutes.
@@ -37,13 +37,13 @@ result_serializer = "json"
 timezone = "UTC"
 enable_utc = True
 
-worker_consumer = "tasks.consumer:Consumer"
-worker_pool = "tasks.pool:Pool"
+worker_consumer = "tasks.extensions.consumer:Consumer"
+worker_pool = "tasks.extensions.pool:Pool"
 worker_concurrency = _settings.threads
 worker_prefetch_multiplier = 1
 worker_disable_prefetch = broker_transport is not None  # Celery can do it with Redis alone.
 worker_disable_rate_limits = True  # A wake-up that a worker holds back holds a slot.
-worker_send_task_events = False  # The relay publishes them, also of jobs that wait (tasks/sinks/task_events.py).
+worker_send_task_events = False  # The relay publishes them, also of jobs that wait (tasks/relay/sinks/task_events.py).
 task_send_sent_event = False
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False
@@ -60,4 +60,4 @@ task_routes = {"slotkeeper.canary": {"queue": "canary"}, "maintenance.*": {"queu
 
 beat_scheduler = "tasks.beat:Scheduler"
 beat_max_loop_interval = 1
-beat_schedule = entries()
+beat_schedule = beat_entries()

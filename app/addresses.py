@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from app.context import context
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.urls import is_local_address, is_metadata_host, parse_host_address
-from tasks.servers.client import split_endpoint
+from tasks.servers.adapter import split_endpoint
 
 _WRONG = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 

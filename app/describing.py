@@ -5,8 +5,8 @@ from typing import Any
 
 from app.context import dispatcher
 from app.errors import ProblemError, printable
-from tasks import descriptions
-from tasks.descriptions import Unfit
+from tasks import server_adapters
+from tasks.server_adapters import InvalidDescription
 
 
 def described(model: str, given: Mapping[str, Any]) -> str | None:
@@ -24,8 +24,8 @@ def described_for_all(given: Mapping[str, Any]) -> str | None:
 
 def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_all: bool) -> str | None:
     try:
-        return descriptions.whole(given, may_use, for_all)
-    except Unfit as unfit:
+        return server_adapters.validate_description(given, may_use, for_all)
+    except InvalidDescription as unfit:
         errors = [
             {
                 "field": printable(it.pointer.strip("/").replace("/", ".")),

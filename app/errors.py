@@ -194,14 +194,14 @@ def _of_http(error: HTTPException) -> Response | HTTPException:
     if error.code is None or error.code < 400:  # a redirect, or an answer that is complete already
         return error
     if error.code == 413:
-        _hear_out()
+        _flush()
     response = error.get_response()
     kept = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
     code = error.name.lower().replace(" ", "_").replace("-", "_")
     return problem(error.code, code, error.name, _detail(error), headers=kept)
 
 
-def _hear_out() -> None:
+def _flush() -> None:
     """Take the rest of a body that is refused, up to a bound, and keep none of it.
 
     A client that still sends when the connection is closed sees a broken pipe, and never why.

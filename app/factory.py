@@ -34,7 +34,7 @@ from app.page import entrance, screens
 from app.readiness import PROBES, Readiness
 from routing.queries.positions import QueuePositions
 from slotkeeper.registry.tenants import Tenants
-from tasks import startup, wiring
+from tasks import services, startup
 
 _APIS: tuple[APIBlueprint, ...] = (
     queue.api,
@@ -113,17 +113,17 @@ def with_routes() -> Flask:
 
 def equip(app: Flask, settings: AppSettings) -> None:
     """Give `app` its settings, and what its views share."""
-    startup.begin()
-    dispatcher = wiring.dispatcher()
+    startup.prepare()
+    dispatcher = services.dispatcher()
     app.extensions["slotkeeper_version"] = _version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    estimates = wiring.estimates()
+    estimates = services.estimates()
     places = QueuePositions(dispatcher.catalog, dispatcher.queues, estimates)
     context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.registry(
-        dispatcher, wiring.scripts(), wiring.processes(), wiring.tallies()
+        dispatcher, services.scripts(), services.processes(), services.tallies()
     )
-    auth.equip(app, settings, Tenants(wiring.database()))
+    auth.equip(app, settings, Tenants(services.database()))
     entrance.equip(app)
 
 

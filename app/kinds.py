@@ -24,7 +24,7 @@ class HealthReport(Answer, shows=Health):
     message: str
 
 
-class PresetView(Answer, shows=presets.About):
+class PresetView(Answer, shows=presets.PresetInfo):
     """A kind of inference server that is known by name."""
 
     name: Annotated[str, GIVEN]
@@ -75,7 +75,7 @@ class ProbeBody(Asked):
     patience: float = Field(10.0, gt=0, le=25, description="Seconds for that job.")
 
 
-class Exchange(Answer, shows=probe.Heard):
+class Exchange(Answer, shows=probe.ProbedExchange):
     """One request to the server, and its answer.  Headers are not told, secrets are masked."""
 
     step: Literal["look", "health", "submit", "status", "result", "cancel"]
@@ -103,7 +103,7 @@ class TrialView(Answer, shows=Outcome):
     result: Annotated[str | None, GIVEN] = Field(description="Its beginning.")
 
 
-class ProbeView(Answer, shows=probe.Recognized):
+class ProbeView(Answer, shows=probe.Recognition):
     reachable: Annotated[bool, Read("is_there")]
     candidates: list[Candidate]
     preset: Annotated[str | None, GIVEN] = Field(description="The one that was asked for, or is proposed.")

@@ -20,8 +20,8 @@ from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.suitability import explain_unsuitable
 from tasks import ready
 from tasks.celery_app import celery
-from tasks.wiring import catalog, processes, scripts
-from tasks.wiring import database as record
+from tasks.services import catalog, processes, scripts
+from tasks.services import database as record
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ def maintenance() -> str | None:
 def workers() -> str | None:
     """Some can take jobs, and none has fallen silent."""
     try:
-        return ready.of_workers(processes().read_all())
+        return ready.workers_problem(processes().read_all())
     except RedisError:
         return None  # It is said elsewhere.
 
@@ -86,7 +86,7 @@ def secret() -> str | None:
         found = processes().read_all()
     except RedisError:
         return None  # It is said elsewhere.
-    if not (others := ready.of_another_secret(found)):
+    if not (others := ready.processes_with_other_secret(found)):
         return None
     which = f"{len(others)} of {len(found)} processes have another secret than this one"
     return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."

@@ -18,8 +18,8 @@ from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import DeliveryAttempt, Message
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from slotkeeper.urls import mask_url
-from tasks.bodies import FIELDS, MOST_NAMES, MOST_TEMPLATE_BYTES
-from tasks.outbound import URL_MAX
+from tasks.security.url_guard import MAX_URL_LENGTH
+from tasks.webhooks.bodies import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_NAMES, TEMPLATE_FIELDS
 
 LEAST_PER_S, MOST_PER_S = 0.1, 1000
 _ID: Any = {"pattern": "^we_[0-9a-f]{32}$"}
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 else:
     EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
 
-_URL: Any = Field(max_length=URL_MAX, examples=["https://hooks.example.com/slotkeeper"])
+_URL: Any = Field(max_length=MAX_URL_LENGTH, examples=["https://hooks.example.com/slotkeeper"])
 _EVENTS: Any = Field(
     None, min_length=1, max_length=50, description="Types of events that it is told; left out: the ends of jobs."
 )
 _TEMPLATE: Any = Field(
     None,
-    description=f"The body, where the receiver has a form of its own: JSON of at most {MOST_TEMPLATE_BYTES} bytes, in "
-    f"whose texts {{{{name}}}} stands for a value, {MOST_NAMES} times at most.  Names: {', '.join(FIELDS)}, and "
+    description=f"The body, where the receiver has a form of its own: JSON of at most {MAX_TEMPLATE_BYTES} bytes, in "
+    f"whose texts {{{{name}}}} stands for a value, {MAX_TEMPLATE_NAMES} times at most.  Names: {', '.join(TEMPLATE_FIELDS)}, and "
     "result.part.  null: our own form.",
     examples=[{"text": "{{model}}: job {{job_id}} is {{status}} {{error.message|slack}}"}],
 )
@@ -69,7 +69,7 @@ class ReceiverBody(Asked):
 class ReceiverChange(Asked):
     """What shall be otherwise; what is left out stays."""
 
-    url: str | None = Field(None, max_length=URL_MAX)
+    url: str | None = Field(None, max_length=MAX_URL_LENGTH)
     events: list[EventType] | None = Field(None, min_length=1, max_length=50)
     template: dict[str, Any] | None = _TEMPLATE
     description: str | None = _DESCRIPTION

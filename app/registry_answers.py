@@ -22,7 +22,7 @@ from slotkeeper.registry.rotations import SecretRotation
 from slotkeeper.registry.tenants import Tenant
 from slotkeeper.registry.values import AdminState, Server, TenantState
 from slotkeeper.urls import mask_url
-from tasks.descriptions import effective, is_behind
+from tasks.server_adapters import effective_description, is_preset_outdated
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]
@@ -239,11 +239,11 @@ class ConfigView(Answer, shows=registered.Model):
         dict[str, str],
         Read(lambda it: {name: str(it.sources.get(name, ConfigSource.RELEASE)) for name in ModelConfig.model_fields}),
     ] = Field(description="Of each field: model, kind, installation, built-in.")
-    description: Annotated[dict[str, Any] | None, Read(lambda it: effective(it.config, it.described_by))] = Field(
-        description="How its servers are spoken to, with all defaults; null: it cannot be read."
-    )
+    description: Annotated[
+        dict[str, Any] | None, Read(lambda it: effective_description(it.config, it.described_by))
+    ] = Field(description="How its servers are spoken to, with all defaults; null: it cannot be read.")
     described_by: str | None = Field(description="The version of that, as runs name it; null: the slot protocol.")
-    preset_behind: Annotated[bool, Read(lambda it: is_behind(it.config, it.described_by))] = Field(
+    preset_behind: Annotated[bool, Read(lambda it: is_preset_outdated(it.config, it.described_by))] = Field(
         description="Its preset has changed since this was stored: store it again to renew it."
     )
 

@@ -16,7 +16,7 @@ from routing.admission.submission import MODEL_PATTERN
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
-from tasks.servers import for_model
+from tasks.servers import from_shorthand
 
 AdminStateName = Literal["online", "paused", "draining", "frozen"]
 
@@ -265,5 +265,5 @@ class ConfigBody(ModelConfig):
     def _is_spoken_by(cls, value: str | None, info: ValidationInfo) -> str | None:
         """A worker must be able to make requests of it; later would be too late to say so."""
         template, id_field = (value, None) if info.field_name == "poll_endpoint_template" else (None, value)
-        for_model("async", template, id_field)
+        from_shorthand("async", template, id_field)
         return value

@@ -8,9 +8,9 @@ from app.answers import Answer, Read, Time
 from app.openapi import Model
 from app.schemas import MODEL_NAME, Asked
 from slotkeeper.registry.secrets import Secret
-from tasks.vault import LONGEST, NAME, SHORTEST, SIGNS
+from tasks.security.vault import MAX_LENGTH, MIN_LENGTH, NAME_PATTERN, VALUE_PATTERN
 
-_SECRET: Any = {"pattern": f"^{NAME}$"}
+_SECRET: Any = {"pattern": f"^{NAME_PATTERN}$"}
 
 
 _Named = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
@@ -25,7 +25,12 @@ class SecretBody(Asked):
 
     value: str = Field(
         description="Kept sealed, sent to servers, and shown to nobody.",
-        json_schema_extra={"minLength": SHORTEST, "maxLength": LONGEST, "pattern": f"^{SIGNS}$", "writeOnly": True},
+        json_schema_extra={
+            "minLength": MIN_LENGTH,
+            "maxLength": MAX_LENGTH,
+            "pattern": f"^{VALUE_PATTERN}$",
+            "writeOnly": True,
+        },
     )
     models: list[_Named] | None = Field(
         description="Whose descriptions may name it; null: those of all models.",

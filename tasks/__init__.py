@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tasks.celery_app import celery
     from tasks.inference import infer
-    from tasks.telling import JobFailed
+    from tasks.results import JobFailed
 
 __all__ = ["JobFailed", "celery", "infer"]
 
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
         return infer
     if name == "JobFailed":
-        from tasks.telling import JobFailed
+        from tasks.results import JobFailed
 
         return JobFailed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,9 +5,9 @@ from typing import Any
 
 from celery.worker import control
 
-from tasks import messages
-from tasks.worker.capacity import Taken
-from tasks.worker.process import this_worker
+from tasks import offer_messages
+from tasks.worker.concurrency import TakenOffer
+from tasks.worker.worker import this_worker
 
 _CELERYS: Any = control.active  # type: ignore[attr-defined]
 
@@ -15,17 +15,17 @@ _CELERYS: Any = control.active  # type: ignore[attr-defined]
 @control.inspect_command(name="active", alias="dump_active")
 def active(state: Any, safe: bool = False, **_: Any) -> list[dict[str, Any]]:
     """List of runs and of other tasks currently being executed."""
-    taken = this_worker().places.taken() if this_worker.created else []
+    taken = this_worker().concurrency.taken_offers() if this_worker.created else []
     return [*_CELERYS(state, safe=safe), *(_info(it, state.hostname) for it in taken)]
 
 
-def _info(taken: Taken, hostname: str) -> dict[str, Any]:
+def _info(taken: TakenOffer, hostname: str) -> dict[str, Any]:
     """Return the fields that Celery shows of a task's request, and the run's server and slot."""
-    offer, queue = taken.offer, messages.queue_of(taken.offer.model)
+    offer, queue = taken.offer, offer_messages.queue_name(taken.offer.model)
     return {
         "id": offer.job_id,
-        "name": messages.TASK,
-        "type": messages.TASK,
+        "name": offer_messages.TASK,
+        "type": offer_messages.TASK,
         "args": [offer.model],
         "kwargs": {},
         "hostname": hostname,

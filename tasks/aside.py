@@ -11,18 +11,18 @@ from tasks import threads
 log = structlog.get_logger(__name__)
 
 
-class Aside:
+class BackgroundTask:
     """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more.
 
-    `pause_s`: before it begins, so that those who ask meanwhile are served together.
+    `delay_s`: before it begins, so that those who ask meanwhile are served together.
     """
 
-    def __init__(self, name: str, act: Callable[[], object], pause_s: float = 0.0) -> None:
-        self.name, self._act, self._pause_s = name, act, pause_s
+    def __init__(self, name: str, act: Callable[[], object], delay_s: float = 0.0) -> None:
+        self.name, self._act, self._delay_s = name, act, delay_s
         self._asked = self._at_it = False
         self._lock = threading.Lock()
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Raises nothing: if no thread can be started now, what was asked for is done when it is asked for again."""
         with self._lock:
             self._asked = True
@@ -30,7 +30,7 @@ class Aside:
                 return
             self._at_it = True
         try:
-            threads.start(self.name, self._work)
+            threads.start_vital_thread(self.name, self._work)
         except RuntimeError as error:
             log.warning("work_aside_postponed", what=self.name, error=str(error))
             with self._lock:
@@ -44,7 +44,7 @@ class Aside:
                 log.exception("work_aside_failed", what=self.name)
 
     def _goes_on(self) -> bool:
-        time.sleep(self._pause_s)
+        time.sleep(self._delay_s)
         with self._lock:
             self._at_it, self._asked = self._asked, False
             return self._at_it

@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 QUEUE = "maintenance"
 _TASK = "maintenance.run"
-EVERY_S = {
+PERIODS_S = {
     "sweep": 2.0,
     "keep_time": 1.0,
     "reap": 0.5,
@@ -39,15 +39,15 @@ Those that are due together come by one message, and run one after another, the 
 
 _MOST_QUEUED = 500
 _COUNT_EVERY_S, _COUNT_FULL_EVERY_S = 30.0, 1.0
-_BEGAN, _BEGAN_AT = datetime.now(UTC), time.monotonic()
+_STARTED, _STARTED_AT = datetime.now(UTC), time.monotonic()
 
 
 def _steady_now() -> datetime:
     """The time by a clock that nobody sets: a step of the host's clock neither hurries nor stops beat."""
-    return _BEGAN + timedelta(seconds=time.monotonic() - _BEGAN_AT)
+    return _STARTED + timedelta(seconds=time.monotonic() - _STARTED_AT)
 
 
-class Every(schedule):
+class AlignedSchedule(schedule):
     """Due at the whole multiples of its period, so that tasks which are due together wake beat and worker once."""
 
     def __init__(self, seconds: float) -> None:
@@ -61,18 +61,18 @@ class Every(schedule):
 
 
 def _seconds(moment: datetime) -> float:
-    return (moment - _BEGAN).total_seconds()
+    return (moment - _STARTED).total_seconds()
 
 
-def entries() -> dict[str, dict[str, Any]]:
+def beat_entries() -> dict[str, dict[str, Any]]:
     """Return `beat_schedule`: all is due when beat begins.
 
     No message expires, which would compare two hosts' clocks.
     """
-    before = _BEGAN - timedelta(days=1)
+    before = _STARTED - timedelta(days=1)
     return {
-        name: {"task": _TASK, "schedule": Every(every_s), "args": [[name]], "last_run_at": before}
-        for name, every_s in EVERY_S.items()
+        name: {"task": _TASK, "schedule": AlignedSchedule(every_s), "args": [[name]], "last_run_at": before}
+        for name, every_s in PERIODS_S.items()
     }
 
 
@@ -100,7 +100,7 @@ class Scheduler(beat.Scheduler):
         while (wait_s := super().tick(*args, **kwargs)) == 0:
             pass
         if self._due and not self._has_backlog():
-            names = sorted(self._due, key=EVERY_S.__getitem__)
+            names = sorted(self._due, key=PERIODS_S.__getitem__)
             super().apply_entry(self.Entry("maintenance", _TASK, args=(names,), app=self.app), self.producer)
         self._due = ()
         return float(wait_s)

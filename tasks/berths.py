@@ -14,7 +14,7 @@ MOST_OF_HOST = 8  # to a receiver that answers
 _REMEMBERED = 20_000  # receivers
 
 
-class Part(Enum):
+class LimitGroup(Enum):
     """Berths that are counted together.  A try may belong to several parts."""
 
     ALL = "all"
@@ -22,49 +22,49 @@ class Part(Enum):
     FAILING = "failing"  # to receivers whose last try failed
 
 
-MOST = {Part.ALL: 512, Part.UNPROVEN: 400, Part.FAILING: 128}
+MAX_IN_GROUP = {LimitGroup.ALL: 512, LimitGroup.UNPROVEN: 400, LimitGroup.FAILING: 128}
 
 
-class Berths:
+class DeliveryLimits:
     """Counts the tries under way.  Not safe between threads: its owner has the lock."""
 
     def __init__(self) -> None:
         self._hosts: Counter[str] = Counter()
-        self._taken: Counter[Part] = Counter()
-        self._of_tenants: Counter[tuple[str, Part]] = Counter()
+        self._taken: Counter[LimitGroup] = Counter()
+        self._of_tenants: Counter[tuple[str, LimitGroup]] = Counter()
         self._answers: OrderedDict[str, bool] = OrderedDict()  # receiver -> whether its last try succeeded
 
     @property
     def taken(self) -> int:
-        return self._taken[Part.ALL]
+        return self._taken[LimitGroup.ALL]
 
     def has_room_for(self, tenant: str) -> bool:
         """Whether one more try of this tenant may begin, if its receiver answers."""
-        return self._has_room(tenant, Part.ALL)
+        return self._has_room(tenant, LimitGroup.ALL)
 
     def admits(self, host: str, tenant: str) -> bool:
         """Whether one more try may begin."""
-        standing = self._answers.get(host)
-        if not all(self._has_room(tenant, part) for part in _parts(standing)):
+        last_try_succeeded = self._answers.get(host)
+        if not all(self._has_room(tenant, part) for part in _parts(last_try_succeeded)):
             return False
-        return self._hosts[host] < (MOST_OF_HOST if standing else 1)
+        return self._hosts[host] < (MOST_OF_HOST if last_try_succeeded else 1)
 
-    def _has_room(self, tenant: str, part: Part) -> bool:
-        return self._of_tenants[tenant, part] < MOST[part] - self._taken[part]
+    def _has_room(self, tenant: str, part: LimitGroup) -> bool:
+        return self._of_tenants[tenant, part] < MAX_IN_GROUP[part] - self._taken[part]
 
-    def take(self, host: str, tenant: str) -> "Berth":
+    def take(self, host: str, tenant: str) -> "Permit":
         """Begin a try."""
-        berth = Berth(host, tenant, self._answers.get(host))
+        berth = Permit(host, tenant, self._answers.get(host))
         self._hosts[host] += 1
-        for part in _parts(berth.standing):
+        for part in _parts(berth.last_try_succeeded):
             self._taken[part] += 1
             self._of_tenants[tenant, part] += 1
         return berth
 
-    def leave(self, berth: "Berth", answered: bool | None) -> None:
+    def release(self, berth: "Permit", answered: bool | None) -> None:
         """End a try; `answered` None: it was not made after all."""
         _lower(self._hosts, berth.host)
-        for part in _parts(berth.standing):
+        for part in _parts(berth.last_try_succeeded):
             _lower(self._taken, part)
             _lower(self._of_tenants, (berth.tenant, part))
         if answered is not None:
@@ -74,21 +74,21 @@ class Berths:
                 self._answers.popitem(last=False)
 
 
-class Berth:
-    """One try under way.  `standing`: whether the receiver's last try had succeeded; None: it was never tried."""
+class Permit:
+    """One try under way.  `last_try_succeeded`: whether the receiver's last try had succeeded; None: it was never tried."""
 
-    __slots__ = ("host", "standing", "tenant")
+    __slots__ = ("host", "last_try_succeeded", "tenant")
 
-    def __init__(self, host: str, tenant: str, standing: bool | None) -> None:
-        self.host, self.tenant, self.standing = host, tenant, standing
+    def __init__(self, host: str, tenant: str, last_try_succeeded: bool | None) -> None:
+        self.host, self.tenant, self.last_try_succeeded = host, tenant, last_try_succeeded
 
 
-def _parts(standing: bool | None) -> Iterator[Part]:
-    yield Part.ALL
-    if not standing:
-        yield Part.UNPROVEN
-    if standing is False:
-        yield Part.FAILING
+def _parts(last_try_succeeded: bool | None) -> Iterator[LimitGroup]:
+    yield LimitGroup.ALL
+    if not last_try_succeeded:
+        yield LimitGroup.UNPROVEN
+    if last_try_succeeded is False:
+        yield LimitGroup.FAILING
 
 
 def _lower(counter: Counter[Any], key: Any) -> None:

@@ -5,14 +5,14 @@ from functools import lru_cache
 
 from slotkeeper.process import singleton
 from tasks.config import TaskSettings
-from tasks.keyring import callback_keys
+from tasks.security.keyring import callback_keys
 
 
-def token(job_id: str, attempt: int) -> str:
+def push_token(job_id: str, attempt: int) -> str:
     return _token(callback_keys()[0], job_id, attempt)
 
 
-def is_valid(shown: str, job_id: str, attempt: int) -> bool:
+def is_valid_token(shown: str, job_id: str, attempt: int) -> bool:
     valid = (_token(key, job_id, attempt).encode() for key in callback_keys())
     return any(hmac.compare_digest(shown.encode(), one) for one in valid)
 
@@ -28,7 +28,7 @@ def _keyed(key: bytes) -> hmac.HMAC:
     return hmac.new(key, digestmod="sha256")
 
 
-def url(job_id: str) -> str:
+def push_url(job_id: str) -> str:
     return f"{_base()}/tasks/callback/{job_id}"
 
 

@@ -3,7 +3,10 @@
 from celery import Celery
 from click import Option
 
-_MODULES = ["active", "attendance", "canary", "inference", "maintenance", "signals", "webhooks"]
+_MODULES = [
+    *("active", "extensions.bootsteps", "extensions.canary", "extensions.signal_handlers"),
+    *("inference", "maintenance", "webhooks.delivery_loop"),
+]
 
 celery = Celery("slotkeeper", include=[f"tasks.{name}" for name in _MODULES])
 celery.config_from_object("celeryconfig")
@@ -11,4 +14,4 @@ celery.set_default()
 celery.user_options["worker"].add(
     Option(["--embedded-beat"], is_flag=True, help="Be beat, too, in a thread that needs no messages.")
 )
-celery.steps["worker"].add("tasks.embedded_beat:EmbeddedBeat")
+celery.steps["worker"].add("tasks.embedded_beat:EmbeddedBeatStep")

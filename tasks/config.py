@@ -50,7 +50,7 @@ class EventSettings(BaseSettings):
         return _words(self.to)
 
     @property
-    def lasting_sinks(self) -> list[str]:
+    def durable_sinks(self) -> list[str]:
         """Those that each event is kept for until they have got it.  The others show jobs while these are here."""
         return [it for it in self.sinks if it not in ("otlp", "celery")]
 
@@ -80,7 +80,7 @@ class TaskSettings(BaseSettings):
     threads: int = Field(1000, ge=1, le=100_000)
     """Runs that one worker process may have in flight, unless it is started with a number of its own, `-c`."""
     secret: str = Field("", repr=False)
-    """Base64 of at least 24 bytes, from which all keys are derived (tasks/keyring.py); the same on every host.
+    """Base64 of at least 24 bytes, from which all keys are derived (tasks/security/keyring.py); the same on every host.
     Empty: one is kept in the state folder."""
     former_secret: str = Field("", repr=False)
     """The secret before this one, while it is being replaced: what it has signed is still valid."""

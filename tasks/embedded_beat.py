@@ -14,7 +14,7 @@ from celery.worker import state
 log = structlog.get_logger(__name__)
 
 
-class Beat(threading.Thread):
+class BeatThread(threading.Thread):
     """Runs beat's service until it is told to stop."""
 
     def __init__(self, service: beat.Service) -> None:
@@ -36,7 +36,7 @@ class Beat(threading.Thread):
         self._service.stop()
 
 
-class EmbeddedBeat(bootsteps.StartStopStep):
+class EmbeddedBeatStep(bootsteps.StartStopStep):
     """The worker's part that is beat, if `--embedded-beat` asks for it."""
 
     def __init__(self, worker: Any, embedded_beat: bool = False, **options: Any) -> None:
@@ -44,4 +44,4 @@ class EmbeddedBeat(bootsteps.StartStopStep):
         self.enabled = embedded_beat
 
     def create(self, worker: Any) -> Any:
-        return Beat(beat.Service(worker.app, scheduler_cls=worker.app.conf.beat_scheduler))
+        return BeatThread(beat.Service(worker.app, scheduler_cls=worker.app.conf.beat_scheduler))

@@ -11,7 +11,7 @@ from slotkeeper.trace_context import find_trace
 log = structlog.get_logger(__name__)
 
 
-def log_end(end: EndedJob) -> None:
+def log_job_end(end: EndedJob) -> None:
     """Who, where, how long and why; nothing that a client or a server has sent."""
     entry, event = end.entry, end.entry.event
     facts = {"server": entry.server, "run_ms": end.ran_ms}

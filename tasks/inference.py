@@ -19,14 +19,15 @@ from routing.admission.submission import Submission
 from slotkeeper import trace_context
 from slotkeeper.errors import IdempotencyConflict, SlotkeeperError
 from slotkeeper.jobs.values import new_job_id
-from tasks import asking, messages
+from tasks import offer_messages
+from tasks import options as call_options
 from tasks.celery_app import celery
+from tasks.extensions.control import cancel_queue, is_revoked
+from tasks.results import UNAVAILABLE, notify_refusal
 from tasks.retries import RetriedTask
-from tasks.revoking import cancels, is_revoked
-from tasks.telling import AWAY, tell_refusal
+from tasks.services import dispatcher
 from tasks.wake_up import is_wake_up
-from tasks.wiring import dispatcher
-from tasks.worker.process import this_worker
+from tasks.worker.worker import this_worker
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -72,7 +73,9 @@ class InferTask(RetriedTask):
         given = {**options, **_parentage(options), "link": link, "link_error": link_error, "shadow": shadow}
         given |= _trace(kwargs or {}, options)
         job_id = task_id or new_job_id()
-        accepted = _submit(asking.read(job_id, args or (), kwargs or {}, given), may_be_another=task_id is None)
+        accepted = _submit(
+            call_options.read_submission(job_id, args or (), kwargs or {}, given), may_be_another=task_id is None
+        )
         result: AsyncResult = AsyncResult(accepted, backend=self.backend, app=celery)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
@@ -136,7 +139,7 @@ def _described_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
     return describe
 
 
-def _sentence() -> str:
+def _not_callable_message() -> str:
     return (
         "infer runs in Slotkeeper's workers only: infer.delay(model, payload) submits a job and answers an "
         "AsyncResult, whose get() waits for the result; with task_always_eager it submits nothing"
@@ -146,51 +149,51 @@ def _sentence() -> str:
 @celery.task(
     bind=True,
     base=InferTask,
-    name=messages.TASK,
-    __signature__=inspect.signature(asking.infer),
+    name=offer_messages.TASK,
+    __signature__=inspect.signature(call_options.infer),
 )
-@_described_by(asking.infer)
+@_described_by(call_options.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     """Submit the job of a client that could not.  A wake-up is not run by this function, but by the pool (pool.py)."""
     if self.request.called_directly or self.request.is_eager:
-        raise RuntimeError(_sentence())
+        raise RuntimeError(_not_callable_message())
     if not is_wake_up(self.request.headers):
-        _admit(self, args, kwargs)
+        _submit_for_client(self, args, kwargs)
     raise Ignore
 
 
-def _admit(self: InferTask, args: Any, kwargs: Any) -> None:
+def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
     """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
     request, job_id = self.request, str(self.request.id)
     if is_revoked(job_id) and not _is_known(job_id):
-        _patiently(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
+        _retry_while_away(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
         return
     try:
-        submission = asking.read(job_id, args, kwargs, _options_of(request))
-        _patiently(lambda: _submit(submission))
+        submission = call_options.read_submission(job_id, args, kwargs, _options_of(request))
+        _retry_while_away(lambda: _submit(submission))
     except SlotkeeperError as error:
-        _refuse(request, error)
+        _report_refusal(request, error)
     if is_revoked(job_id):  # Who heard of it while there was no job yet found none.
-        cancels().ask([job_id])
+        cancel_queue().put([job_id])
 
 
-def _refuse(request: Any, refusal: SlotkeeperError) -> None:
+def _report_refusal(request: Any, refusal: SlotkeeperError) -> None:
     """Tell a bare client why there is no job; a job that is there already has an end of its own."""
     log.warning("bare_message_refused", job_id=request.id, code=refusal.code)  # Its sentence may quote the client.
-    if not _patiently(lambda: _is_known(request.id)):
-        _patiently(lambda: tell_refusal(request, refusal))
+    if not _retry_while_away(lambda: _is_known(request.id)):
+        _retry_while_away(lambda: notify_refusal(request, refusal))
 
 
 def _is_known(job_id: str) -> bool:
     return dispatcher().store.get_state(job_id) is not None
 
 
-def _patiently(act: Callable[[], T]) -> T:
+def _retry_while_away(act: Callable[[], T]) -> T:
     """Until it is done, the message is the only copy: wait for who is away, then leave it to the broker."""
     for _ in range(_ADMIT_TRIES):
         try:
             return act()
-        except AWAY:
+        except UNAVAILABLE:
             this_worker().heartbeat.wait(_STORE_AGAIN_S)
     raise Reject("the database is away", requeue=True)
 

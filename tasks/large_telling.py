@@ -3,8 +3,8 @@
 import resource
 import sys
 
-from tasks import telling
-from tasks.wiring import store
+from tasks import results
+from tasks.services import store
 
 _MOST_MEMORY = 3 << 30  # bytes
 
@@ -15,9 +15,9 @@ def main() -> int:
     job = store().get(sys.argv[1])
     if job is not None:
         try:
-            telling.tell(job)
+            results.notify_clients(job)
         except MemoryError:
-            telling.tell_that_it_is_too_large(job)
+            results.notify_too_large(job)
     return 0
 
 

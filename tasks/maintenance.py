@@ -30,16 +30,16 @@ from slotkeeper.process import singleton
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.values import Server as ServerRow
 from slotkeeper.urls import refuses_connections
-from tasks import vault
-from tasks.beat import EVERY_S
+from tasks.beat import PERIODS_S
 from tasks.celery_app import celery
 from tasks.config import EventSettings
-from tasks.descriptions import Misconfigured, server_for, speaker_of
-from tasks.ends import log_end
+from tasks.ends import log_job_end
+from tasks.health_checks import HealthChecks, PendingReports
 from tasks.retries import decide_end
-from tasks.rounds import Asked, Rounds
-from tasks.servers import Call, HealthKind, Live, call_server
-from tasks.wiring import database, dispatcher, last_runs, lifetimes, scripts, teller, workers
+from tasks.security import vault
+from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
+from tasks.servers import Call, HealthKind, ServerSession, call_server
+from tasks.services import database, dispatcher, last_runs, lifetimes, result_notifier, scripts, workers
 
 log = structlog.get_logger(__name__)
 
@@ -59,12 +59,12 @@ _TOO_SOON = 0.5  # of a task's period
 _patience = reconcile.RenewalGrace()
 
 
-class Periodic:
+class PeriodicTask:
     """A function that beat has run every so often, see EVERY_S; once at a time, also where it is called."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.__doc__ = function.__doc__
-        self._name, self._function, self._every_s = name, function, EVERY_S[name]
+        self._name, self._function, self._every_s = name, function, PERIODS_S[name]
         self._running = threading.Lock()
         self._began_s = -self._every_s
 
@@ -79,20 +79,20 @@ class Periodic:
         finally:
             self._running.release()
 
-    def run_in_time(self) -> None:
+    def run_if_due(self) -> None:
         """Run it, unless it is under way or began just now: of messages that have piled up one is enough."""
         if time.monotonic() - self._began_s >= _TOO_SOON * self._every_s:
             self()
 
 
-_periodic: dict[str, Periodic] = {}
+_periodic: dict[str, PeriodicTask] = {}
 
 
-def _task(name: str) -> Callable[[Callable[[], None]], Periodic]:
+def _task(name: str) -> Callable[[Callable[[], None]], PeriodicTask]:
     """Decorator of what beat runs under this name."""
 
-    def decorate(function: Callable[[], None]) -> Periodic:
-        return _periodic.setdefault(name, Periodic(name, function))
+    def decorate(function: Callable[[], None]) -> PeriodicTask:
+        return _periodic.setdefault(name, PeriodicTask(name, function))
 
     return decorate
 
@@ -102,7 +102,7 @@ def run(names: Sequence[str]) -> None:
     """Run these tasks one after another; the error of one is no other's."""
     for name in names:
         try:
-            _periodic[name].run_in_time()
+            _periodic[name].run_if_due()
         except Exception:
             log.exception("maintenance_failed", task=name)
 
@@ -164,10 +164,13 @@ def check_urgent_servers() -> None:
 
 
 def _check(names: Iterable[str]) -> None:
-    global _awaited
-    servers, _awaited = dispatcher().catalog.get().servers, frozenset(quarantined_slots.servers(dispatcher()))
+    global _servers_with_quarantine
+    servers, _servers_with_quarantine = (
+        dispatcher().catalog.get().servers,
+        frozenset(quarantined_slots.servers(dispatcher())),
+    )
     _ask_about_runs()
-    for reports in _as_they_come(_rounds().ask(servers[name] for name in names)):
+    for reports in reports_as_they_arrive(_rounds().start(servers[name] for name in names)):
         reconcile.apply_health(dispatcher(), reports)
         reconcile.apply_reports(dispatcher(), reports, may_reap=not _patience.is_active)
 
@@ -193,7 +196,7 @@ def reconcile_all() -> None:
 @_task("tell_due")
 def tell_due() -> None:
     """Tell Celery's clients of ends that they should have been told of by now."""
-    teller().tell_due()
+    result_notifier().notify_overdue()
 
 
 @_task("count")
@@ -209,7 +212,7 @@ def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = job_list.count(dispatcher().store.database, State.DEAD)
     removed = reconcile.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
-    _remove_old_events(StorageSettings(), EventSettings().lasting_sinks)
+    _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
     vault.seal_anew()
     log.info("dlq_scanned", dead=dead, purged=removed)
@@ -246,21 +249,21 @@ def check_invariants() -> None:
 
 @singleton
 def _historian() -> EventCounter:
-    return EventCounter(database(), log_end)
+    return EventCounter(database(), log_job_end)
 
 
 # -- asking servers --------------------------------------------------------------------------------------------
 
 
 @singleton
-def _rounds() -> Rounds:
-    return Rounds(_report)
+def _rounds() -> HealthChecks:
+    return HealthChecks(_report)
 
 
-_late: Asked = {}
+_late: PendingReports = {}
 
 
-def _as_they_come(asked: Asked) -> Iterator[Mapping[str, ServerReport]]:
+def reports_as_they_arrive(asked: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
     """The reports of these servers, and those that came too late for the last round, some at a time."""
     for name in list(_late):
         asked.setdefault(name, _late.pop(name))
@@ -276,12 +279,12 @@ def _as_they_come(asked: Asked) -> Iterator[Mapping[str, ServerReport]]:
 
 def _reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
     """Ask all these servers for their health; those that take long are left out."""
-    asked = _rounds().ask(servers)
+    asked = _rounds().start(servers)
     wait(asked.values(), _REPORTS_S)
     return _taken(asked)
 
 
-def _taken(asked: Asked) -> Mapping[str, ServerReport]:
+def _taken(asked: PendingReports) -> Mapping[str, ServerReport]:
     """Take out the reports that are there; a server that could not be asked at all has none."""
     there = {name: asked.pop(name) for name, report in list(asked.items()) if report.done()}
     for name, report in there.items():
@@ -292,11 +295,11 @@ def _taken(asked: Asked) -> Mapping[str, ServerReport]:
 
 def _report(server: ServerRow) -> ServerReport:
     asked_ms = now_ms()
-    speaker = speaker_of(dispatcher().catalog.get(), server)
+    speaker = health_adapter(dispatcher().catalog.get(), server)
     if speaker is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
-    health = call_server(speaker, Live.health)
-    is_awaited = server.name in _awaited and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
+    health = call_server(speaker, ServerSession.health)
+    is_awaited = server.name in _servers_with_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
@@ -309,7 +312,7 @@ def _report(server: ServerRow) -> ServerReport:
     )
 
 
-_awaited: frozenset[str] = frozenset()
+_servers_with_quarantine: frozenset[str] = frozenset()
 """Servers some of whose slots are withheld, when servers were last asked."""
 
 
@@ -318,24 +321,24 @@ def _ask_about_runs() -> None:
     for row in quarantine.list_all(database()):
         if row.remote_id is not None and (row.job_id, row.attempt) not in _asked_about:
             _asked_about.add((row.job_id, row.attempt))
-            threading.Thread(target=_ask_about, args=(row,), name="ask", daemon=True).start()
+            threading.Thread(target=_check_quarantined_run, args=(row,), name="ask", daemon=True).start()
 
 
 _asked_about: set[tuple[str, int]] = set()
 _ENDED = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST})
 
 
-def _ask_about(row: QuarantinedSlot) -> None:
+def _check_quarantined_run(row: QuarantinedSlot) -> None:
     try:
         job = dispatcher().store.get(row.job_id)
         server = dispatcher().catalog.get().servers.get(row.server)
         url = None if server is None else server.endpoints.get(row.model)
         if job is None or url is None or row.remote_id is None:
             return
-        speaker = server_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
+        speaker = adapter_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
         if speaker.description.mode in ("async", "auto"):
             call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S)
-            outcome = call_server(speaker, partial(Live.status, call=call, remote_id=row.remote_id))
+            outcome = call_server(speaker, partial(ServerSession.status, call=call, remote_id=row.remote_id))
             if outcome.kind in _ENDED:
                 quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
             elif outcome.kind is OutcomeKind.PENDING and not outcome.code:

@@ -25,11 +25,11 @@ _UNPACKERS: dict[str, Callable[[], Any]] = {
 }
 
 
-class TooLarge(ValueError):
+class DecompressedTooLarge(ValueError):
     """What is packed in this message is more than any of ours holds."""
 
 
-def bound_unpacking() -> None:
+def limit_decompression() -> None:
     """From now on no message of this process is unpacked beyond the bound, nor by what knows none."""
     for kind in compression.encoders():
         pack = cast(Any, compression).get_encoder(kind)[0]
@@ -41,11 +41,11 @@ def _bounded(unpacker: Callable[[], Any]) -> Callable[[bytes], bytes]:
         one = unpacker()
         text: bytes = one.decompress(packed, MOST_BYTES + 1)
         if len(text) > MOST_BYTES or not one.eof:
-            raise TooLarge(f"a message may have {MOST_BYTES} bytes when it is unpacked")
+            raise DecompressedTooLarge(f"a message may have {MOST_BYTES} bytes when it is unpacked")
         return text
 
     return unpack
 
 
 def _refused(packed: bytes) -> bytes:
-    raise TooLarge("messages may be packed by gzip, bzip2 or lzma")
+    raise DecompressedTooLarge("messages may be packed by gzip, bzip2 or lzma")

@@ -29,7 +29,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._send_all, name="publisher", daemon=True)
         self._thread.start()
 
-    def soon(self, send: Callable[[], object]) -> None:
+    def put(self, send: Callable[[], object]) -> None:
         """Have `send` called in a moment; what it raises is logged.  Dropped if too many wait already."""
         with self._empty:
             self._unsent += 1
@@ -61,7 +61,7 @@ class Publisher:
 
 
 @singleton
-def publisher() -> Publisher:
+def publish_queue() -> Publisher:
     """The process's Publisher, made on first use; before the process ends, it has a moment to send what is left."""
     made = Publisher()
     atexit.register(made.flush, _LAST_WORDS_S)

@@ -10,20 +10,20 @@ from routing.maintenance import task_runs
 from routing.queries.process_list import Process, ProcessList
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
-from tasks import touched
-from tasks.keyring import fingerprints
+from tasks import process_files
+from tasks.security.keyring import fingerprints
 
 _CANARY_MS = 20_000
 
 
-def live(role: str) -> str | None:
+def liveness_problem(role: str) -> str | None:
     """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
-    if touched.living(role):
+    if process_files.live_pids(role):
         return None
-    return f"No process {role} of this host has shown for {touched.STALE_S:.0f} s that it turns."
+    return f"No process {role} of this host has shown for {process_files.STALE_S:.0f} s that it turns."
 
 
-def ready(role: str) -> str | None:
+def readiness_problem(role: str) -> str | None:
     """Those of this role on this host can work, as far as it hangs on them."""
     settings = RoutingSettings()
     scripts = Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
@@ -37,10 +37,10 @@ def ready(role: str) -> str | None:
         return f"No process {role} of this host has said lately that it lives."
     if stopped:
         return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s."
-    return next(filter(None, map(problem, lives)), None)
+    return next(filter(None, map(worker_problem, lives)), None)
 
 
-def problem(it: Process) -> str | None:
+def worker_problem(it: Process) -> str | None:
     """Why a process is not ready."""
     if it.role != "worker":
         return None
@@ -53,20 +53,20 @@ def problem(it: Process) -> str | None:
     return None
 
 
-def of_workers(found: Sequence[Process]) -> str | None:
+def workers_problem(found: Sequence[Process]) -> str | None:
     """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
     workers = [it for it in found if it.role == "worker"]
     lives = [it for it in workers if it.lives]
     if not lives:
         return "No worker has said lately that it lives: jobs are accepted, and none starts."
-    if all(problem(it) for it in lives):
+    if all(worker_problem(it) for it in lives):
         return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
     if silent := len(workers) - len(lives):
         return f"{silent} of {len(workers)} workers are silent.  `slotkeeper processes` names them."
     return None
 
 
-def of_another_secret(found: Sequence[Process]) -> list[Process]:
+def processes_with_other_secret(found: Sequence[Process]) -> list[Process]:
     """Return the living processes that have another secret than this one: each refuses what the other has signed."""
     own = fingerprints()
     return [it for it in found if it.lives and it.facts.get("secret", own[0]) not in own]

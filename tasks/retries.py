@@ -17,7 +17,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks.celery_app import celery
-from tasks.descriptions import keeps_results
+from tasks.server_adapters import keeps_results
 
 _JITTER = 5  # A wait is spread over a fifth of it: ±10 %.
 _MAY_RETRY = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
@@ -47,7 +47,7 @@ def retry_task() -> RetriedTask:
     return cast(RetriedTask, celery.tasks["infer"])
 
 
-def effective(config: ModelConfig) -> ModelConfig:
+def with_task_options(config: ModelConfig) -> ModelConfig:
     """Return the configuration with the task's retry options in place of what the model does not set."""
     task = retry_task()
     most = sys.maxsize if task.max_retries is None else task.max_retries
@@ -65,7 +65,7 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
     `retry_jitter` spreads them by ±10 %.  `retry_after_s` is the server's own Retry-After, which is heeded where it is
     longer, up to the model's longest wait.
     """
-    config = effective(config)
+    config = with_task_options(config)
     longest_ms, asked_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
     factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled stays 0: the job would burn its retries at once.
     doubled_ms = get_exponential_backoff_interval(factor_ms, failures, longest_ms)
@@ -83,7 +83,7 @@ def decide_end(
     """Return how a run ends now that came to `outcome`.  `canceling`: as in `decide`."""
     delay_ms = 0
     if isinstance(outcome, Outcome) and outcome.kind in _MAY_RETRY:
-        config = effective(config)
+        config = with_task_options(config)
         delay_ms = round(countdown_s(run.failures, config, outcome.retry_after_s) * 1000)
     return decide(
         run,

@@ -1,7 +1,7 @@
 """What each process of an installation does first.
 
 It logs as all do, closes the state folder, compares its secret with the others', and looks at Redis' settings.
-Celery's processes are told to by tasks/signals.py.
+Celery's processes are told to by tasks/extensions/signal_handlers.py.
 """
 
 import structlog
@@ -16,8 +16,8 @@ from slotkeeper.redis.scripts import connect
 from slotkeeper.redis.suitability import UnsuitableRedis, explain_no_persistence, explain_not_single, explain_unsuitable
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
-from tasks.keyring import fingerprints
-from tasks.wiring import scripts
+from tasks.security.keyring import fingerprints
+from tasks.services import scripts
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ _OTHER_SECRET = (
 )
 
 
-def compare_secret() -> bool:
+def check_secret() -> bool:
     """Whether this process has the secret that is known in Redis; loud if it has not.  The first makes it known.
 
     A secret that replaces a former one takes its place.  True also while Redis is away: then nobody knows.
@@ -85,17 +85,17 @@ def _refuse(reason: str | None) -> None:
         raise UnsuitableRedis(reason)
 
 
-def begin() -> None:
+def prepare() -> None:
     """Raises HomeNotPrivate, OSError: the state folder cannot be used; UnsuitedRedis."""
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     restrict_state_folder(StorageSettings())
     check_redis()
-    compare_secret()
+    check_secret()
 
 
-def begin_or_exit() -> None:
+def prepare_or_exit() -> None:
     """Do what `begin` does, or end the process with one sentence."""
     try:
-        begin()
+        prepare()
     except (SlotkeeperError, OSError) as error:
         raise SystemExit(f"Error: {error}") from error

@@ -12,7 +12,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 
-def start(name: str, run: Callable[[], object]) -> threading.Thread:
+def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread that runs `run`; if that raises, log it and end the process with status 70.
 
     Raises RuntimeError: no thread can be started now.

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-HEADER = "slotkeeper"
+OFFER_HEADER = "slotkeeper"
 
 
 def is_wake_up(headers: Mapping[str, Any] | None) -> bool:
     """Whether a message carries an offer; else it is a bare task from a client without this code."""
-    return HEADER in (headers or {})
+    return OFFER_HEADER in (headers or {})

@@ -13,7 +13,7 @@ from routing.queries import batches
 from routing.queries.batches import Batch
 from slotkeeper.errors import Conflict, JobNotFound, NotFound
 from slotkeeper.jobs.states import State
-from tasks.wiring import database
+from tasks.services import database
 
 api = blueprint("batches", "Batches", "/queue/batches")
 

@@ -13,7 +13,7 @@ from app.reading import body_of
 from app.schemas import JobPath
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Job
-from tasks import callbacks, push
+from tasks import callbacks, server_push
 from tasks.servers import TOO_DEEP
 
 api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
@@ -38,16 +38,16 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     answer.  Between two workers a run cannot end (503): push it again.
     """
     job = _pushed_to(path.job_id)
-    if push.is_between_workers(job):
+    if server_push.is_between_workers(job):
         detail = "The worker of this run has gone, and the next has not begun: push again in a second."
         raise ProblemError(503, "between_workers", "Not now", detail)
     request.max_content_length = context().settings.max_push_bytes
-    outcome = push.read(job, body_of(request)) if job.state is State.RUNNING else None
+    outcome = server_push.read_push(job, body_of(request)) if job.state is State.RUNNING else None
     if job.state in FINAL_STATES:
-        push.release(job, body_of(request))
+        server_push.release_quarantined_slot(job, body_of(request))
     if outcome is None:
         return PushAnswer.of(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
-    push.push(job, outcome)
+    server_push.apply_push(job, outcome)
     if outcome is TOO_DEEP:
         raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
     now = dispatcher().store.get_state(job.id)
@@ -61,7 +61,9 @@ def _status(job: Job) -> int:
 def _pushed_to(job_id: str) -> Job:
     """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
     job = dispatcher().store.get(job_id) if job_id.isprintable() else None
-    valid = callbacks.is_valid(_token(), _NO_JOB, 0) if job is None else push.is_token_of(job, _token())
+    valid = (
+        callbacks.is_valid_token(_token(), _NO_JOB, 0) if job is None else server_push.is_token_of_run(job, _token())
+    )
     if job is None or not valid:
         detail = "The token is not that of this job's present run."
         raise ProblemError(403, "forbidden", "Not allowed", detail)

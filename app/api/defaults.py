@@ -12,7 +12,7 @@ from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry.defaults import INSTALLATION, Defaults
-from tasks.wiring import catalog
+from tasks.services import catalog
 
 api = admin_blueprint("defaults", "Defaults", "/admin")
 

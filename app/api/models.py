@@ -28,7 +28,7 @@ from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
-from tasks.wiring import catalog, database
+from tasks.services import catalog, database
 
 api = admin_blueprint("models", "Models", "/admin")
 

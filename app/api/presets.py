@@ -22,11 +22,11 @@ from app.kinds import (
 from app.openapi import problems
 from routing.admission.submission import check_name
 from slotkeeper.errors import InvalidRequest, NotFound
-from tasks import vault
-from tasks.descriptions import is_behind
+from tasks.security import vault
+from tasks.server_adapters import is_preset_outdated
 from tasks.servers import Description, presets
-from tasks.servers.live import in_own_loop
-from tasks.servers.probe import Heard, Recognized, Trial, endpoint_for, recognize
+from tasks.servers.live import run_with_http_client
+from tasks.servers.probe import ProbedExchange, Recognition, Trial, endpoint_for, recognize
 
 api = admin_blueprint("presets", "Kinds of servers", "/admin")
 
@@ -35,9 +35,9 @@ api = admin_blueprint("presets", "Kinds of servers", "/admin")
 def list_presets() -> dict[str, Any]:
     """List the kinds of inference servers that come with Slotkeeper: each is a `preset` of a model's configuration."""
     models = dispatcher().catalog.get().models.values()
-    behind = [it for it in models if is_behind(it.config, it.described_by)]
+    behind = [it for it in models if is_preset_outdated(it.config, it.described_by)]
     return PresetList.of(
-        presets=[PresetView.of(presets.about(name), name=name) for name in presets.names()],
+        presets=[PresetView.of(presets.info(name), name=name) for name in presets.names()],
         behind=[Behind.of(it) for it in sorted(behind, key=lambda it: it.name)],
     )
 
@@ -47,7 +47,7 @@ def get_preset(path: PresetPath) -> dict[str, Any]:
     """Show a kind of server, with its whole description."""
     if path.preset not in presets.names():
         raise NotFound("There is no such preset; GET /admin/presets lists them.", preset=path.preset)
-    about = presets.about(path.preset)
+    about = presets.info(path.preset)
     return PresetDetail.of(about, name=path.preset, description=presets.get(path.preset))
 
 
@@ -64,10 +64,10 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
         check_name(body.model)
     if body.preset is not None and body.preset not in presets.names():
         raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
-    found = in_own_loop(partial(recognize, body.url))
+    found = run_with_http_client(partial(recognize, body.url))
     if not found.is_there:
         return _told(found, body.preset, None)
-    tried: list[Heard] = []
+    tried: list[ProbedExchange] = []
     for preset in [body.preset] if body.preset is not None else found.presets:
         told = _tried(found, preset, body, tried)
         if told["outcome"] is None or told["outcome"]["code"] != "misconfigured":
@@ -75,29 +75,29 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
     return told
 
 
-def _tried(found: Recognized, preset: str, body: ProbeBody, tried: list[Heard]) -> dict[str, Any]:
+def _tried(found: Recognition, preset: str, body: ProbeBody, tried: list[ProbedExchange]) -> dict[str, Any]:
     """Try a preset.  `tried`: what was heard from those tried before; this one's exchanges are added."""
     endpoint = endpoint_for(body.url, preset, found.model)
-    secret = partial(vault.value_for, body.model) if body.model is not None else None
+    secret = partial(vault.secret_for, body.model) if body.model is not None else None
     trial = Trial(endpoint, Description.model_validate(presets.get(preset)), secret)
-    health = in_own_loop(trial.health)
+    health = run_with_http_client(trial.health)
     told = None
     if body.payload is not None:
-        outcome = in_own_loop(partial(trial.run, payload=body.payload, patience_s=body.patience))
-        result = None if outcome.result is None else trial.shown(outcome.result)
+        outcome = run_with_http_client(partial(trial.run, payload=body.payload, patience_s=body.patience))
+        result = None if outcome.result is None else trial.redacted(outcome.result)
         told = TrialView.of(outcome, result=result)
-    tried += trial.heard
+    tried += trial.exchanges
     return _told(found, preset, endpoint, tried, health=HealthReport.of(health), outcome=told)
 
 
 def _told(
-    found: Recognized,
+    found: Recognition,
     preset: str | None,
     endpoint: str | None,
-    tried: Sequence[Heard] = (),
+    tried: Sequence[ProbedExchange] = (),
     health: dict[str, Any] | None = None,
     outcome: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`tried`: what was heard from it after it had been recognized."""
-    heard = [Exchange.of(one) for one in (*found.heard, *tried)]
+    heard = [Exchange.of(one) for one in (*found.exchanges, *tried)]
     return ProbeView.of(found, preset=preset, endpoint=endpoint, health=health, outcome=outcome, exchanges=heard)

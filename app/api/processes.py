@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from app.admin import admin_blueprint
 from app.answers import Answer, Read, Time, time
 from routing.queries.process_list import Process
-from tasks.wiring import processes
+from tasks.services import processes
 
 api = admin_blueprint("processes", "Operation", "/admin")
 

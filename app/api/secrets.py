@@ -13,8 +13,9 @@ from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.defaults import INSTALLATION
 from slotkeeper.registry.secrets import Secret
-from tasks import descriptions, vault
-from tasks.wiring import catalog
+from tasks import server_adapters
+from tasks.security import vault
+from tasks.services import catalog
 
 api = kept_out_of_caches(admin_blueprint("secrets", "Secrets", "/admin"))
 
@@ -61,7 +62,7 @@ def remove_secret(path: SecretPath) -> tuple[str, int]:
 def _check_unused(name: str, then: Secret | None) -> None:
     """Raises Conflict while a description puts the secret in that could not do so by what it is `then`."""
     found = dispatcher().catalog.get()
-    models = [it for it in descriptions.models_naming(name, found) if then is None or not then.is_for(it)]
+    models = [it for it in server_adapters.models_using_secret(name, found) if then is None or not then.is_for(it)]
     if models:
         raise Conflict(
             f"The descriptions of {', '.join(models[:5])} name this secret; change them first.",
@@ -73,7 +74,7 @@ def _check_unused(name: str, then: Secret | None) -> None:
 
 
 def _check_no_defaults(name: str, found: CatalogSnapshot) -> None:
-    kinds = descriptions.defaults_naming(name, found)
+    kinds = server_adapters.defaults_using_secret(name, found)
     if kinds:
         shown = ", ".join(f"of kind {it}" if it != INSTALLATION else "of all models" for it in kinds[:5])
         raise Conflict(f"The defaults {shown} name this secret; change them first.", secret=name, kinds=kinds)

@@ -27,9 +27,9 @@ from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.values import AdminState, Server
-from tasks.descriptions import speaker_of
-from tasks.servers import Live, call_server
-from tasks.wiring import catalog, database, workers
+from tasks.server_adapters import health_adapter
+from tasks.servers import ServerSession, call_server
+from tasks.services import catalog, database, workers
 
 api = admin_blueprint("servers", "Servers", "/admin")
 
@@ -148,8 +148,8 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
     known = _known(path.server)
     reasons = explain_idle_server(dispatcher(), workers(), known)
-    speaker = speaker_of(dispatcher().catalog.get(), known)
-    return server_check(known, reasons, None if speaker is None else call_server(speaker, Live.health))
+    speaker = health_adapter(dispatcher().catalog.get(), known)
+    return server_check(known, reasons, None if speaker is None else call_server(speaker, ServerSession.health))
 
 
 @api.delete(

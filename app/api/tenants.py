@@ -12,8 +12,8 @@ from app.schemas import TenantBody, TenantPath
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.rotations import SecretRotation
 from slotkeeper.registry.tenants import Tenant, Tenants, check_tenant_name
-from tasks.keyring import webhook_secrets
-from tasks.wiring import catalog, database, rotations
+from tasks.security.keyring import webhook_secrets
+from tasks.services import catalog, database, rotations
 
 api = kept_out_of_caches(admin_blueprint("tenants", "Tenants", "/admin"))
 

@@ -40,10 +40,11 @@ from slotkeeper.outbox.redelivery import Callbacks
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
 from slotkeeper.outbox.webhook_messages import MessageQueue
 from slotkeeper.registry.tenants import check_tenant_name
-from tasks import bodies, vault
 from tasks.config import TaskSettings
-from tasks.outbound import check_url, parse_allow
-from tasks.wiring import database
+from tasks.security import vault
+from tasks.security.url_guard import check_url, parse_networks
+from tasks.services import database
+from tasks.webhooks import bodies
 
 api = kept_out_of_caches(blueprint("webhooks", "Webhooks", "/webhooks"))
 
@@ -77,7 +78,7 @@ def add_webhook(body: ReceiverBody) -> tuple[dict[str, Any], int]:
         types=frozenset(body.events or END_EVENT_TYPES),
         sealed=sealed,
         created_ms=now_ms(),
-        template=None if body.template is None else bodies.checked_template(body.template),
+        template=None if body.template is None else bodies.validate_template(body.template),
         description=_one_line(body.description),
         max_per_s=body.max_per_s,
     )
@@ -143,7 +144,7 @@ def change_webhook(path: ReceiverPath, body: ReceiverChange) -> dict[str, Any]:
     if body.events is not None:
         values["types"] = frozenset(body.events)
     if "template" in named:
-        values["template"] = None if body.template is None else bodies.checked_template(body.template)
+        values["template"] = None if body.template is None else bodies.validate_template(body.template)
     if "description" in named:
         values["description"] = _one_line(body.description)
     if "max_per_s" in named:
@@ -250,7 +251,7 @@ def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
 
 def _checked_url(url: str) -> str:
     """Raises InvalidRequest where nothing may be sent to it."""
-    problem = check_url(url, parse_allow(TaskSettings().webhook_allow))
+    problem = check_url(url, parse_networks(TaskSettings().webhook_allow))
     if problem is not None:
         raise InvalidRequest("url", f"url: {problem}")
     return url

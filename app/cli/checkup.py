@@ -56,13 +56,13 @@ _MODULES = (
     "app.up.plan",
     "migrations.migrate",
     "slotkeeper.redis.suitability",
-    "tasks.broker",
+    "tasks.extensions.transport",
     "tasks.celery_app",
     "tasks.config",
-    "tasks.descriptions",
-    "tasks.keyring",
+    "tasks.server_adapters",
+    "tasks.security.keyring",
     "tasks.ready",
-    "tasks.wiring",
+    "tasks.services",
     "routing.maintenance.quarantined_slots",
     "routing.maintenance.task_runs",
 )
@@ -78,7 +78,7 @@ def load() -> None:
 
         celery.connection_for_write().release()
     with suppress(Exception):
-        from tasks.wiring import catalog, processes, scripts
+        from tasks.services import catalog, processes, scripts
 
         _ = catalog(), processes(), scripts()
 
@@ -202,7 +202,7 @@ def database() -> Iterator[Finding]:
 
     from migrations.migrate import check
     from slotkeeper.jobs.tables import counters
-    from tasks.wiring import database as record
+    from tasks.services import database as record
 
     found = record()
     if (problem := check(found.url)) is not None:
@@ -253,7 +253,7 @@ def disk() -> Iterator[Finding]:
 def redis() -> Iterator[Finding]:
     """It answers, is new enough, keeps what it is given, and its clock goes with this host's."""
     from slotkeeper.redis.suitability import explain_no_persistence, explain_unsuitable
-    from tasks.wiring import scripts
+    from tasks.services import scripts
 
     client, problems = scripts().redis, 0
     info = client.info("server")
@@ -290,12 +290,12 @@ def broker() -> Iterator[Finding]:
 
 def workers() -> Iterator[Finding]:
     """Some live, canaries come through, and all processes are of one release."""
-    from tasks.ready import problem
-    from tasks.wiring import processes
+    from tasks.ready import worker_problem
+    from tasks.services import processes
 
     found = [it for it in processes().read_all() if it.lives]
     mine = [it for it in found if it.role == "worker"]
-    troubled = [why for it in mine if (why := problem(it)) is not None]
+    troubled = [why for it in mine if (why := worker_problem(it)) is not None]
     versions = sorted({str(it.facts.get("version")) for it in found})
     if not mine:
         said = "No worker says that it lives: jobs are accepted, and none starts."
@@ -312,7 +312,7 @@ def workers() -> Iterator[Finding]:
 
 def servers() -> Iterator[Finding]:
     """Each registered server answers its health check, and its slots can be used."""
-    from tasks.wiring import catalog
+    from tasks.services import catalog
 
     snapshot = catalog().read()
     if not snapshot.servers:
@@ -336,16 +336,16 @@ def _of_server(server: Any, snapshot: Any) -> Check:
     """Return the check of one server: a finding only where something is wrong."""
 
     def check() -> Iterator[Finding]:
-        from tasks.descriptions import speaker_of
-        from tasks.servers import HealthKind, Live, call_server
+        from tasks.server_adapters import health_adapter
+        from tasks.servers import HealthKind, ServerSession, call_server
 
-        speaker = speaker_of(snapshot, server)
+        speaker = health_adapter(snapshot, server)
         if speaker is None:
             if server.endpoints:
                 said = "Its description cannot be used, so no job is sent there."
                 yield Finding(server.name, "fail", said, f"See `slotkeeper servers check {server.name}`.")
             return
-        health = call_server(speaker, Live.health)
+        health = call_server(speaker, ServerSession.health)
         where = f"It is registered at {speaker.endpoint}: see that it runs, and that this host reaches it."
         if health.kind is HealthKind.DOWN:
             yield Finding(server.name, "fail", f"Nobody answers its health check ({health.message}).", where)
@@ -361,7 +361,7 @@ def _of_slots(snapshot: Any) -> Iterator[Finding]:
     from routing.queries.server_status import read_servers_of_fleets
     from routing.queue.slots import Slots
     from slotkeeper.jobs import quarantine
-    from tasks.wiring import database, scripts
+    from tasks.services import database, scripts
 
     rows = Counter(row.server for row in quarantine.list_all(database()))
     found = read_servers_of_fleets(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
@@ -384,8 +384,8 @@ def maintenance() -> Iterator[Finding]:
     """It goes on, and each of its tasks has lately come to its end."""
     from routing.maintenance import task_runs
     from slotkeeper.clock import now_ms
-    from tasks.beat import EVERY_S
-    from tasks.wiring import scripts
+    from tasks.beat import PERIODS_S
+    from tasks.services import scripts
 
     remedy = "See that beat and a worker of the queue `maintenance` run, and their logs."
     if task_runs.has_sweep_stopped(scripts()):
@@ -393,7 +393,7 @@ def maintenance() -> Iterator[Finding]:
         yield Finding("maintenance", "fail", said, remedy)
         return
     runs, now, late = task_runs.read_task_runs(scripts()), now_ms(), []
-    for name, every_s in EVERY_S.items():
+    for name, every_s in PERIODS_S.items():
         if name in runs and now - runs[name].ended_ms > (_LATE * every_s + _LATE_S) * 1000:
             late.append(f"{name} ({(now - runs[name].ended_ms) / 1000:.0f} s ago)")
     if late:
@@ -428,13 +428,13 @@ def secret() -> Iterator[Finding]:
 def _compared(said: str) -> Iterator[Finding]:
     from redis.exceptions import RedisError
 
-    from tasks.keyring import fingerprints
-    from tasks.ready import of_another_secret
-    from tasks.wiring import processes, scripts
+    from tasks.ready import processes_with_other_secret
+    from tasks.security.keyring import fingerprints
+    from tasks.services import processes, scripts
 
     try:
         known: Any = scripts().redis.get(scripts().keys.secret())
-        others = of_another_secret(processes().read_all())
+        others = processes_with_other_secret(processes().read_all())
     except RedisError:
         yield Finding("secret", "ok", f"{said}; whether others have the same is not known without Redis.")
         return

@@ -21,7 +21,7 @@ def health(role: str, live: bool) -> None:
     """
     from tasks import ready
 
-    why = ready.live(role) if live else ready.ready(role)
+    why = ready.liveness_problem(role) if live else ready.readiness_problem(role)
     if why is not None:
         say(why, err=True)
         sys.exit(1)

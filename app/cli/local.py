@@ -66,7 +66,7 @@ def flower() -> None:
 
     _close_flower()
     tune_garbage_collection()
-    celery.conf.include = ["tasks.signals"]  # It shows tasks, and runs none.
+    celery.conf.include = ["tasks.extensions.signal_handlers"]  # It shows tasks, and runs none.
     celery.conf.broker_transport = None  # Its page of the broker goes by the scheme of the URL.
     run(["flower"])
 
@@ -223,7 +223,7 @@ def remove_tenant(name: str, yes: bool) -> None:
 def _holdings(name: str) -> str:
     """Say what a tenant has."""
     from routing.queries.holdings import count_tenant_holdings
-    from tasks.wiring import database
+    from tasks.services import database
 
     has = count_tenant_holdings(database(), name)
     jobs = ", ".join(f"{count} {state}" for state, count in has.active.items()) or "none"
@@ -232,7 +232,7 @@ def _holdings(name: str) -> str:
 
 def _states() -> dict[str, str]:
     """Of those tenants that do not stand online."""
-    from tasks.wiring import catalog
+    from tasks.services import catalog
 
     return {name: it.state for name, it in catalog().read().tenants.items()}
 
@@ -240,7 +240,7 @@ def _states() -> dict[str, str]:
 def _tenants():  # type: ignore[no-untyped-def]
     from migrations.migrate import check
     from slotkeeper.registry.tenants import Tenants
-    from tasks.wiring import database
+    from tasks.services import database
 
     if missing := check(database().url):
         raise click.ClickException(missing)

@@ -24,8 +24,8 @@ from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import LOCAL_TENANT, hash_key
 from slotkeeper.registry.visits import RevokedSessions
 from tasks.config import TaskSettings
-from tasks.keyring import session_keys
-from tasks.wiring import database
+from tasks.security.keyring import session_keys
+from tasks.services import database
 
 V = TypeVar("V", bound=Callable[..., Any])
 

@@ -18,7 +18,7 @@ from routing.queries import model_overview as at_a_glance
 from routing.queries.last_hour import LastHourUsage
 from routing.queries.model_overview import ModelOverview, SlotState
 from slotkeeper.clock import now_ms
-from tasks.wiring import database
+from tasks.services import database
 
 _LAST_HOUR = "slotkeeper_last_hour"
 _MOST_MODELS = 50

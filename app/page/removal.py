@@ -17,7 +17,7 @@ from app.schemas import ModelPath, ServerPath
 from slotkeeper.errors import NotFound, SlotkeeperError
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry import catalog_removal
-from tasks.wiring import database
+from tasks.services import database
 
 # -- models ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from app.schemas import ServerPath
 from routing.queries import model_overview as at_a_glance
 from routing.queries.idle import explain_idle_server
 from slotkeeper.errors import NotFound
-from tasks.wiring import workers
+from tasks.services import workers
 
 _MOST_TILES = 256
 

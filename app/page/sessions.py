@@ -15,7 +15,7 @@ from hashlib import sha256
 
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.visits import RevokedSessions
-from tasks.keyring import session_keys
+from tasks.security.keyring import session_keys
 
 _MOST = 1000  # characters of a cookie that are looked at
 

@@ -7,7 +7,7 @@ from app import auth
 from app.auth import tenant
 from app.page import sessions
 from app.schemas import StateBody
-from tasks.keyring import session_keys
+from tasks.security.keyring import session_keys
 
 THEME_COOKIE = "slotkeeper_theme"
 THEMES = ("light", "dark", "auto")

@@ -23,7 +23,7 @@ from slotkeeper.errors import SlotkeeperError
 from slotkeeper.garbage import tune_garbage_collection
 from slotkeeper.registry.tenants import Tenants
 from slotkeeper.registry.visits import RevokedSessions
-from tasks import alive, wiring
+from tasks import liveness, services
 
 log = structlog.get_logger(__name__)
 
@@ -40,10 +40,10 @@ def main() -> NoReturn:
         raise SystemExit(f"Error: {error}") from error
     sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
     tune_garbage_collection()
-    living = alive.begin("web", wiring.processes())
-    record = wiring.database()
+    living = liveness.start_reporting("web", services.processes())
+    record = services.database()
     owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, RevokedSessions(record)))
-    watching = ProgressFollower(wiring.scripts())
+    watching = ProgressFollower(services.scripts())
     web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.

@@ -24,7 +24,7 @@ class Role:
     command: str
     """A line for the shell."""
     port: int | None = None
-    """It has begun when it listens there; None: when it shows so by a file (tasks/touched.py)."""
+    """It has begun when it listens there; None: when it shows so by a file (tasks/process_files.py)."""
     stop_s: float = 5.0
     """How long it may take to end after SIGTERM, before it is killed."""
     turn: int = 0

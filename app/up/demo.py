@@ -59,7 +59,7 @@ def key_for(settings: AppSettings) -> Iterator[str | None]:
     from slotkeeper.clock import now_ms
     from slotkeeper.errors import NotFound
     from slotkeeper.registry.tenants import Tenant, Tenants
-    from tasks.wiring import database
+    from tasks.services import database
 
     tenants = Tenants(database())
 

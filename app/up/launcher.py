@@ -17,7 +17,7 @@ from app.up.home import Home, flower_password, note_where, redis_password
 from app.up.plan import Plan, read_plan, short
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor
-from tasks import touched
+from tasks import process_files
 
 _START_S = 60.0
 _HERE = "127.0.0.1"
@@ -107,13 +107,13 @@ def start_in_turn(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -
 def _start_new(role: Role, supervisor: Supervisor) -> None:
     supervisor.start(role)
     if (pid := supervisor.pid(role)) is not None:
-        touched.forget(role.name, pid)
+        process_files.remove_stale(role.name, pid)
 
 
 def _has_begun(role: Role, pid: int | None) -> bool:
     if role.port is not None:
         return ports.is_open(_HERE, role.port)
-    return pid is not None and touched.has_begun(role.name, pid)
+    return pid is not None and process_files.has_started(role.name, pid)
 
 
 def _processors() -> int:

@@ -45,7 +45,7 @@ K = TypeVar("K", bound=Hashable)
 log = structlog.get_logger(__name__)
 
 # A script stands in the room that calls it, and a fragment in the lowest room whose scripts share it.
-_FOLDERS = tuple(files(room).joinpath("lua") for room in ("routing", "tasks"))
+_FOLDERS = tuple(files(room).joinpath("lua") for room in ("routing", "tasks.relay"))
 # Calls in one round trip: Redis serves nobody else while it works them off.
 _AT_ONCE = 100
 # Fleets, or keys of other scripts, whose words are kept.

@@ -17,28 +17,28 @@ routing.dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, im
   probe        what answers at an address, asked and told
 """
 
-from tasks.servers.body import FILED_FROM
+from tasks.servers.adapter import ServerAdapter
+from tasks.servers.body import SPOOL_AFTER_BYTES
 from tasks.servers.call import Call, Health, HealthKind
-from tasks.servers.client import Server
-from tasks.servers.description import DEFAULT, Description, for_model
-from tasks.servers.live import Live, call_server
-from tasks.servers.plan import Plan, compile_plan
+from tasks.servers.compiled import CompiledDescription, compile_description
+from tasks.servers.description import DEFAULT, Description, from_shorthand
+from tasks.servers.http_client import HttpClient
+from tasks.servers.live import ServerSession, call_server
 from tasks.servers.rules import TOO_DEEP
-from tasks.servers.wires import Wires
 
 __all__ = [
     "DEFAULT",
-    "FILED_FROM",
+    "SPOOL_AFTER_BYTES",
     "TOO_DEEP",
     "Call",
     "Description",
     "Health",
     "HealthKind",
-    "Live",
-    "Plan",
-    "Server",
-    "Wires",
+    "ServerSession",
+    "CompiledDescription",
+    "ServerAdapter",
+    "HttpClient",
     "call_server",
-    "compile_plan",
-    "for_model",
+    "compile_description",
+    "from_shorthand",
 ]

@@ -6,12 +6,12 @@ from slotkeeper.large_json import AnonymousFile
 
 log = structlog.get_logger(__name__)
 
-FILED_FROM = 4 << 20
+SPOOL_AFTER_BYTES = 4 << 20
 """Bytes.  Parsing more takes longer than other runs may wait."""
 _BEGINNING = 1 << 20  # bytes that stay in memory, for patterns and messages
 
 
-class Body:
+class ResponseBody:
     """Bytes that come piece by piece.  Where no file can be written, they stay in memory."""
 
     __slots__ = ("_file", "_memory", "_stays", "size")
@@ -25,7 +25,7 @@ class Body:
     def add(self, piece: bytes) -> None:
         if self._file is None:
             self._memory += piece
-            if len(self._memory) > FILED_FROM and not self._stays:
+            if len(self._memory) > SPOOL_AFTER_BYTES and not self._stays:
                 self._move_to_file()
         else:
             try:

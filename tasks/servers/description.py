@@ -24,8 +24,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tasks.servers.patterns import Pattern, check_together
-from tasks.servers.pointers import parse, texts_in, write
-from tasks.servers.templates import Body, Path, parse_text, secrets_in, sources_in, to_json
+from tasks.servers.pointers import format_pointer, iter_texts, parse
+from tasks.servers.templates import BodyTemplate, PathTemplate, parse_text, secrets_in, sources_in, to_json
 
 MAX_BODY_BYTES = 64 * 1024  # of a body template
 MAX_RULES = 50  # per step
@@ -83,9 +83,9 @@ def _status(value: Any) -> int | str:
     raise ValueError("a status is a number from 100 to 599, '5xx', or a range such as '500-504'")
 
 
-def _placed(at: Iterable[str | int], message: str) -> PydanticCustomError:
+def _fault_at(at: Iterable[str | int], message: str) -> PydanticCustomError:
     """What is wrong at one place within a field."""
-    return PydanticCustomError("placed", "{message}", {"message": message, "at": write(at)})
+    return PydanticCustomError("placed", "{message}", {"message": message, "at": format_pointer(at)})
 
 
 PointerText = Annotated[str, BeforeValidator(lambda v: _pointer(v) if isinstance(v, str) else v)]
@@ -166,7 +166,7 @@ class HealthRule(_Rule):
 Rules = Annotated[tuple[Rule, ...], *_OF_STEP]
 
 
-class _Reading(_Data):
+class _ResponseReading(_Data):
     """How to read an answer."""
 
     meanings: ClassVar[frozenset[str]]  # what `then` may say here
@@ -181,13 +181,13 @@ class _Reading(_Data):
         for number, rule in enumerate(self.rules):
             if rule.then not in self.meanings:
                 known = ", ".join(sorted(self.meanings))
-                raise _placed(["rules", number, "then"], f"{rule.then!r} means nothing here; there is: {known}")
+                raise _fault_at(["rules", number, "then"], f"{rule.then!r} means nothing here; there is: {known}")
             if rule.only_when_up and "busy" not in self.meanings:
-                raise _placed(["rules", number, "only_when_up"], "a rule of submit alone can ask the health check")
+                raise _fault_at(["rules", number, "only_when_up"], "a rule of submit alone can ask the health check")
         return self
 
 
-class _Asking(_Data):
+class _RequestStep(_Data):
     """How to ask.  A template in a path is percent-encoded; secrets stand in headers and bodies only."""
 
     sources: ClassVar[frozenset[str]]
@@ -202,7 +202,7 @@ class _Asking(_Data):
     @classmethod
     def _path_fits(cls, path: str | None) -> str | None:
         if path is not None:
-            Path(path, cls.sources - {"secret", "callback_token"})  # addresses end up in logs
+            PathTemplate(path, cls.sources - {"secret", "callback_token"})  # addresses end up in logs
         return path
 
     @field_validator("headers")
@@ -210,16 +210,16 @@ class _Asking(_Data):
     def _headers_fit(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, text in headers.items():
             if name.lower() in RESERVED_HEADERS:
-                raise _placed([name], "this header cannot be set: it is the dispatcher's own; leave it out")
+                raise _fault_at([name], "this header cannot be set: it is the dispatcher's own; leave it out")
             _fits(text, cls.sources, [name])
         return headers
 
     @field_validator("body")
     @classmethod
     def _body_fits(cls, body: JsonValue) -> JsonValue:
-        for at, text in texts_in(body):
+        for at, text in iter_texts(body):
             _fits(text, cls.sources, at)
-        Body(body, cls.sources)
+        BodyTemplate(body, cls.sources)
         if len(to_json(body)) > MAX_BODY_BYTES:
             raise ValueError(f"a body template has at most {MAX_BODY_BYTES} bytes")
         return body
@@ -230,7 +230,7 @@ def _fits(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
     try:
         parse_text(text, sources)
     except ValueError as error:
-        raise _placed(at, str(error)) from None
+        raise _fault_at(at, str(error)) from None
 
 
 class EventCondition(_Data):
@@ -280,26 +280,26 @@ class Stream(_Data):
         if self.frames != "raw":
             return self
         if self.rules or self.keep:
-            raise _placed(["rules" if self.rules else "keep"], "raw text has no events: leave it out")
+            raise _fault_at(["rules" if self.rules else "keep"], "raw text has no events: leave it out")
         if self.ends_by != "length":
-            raise _placed(["ends_by"], "raw text has no mark: it ends by length")
+            raise _fault_at(["ends_by"], "raw text has no mark: it ends by length")
         if self.join == "last":
-            raise _placed(["join"], "raw text has no last event: join it as text")
+            raise _fault_at(["join"], "raw text has no last event: join it as text")
         return self
 
     @model_validator(mode="after")
     def _only_sse_has_names(self) -> Self:
         named = (number for number, rule in enumerate(self.rules) if rule.when.event)
         if self.frames != "sse" and (number := next(named, None)) is not None:
-            raise _placed(["rules", number, "if", "event"], "only server-sent events have names")
+            raise _fault_at(["rules", number, "if", "event"], "only server-sent events have names")
         return self
 
     @model_validator(mode="after")
     def _ends_somehow(self) -> Self:
         if self.ends_by == "mark" and self.join != "last" and not any(rule.then == "end" for rule in self.rules):
-            raise _placed(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end'")
+            raise _fault_at(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end'")
         if self.join == "last" and self.keep:
-            raise _placed(["keep"], "the last event is the whole answer: nothing is kept beside it")
+            raise _fault_at(["keep"], "the last event is the whole answer: nothing is kept beside it")
         return self
 
     @property
@@ -307,7 +307,7 @@ class Stream(_Data):
         return self.type or _MEDIA_TYPES[self.frames]
 
 
-class Submit(_Asking, _Reading):
+class Submit(_RequestStep, _ResponseReading):
     """Handing the job over.  No path: the registered endpoint.  No body: the payload itself."""
 
     sources = SUBMIT_SOURCES
@@ -321,11 +321,11 @@ class Submit(_Asking, _Reading):
     @model_validator(mode="after")
     def _asks_where_a_payload_is_sent(self) -> Self:
         if self.stream is not None and self.stream.ask and self.body is not None:
-            raise _placed(["stream", "ask"], "the body stands in submit.body: say it there")
+            raise _fault_at(["stream", "ask"], "the body stands in submit.body: say it there")
         return self
 
 
-class StatusStep(_Asking, _Reading):
+class StatusStep(_RequestStep, _ResponseReading):
     """Asking how the job is.  `next` goes on to the next step of the list."""
 
     sources = JOB_SOURCES
@@ -334,7 +334,7 @@ class StatusStep(_Asking, _Reading):
     progress: PointerText | None = "/progress"  # where it stands how far a run is that is pending
 
 
-class Result(_Asking, _Reading):
+class Result(_RequestStep, _ResponseReading):
     """Fetching the result, on a server whose status answer does not hold it."""
 
     sources = JOB_SOURCES
@@ -342,7 +342,7 @@ class Result(_Asking, _Reading):
     path: str | None = "/result/{{id}}"
 
 
-class Cancel(_Asking, _Reading):
+class Cancel(_RequestStep, _ResponseReading):
     """Asking to give the job up.  `canceled` means it said yes, `failed` that it said no."""
 
     sources = JOB_SOURCES
@@ -354,14 +354,14 @@ class Cancel(_Asking, _Reading):
     frees_slot: Literal["immediate", "eventual", "no"] = "eventual"
 
 
-class Callback(_Reading):
+class Callback(_ResponseReading):
     """Reading what the server pushes to us."""
 
     meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost"])
     silent_s: Seconds | None = None  # healthy, but silent for so long: the job is lost
 
 
-class Active(_Data):
+class CountSource(_Data):
     """Where the number of active jobs stands: exactly one of these."""
 
     pointer: PointerText | None = None  # a whole number
@@ -375,22 +375,22 @@ class Active(_Data):
         return self
 
 
-class HealthStep(_Asking):
+class HealthStep(_RequestStep):
     """Asking how the server is."""
 
     sources = HEALTH_SOURCES
     path: str | None = "/health"
     connect_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     read_s: Seconds | None = 5.0
-    active: Active | None = Active(pointer="/active_jobs")
+    active: CountSource | None = CountSource(pointer="/active_jobs")
     job_ids: PointerText | None = "/job_ids"  # a list
     job_ids_item: PointerText = ""  # where in an element of that list the id stands
     running: bool = True  # active counts running jobs; False: waiting ones too
-    started: Active | None = None  # a value that another process at this address would have: a pointer or a metric
+    started: CountSource | None = None  # a value that another process at this address would have: a pointer or a metric
     rules: Annotated[tuple[HealthRule, ...], *_OF_STEP] = ()
 
 
-class ExpectedSize(_Data):
+class OutputSize(_Data):
     """How much a run is expected to put out, counted as its payload counts it: tokens, images, seconds."""
 
     # Where a payload says it: the first place at which a whole number stands.
@@ -414,12 +414,12 @@ class Description(_Data):
     # found again although no answer to the submit ever came.  Some servers run the same id twice.
     given_id: Literal["{{job/id}}", "{{job/attempt_id}}"] | None = None
 
-    output_size: ExpectedSize | None = None  # what {{run/output_size}} is
+    output_size: OutputSize | None = None  # what {{run/output_size}} is
 
     @model_validator(mode="after")
     def _says_what_output_is_expected(self) -> Self:
         if self.output_size is None and (at := self._where_put_in("run", "output_size")) is not None:
-            raise _placed(at, "for {{run/output_size}} add output_size, which says where a payload tells it")
+            raise _fault_at(at, "for {{run/output_size}} add output_size, which says where a payload tells it")
         return self
 
     @model_validator(mode="after")
@@ -427,7 +427,7 @@ class Description(_Data):
         for number, rule in enumerate(self.status[-1].rules):
             if rule.then == "next":
                 at: list[str | int] = ["status", len(self.status) - 1, "rules", number, "then"]
-                raise _placed(at, "there is no step after the last status step")
+                raise _fault_at(at, "there is no step after the last status step")
         return self
 
     # False: whoever reads a result destroys it.  It is stored before anything else is done, and read by nobody else.
@@ -442,14 +442,14 @@ class Description(_Data):
     def asks_by_payload(self) -> bool:
         """Whether something of the payload is needed to ask for a run, or to cancel it."""
         asked = (*self.status, self.result, self.cancel)
-        texts = (text for step in asked if step for _, text in texts_in(step.model_dump()))
+        texts = (text for step in asked if step for _, text in iter_texts(step.model_dump()))
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
 
     @cached_property
     def sends_payload_alone(self) -> bool:
         """Whether a submit's body is the payload as it is, of which nothing is needed elsewhere."""
         submit = self.submit
-        texts = [text for _, text in texts_in({"path": submit.path, "headers": submit.headers})]
+        texts = [text for _, text in iter_texts({"path": submit.path, "headers": submit.headers})]
         looks = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
         return submit.body is None and not (submit.stream and submit.stream.ask) and not looks
 
@@ -461,20 +461,20 @@ class Description(_Data):
     def _where_put_in(self, source: str, name: str) -> tuple[str | int, ...] | None:
         """Where, if anywhere, the submit puts this in."""
         asked = {"path": self.submit.path, "headers": self.submit.headers, "body": self.submit.body}
-        places = (at for at, text in texts_in(asked) if (source, name) in sources_in(text))
+        places = (at for at, text in iter_texts(asked) if (source, name) in sources_in(text))
         return next((("submit", *at) for at in places), None)
 
     @cached_property
     def secrets(self) -> frozenset[str]:
         """The names of the secrets that its templates put in."""
-        texts = (text for _, text in texts_in(self.model_dump()))
+        texts = (text for _, text in iter_texts(self.model_dump()))
         return frozenset(name for text in texts for name in secrets_in(text))
 
 
 DEFAULT = Description()
 
 
-def for_model(
+def from_shorthand(
     model_type: Literal["sync", "async"] = "sync",
     poll_endpoint_template: str | None = None,
     id_field: str | None = None,

@@ -4,11 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.servers.answers import NOT_JSON, Answer, Broken, id_text
 from tasks.servers.call import Health, HealthKind
-from tasks.servers.defaults import health_rules
-from tasks.servers.description import Active, HealthStep
+from tasks.servers.default_rules import health_rules
+from tasks.servers.description import CountSource, HealthStep
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.responses import NOT_JSON, NoResponse, Response, id_text
 from tasks.servers.rules import CompiledRule, compile_rule
 
 _IDLE = "idle"
@@ -33,13 +33,13 @@ class HealthJudge:
     running: bool
     started: Pointer | re.Pattern[str] | None = None
 
-    def health(self, reply: Answer | Broken) -> Health:
+    def read(self, reply: Response | NoResponse) -> Health:
         """What the server is, and what it says it is doing."""
-        said = self._said(reply)
+        said = self._state(reply)
         kind = HealthKind.UP if said == _IDLE else HealthKind(said)
-        message = reply.message if isinstance(reply, Broken) else f"the server answered {reply.status}"
+        message = reply.message if isinstance(reply, NoResponse) else f"the server answered {reply.status}"
         # A server that is busy by a rule of its own may still have answered in full (Cog does).
-        if isinstance(reply, Broken) or not 200 <= reply.status < 300:
+        if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
             return Health(kind, running_count=self.running, message=message)
         try:
             active, ids = self._active(reply), self._job_ids(reply)
@@ -50,17 +50,17 @@ class HealthJudge:
         started = self._started(reply)
         return Health(kind, active, ids, running_count=self.running, is_idle=said == _IDLE, started=started)
 
-    def _said(self, reply: Answer | Broken) -> str:
+    def _state(self, reply: Response | NoResponse) -> str:
         return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)
 
-    def _started(self, answer: Answer) -> str | None:
+    def _started(self, answer: Response) -> str | None:
         if isinstance(self.started, re.Pattern):
             found = self.started.search(answer.text)
             return found[1] if found else None
         value = None if self.started is None or answer.json is NOT_JSON else resolve(answer.json, self.started)
         return str(value)[:_LONGEST_START] if isinstance(value, str | int | float) else None
 
-    def _active(self, answer: Answer) -> int | None:
+    def _active(self, answer: Response) -> int | None:
         if self.metric is not None:
             return _whole(_sum_of_metric(self.metric, answer.text))
         value = self._at(answer, self.active)
@@ -70,7 +70,7 @@ class HealthJudge:
             raise _NotAsDescribed("what should be counted is not a list")
         return len(value)
 
-    def _job_ids(self, answer: Answer) -> frozenset[str] | None:
+    def _job_ids(self, answer: Response) -> frozenset[str] | None:
         value = self._at(answer, self.job_ids)
         if value is None:
             return None
@@ -79,7 +79,7 @@ class HealthJudge:
             raise _NotAsDescribed("the job ids are not a list of ids")
         return frozenset(job_id for job_id in ids if job_id is not None)
 
-    def _at(self, answer: Answer, pointer: Pointer | None) -> Any:
+    def _at(self, answer: Response, pointer: Pointer | None) -> Any:
         if pointer is None or (self.metric is not None and answer.json is NOT_JSON):
             return None  # a page of metrics holds no ids
         if answer.json is NOT_JSON:
@@ -88,9 +88,9 @@ class HealthJudge:
         return None if value is MISSING else value
 
 
-def health_judge(step: HealthStep) -> HealthJudge:
+def compile_health(step: HealthStep) -> HealthJudge:
     """A health step that has been checked, made fast."""
-    active = step.active or Active.model_construct(pointer=None, count=None, metric=None)
+    active = step.active or CountSource.model_construct(pointer=None, count=None, metric=None)
     place = active.pointer if active.pointer is not None else active.count
     return HealthJudge(
         rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
@@ -104,7 +104,7 @@ def health_judge(step: HealthStep) -> HealthJudge:
     )
 
 
-def _start_of(where: Active | None) -> Pointer | re.Pattern[str] | None:
+def _start_of(where: CountSource | None) -> Pointer | re.Pattern[str] | None:
     if where is None:
         return None
     return _sample(where.metric) if where.metric else parse(where.pointer or where.count or "")

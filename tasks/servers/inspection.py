@@ -10,15 +10,15 @@ import structlog
 
 from slotkeeper import large_json
 from slotkeeper.large_json import AnonymousFile
-from tasks.servers.answers import NOT_JSON
 from tasks.servers.pointers import Pointer
+from tasks.servers.responses import NOT_JSON
 
 log = structlog.get_logger(__name__)
 
 _WITHIN_S = 30.0
 
 
-async def inspect(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> Any:
+async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> Any:
     """Return the JSON value of an answer, which is known where these pointers lead, or NOT_JSON."""
     command = [sys.executable, "-m", "slotkeeper.large_json", orjson.dumps([list(it) for it in pointers]).decode()]
     source, sent = (body.rewind(), None) if isinstance(body, AnonymousFile) else (asyncio.subprocess.PIPE, body)

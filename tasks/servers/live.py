@@ -8,18 +8,18 @@ import uvloop
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import refuses_connections
-from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.body import FILED_FROM
+from tasks.servers.adapter import HttpRequest, ServerAdapter
+from tasks.servers.body import SPOOL_AFTER_BYTES
 from tasks.servers.call import Call, Health
-from tasks.servers.client import HttpRequest, Server
 from tasks.servers.description import Description
-from tasks.servers.inspection import inspect
-from tasks.servers.stream import Piece, Tell, tell_nobody
-from tasks.servers.wires import Exchange, Wires
+from tasks.servers.http_client import HttpClient, HttpExchange
+from tasks.servers.inspection import parse_in_subprocess
+from tasks.servers.responses import FailureReason, NoResponse, Response
+from tasks.servers.stream_reader import OnPiece, Piece, ignore_piece
 
 T = TypeVar("T")
 
-End: TypeAlias = "asyncio.Future[Answer | Broken]"
+End: TypeAlias = "asyncio.Future[Response | NoResponse]"
 """For the end of an exchange whose answer nobody waits for."""
 
 _DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
@@ -30,14 +30,14 @@ class _Cut(Exception):
     """The answer to the submit is not waited for any more."""
 
 
-class Live:
-    """One run's requests to its server.  `tell` is given what the server says while it is at it."""
+class ServerSession:
+    """One run's requests to its server.  `on_piece` is given what the server says while it is at it."""
 
-    __slots__ = ("_is_cut", "_server", "_submit", "_tell", "_wires", "abandoned", "is_broken")
+    __slots__ = ("_is_cut", "_server", "_submit", "_on_piece", "_http", "abandoned", "is_broken")
 
-    def __init__(self, server: Server, wires: Wires, tell: Tell = tell_nobody) -> None:
-        self._server, self._wires, self._tell = server, wires, tell
-        self._submit: Exchange | None = None
+    def __init__(self, server: ServerAdapter, http: HttpClient, on_piece: OnPiece = ignore_piece) -> None:
+        self._server, self._http, self._on_piece = server, http, on_piece
+        self._submit: HttpExchange | None = None
         self._is_cut = False
         self.is_broken = False  # The server broke the connection under the submit, without an answer.
         self.abandoned: End | None = None  # The end of a submit that was given up before it was answered.
@@ -46,81 +46,81 @@ class Live:
     def description(self) -> Description:
         return self._server.description
 
-    def known_id(self, call: Call) -> str | None:
-        return self._server.known_id(call)
+    def given_id_of(self, call: Call) -> str | None:
+        return self._server.given_id_of(call)
 
     async def submit(self, call: Call) -> Outcome:
         """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
         try:
-            return await self._server.submit(call, self._send_submit, self._tell)
+            return await self._server.submit(call, self._send_submit, self._on_piece)
         except _Cut:
             return _CUT
         finally:
             self._submit = None
 
-    async def _send_submit(self, request: HttpRequest) -> Answer | Broken:
+    async def _send_submit(self, request: HttpRequest) -> Response | NoResponse:
         """Raises _Cut."""
         if self._is_cut:
             raise _Cut
-        self._submit = self._wires.begin(*request)
+        self._submit = self._http.send(*request)
         reply = await self._submit.reply
         if self._submit.is_abandoned:
             self.abandoned = self._submit.reply
-        self.is_broken = isinstance(reply, Broken) and reply.how is Break.RESET and not self._is_cut
+        self.is_broken = isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET and not self._is_cut
         if self._is_cut:
             raise _Cut
         return await self._inspected(reply)
 
-    async def _send(self, request: HttpRequest) -> Answer | Broken:
-        return await self._inspected(await self._wires.begin(*request).reply)
+    async def _send(self, request: HttpRequest) -> Response | NoResponse:
+        return await self._inspected(await self._http.send(*request).reply)
 
-    async def _inspected(self, reply: Answer | Broken) -> Answer | Broken:
+    async def _inspected(self, reply: Response | NoResponse) -> Response | NoResponse:
         """An answer that would keep all threads waiting is read in a process of its own."""
-        if isinstance(reply, Answer) and reply.size > FILED_FROM:
-            async with self._wires.one_inspection:
-                reply.inspected(await inspect(reply.file or reply.body, self._server.pointers))
+        if isinstance(reply, Response) and reply.size > SPOOL_AFTER_BYTES:
+            async with self._http.large_response_lock:
+                reply.set_json(await parse_in_subprocess(reply.file or reply.body, self._server.pointers))
         return reply
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """The answer to the submit is not waited for any more; one that is not sent yet is not sent."""
         self._is_cut = True
         if self._submit is not None:
-            self._submit.cut()
+            self._submit.cut_off()
 
     def abandon(self) -> None:
         """As `cut`, but where the answer would tell that the run is over, its end is still observed (`abandoned`)."""
         self._is_cut = True
         if self._submit is not None:
-            self._submit.abandon(Break.TIMEOUT)
+            self._submit.abandon(FailureReason.TIMEOUT)
 
-    async def is_over(self, call: Call) -> bool:
+    async def is_run_over(self, call: Call) -> bool:
         """Observe a submit that was given up to its end: whether the server has done with the run by then."""
         if self.abandoned is None:
             return False
         reply = await self.abandoned
-        if isinstance(reply, Broken):
-            return reply.how is Break.RESET and await self.has_died()
-        return self._server.is_over(call, reply)
+        if isinstance(reply, NoResponse):
+            return reply.reason is FailureReason.RESET and await self.has_process_ended()
+        return self._server.is_run_over(call, reply)
 
-    async def has_died(self) -> bool:
+    async def has_process_ended(self) -> bool:
         """Whether the process behind a connection that broke has ended: its address refuses connections.
 
         A supervisor may start the next process soon, so it is looked at once, and some times in the next second.
         """
         for pause_s in _DEATH_SHOWS_S:
             await asyncio.sleep(pause_s)
-            if await self.refuses():
+            if await self.refuses_connections():
                 return True
         return False
 
-    async def refuses(self) -> bool:
+    async def refuses_connections(self) -> bool:
         """Whether no process listens at the server's address."""
         return await asyncio.to_thread(refuses_connections, self._server.endpoint)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
         outcome = await self._server.status(call, remote_id, self._send)
         if outcome.progress is not None:
-            self._tell(Piece(progress=outcome.progress))
+            self._on_piece(Piece(progress=outcome.progress))
         return outcome
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
@@ -129,26 +129,26 @@ class Live:
     async def health(self) -> Health:
         return await self._server.health(self._send)
 
-    async def result(self, call: Call, remote_id: str | None, outcome: Outcome) -> Outcome:
-        return await self._server.result(call, remote_id, outcome, self._send)
+    async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome) -> Outcome:
+        return await self._server.fetch_result(call, remote_id, outcome, self._send)
 
 
-def in_own_loop(act: Callable[[Wires], Coroutine[Any, Any, T]]) -> T:
+def run_with_http_client(act: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> T:
     """Run `act` from a thread that has no event loop: in one of its own, whose connections are closed at the end.
 
     For calls that are rare: a server's health is asked less often than connections are kept.
     """
 
     async def carry_out() -> T:
-        wires = Wires(asyncio.get_running_loop())
+        http = HttpClient(asyncio.get_running_loop())
         try:
-            return await act(wires)
+            return await act(http)
         finally:
-            wires.close()
+            http.close()
 
     return uvloop.run(carry_out())
 
 
-def call_server(server: Server, act: Callable[[Live], Coroutine[Any, Any, T]]) -> T:
+def call_server(server: ServerAdapter, act: Callable[[ServerSession], Coroutine[Any, Any, T]]) -> T:
     """Call a server from a thread that has no event loop, such as `call_server(server, Live.health)`."""
-    return in_own_loop(lambda wires: act(Live(server, wires)))
+    return run_with_http_client(lambda http: act(ServerSession(server, http)))

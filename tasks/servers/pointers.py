@@ -30,12 +30,12 @@ def _unescaped(token: str) -> str:
     return token.replace("~1", "/").replace("~0", "~")
 
 
-def write(pointer: Iterable[str | int]) -> str:
+def format_pointer(pointer: Iterable[str | int]) -> str:
     """The other way round: ('a', 0, 'b/c') -> '/a/0/b~1c'."""
     return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in pointer)
 
 
-def texts_in(document: Any) -> Iterator[tuple[Pointer, str]]:
+def iter_texts(document: Any) -> Iterator[tuple[Pointer, str]]:
     """Every text in a document that is no key, and where it stands."""
     left: list[tuple[Pointer, Any]] = [((), document)]
     while left:

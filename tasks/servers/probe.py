@@ -14,15 +14,15 @@ from typing import Any
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers import presets
-from tasks.servers.answers import NOT_JSON, Answer, Broken, clean
+from tasks.servers.adapter import HttpRequest, Send, ServerAdapter, split_endpoint
 from tasks.servers.call import Call, Health, Limits
-from tasks.servers.client import HttpRequest, Send, Server, split_endpoint
-from tasks.servers.defaults import cancel_rules, health_rules, poll_rules, result_rules, submit_rules
+from tasks.servers.default_rules import cancel_rules, health_rules, poll_rules, result_rules, submit_rules
 from tasks.servers.description import Description, HealthRule, Rule
+from tasks.servers.http_client import HttpClient
 from tasks.servers.pointers import MISSING, parse, resolve
+from tasks.servers.responses import NOT_JSON, NoResponse, Response, redact
 from tasks.servers.rules import CompiledRule, compile_rule
 from tasks.servers.templates import SecretLookup, to_json
-from tasks.servers.wires import Wires
 
 GENERIC = "generic-sync"
 _SURE = 3  # the weight of signs from which on a preset is proposed
@@ -32,7 +32,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ProbedExchange:
     """One exchange.  `status` None: it broke off.  `rule`: what judged the answer; `means`: to what."""
 
     step: str
@@ -55,12 +55,12 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Recognized:
+class Recognition:
     """What a look at a server's known paths brought.  `candidates`: the surest first."""
 
     is_there: bool
     candidates: tuple[Candidate, ...]
-    heard: tuple[Heard, ...]
+    exchanges: tuple[ProbedExchange, ...]
     model: str | None = None  # a name that the server serves, if it tells
 
     @property
@@ -75,16 +75,16 @@ class Recognized:
         return next(iter(self.presets), None)
 
 
-async def recognize(url: str, wires: Wires, deadline_s: float = 20.0) -> Recognized:
+async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Recognition:
     """Look at the paths by which presets' servers can be known.  Raises ValueError for what is no http(s) URL."""
     _, base = split_endpoint(url)
     end = time.monotonic() + deadline_s
     heard, candidates, is_there = [], dict[str, Candidate](), False
     for path, signs in groupby(_signs(), key=lambda one: one[1].path):
-        reply, told = await _look(wires, base, path, end)
+        reply, told = await _look(http, base, path, end)
         heard.append(told)
-        if isinstance(reply, Broken):
-            if not is_there and told.status is None and reply.how == "connect":
+        if isinstance(reply, NoResponse):
+            if not is_there and told.status is None and reply.reason == "connect":
                 break  # Nobody listens: every other path would say the same.
             continue
         is_there = True
@@ -94,8 +94,8 @@ async def recognize(url: str, wires: Wires, deadline_s: float = 20.0) -> Recogni
                 weight = sign.weight + (known.weight if known else 0)
                 candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
     found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
-    model = await _model(wires, base, found[0].preset, end) if found else None
-    return Recognized(is_there, found, tuple(heard), model)
+    model = await _model(http, base, found[0].preset, end) if found else None
+    return Recognition(is_there, found, tuple(heard), model)
 
 
 def endpoint_for(url: str, preset: str, model: str | None) -> str:
@@ -103,12 +103,12 @@ def endpoint_for(url: str, preset: str, model: str | None) -> str:
     whole, base = split_endpoint(url)
     if whole.removeprefix(base).rstrip("/"):
         return whole
-    _, example = split_endpoint(presets.about(preset).endpoint)
-    return base + presets.about(preset).endpoint.removeprefix(example).replace("MODEL", model or "MODEL")
+    _, example = split_endpoint(presets.info(preset).endpoint)
+    return base + presets.info(preset).endpoint.removeprefix(example).replace("MODEL", model or "MODEL")
 
 
 def _signs() -> list[tuple[str, presets.Sign]]:
-    every = [(name, sign) for name in presets.names() for sign in presets.about(name).signs]
+    every = [(name, sign) for name in presets.names() for sign in presets.info(name).signs]
     return sorted(every, key=lambda one: one[1].path)
 
 
@@ -116,19 +116,19 @@ def _as_rule(sign: presets.Sign) -> HealthRule:
     return HealthRule(when=sign.when, then="up")
 
 
-async def _look(wires: Wires, base: str, path: str, end: float) -> tuple[Answer | Broken, Heard]:
+async def _look(http: HttpClient, base: str, path: str, end: float) -> tuple[Response | NoResponse, ProbedExchange]:
     limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MOST_BYTES)
     started = time.monotonic()
-    reply = await wires.begin("GET", base + path, {"X-Source": "dispatcher"}, None, limits).reply
+    reply = await http.send("GET", base + path, {"X-Source": "dispatcher"}, None, limits).reply
     return reply, _heard("look", f"GET {path}", reply, started)
 
 
-async def _model(wires: Wires, base: str, preset: str, end: float) -> str | None:
-    place = presets.about(preset).model
+async def _model(http: HttpClient, base: str, preset: str, end: float) -> str | None:
+    place = presets.info(preset).model
     if place is None:
         return None
-    reply, _ = await _look(wires, base, place.path, end)
-    if isinstance(reply, Broken) or reply.json is NOT_JSON:
+    reply, _ = await _look(http, base, place.path, end)
+    if isinstance(reply, NoResponse) or reply.json is NOT_JSON:
         return None
     found = resolve(reply.json, parse(place.pointer))
     return found if isinstance(found, str) and found is not MISSING else None
@@ -141,33 +141,33 @@ class Trial:
     endpoint: str
     description: Description
     secret: SecretLookup | None = None
-    heard: list[Heard] = field(default_factory=list)
+    exchanges: list[ProbedExchange] = field(default_factory=list)
     _secrets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._secrets.update(find_secrets_in_url(self.endpoint))
-        self._server = Server(self.endpoint, self.description, secret=self._remembered)
+        self._server = ServerAdapter(self.endpoint, self.description, secret=self._remembered)
 
-    async def health(self, wires: Wires) -> Health:
+    async def health(self, http: HttpClient) -> Health:
         """Ask how the server is."""
-        return await self._server.health(self._listening(wires, "health"))
+        return await self._server.health(self._listening(http, "health"))
 
-    async def run(self, wires: Wires, payload: Any, patience_s: float) -> Outcome:
+    async def run(self, http: HttpClient, payload: Any, patience_s: float) -> Outcome:
         """Run one job as a worker would, for `patience_s` at most; then ask the server to give it up."""
         call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
         end = time.monotonic() + patience_s
-        outcome = await self._server.submit(call, self._listening(wires, "submit"))
+        outcome = await self._server.submit(call, self._listening(http, "submit"))
         remote_id = outcome.remote_id
         while outcome.kind is OutcomeKind.PENDING and remote_id and time.monotonic() < end:
             await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
-            outcome = await self._server.status(call, remote_id, self._listening(wires, "status", remote_id))
+            outcome = await self._server.status(call, remote_id, self._listening(http, "status", remote_id))
         if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN) and self.description.cancel is not None:
-            await self._server.cancel(call, remote_id, self._listening(wires, "cancel", remote_id))
+            await self._server.cancel(call, remote_id, self._listening(http, "cancel", remote_id))
         return outcome
 
-    def shown(self, value: Any) -> str:
+    def redacted(self, value: Any) -> str:
         """A value for people: short, and without secrets."""
-        return clean(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
+        return redact(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
 
     def _remembered(self, name: str) -> str | None:
         found = self.secret(name) if self.secret else None
@@ -175,25 +175,25 @@ class Trial:
             self._secrets.add(found)
         return found
 
-    def _listening(self, wires: Wires, first_step: str, asked: str | None = None) -> Send:
+    def _listening(self, http: HttpClient, first_step: str, asked: str | None = None) -> Send:
         """Return what sends the requests of a step, and of those that follow from it, and keeps what is heard."""
         steps = _Steps(self.description, first_step)
 
-        async def send(request: HttpRequest) -> Answer | Broken:
+        async def send(request: HttpRequest) -> Response | NoResponse:
             started = time.monotonic()
-            reply = await wires.begin(*request).reply
-            self.heard.append(self._told(request, reply, started, steps, asked))
+            reply = await http.send(*request).reply
+            self.exchanges.append(self._told(request, reply, started, steps, asked))
             return reply
 
         return send
 
     def _told(
-        self, request: HttpRequest, reply: Answer | Broken, started: float, steps: "_Steps", asked: str | None
-    ) -> Heard:
+        self, request: HttpRequest, reply: Response | NoResponse, started: float, steps: "_Steps", asked: str | None
+    ) -> ProbedExchange:
         path = request.url.partition("//")[2].partition("/")[2]
         step, rule, means = steps.judge(reply, asked)
-        sent = None if request.body is None else self.shown(request.body.decode("utf-8", "replace"))
-        line = self.shown(f"{request.method} /{path}")
+        sent = None if request.body is None else self.redacted(request.body.decode("utf-8", "replace"))
+        line = self.redacted(f"{request.method} /{path}")
         return _heard(step, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
 
 
@@ -203,7 +203,7 @@ class _Steps:
     def __init__(self, description: Description, first: str) -> None:
         self._description, self._name, self._number = description, first, 0
 
-    def judge(self, reply: Answer | Broken, asked: str | None) -> tuple[str, str | None, str | None]:
+    def judge(self, reply: Response | NoResponse, asked: str | None) -> tuple[str, str | None, str | None]:
         """The step's name, the rule in words, and what it makes of the answer."""
         place, own, more = self._rules()
         step = self._name
@@ -237,7 +237,7 @@ class _Steps:
             self._name = "result"
 
 
-def _holds(rule: Rule | HealthRule, reply: Answer | Broken, asked: str | None) -> bool:
+def _holds(rule: Rule | HealthRule, reply: Response | NoResponse, asked: str | None) -> bool:
     compiled: CompiledRule = compile_rule(rule)
     return compiled.holds_for(reply, asked)
 
@@ -247,9 +247,15 @@ def _in_words(rule: Rule | HealthRule) -> str:
 
 
 def _heard(
-    step: str, request: str, reply: Answer | Broken, started: float, *, secrets: set[str] | None = None, **more: Any
-) -> Heard:
+    step: str,
+    request: str,
+    reply: Response | NoResponse,
+    started: float,
+    *,
+    secrets: set[str] | None = None,
+    **more: Any,
+) -> ProbedExchange:
     took_ms = round((time.monotonic() - started) * 1000)
-    if isinstance(reply, Broken):
-        return Heard(step, request, None, reply.message, took_ms, **more)
-    return Heard(step, request, reply.status, clean(reply.head, secrets or ()), took_ms, **more)
+    if isinstance(reply, NoResponse):
+        return ProbedExchange(step, request, None, reply.message, took_ms, **more)
+    return ProbedExchange(step, request, reply.status, redact(reply.head, secrets or ()), took_ms, **more)

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple, Protocol
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
-from tasks.servers.answers import (
-    MAX_DEPTH,
-    NOT_JSON,
-    Answer,
-    Break,
-    Broken,
-    clean,
-    id_text,
-    is_too_deep,
-    retry_after_s,
-)
 from tasks.servers.description import Condition, HealthRule, Rule
 from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.responses import (
+    MAX_DEPTH,
+    NOT_JSON,
+    FailureReason,
+    NoResponse,
+    Response,
+    id_text,
+    is_too_deep,
+    redact,
+    retry_after_s,
+)
 from tasks.servers.templates import to_json
 
 _CODES = {
@@ -52,11 +52,11 @@ _MENTIONED_WITHIN = 1 << 20  # bytes of an answer
 _ECHO_HEADER = "X-Job-Id"
 
 
-class About(NamedTuple):
+class ResponseContext(NamedTuple):
     """What an answer should be about, and what must not be repeated from it."""
 
     job_id: str
-    asked: str | None = None  # the server's id of the job, where we know it
+    remote_id: str | None = None  # the server's id of the job, where we know it
     secrets: tuple[str, ...] = ()
     now_s: float = 0.0  # Unix time, for a Retry-After that is a date
 
@@ -76,35 +76,35 @@ class CompiledRule:
     breaks: frozenset[str]
     only_when_up: bool = False
 
-    def holds_for(self, reply: Answer | Broken, asked: str | None) -> bool:
+    def holds_for(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
         """Whether this rule is about such a reply."""
-        if isinstance(reply, Broken):
-            return reply.how in self.breaks
+        if isinstance(reply, NoResponse):
+            return reply.reason in self.breaks
         if self.breaks or (self.statuses is not None and reply.status not in self.statuses):
             return False
-        if self.pointer is not None and not self._value_fits(reply.json, self.pointer, asked):
+        if self.pointer is not None and not self._value_fits(reply.json, self.pointer, remote_id):
             return False
         if self.pattern is not None and not self.pattern.is_in(reply.head):
             return False
-        return not self.mentions_id or _mentions(reply.body, asked)
+        return not self.mentions_id or _mentions(reply.body, remote_id)
 
-    def _value_fits(self, document: Any, pointer: Pointer, asked: str | None) -> bool:
-        value = MISSING if document is NOT_JSON else resolve(document, _with_id(pointer, asked))
+    def _value_fits(self, document: Any, pointer: Pointer, remote_id: str | None) -> bool:
+        value = MISSING if document is NOT_JSON else resolve(document, _with_id(pointer, remote_id))
         if value is MISSING or self.values is None:
             return value is not MISSING
         return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
 
 
-def _with_id(pointer: Pointer, asked: str | None) -> Pointer:
+def _with_id(pointer: Pointer, remote_id: str | None) -> Pointer:
     if "{{id}}" not in pointer:
         return pointer
-    return tuple(str(asked) if token == "{{id}}" else token for token in pointer)
+    return tuple(str(remote_id) if token == "{{id}}" else token for token in pointer)
 
 
-def _mentions(body: bytes, asked: str | None) -> bool:
-    if not asked:
+def _mentions(body: bytes, remote_id: str | None) -> bool:
+    if not remote_id:
         return False
-    whole = rb"(?<![\w-])" + re.escape(asked.encode()) + rb"(?![\w-])"  # "12" is not in "123"
+    whole = rb"(?<![\w-])" + re.escape(remote_id.encode()) + rb"(?![\w-])"  # "12" is not in "123"
     return re.search(whole, body[:_MENTIONED_WITHIN]) is not None
 
 
@@ -136,7 +136,7 @@ def _numbers(when: Condition) -> Iterable[int]:
             yield from range(int(status[:3]), int(status[4:]) + 1)
 
 
-class Said(Protocol):
+class OutcomeRule(Protocol):
     """What a rule makes of an answer that it holds for."""
 
     @property
@@ -169,93 +169,97 @@ class Judge:
         found = (*at, self.result, *self.errors, self.id, self.echo, self.progress)
         return frozenset(it for it in found if it is not None and "{{id}}" not in it)
 
-    def outcome(self, reply: Answer | Broken, about: About) -> Outcome | None:
+    def outcome(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
         found = self._judged(reply, about)
-        is_unread = found is not None and found.code == "bad_answer" and isinstance(reply, Answer)
+        is_unread = found is not None and found.code == "bad_answer" and isinstance(reply, Response)
         return TOO_DEEP if is_unread and reply.is_too_deep_to_read else found  # type: ignore[union-attr]
 
-    def _judged(self, reply: Answer | Broken, about: About) -> Outcome | None:
-        if isinstance(reply, Broken) and reply.how is Break.TOO_LARGE:
+    def _judged(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
+        if isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE:
             return Outcome(OutcomeKind.FAILED, code="answer_too_large", message=reply.message)
-        if isinstance(reply, Broken) and reply.how is Break.UNSENDABLE:
-            return self._nonsense(reply.message, about, code="misconfigured")
-        if isinstance(reply, Answer) and self._names_another(reply, about):
-            return self._nonsense("the answer is about another job", about)
+        if isinstance(reply, NoResponse) and reply.reason is FailureReason.UNSENDABLE:
+            return self._bad_answer(reply.message, about, code="misconfigured")
+        if isinstance(reply, Response) and self._is_about_other_job(reply, about):
+            return self._bad_answer("the answer is about another job", about)
         for rule in self.rules:
-            if rule.holds_for(reply, about.asked):
-                return None if rule.then == "next" else self.conclude(rule, reply, about)
-        return self._nonsense("nothing describes such an answer", about)
+            if rule.holds_for(reply, about.remote_id):
+                return None if rule.then == "next" else self.apply(rule, reply, about)
+        return self._bad_answer("nothing describes such an answer", about)
 
-    def depends_on_health(self, reply: Answer | Broken, asked: str | None) -> bool:
+    def depends_on_health(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
         """Return whether the rule that judges the reply is believed only of a server that is up."""
-        rule = next((one for one in self.rules if one.holds_for(reply, asked)), None)
+        rule = next((one for one in self.rules if one.holds_for(reply, remote_id)), None)
         return rule is not None and rule.only_when_up
 
-    def conclude(self, rule: Said, reply: Answer | Broken, about: About) -> Outcome:
+    def apply(self, rule: OutcomeRule, reply: Response | NoResponse, about: ResponseContext) -> Outcome:
         """What a rule that holds makes of the reply."""
         kind = OutcomeKind(rule.then)
-        if kind is OutcomeKind.DONE and isinstance(reply, Answer):
+        if kind is OutcomeKind.DONE and isinstance(reply, Response):
             return self._done(reply, about)
         remote_id = self._remote_id(reply, about) if kind is OutcomeKind.PENDING else None
         if kind is OutcomeKind.PENDING and remote_id is None and self.requires_id:
-            return self._nonsense("the server has taken the job but gave no usable id", about)
+            return self._bad_answer("the server has taken the job but gave no usable id", about)
         code = rule.code if rule.code is not None else _CODES[kind]
-        asks_patience = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Answer)
+        asks_patience = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Response)
         wanted_s = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
         message = rule.message or (self._message(reply, about, kind) if code else "")
         far = self._progress(reply) if kind is OutcomeKind.PENDING else None
         return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wanted_s, progress=far)
 
-    def _progress(self, reply: Answer | Broken) -> Any:
-        if self.progress is None or isinstance(reply, Broken) or reply.json is NOT_JSON:
+    def _progress(self, reply: Response | NoResponse) -> Any:
+        if self.progress is None or isinstance(reply, NoResponse) or reply.json is NOT_JSON:
             return None
         value = resolve(reply.json, self.progress)
         is_kept = value is not MISSING and not isinstance(value, RawJson) and not is_too_deep(value)
         return value if is_kept else None
 
-    def _done(self, answer: Answer, about: About) -> Outcome:
+    def _done(self, answer: Response, about: ResponseContext) -> Outcome:
         if self.as_text:
             return Outcome(OutcomeKind.DONE, result=answer.text)
         document = answer.json
         if document is NOT_JSON:
-            return self._nonsense("the answer is not JSON", about)
-        value = resolve(document, _with_id(self.result, about.asked))
+            return self._bad_answer("the answer is not JSON", about)
+        value = resolve(document, _with_id(self.result, about.remote_id))
         if value is MISSING:
             return Outcome(OutcomeKind.DONE)
-        return TOO_DEEP if not answer.is_flat and is_too_deep(value) else Outcome(OutcomeKind.DONE, result=value)
+        return (
+            TOO_DEEP
+            if not answer.cannot_be_too_deep and is_too_deep(value)
+            else Outcome(OutcomeKind.DONE, result=value)
+        )
 
-    def _remote_id(self, reply: Answer | Broken, about: About) -> str | None:
-        if self.is_poll or isinstance(reply, Broken) or reply.json is NOT_JSON:
-            return about.asked
+    def _remote_id(self, reply: Response | NoResponse, about: ResponseContext) -> str | None:
+        if self.is_poll or isinstance(reply, NoResponse) or reply.json is NOT_JSON:
+            return about.remote_id
         value = resolve(reply.json, self.id)
-        return about.asked if value is MISSING else id_text(value)
+        return about.remote_id if value is MISSING else id_text(value)
 
-    def _nonsense(self, message: str, about: About, code: str = "bad_answer") -> Outcome:
+    def _bad_answer(self, message: str, about: ResponseContext, code: str = "bad_answer") -> Outcome:
         kind = OutcomeKind.PENDING if self.is_poll else OutcomeKind.RETRY
-        return Outcome(kind, code=code, message=message, remote_id=about.asked if self.is_poll else None)
+        return Outcome(kind, code=code, message=message, remote_id=about.remote_id if self.is_poll else None)
 
-    def _names_another(self, answer: Answer, about: About) -> bool:
+    def _is_about_other_job(self, answer: Response, about: ResponseContext) -> bool:
         if not 200 <= answer.status < 300:
             return False
-        ours = (about.job_id, about.asked)
+        ours = (about.job_id, about.remote_id)
         named = answer.headers.get(_ECHO_HEADER) if self.echo_header else None
         if named and named.strip() not in ours:
             return True
-        if self.echo is None or about.asked is None or answer.json is NOT_JSON:
+        if self.echo is None or about.remote_id is None or answer.json is NOT_JSON:
             return False
         value = resolve(answer.json, self.echo)
         return value is not MISSING and value is not None and id_text(value) not in ours
 
-    def _message(self, reply: Answer | Broken, about: About, kind: OutcomeKind) -> str:
-        if isinstance(reply, Broken):
+    def _message(self, reply: Response | NoResponse, about: ResponseContext, kind: OutcomeKind) -> str:
+        if isinstance(reply, NoResponse):
             return reply.message
         said = self._said(reply)
         if kind is OutcomeKind.CANCELED:
-            return clean(f"the server canceled the run: {said}", about.secrets)
-        return clean(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
+            return redact(f"the server canceled the run: {said}", about.secrets)
+        return redact(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
 
-    def _said(self, answer: Answer) -> str:
+    def _said(self, answer: Response) -> str:
         if answer.json is NOT_JSON:
             head = answer.head.lstrip()
             return "" if head.startswith("<") else head  # a web page tells nobody anything

@@ -49,17 +49,17 @@ class TemplateError(Exception):
         self.kind, self.code = kind, code
 
 
-def _wrong_payload(message: str) -> TemplateError:
+def _bad_payload(message: str) -> TemplateError:
     return TemplateError(OutcomeKind.FAILED, "bad_payload", message)
 
 
-def _wrong_setup(message: str) -> TemplateError:
+def _misconfigured(message: str) -> TemplateError:
     # Costs a retry, not the job: somebody may set the secret or the path right meanwhile.
     return TemplateError(OutcomeKind.RETRY, "misconfigured", message)
 
 
 @dataclass(frozen=True, slots=True)
-class OutputSize:
+class CompiledOutputSize:
     """How much a run is expected to put out: what its payload says at the first of these places, or the default."""
 
     places: tuple[Pointer, ...]
@@ -73,18 +73,18 @@ class OutputSize:
 
 
 @dataclass(slots=True)
-class Values:
+class TemplateValues:
     """What templates are filled from, in one exchange."""
 
     call: Call | None  # None: a health check, which is about no job
     remote_id: str | None = None
     secret: SecretLookup | None = None
     endpoint: str = ""  # the path of the registered endpoint, without a slash at its end
-    output_size: OutputSize | None = None
+    output_size: CompiledOutputSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class TemplateRef:
     """One {{...}}, parsed."""
 
     source: str  # payload | job | run | id | callback_url | callback_token | secret | endpoint
@@ -93,33 +93,33 @@ class Ref:
     pointer: Pointer = ()  # below the payload
     raw: bool = False  # in a path: not percent-encoded
 
-    def value(self, values: Values) -> Any:
+    def value(self, values: TemplateValues) -> Any:
         """The value to put in.  Raises TemplateError if there is none."""
         if self.source == "payload":
             return self._from_payload(values)
         found = self._secret(values) if self.source == "secret" else self._of_the_run(values)
         if found is None:
-            raise _wrong_setup(f"there is no value for {{{{{self.source}{'/' * bool(self.name)}{self.name}}}}}")
+            raise _misconfigured(f"there is no value for {{{{{self.source}{'/' * bool(self.name)}{self.name}}}}}")
         return found
 
-    def _from_payload(self, values: Values) -> Any:
+    def _from_payload(self, values: TemplateValues) -> Any:
         found = resolve(values.call.payload, self.pointer) if values.call else MISSING
         if found is MISSING:
-            raise _wrong_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
+            raise _bad_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
         return found
 
-    def _of_the_run(self, values: Values) -> Any:
+    def _of_the_run(self, values: TemplateValues) -> Any:
         if self.source == "id":
             return values.remote_id
         if values.call is not None and self.name == "output_size":
             return values.output_size and values.output_size.of(values.call.payload)
         return getattr(values.call, self.field or self.source, None)
 
-    def _secret(self, values: Values) -> str | None:
+    def _secret(self, values: TemplateValues) -> str | None:
         return (values.secret(self.name) if values.secret else None) or None
 
 
-Parts = tuple[str | Ref, ...]
+Parts = tuple[str | TemplateRef, ...]
 
 
 def parse_text(text: str, allowed: frozenset[str]) -> Parts:
@@ -131,20 +131,20 @@ def parse_text(text: str, allowed: frozenset[str]) -> Parts:
     return tuple(part for part in parts if part != "")
 
 
-def _parse_ref(inside: str, allowed: frozenset[str]) -> Ref:
+def _parse_ref(inside: str, allowed: frozenset[str]) -> TemplateRef:
     raw = inside.startswith("raw:")
     source, slash, rest = inside.removeprefix("raw:").partition("/")
     if source not in allowed or (raw and "raw" not in allowed):
         raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {_known(allowed)}")
     if source == "payload":
-        return Ref(source, pointer=parse(slash + rest), raw=raw)
+        return TemplateRef(source, pointer=parse(slash + rest), raw=raw)
     if rest in (fields := _FIELDS.get(source, {})):
-        return Ref(source, name=rest, field=fields[rest], raw=raw)
+        return TemplateRef(source, name=rest, field=fields[rest], raw=raw)
     if source == "secret" and _SECRET_NAME.fullmatch(rest):
-        return Ref(source, name=rest, raw=raw)
+        return TemplateRef(source, name=rest, raw=raw)
     if source in ("secret", *_FIELDS) or slash:
         raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists; there is: {_known(allowed)}")
-    return Ref(source, raw=raw)
+    return TemplateRef(source, raw=raw)
 
 
 def _known(allowed: frozenset[str]) -> str:
@@ -175,16 +175,16 @@ def to_json(value: Any) -> bytes:
     try:
         return json_text.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        raise _wrong_payload("the payload cannot be written as JSON") from None
+        raise _bad_payload("the payload cannot be written as JSON") from None
 
 
-class Body:
+class BodyTemplate:
     """A body template: any JSON value whose strings may hold templates."""
 
     def __init__(self, template: Any, allowed: frozenset[str]) -> None:
         self._node = _compiled(template, allowed, _MAX_DEPTH)
 
-    def fill(self, values: Values) -> Any:
+    def fill(self, values: TemplateValues) -> Any:
         """The JSON value to send.  Raises TemplateError."""
         return _filled(self._node, values)
 
@@ -207,7 +207,7 @@ def _key(key: str) -> str:
     return key
 
 
-def _filled(node: Any, values: Values) -> Any:
+def _filled(node: Any, values: TemplateValues) -> Any:
     if isinstance(node, tuple):
         return _filled_text(node, values)
     if isinstance(node, list):
@@ -217,13 +217,13 @@ def _filled(node: Any, values: Values) -> Any:
     return node
 
 
-def _filled_text(parts: Parts, values: Values) -> Any:
-    if len(parts) == 1 and isinstance(parts[0], Ref):
+def _filled_text(parts: Parts, values: TemplateValues) -> Any:
+    if len(parts) == 1 and isinstance(parts[0], TemplateRef):
         return parts[0].value(values)
     return "".join(part if isinstance(part, str) else as_text(part.value(values)) for part in parts)
 
 
-class Path:
+class PathTemplate:
     """A path template.  Values are percent-encoded; raw ones are not, but stay inside the path."""
 
     def __init__(self, template: str, allowed: frozenset[str]) -> None:
@@ -233,10 +233,10 @@ class Path:
             raise ValueError("{{endpoint}} stands at the beginning of a path")
         check_path("".join(map(_example, self._parts)))
         query = template.partition("?")[2]
-        if "{{" in query and any(isinstance(p, Ref) and p.raw for p in parse_text(query, allowed)):
+        if "{{" in query and any(isinstance(p, TemplateRef) and p.raw for p in parse_text(query, allowed)):
             raise ValueError("raw values stand in the path, not in the query")
 
-    def fill(self, values: Values) -> str:
+    def fill(self, values: TemplateValues) -> str:
         """The path to ask for.  Raises TemplateError if a value would lead elsewhere."""
         path, suspect = "", False
         for part in self._parts:
@@ -249,27 +249,27 @@ class Path:
                 text = text if part.raw else quote(text, safe="")
             path += text
         if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
-            raise _wrong_setup(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
+            raise _misconfigured(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
         return _checked(path) if suspect or len(path) > MAX_LENGTH else path
 
 
-def _is_endpoint(part: str | Ref) -> bool:
-    return isinstance(part, Ref) and part.source == _ENDPOINT
+def _is_endpoint(part: str | TemplateRef) -> bool:
+    return isinstance(part, TemplateRef) and part.source == _ENDPOINT
 
 
-def _example(part: str | Ref) -> str:
+def _example(part: str | TemplateRef) -> str:
     """What may stand there, for a look at the whole path."""
     return part if isinstance(part, str) else "/x" if _is_endpoint(part) else "x"
 
 
-def _path_value(ref: Ref, values: Values) -> str:
+def _path_value(ref: TemplateRef, values: TemplateValues) -> str:
     value = ref.value(values)
     value = json_text.digits(value) or (as_text(value) if ref.source == "run" else value)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise _wrong_payload("only a text or a whole number can be put into a path")
+        raise _bad_payload("only a text or a whole number can be put into a path")
     text = str(value)
     if ref.raw and any(ch in "?#&" for ch in text):  # control characters: check_path
-        raise _wrong_payload("a value has characters that cannot be put into a path")
+        raise _bad_payload("a value has characters that cannot be put into a path")
     return text
 
 
@@ -277,17 +277,17 @@ def _checked(path: str) -> str:
     try:
         check_path(path)
     except ValueError as error:
-        raise _wrong_payload(f"a value cannot be put into a path: {error}") from None
+        raise _bad_payload(f"a value cannot be put into a path: {error}") from None
     return path
 
 
-class Headers:
+class HeaderTemplates:
     """Header templates; names are literal."""
 
     def __init__(self, templates: Mapping[str, str], allowed: frozenset[str]) -> None:
         self._parts = tuple((name, parse_text(text, allowed)) for name, text in templates.items())
 
-    def fill(self, values: Values) -> dict[str, str]:
+    def fill(self, values: TemplateValues) -> dict[str, str]:
         """Header values, free of line breaks.  Raises TemplateError."""
         return {name: _header_value(_filled_text(parts, values)) for name, parts in self._parts}
 
@@ -295,7 +295,7 @@ class Headers:
 def _header_value(value: Any) -> str:
     text = as_text(value)
     if len(text) > _LONGEST_HEADER:
-        raise _wrong_payload(f"a value is too long for a header, which has at most {_LONGEST_HEADER} characters")
+        raise _bad_payload(f"a value is too long for a header, which has at most {_LONGEST_HEADER} characters")
     if not _HEADER_VALUE.fullmatch(text):
-        raise _wrong_payload("a value has characters that cannot be put into a header")
+        raise _bad_payload("a value has characters that cannot be put into a header")
     return text

@@ -4,20 +4,20 @@ import structlog
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.run_steps import OnPostponed, RunSteps
-from tasks.servers import Call, Live
-from tasks.worker.engine import Engine
+from tasks.servers import Call, ServerSession
+from tasks.worker.event_loop import WorkerLoop
 
 log = structlog.get_logger(__name__)
 
 
-class Abandoned:
+class AbandonedCalls:
     """Observes the answers of a worker's runs that have ended here.  For the event loop alone."""
 
-    def __init__(self, engine: Engine, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
+    def __init__(self, engine: WorkerLoop, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
         self._engine, self._steps = engine, RunSteps(dispatcher, engine, postponed)
-        self._noted: dict[str, tuple[Live, Call]] = {}  # by lease, until their ends are stored
+        self._noted: dict[str, tuple[ServerSession, Call]] = {}  # by lease, until their ends are stored
 
-    def note(self, lease: str, live: Live, call: Call) -> None:
+    def note(self, lease: str, live: ServerSession, call: Call) -> None:
         """Remember the request of a run that is about to end here, if its answer is still to come."""
         if live.abandoned is not None:
             self._noted[lease] = live, call
@@ -28,7 +28,7 @@ class Abandoned:
         if noted is not None:
             self._engine.spawn_background(self._observe(active, *noted))
 
-    async def _observe(self, active: ActiveRun, live: Live, call: Call) -> None:
-        if await live.is_over(call):
+    async def _observe(self, active: ActiveRun, live: ServerSession, call: Call) -> None:
+        if await live.is_run_over(call):
             log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
             await self._steps.release_quarantine(active)

@@ -26,17 +26,17 @@ from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperErro
 from slotkeeper.jobs.store import Transition
 from slotkeeper.trace_context import find_trace_id
 from tasks import retries
-from tasks.servers import FILED_FROM
-from tasks.worker.abandoned import Abandoned
-from tasks.worker.background import Background
-from tasks.worker.calls import Calls
-from tasks.worker.capacity import Capacity, Taken
-from tasks.worker.engine import Engine
+from tasks.servers import SPOOL_AFTER_BYTES
+from tasks.worker.abandoned import AbandonedCalls
+from tasks.worker.background_tasks import BackgroundTasks
+from tasks.worker.calls import ServerCalls
+from tasks.worker.concurrency import Concurrency, TakenOffer
+from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.heartbeat import Heartbeat
-from tasks.worker.own_run import OwnRun
-from tasks.worker.patient_io import PatientIo
+from tasks.worker.patient_io import RetryingIo
 from tasks.worker.poller import Poller
-from tasks.worker.rights import LeaseExpired, Rights
+from tasks.worker.rights import LeaseCheck, LeaseExpired
+from tasks.worker.worker_run import WorkerRun
 
 log = structlog.get_logger(__name__)
 
@@ -44,31 +44,31 @@ _START_AGAIN_MS = 1_000
 _NEVER_S = float("-inf")
 
 
-async def finish(
+async def finish_run(
     steps: RunSteps,
     active: ActiveRun,
     decision: Decision,
     claimant: Callable[[], str],
-    spawn: Callable[[Offer | None, float], Awaitable[object]],
+    start_next: Callable[[Offer | None, float], Awaitable[object]],
 ) -> Transition | None:
     """End a run, and return its transition; None: it was over before.  Raises RecordUnavailable.
 
-    `claimant`: returns who takes the next job of the slot.  `spawn`: is given that job's offer, and when Redis was
+    `claimant`: returns who takes the next job of the slot.  `start_next`: is given that job's offer, and when Redis was
     asked for it (steady_s).
     """
     if decision.frees_slot_first:  # The answer is in hand: the next job starts before our COMMIT.
-        asked_s = boottime_s()
-        await spawn(await steps.release(active, decision, decision.to, claimant()), asked_s)
+        requested_at_s = boottime_s()
+        await start_next(await steps.release(active, decision, decision.to, claimant()), requested_at_s)
         crash_at("slot_passed_on")
         moved = await steps.store(active, decision)
         if moved is None:
             await steps.release_quarantine(active)
     else:  # The job may come back, or its server may still run it.
         moved = await steps.store(active, decision)
-        asked_s = boottime_s()
+        requested_at_s = boottime_s()
         following = await steps.release(active, decision, None if moved is None else moved.to, claimant())
         crash_at("settle_released")
-        await spawn(following, asked_s)
+        await start_next(following, requested_at_s)
     steps.notify(moved)
     return moved
 
@@ -80,88 +80,88 @@ class Executor:
         self,
         dispatcher: Dispatcher,
         owner: str,
-        engine: Engine,
+        engine: WorkerLoop,
         heartbeat: Heartbeat,
-        capacity: Capacity,
+        capacity: Concurrency,
         poller: Poller,
-        calls: Calls,
-        rights: Rights,
-        abandoned: Abandoned,
-        background: Background,
+        calls: ServerCalls,
+        rights: LeaseCheck,
+        abandoned: AbandonedCalls,
+        background: BackgroundTasks,
     ) -> None:
         self._dispatcher, self._owner, self._engine = dispatcher, owner, engine
         self._heartbeat, self._capacity, self._poller = heartbeat, capacity, poller
         self._calls, self._rights, self._abandoned = calls, rights, abandoned
         self._background = background
-        self._steps = RunSteps(dispatcher, engine, background.postpone)
-        self._one_large_end = asyncio.Lock()  # Storing a large result takes some 200 MB.
+        self._steps = RunSteps(dispatcher, engine, background.retry_release)
+        self._large_end_lock = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
-        self.is_grace_over = False  # All runs have been told to stop.
+        self.is_stopping = False  # All runs have been told to stop.
 
     # -- offers come in, from any thread ---------------------------------------------------------------------
 
-    def take_up(self, offer: Offer) -> None:
+    def run_open_offer(self, offer: Offer) -> None:
         """Run the job of an open offer, unless this process has taken it up before or is full.
 
         Another worker that has room, or this one when it has, finds the offer when it looks for work.
         """
-        taken = Taken(offer)
-        if self._capacity.take(taken):
+        taken = TakenOffer(offer)
+        if self._capacity.try_add(taken):
             self._engine.spawn(self.run(taken))
 
-    def run_claimed(self, offer: Offer | None, asked_s: float = _NEVER_S) -> None:
-        """Run a job whose offer this worker holds, without the broker.  `asked_s` (steady_s): when it asked for it."""
+    def run_claimed_offer(self, offer: Offer | None, requested_at_s: float = _NEVER_S) -> None:
+        """Run a job whose offer this worker holds, without the broker.  `requested_at_s` (steady_s): when it asked for it."""
         if offer is None:
             return
-        taken = Taken(offer)
-        self._capacity.hold(taken)
-        self._engine.spawn(self.run(taken, asked_s))
+        taken = TakenOffer(offer)
+        self._capacity.add(taken)
+        self._engine.spawn(self.run(taken, requested_at_s))
 
     # -- a run, in the loop ----------------------------------------------------------------------------------
 
-    async def run(self, taken: Taken, asked_s: float = _NEVER_S) -> None:
+    async def run(self, taken: TakenOffer, requested_at_s: float = _NEVER_S) -> None:
         """Run the job of an offer: claim and start it, call its server, decide, release and store, notify."""
         offer = taken.offer
         logs.bind_context(job_id=offer.job_id)
         claimed: Offer | None = offer
-        own: OwnRun | None = None
+        own: WorkerRun | None = None
         try:
-            if not self._capacity.takes and offer.owner == self._owner:  # Draining has begun since it was taken.
-                await self._reopen(offer)
+            if not self._capacity.accepts_jobs and offer.owner == self._owner:  # Draining has begun since it was taken.
+                await self._offer_to_others(offer)
                 claimed = None
             elif offer.owner != self._owner:
-                asked_s = boottime_s()
+                requested_at_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
-            own = None if claimed is None else await self._start(claimed, taken, asked_s)
+            own = None if claimed is None else await self._start(claimed, taken, requested_at_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
-            if self._drop(taken):
-                await self._put_back(offer, error)
+            if self._discard(taken):
+                await self._return_job(offer, error)
             return
         if own is not None:
-            await self.carry_out(own)
+            await self._call_and_end(own)
         else:
-            self._drop(taken)
+            self._discard(taken)
             if claimed is not None:
-                await self._leave(claimed)
+                await self._release_unstarted(claimed)
 
-    async def _start(self, offer: Offer, taken: Taken, asked_s: float) -> OwnRun | None:
+    async def _start(self, offer: Offer, taken: TakenOffer, requested_at_s: float) -> WorkerRun | None:
         """Store the start; None: the job is gone.
 
         The lease is kept alive meanwhile, since that may take longer than a lease lasts.
         """
         crash_at("start_claimed")
         lease, active = Lease.from_offer(offer, self._owner), None
-        watch = self._heartbeat.add(lease, starting=True, held_s=asked_s)
-        io = PatientIo(self._engine, watch)
-        if self.is_grace_over:
+        watch = self._heartbeat.add(lease, starting=True, confirmed_at_s=requested_at_s)
+        io = RetryingIo(self._engine, watch)
+        if self.is_stopping:
             watch.end("stop")
         try:
-            if not await self._rights.holds(watch):
+            if not await self._rights.is_still_held(watch):
                 raise LeaseExpired("Its lease may be another's by now.")
             try:
                 active = await self._steps.start(offer, lease, self.node_name)
             except CommitUnknown as unknown:
-                active = await io.until_known(unknown, partial(self._steps.find_stored_start, lease))
+                active = await io.wait_until_known(unknown, partial(self._steps.find_stored_start, lease))
         finally:
             watch.starting = False
             if active is None:
@@ -169,43 +169,43 @@ class Executor:
         crash_at("start_committed")
         if active is None:
             return None
-        return OwnRun(active, watch, taken, io, RunSteps(self._dispatcher, io, self._background.postpone))
+        return WorkerRun(active, watch, taken, io, RunSteps(self._dispatcher, io, self._background.retry_release))
 
-    async def carry_out(self, own: OwnRun) -> None:
+    async def _call_and_end(self, own: WorkerRun) -> None:
         """Call the server, and end the run with what came of that."""
         run, lease = own.run, own.active.lease
         logs.bind_context(
             job_id=run.job.id, tenant=run.job.tenant, trace_id=partial(find_trace_id, run.job.id, run.traceparent)
         )
         try:
-            outcome = await self._calls.outcome(own)
+            outcome = await self._calls.call(own)
             try:
-                await self._end(own, outcome)
+                await self._end_run(own, outcome)
             except DatabaseUnavailable:
                 raise
             except Exception as error:  # It is ours, so it costs the job nothing, and is told with it.
                 log.exception("run_not_ended", job_id=run.job.id)
-                await self._end(own, _not_ended(error))
+                await self._end_run(own, _outcome_of_internal_error(error))
         except DatabaseUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=run.job.id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
             log.exception("result_not_stored", job_id=run.job.id)
         self._heartbeat.remove(own.watch)
         self._calls.forget(lease.name)
-        self._capacity.release(own.taken)
+        self._capacity.remove(own.taken)
         self._abandoned.observe(own.active)
         if own.watch.restored:  # Its lease was written again while its end was on the way to the database.
             await self._steps.free(lease, back=False)
-        if self._capacity.take_unfilled():
-            await self._spawn_in_turn(lease.fleet)
+        if self._capacity.claim_unfilled_place():
+            await self._start_in_turn(lease.fleet)
 
-    async def _end(self, own: OwnRun, outcome: Outcome | StopReason) -> None:
+    async def _end_run(self, own: WorkerRun, outcome: Outcome | StopReason) -> None:
         """Decide and finish.  Raises RecordUnavailable."""
         run, lease = own.run, own.active.lease
         if outcome is StopReason.LOST:  # The lease was lost, or the server's push was quicker than the poll.
-            asked_s = boottime_s()
+            requested_at_s = boottime_s()
             following = await self._steps.leave(lease, run.job.id, run.attempt, self._capacity.claimant)
-            await self._spawn_next(lease, None, following, asked_s)
+            await self._start_next(lease, None, following, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
         if own.taken.offer.is_resumption and not own.watch.sent:  # Its server may be at the call of the worker before.
@@ -214,12 +214,12 @@ class Executor:
             )
         config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
         decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
-        async with self._one_large_end if is_large else nullcontext():
+        async with self._large_end_lock if is_large else nullcontext():
             decision = await self._engine.run_in_thread(decide) if is_large else decide()
             if decision.frees_slot_first:
-                own.watch.passed_on_s = time.monotonic()
-            spawn = partial(self._spawn_next, lease, own.watch.passed_on_s)
-            moved = await finish(own.steps, own.active, decision, lambda: self._capacity.claimant, spawn)
+                own.watch.slot_released_at_s = time.monotonic()
+            start_next = partial(self._start_next, lease, own.watch.slot_released_at_s)
+            moved = await finish_run(own.steps, own.active, decision, lambda: self._capacity.claimant, start_next)
         if moved is None:
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
         elif isinstance(outcome, StopReason):
@@ -227,46 +227,48 @@ class Executor:
 
     # -- the next run ----------------------------------------------------------------------------------------
 
-    async def _spawn_next(self, ended: Lease, passed_on_s: float | None, offer: Offer | None, asked_s: float) -> None:
+    async def _start_next(
+        self, ended: Lease, slot_released_at_s: float | None, offer: Offer | None, requested_at_s: float
+    ) -> None:
         """A run is over: begin the offer that came of it, or find another if this worker is full.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
-        `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `asked_s`: when Redis was
+        `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when Redis was
         asked for the offer.
         """
         capacity = self._capacity
         if offer is not None:
-            if passed_on_s is not None:
-                self._calls.note_handed_on(offer.lease, passed_on_s)
-            self.run_claimed(offer, asked_s)
-        elif capacity.takes and not capacity.room:
+            if slot_released_at_s is not None:
+                self._calls.note_handover(offer.lease, slot_released_at_s)
+            self.run_claimed_offer(offer, requested_at_s)
+        elif capacity.accepts_jobs and not capacity.free_places:
             if capacity.is_full_without(ended.name):
-                capacity.note_unfilled()
+                capacity.note_unfilled_place()
             else:
-                await self._spawn_in_turn(ended.fleet)
+                await self._start_in_turn(ended.fleet)
 
-    async def _spawn_in_turn(self, fleet: str) -> None:
+    async def _start_in_turn(self, fleet: str) -> None:
         """Begin a job of the fleet whose turn it is after a run of this one."""
-        asked_s = boottime_s()
-        self.run_claimed(await self._engine.run_in_thread(self._poller.offer_in_turn, fleet), asked_s)
+        requested_at_s = boottime_s()
+        self.run_claimed_offer(await self._engine.run_in_thread(self._poller.claim_in_turn, fleet), requested_at_s)
 
     # -- offers that come to nothing -------------------------------------------------------------------------
 
-    def _drop(self, taken: Taken) -> bool:
+    def _discard(self, taken: TakenOffer) -> bool:
         """Count an offer no more.  False: it came to this process another way meanwhile, and that run lives."""
         self._calls.forget(taken.offer.lease)
-        return self._capacity.release(taken)
+        return self._capacity.remove(taken)
 
-    async def _leave(self, offer: Offer) -> None:
+    async def _release_unstarted(self, offer: Offer) -> None:
         """The offered job was gone: the slot goes to the next."""
-        lease, asked_s, following = Lease.from_offer(offer, self._owner), boottime_s(), None
+        lease, requested_at_s, following = Lease.from_offer(offer, self._owner), boottime_s(), None
         try:
             following = await self._steps.leave_unstarted(lease, self._capacity.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
             log.warning("release_postponed", job_id=offer.job_id, error=str(error))
-        await self._spawn_next(lease, None, following, asked_s)
+        await self._start_next(lease, None, following, requested_at_s)
 
-    async def _reopen(self, offer: Offer) -> None:
+    async def _offer_to_others(self, offer: Offer) -> None:
         """Let another worker have what this one has been offered and not begun."""
         lease = Lease.from_offer(offer, self._owner)
         if offer.is_resumption:
@@ -274,7 +276,7 @@ class Executor:
         else:
             await self._steps.free(lease, back=True)
 
-    async def _put_back(self, offer: Offer, error: Exception) -> None:
+    async def _return_job(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
         is_foreseen = isinstance(error, SlotkeeperError | RedisError)
         log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_foreseen else error)
@@ -288,10 +290,10 @@ class Executor:
 def _is_large(outcome: Outcome | StopReason) -> bool:
     """Whether its result is so large that it was kept in a file."""
     result = outcome.result if isinstance(outcome, Outcome) else None
-    return isinstance(result, json_text.RawJson) and result.size > FILED_FROM
+    return isinstance(result, json_text.RawJson) and result.size > SPOOL_AFTER_BYTES
 
 
-def _not_ended(error: Exception) -> Outcome:
+def _outcome_of_internal_error(error: Exception) -> Outcome:
     """Return the outcome of a run whose end an error of ours kept from being stored: the job goes back to its place.
 
     The slot has a cooldown, longer each time, so that an error which comes again does not keep the server busy.

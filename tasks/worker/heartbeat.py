@@ -22,20 +22,20 @@ log = structlog.get_logger(__name__)
 _STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run is not given up
 
 
-class Watch:
+class LeaseWatch:
     """Over one lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
     __slots__ = (
         "_heard",
-        "_soon",
+        "_call_soon",
         "_timer",
         "_waking",
         "cancel",
-        "held_s",
+        "confirmed_at_s",
         "lease",
         "lost",
-        "over",
-        "passed_on_s",
+        "is_removed",
+        "slot_released_at_s",
         "restored",
         "sent",
         "starting",
@@ -45,49 +45,53 @@ class Watch:
     def __init__(
         self,
         lease: Lease,
-        soon: Callable[[Callable[[], None]], object] = lambda act: act(),
+        call_soon: Callable[[Callable[[], None]], object] = lambda act: act(),
         *,
         starting: bool = False,
-        held_s: float = float("-inf"),
+        confirmed_at_s: float = float("-inf"),
     ) -> None:
         self.lease = lease
-        self.held_s = held_s  # by steady_s: when Redis was asked for it, or whether it is held, the last time
+        self.confirmed_at_s = (
+            confirmed_at_s  # by steady_s: when Redis was asked for it, or whether it is held, the last time
+        )
         self.sent = False  # its server may have the request
         self.starting = starting  # the record does not have the run yet, and cannot be asked for it
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
         self.stop = False  # this worker is going down: hand the job back
-        self.over = False  # the lease is not kept alive any more
+        self.is_removed = False  # the lease is not kept alive any more
         self.restored = False  # the lease was written again
-        self.passed_on_s: float | None = None  # monotonic: since when its slot is the next run's, its end being stored
-        self._soon = soon
+        self.slot_released_at_s: float | None = (
+            None  # monotonic: since when its slot is the next run's, its end being stored
+        )
+        self._call_soon = call_soon
         self._heard: Callable[[], None] = _nothing
         self._waking: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def is_kept(self) -> bool:
+    def needs_renewal(self) -> bool:
         """Whether the lease is renewed: not in the moment in which its end is stored, its slot being passed on."""
-        return self.passed_on_s is None or time.monotonic() - self.passed_on_s > _STORED_WITHIN_S
+        return self.slot_released_at_s is None or time.monotonic() - self.slot_released_at_s > _STORED_WITHIN_S
 
-    def listen(self, heard: Callable[[], None]) -> None:
+    def on_change(self, heard: Callable[[], None]) -> None:
         """What to call, in the loop, when a flag is raised; at once, if one is."""
         self._heard = heard
         if self.cancel or self.lost or self.stop:
             heard()
 
-    def listen_no_more(self) -> None:
+    def clear_callback(self) -> None:
         """Whoever listened is over, and shall not be kept in memory by this."""
         self._heard = _nothing
 
-    def wait(self, seconds: float) -> "asyncio.Future[None]":
+    def sleep(self, seconds: float) -> "asyncio.Future[None]":
         """Sleep, but not past the moment in which a flag is raised."""
         loop = asyncio.get_running_loop()
         self._waking = loop.create_future()
         self._timer = loop.call_later(seconds, self._wake)
         return self._waking
 
-    def ask_to_cancel(self) -> None:
+    def request_cancel(self) -> None:
         """Somebody wants the job canceled: its run learns of it, and its server."""
         self._raise("cancel")
 
@@ -98,7 +102,7 @@ class Watch:
     def _raise(self, flag: str) -> None:
         if not getattr(self, flag):
             setattr(self, flag, True)
-            self._soon(self._tell)
+            self._call_soon(self._tell)
 
     def _tell(self) -> None:
         self._heard()
@@ -119,8 +123,8 @@ def _nothing() -> None:
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
-    `doubt`: is given the watches on leases that Redis does not know.  `then`: is called after each beat to which Redis
-    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.  `soon`: how
+    `on_unknown_leases`: is given the watches on leases that Redis does not know.  `after_beat`: is called after each beat to which Redis
+    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.  `call_soon`: how
     the loop in which the runs live is reached.
     """
 
@@ -131,21 +135,23 @@ class Heartbeat:
         leases: Leases,
         owner: str,
         every_ms: int,
-        doubt: Callable[[list[Watch]], None],
-        then: Callable[[bool], None] = lambda was_away: None,
-        soon: Callable[[Callable[[], None]], object] = lambda act: act(),
+        on_unknown_leases: Callable[[list[LeaseWatch]], None],
+        after_beat: Callable[[bool], None] = lambda was_away: None,
+        call_soon: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
-        self._doubt, self._then, self._soon = doubt, then, soon
+        self._on_unknown_leases, self._after_beat, self._call_soon = on_unknown_leases, after_beat, call_soon
         self._was_away = False
-        self._watches: set[Watch] = set()  # Two may be of one job: its older run has not heard yet that it is over.
+        self._watches: set[LeaseWatch] = (
+            set()
+        )  # Two may be of one job: its older run has not heard yet that it is over.
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def start(self) -> None:
-        threads.start(self.name, self._beat)
+        threads.start_vital_thread(self.name, self._beat)
 
     def end(self) -> None:
         self._ended.set()
@@ -154,18 +160,18 @@ class Heartbeat:
         """Sleep, but not past the end of this worker."""
         self._ended.wait(seconds)
 
-    def add(self, lease: Lease, *, starting: bool = False, held_s: float = float("-inf")) -> Watch:
+    def add(self, lease: Lease, *, starting: bool = False, confirmed_at_s: float = float("-inf")) -> LeaseWatch:
         """Keep this lease alive from now on.
 
         `starting`: until the flag is taken down, the record lacks the run.  `held_s`: as the watch has it.
         """
-        watch = Watch(lease, self._soon, starting=starting, held_s=held_s)
+        watch = LeaseWatch(lease, self._call_soon, starting=starting, confirmed_at_s=confirmed_at_s)
         with self._lock:
             self._watches.add(watch)
         return watch
 
-    def remove(self, watch: Watch) -> None:
-        watch.over = True
+    def remove(self, watch: LeaseWatch) -> None:
+        watch.is_removed = True
         with self._lock:
             self._watches.discard(watch)
 
@@ -176,8 +182,8 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Renew everything once."""
-        by_fleet: dict[str, list[Watch]] = defaultdict(list)
-        for watch in filter(lambda watch: watch.is_kept, self.watches()):
+        by_fleet: dict[str, list[LeaseWatch]] = defaultdict(list)
+        for watch in filter(lambda watch: watch.needs_renewal, self.watches()):
             by_fleet[watch.lease.fleet].append(watch)
         answered, emptied = True, False
         for fleet, watches in by_fleet.items():
@@ -188,16 +194,18 @@ class Heartbeat:
                 answered, self._was_away = False, True
                 continue
             emptied |= Renewal.UNKNOWN in answers
-            self._heed(watches, answers)
+            self._apply_answers(watches, answers)
         if answered:
-            self._then(self._was_away or emptied)
+            self._after_beat(self._was_away or emptied)
             self._was_away = emptied
 
-    def _heed(self, watches: list[Watch], answers: list[Renewal]) -> None:
+    def _apply_answers(self, watches: list[LeaseWatch], answers: list[Renewal]) -> None:
         for watch, answer in zip(watches, answers, strict=True):
             if answer is Renewal.CANCEL:
-                watch.ask_to_cancel()
-        self._doubt([watch for watch, answer in zip(watches, answers, strict=True) if answer is Renewal.LOST])
+                watch.request_cancel()
+        self._on_unknown_leases(
+            [watch for watch, answer in zip(watches, answers, strict=True) if answer is Renewal.LOST]
+        )
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
@@ -206,7 +214,7 @@ class Heartbeat:
             except Exception:
                 log.exception("heartbeat_failed")
 
-    def watches(self) -> list[Watch]:
+    def watches(self) -> list[LeaseWatch]:
         """The leases that are kept alive now."""
         with self._lock:
             return list(self._watches)

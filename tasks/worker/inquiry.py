@@ -12,15 +12,15 @@ from routing.queue.leases import Lease, LeasedJob
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import JobStatus
-from tasks.aside import Aside
-from tasks.worker.heartbeat import Watch
+from tasks.aside import BackgroundTask
+from tasks.worker.heartbeat import LeaseWatch
 
 log = structlog.get_logger(__name__)
 
 _ASK_AGAIN_S = 1.0
 
 
-class Inquiry:
+class DatabaseCheck:
     """Asks the record aside, so that no renewal waits for the database.
 
     A wish may have been missed while Redis was away; a lease that Redis does not know may have been lost with the
@@ -30,12 +30,12 @@ class Inquiry:
     def __init__(self, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
         self._dispatcher = dispatcher
         self._steps = RunSteps(dispatcher, ThreadIo(dispatcher), postponed)
-        self._asked: dict[Watch, bool] = {}  # and whether Redis does not know its lease
+        self._asked: dict[LeaseWatch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._aside = Aside("inquiry", self._answer)
+        self._aside = BackgroundTask("inquiry", self._answer)
 
-    def ask(self, watches: Collection[Watch], *, doubted: bool = False) -> None:
+    def request(self, watches: Collection[LeaseWatch], *, doubted: bool = False) -> None:
         """Tell these runs, soon, what the record says of them.  `doubted`: Redis does not know their leases."""
         watches = [watch for watch in watches if not watch.starting]
         if not watches:
@@ -43,48 +43,48 @@ class Inquiry:
         with self._lock:
             for watch in watches:
                 self._asked[watch] = doubted or self._asked.get(watch, False)
-        self._aside.ask()
+        self._aside.request()
 
     def end(self) -> None:
         """What the record has not said by now is asked for no more."""
         self._ended.set()
 
-    def look(self, asked: dict[Watch, bool]) -> None:
+    def check(self, asked: dict[LeaseWatch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
         briefs = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in asked])
         for watch, doubted in asked.items():
-            self._tell(watch, briefs.get(watch.lease.job_id), doubted)
+            self._apply(watch, briefs.get(watch.lease.job_id), doubted)
 
     def _answer(self) -> None:
         with self._lock:
-            asked, self._asked = {watch: doubted for watch, doubted in self._asked.items() if not watch.over}, {}
+            asked, self._asked = {watch: doubted for watch, doubted in self._asked.items() if not watch.is_removed}, {}
         if not asked:
             return
         try:
-            self.look(asked)
+            self.check(asked)
         except DatabaseUnavailable as error:
             log.warning("inquiry_postponed", runs=len(asked), error=str(error))
             if self._ended.wait(_ASK_AGAIN_S):
                 return
             for watch, doubted in asked.items():
-                self.ask([watch], doubted=doubted)
+                self.request([watch], doubted=doubted)
 
-    def _tell(self, watch: Watch, found: JobStatus | None, doubted: bool) -> None:
+    def _apply(self, watch: LeaseWatch, found: JobStatus | None, doubted: bool) -> None:
         if found is not None and _runs_under(found, watch.lease):
             if doubted and not watch.sent:  # No server has the run: its slot may stay the next job's.
                 watch.end("lost")
             elif doubted:
-                self._write_again(watch, found)
+                self._restore_lease(watch, found)
             if found.cancel_requested:
-                watch.ask_to_cancel()
+                watch.request_cancel()
             return
         ended_for_good = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
         if ended_for_good:
-            watch.ask_to_cancel()  # Its server is to hear of that.
+            watch.request_cancel()  # Its server is to hear of that.
         if doubted or not ended_for_good:
             watch.end("lost")
 
-    def _write_again(self, watch: Watch, found: JobStatus) -> None:
+    def _restore_lease(self, watch: LeaseWatch, found: JobStatus) -> None:
         """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
         lease = watch.lease
         try:
@@ -94,7 +94,7 @@ class Inquiry:
         else:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
-            if watch.over:  # It has ended meanwhile, and nobody else frees what was written just now.
+            if watch.is_removed:  # It has ended meanwhile, and nobody else frees what was written just now.
                 run_blocking(self._steps.free(lease, back=False))
 
 

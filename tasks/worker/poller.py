@@ -20,7 +20,7 @@ from tasks import threads
 log = structlog.get_logger(__name__)
 
 
-class Turns:
+class FleetRotation:
     """Fleets between which a full worker shares its runs, each in its turn.  Safe between threads."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Turns:
             kept = [fleet for fleet in self._fleets if fleet in fleets]
             self._fleets = deque([*kept, *(fleet for fleet in fleets if fleet not in kept)])
 
-    def after(self, fleet: str) -> Iterator[str]:
+    def next_after(self, fleet: str) -> Iterator[str]:
         """Whose turn it is after a run of `fleet`, until the caller has found something to start."""
         with self._lock:
             if fleet not in self._fleets:
@@ -49,7 +49,7 @@ class Turns:
 class Poller:
     """Says how much room this worker has, and begins what waits unseen.
 
-    `room`: for how many more runs there is room now.  `begin`: run a job whose offer this worker holds, and asked for
+    `room`: for how many more runs there is room now.  `start`: run a job whose offer this worker holds, and asked for
     at this time (steady_s).
     """
 
@@ -61,19 +61,19 @@ class Poller:
         workers: WorkerCapacity,
         owner: str,
         room: Callable[[], int],
-        begin: Callable[[Offer, float], None],
+        start: Callable[[Offer, float], None],
     ) -> None:
-        self.turns = Turns()
+        self.turns = FleetRotation()
         self._dispatcher = dispatcher
         self._workers = workers
         self._owner = owner
         self._room = room
-        self._begin = begin
+        self._start = start
         self._seen: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
         self._ended = threading.Event()
 
     def start(self) -> None:
-        threads.start(self.name, self._poll)
+        threads.start_vital_thread(self.name, self._poll)
 
     def end(self) -> None:
         """Look no more, and say that this worker takes nothing."""
@@ -87,18 +87,18 @@ class Poller:
         """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
         self._workers.report(self._owner, self._room())
         looks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
-        found = [look for look in looks if self._is_unseen(look)]
+        found = [look for look in looks if self._needs_worker(look)]
         self._seen = {look.fleet: look.oldest_open_offer for look in looks if look.oldest_open_offer is not None}
         self.turns.replace([look.fleet for look in found])
-        return sum(self._take(look.fleet) for look in found)
+        return sum(self._start_jobs(look.fleet) for look in found)
 
-    def offer_in_turn(self, fleet: str) -> Offer | None:
+    def claim_in_turn(self, fleet: str) -> Offer | None:
         """Claim an offer of the fleet whose turn it is after a run of this one.
 
         None: nothing waits that can be started, or Redis is away.
         """
         try:
-            for following in self.turns.after(fleet):
+            for following in self.turns.next_after(fleet):
                 offers = self._dispatcher.queues.offer(following, 1, claimant=self._owner)
                 if offers:
                     return offers[0]
@@ -106,20 +106,20 @@ class Poller:
             log.warning("offer_postponed", error=str(error))
         return None
 
-    def _is_unseen(self, look: QueuePeek) -> bool:
+    def _needs_worker(self, look: QueuePeek) -> bool:
         """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""
         if look.oldest_open_offer is None:
             return look.may_start
         return self._seen.get(look.fleet) == look.oldest_open_offer
 
-    def _take(self, fleet: str) -> int:
+    def _start_jobs(self, fleet: str) -> int:
         """Begin what is there, as far as there is room."""
         taken = 0
         while self._room() > 0:
-            asked_s = boottime_s()
+            requested_at_s = boottime_s()
             if not (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
                 break
-            self._begin(offers[0], asked_s)
+            self._start(offers[0], requested_at_s)
             taken += 1
         return taken
 

@@ -17,9 +17,9 @@ from routing.queries.process_list import DEAD_AFTER_MS, Process
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs import ledger
 from tasks import maintenance
-from tasks.keyring import fingerprints
-from tasks.ready import of_workers
-from tasks.wiring import processes, scripts
+from tasks.ready import workers_problem
+from tasks.security.keyring import fingerprints
+from tasks.services import processes, scripts
 from tests.support.api import Api, clear_wiring
 from tests.support.builders import T0, an_ended_job, at_once
 from tests.support.visitor import visitor
@@ -91,7 +91,7 @@ def test_it_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
     processes().report("worker@a/1", A_WORKER)
     silent = Process("worker@b/1", "worker", "b", DEAD_AFTER_MS, A_WORKER)
     found = [*processes().read_all(), silent]
-    assert of_workers(found) == "1 of 2 workers are silent.  `slotkeeper processes` names them."
+    assert workers_problem(found) == "1 of 2 workers are silent.  `slotkeeper processes` names them."
 
 
 def test_it_is_degraded_while_a_process_has_another_secret(api: Api) -> None:

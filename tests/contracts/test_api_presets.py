@@ -6,7 +6,7 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import presets
-from tasks.wiring import workers
+from tasks.services import workers
 from tests.support.api import Api, TimedApi
 from tests.support.ends import cool_down, decided, end_in_order
 from tests.support.scripted import Scripted, Seen, answer, refused_url

@@ -11,7 +11,7 @@ from routing.queries.trace_spans import ATTEMPT
 from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
 from slotkeeper.trace_context import make_span_id
-from tasks import asking, inference, messages, tracing
+from tasks import inference, offer_messages, options, tracing
 from tasks.celery_app import celery
 from tests.support.api import Api
 from tests.support.builders import a_queued_job
@@ -47,13 +47,15 @@ def test_all_jobs_of_a_batch_are_in_its_trace(api: Api) -> None:
 @pytest.mark.parametrize("how", ["argument", "option"])
 def test_infer_takes_a_trace(how: str) -> None:
     named = {"traceparent": GIVEN}
-    asked = asking.read("j", ("zimg",), named if how == "argument" else {}, {} if how == "argument" else named)
+    asked = options.read_submission(
+        "j", ("zimg",), named if how == "argument" else {}, {} if how == "argument" else named
+    )
     assert asked.traceparent == GIVEN
 
 
 @pytest.mark.parametrize("given", ["00-x", f"{GIVEN}-more", "", GIVEN.upper()])
 def test_infer_refuses_nothing_for_a_traceparent_that_is_none(api: Api, given: str) -> None:
-    (receipt,) = api.dispatcher.submit([asking.read("traced-1", ("zimg",), {"traceparent": given}, {})])
+    (receipt,) = api.dispatcher.submit([options.read_submission("traced-1", ("zimg",), {"traceparent": given}, {})])
     assert _kept(api, receipt.accepted.id) is None
 
 
@@ -86,8 +88,8 @@ def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
 
 def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Job = a_queued_job(api.dispatcher.store, traceparent=GIVEN)
-    assert messages.context(job).headers == {"traceparent": f"00-{TRACE}-{make_span_id(job.id, 'job')}-01"}
-    assert messages.context(a_queued_job(api.dispatcher.store)).headers == {}
+    assert offer_messages.task_context(job).headers == {"traceparent": f"00-{TRACE}-{make_span_id(job.id, 'job')}-01"}
+    assert offer_messages.task_context(a_queued_job(api.dispatcher.store)).headers == {}
 
 
 @pytest.mark.parametrize(
@@ -113,5 +115,5 @@ def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.Monkey
 
 
 def test_without_the_setting_no_exporter_is_loaded() -> None:
-    code = "import sys, tasks.relay, tasks.worker.process, app.factory; print('opentelemetry.exporter' in sys.modules)"
+    code = "import sys, tasks.relay.relay, tasks.worker.worker, app.factory; print('opentelemetry.exporter' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

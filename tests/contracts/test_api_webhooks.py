@@ -21,7 +21,9 @@ from slotkeeper.jobs.values import NewJob, new_job_id
 from slotkeeper.outbox.subscriptions import delete_of_tenant
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.registry.tenants import Tenants
-from tasks import keyring, push, vault, webhooks
+from tasks import server_push
+from tasks.security import keyring, vault
+from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.callbacks import claim, due_ids, failed
 from tests.support.ends import store_end
@@ -88,15 +90,15 @@ def receiver(httpserver: HTTPServer) -> Receiver:
 
 
 @pytest.fixture
-def sending(api: Api) -> Iterator[webhooks.Deliveries]:
+def sending(api: Api) -> Iterator[delivery_loop.DeliveryLoop]:
     """What the process of webhooks does, one turn at a time."""
-    yield webhooks.deliveries(api.database)
+    yield delivery_loop.deliveries(api.database)
 
 
-def _until(sending: webhooks.Deliveries, condition: Any, what: str = "it is sent") -> None:
+def _until(sending: delivery_loop.DeliveryLoop, condition: Any, what: str = "it is sent") -> None:
     def turn() -> bool:
         sending._look_at = 0.0
-        sending.turn()
+        sending.run_once()
         return bool(condition()) and not sending.under_way
 
     eventually(turn, what)
@@ -126,7 +128,7 @@ def test_the_record_holds_no_signing_secret_in_the_open(api: Api) -> None:
         row = connection.execute(select(table)).one()
     assert secret.removeprefix("whsec_") not in str(row)
     assert vault.signing_secret(row.id, row.sealed) == secret
-    assert vault.opened("another", row.sealed) is None, "a row cannot be put in another's place"
+    assert vault.unseal("another", row.sealed) is None, "a row cannot be put in another's place"
 
 
 def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed_anew(
@@ -141,7 +143,7 @@ def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed
     assert (vault.seal_anew(), vault.seal_anew()) == (1, 0)
     monkeypatch.delenv("SLOTKEEPER_FORMER_SECRET")
     keyring.installation_secrets.cache_clear()
-    vault.opened.cache_clear()
+    vault.unseal.cache_clear()
     with api.database.read() as connection:
         row = connection.execute(select(table)).one()
     assert vault.signing_secret(row.id, row.sealed) == second
@@ -254,7 +256,7 @@ def test_an_end_is_told_signed_with_its_result_and_noted_in_the_log(api, receive
     added = add(api, url=receiver.url, events=["job.started", "job.completed"])
     task = api.started()
 
-    assert push.push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
+    assert server_push.apply_push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
     _until(sending, lambda: len(receiver.got) == 2)
     assert [it["type"] for it in receiver.bodies] == ["job.started", "job.completed"]
     headers, body = receiver.got[1]
@@ -533,12 +535,12 @@ def test_the_tries_of_a_callback_are_shown_to_its_own_tenant(api: Api) -> None:
 
 @ALLOWED
 def test_a_callback_is_tried_again_like_a_webhook_and_410_ends_that(api: Api, httpserver: HTTPServer) -> None:
-    receiver, sending = Receiver(httpserver), webhooks.deliveries(api.database)
+    receiver, sending = Receiver(httpserver), delivery_loop.deliveries(api.database)
     receiver.status = 503
     job = an_end(api, callback_url=receiver.url)
 
     def tries() -> list[str]:
-        sending.turn()
+        sending.run_once()
         found = api.client.get(f"/webhooks/callbacks/deliveries?job_id={job}").json["deliveries"]
         return [it["outcome"] for it in found]
 

@@ -12,11 +12,11 @@ from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason
 from slotkeeper.registry import server_descriptions
-from tasks import descriptions as plans
-from tasks import maintenance, push
-from tasks.descriptions import Misconfigured, Unfit, merged, server_for, whole
+from tasks import maintenance, server_push
+from tasks import server_adapters as plans
+from tasks.server_adapters import InvalidDescription, Misconfigured, adapter_for, merge, validate_description
 from tasks.servers import Call, Description, presets
-from tasks.wiring import catalog, database
+from tasks.services import catalog, database
 from tests.support.api import Api
 from tests.support.blocking import Blocking
 from tests.support.ends import hand_back, store_end
@@ -150,8 +150,8 @@ def test_what_describes_no_server_is_refused_with_its_place_and_a_remedy(api, gi
 
 @pytest.mark.parametrize("given, pointer, said", [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
 def test_a_registration_is_refused_the_same_way(given, pointer, said):
-    with pytest.raises(Unfit) as caught:
-        whole({"preset": "slot-protocol", "description": given}, lambda _: False)
+    with pytest.raises(InvalidDescription) as caught:
+        validate_description({"preset": "slot-protocol", "description": given}, lambda _: False)
     (fault,) = caught.value.faults
     assert fault.pointer == "/description" + pointer and said in fault.message
 
@@ -182,7 +182,7 @@ def test_the_shorthand_and_a_description_are_not_mixed(api, beside, short):
 def test_nested_objects_are_merged_and_all_else_is_replaced():
     base = {"submit": {"id": "/id", "rules": [1, 2]}, "cancel": {"path": "/c"}, "health": {"path": "/h"}}
     over = {"submit": {"rules": [3]}, "cancel": None, "health": {"read_s": 1}, "mode": "async"}
-    assert merged(base, over) == {
+    assert merge(base, over) == {
         "submit": {"id": "/id", "rules": [3]},
         "cancel": None,
         "health": {"path": "/h", "read_s": 1},
@@ -307,7 +307,7 @@ def test_a_version_that_a_run_names_stays(api):
     later = now_ms() + 2 * server_descriptions.KEEP_UNUSED_MS
     assert [server_descriptions.delete_unused(database(), at) for at in (now_ms(), later, later)] == [0, 0, 0]
     assert server_descriptions.read_description(database(), old) is not None
-    assert server_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), task.run.described_by)
+    assert adapter_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), task.run.described_by)
 
 
 def test_a_version_that_is_named_again_meanwhile_stays(api):
@@ -322,22 +322,22 @@ def test_a_version_that_is_named_again_meanwhile_stays(api):
 def test_a_version_that_is_gone_is_a_fault_of_the_model(api):
     api.register("zimg", "gpu0")
     with pytest.raises(Misconfigured, match="not in the record"):
-        server_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), "0" * 32)
+        adapter_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), "0" * 32)
 
 
 def test_a_version_is_read_and_compiled_once(api, monkeypatch):
     version = _version(api, mode="async", status={"path": "/once/{{id}}"})
     api.register("zimg", "gpu0")
     model = api.dispatcher.catalog.resolve("zimg")
-    server_for("http://127.0.0.1:9/", model, version)
+    adapter_for("http://127.0.0.1:9/", model, version)
 
     def nobody(*_: Any) -> None:
         raise DatabaseUnavailable("not to be asked")
 
     monkeypatch.setattr(server_descriptions, "read_description", nobody)
-    assert plans.is_known(version)
-    assert server_for("http://127.0.0.1:9/", model, version) is server_for("http://127.0.0.1:9/", model, version)
-    server_for("http://127.0.0.2:9/", model, version)
+    assert plans.is_loaded(version)
+    assert adapter_for("http://127.0.0.1:9/", model, version) is adapter_for("http://127.0.0.1:9/", model, version)
+    adapter_for("http://127.0.0.2:9/", model, version)
 
 
 def test_the_release_before_takes_a_description_away_with_the_rest(api):
@@ -384,7 +384,7 @@ def test_what_was_stored_speaks_as_it_was_checked(api):
     _put(api, {"description": {"submit": {"path": "/v2/run", "body": {"input": "{{payload}}"}, "result": "/out"}}})
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done", "out": 7})) as there:
-        outcome = Blocking(server_for(there.url, model, model.described_by)).submit(
+        outcome = Blocking(adapter_for(there.url, model, model.described_by)).submit(
             Call("j", 1, {"n": 1}, deadline_s=5)
         )
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})
@@ -396,7 +396,7 @@ def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keep
     _version(api, mode="async", keeps_results=keeps)
     api.register("zimg", "gpu0")
     task = api.started()
-    outcome = push.read(api.job(task.run.job.id), b'{"status": "done", "result": 1}')
+    outcome = server_push.read_push(api.job(task.run.job.id), b'{"status": "done", "result": 1}')
     assert (outcome and outcome.kind) == read
 
 
@@ -406,7 +406,7 @@ def test_the_result_of_a_run_that_a_push_ends_is_fetched_where_it_stands(api):
     with Scripted(lambda _: answer({"out": 7})) as there:
         api.register("zimg", "gpu0", endpoint=there.url + "/generate")
         job = api.job(api.started().run.job.id)
-        outcome = push.read(job, b'{"status": "done"}')
+        outcome = server_push.read_push(job, b'{"status": "done"}')
     assert (outcome and outcome.result, [seen.path for seen in there.seen]) == (7, [f"/result/{job.id}"])
 
 

@@ -20,7 +20,7 @@ from app.up.ports import free_port
 from routing.maintenance import task_runs
 from slotkeeper.config import StorageSettings
 from slotkeeper.serve import ReferenceServer, ServeConfig
-from tasks import wiring
+from tasks import services
 from tests.support.api import Api, clear_wiring
 from tests.support.ends import cool_down
 
@@ -100,7 +100,7 @@ def test_that_nobody_works_is_told(api: Api) -> None:
 
 
 def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
-    scripts = wiring.scripts()
+    scripts = services.scripts()
     task_runs.mark_sweep(scripts)
     task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
     assert [it.level for it in _said("maintenance")] == ["ok"]
@@ -110,8 +110,8 @@ def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
 
 
 def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
-    wiring.processes().report("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
-    wiring.processes().report("web@a/2", {"role": "web", "host": "a", "version": "2"})
+    services.processes().report("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
+    services.processes().report("web@a/2", {"role": "web", "host": "a", "version": "2"})
     found = _said("workers")
     assert ["worker@a/1" in it.said for it in found] == [True, False]
     assert "releases 1, 2" in found[1].said
@@ -127,8 +127,8 @@ def test_a_secret_that_others_can_read_is_told(
     path.parent.mkdir(mode=0o700)
     path.write_text("c2VjcmV0IHNlY3JldCBzZWNyZXQgc2VjcmV0IHNlY3JldA==")
     path.chmod(mode)
-    wiring.scripts().redis.delete(wiring.scripts().keys.secret())
-    from tasks import keyring
+    services.scripts().redis.delete(services.scripts().keys.secret())
+    from tasks.security import keyring
 
     keyring.installation_secrets.cache_clear()
     (found,) = _said("secret")
@@ -136,12 +136,12 @@ def test_a_secret_that_others_can_read_is_told(
 
 
 def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
-    wiring.scripts().redis.set(wiring.scripts().keys.secret(), "another")
+    services.scripts().redis.set(services.scripts().keys.secret(), "another")
     assert [it.level for it in _said("secret")] == ["fail"]
 
 
 def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
-    wiring.processes().report("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
+    services.processes().report("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
     (found,) = _said("secret")
     assert found.level == "fail" and "worker@b/1" in found.said
 

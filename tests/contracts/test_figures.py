@@ -10,7 +10,7 @@ from routing.queries.job_counters import EventCounter
 from routing.queries.process_counters import HANDED_ON, HANDOFF_BUCKETS_S, ProcessCounters
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
-from tasks import wiring
+from tasks import services
 from tests.support.api import Api, TimedApi
 from tests.support.builders import an_ended_job
 
@@ -98,7 +98,7 @@ def test_refusals_are_counted_by_the_limit_that_refuses(api: Api) -> None:
     assert (answers[-1], batch) == (429, 422)
     assert api.client.patch("/admin/models/zimg", json={"state": "draining"}).status_code == 200
     assert api.client.post("/queue/submit", json=body).status_code == 409
-    wiring.tallies().flush()
+    services.tallies().flush()
     found = _figures(api)
     assert found['slotkeeper_jobs_refused_total{limit="capacity"}'] == answers.count(429) + 2
     assert found['slotkeeper_jobs_refused_total{limit="state"}'] == 1
@@ -106,7 +106,7 @@ def test_refusals_are_counted_by_the_limit_that_refuses(api: Api) -> None:
 
 def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
     for _ in range(2):
-        one = ProcessCounters(wiring.scripts())
+        one = ProcessCounters(services.scripts())
         one.observe_handoff(0.0015)
         one.flush()
     found = _figures(api)
@@ -117,7 +117,7 @@ def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
 
 
 def test_what_redis_does_not_take_is_counted_later(mortal_api: Api) -> None:
-    counted = ProcessCounters(wiring.scripts())
+    counted = ProcessCounters(services.scripts())
     counted.observe_handoff(1000)
     mortal_api.valkey.kill()
     counted.flush()
@@ -149,7 +149,7 @@ def test_a_models_open_breaker_is_a_figure(timed_api: TimedApi) -> None:
 
 
 def test_the_last_run_of_each_task_is_told(api: Api) -> None:
-    task_runs.TaskRunRecorder(wiring.scripts()).note("sweep", 0.25)
+    task_runs.TaskRunRecorder(services.scripts()).note("sweep", 0.25)
     found = _figures(api)
     assert found['slotkeeper_task_last_run_timestamp_seconds{task="sweep"}'] > 1_700_000_000
     assert found['slotkeeper_task_last_run_seconds{task="sweep"}'] == 0.25
@@ -157,13 +157,13 @@ def test_the_last_run_of_each_task_is_told(api: Api) -> None:
 
 def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
     now = 100.0
-    runs = task_runs.TaskRunRecorder(wiring.scripts(), lambda: now)
+    runs = task_runs.TaskRunRecorder(services.scripts(), lambda: now)
     for task in ("sweep", "reap", "count"):
         runs.note(task, 0.1)
-    assert set(task_runs.read_task_runs(wiring.scripts())) == {"sweep"}
+    assert set(task_runs.read_task_runs(services.scripts())) == {"sweep"}
     now = 101.0
     runs.note("reap", 0.2)
-    assert {task: run.took_s for task, run in task_runs.read_task_runs(wiring.scripts()).items()} == {
+    assert {task: run.took_s for task, run in task_runs.read_task_runs(services.scripts()).items()} == {
         "sweep": 0.1,
         "reap": 0.2,
         "count": 0.1,

@@ -13,13 +13,13 @@ from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.model_config import ModelConfig
-from tasks import callbacks, maintenance, push
-from tasks.descriptions import Misconfigured, server_for
-from tasks.wiring import catalog, telling, workers
-from tasks.worker.capacity import Taken
-from tasks.worker.own_run import OwnRun
-from tasks.worker.patient_io import PatientIo
-from tasks.worker.process import Worker
+from tasks import callbacks, maintenance, server_push
+from tasks.server_adapters import Misconfigured, adapter_for
+from tasks.services import catalog, progress_scripts, workers
+from tasks.worker.concurrency import TakenOffer
+from tasks.worker.patient_io import RetryingIo
+from tasks.worker.worker import Worker
+from tasks.worker.worker_run import WorkerRun
 from tests.support.api import Api
 
 TEMPLATES = [
@@ -59,7 +59,7 @@ def test_a_template_that_passes_can_be_used(api: Api, template: str) -> None:
     changes: dict[str, Any] = {"poll_endpoint_template": template, "id_field": "/data/id", "model_type": "async"}
     assert api.client.put("/admin/model-configs/zimg", json=changes).status_code == 200
     model = api.dispatcher.catalog.refresh().models["zimg"]
-    server_for("http://127.0.0.1:9/generate", model, model.described_by)
+    adapter_for("http://127.0.0.1:9/generate", model, model.described_by)
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ def _offer(active: ActiveRun) -> Offer:
 
 def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     task = stored.started(model="broken")
-    worker = Worker(stored.dispatcher, workers(), telling(), capacity=1)
+    worker = Worker(stored.dispatcher, workers(), progress_scripts(), max_runs=1)
     worker.heartbeat.end()
     watch = worker.heartbeat.add(task.lease)
-    io = PatientIo(worker.engine, watch)
-    run = OwnRun(task, watch, Taken(_offer(task)), io, RunSteps(stored.dispatcher, io))
-    outcome = worker.engine.ask(worker.calls.outcome(run), 30)
+    io = RetryingIo(worker.engine, watch)
+    run = WorkerRun(task, watch, TakenOffer(_offer(task)), io, RunSteps(stored.dispatcher, io))
+    outcome = worker.engine.ask(worker.calls.call(run), 30)
     worker.close()
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
@@ -103,12 +103,12 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
 
 def test_a_push_about_its_job_is_left_to_the_worker(stored: Api) -> None:
     task = stored.started(model="broken")
-    token = callbacks.token(task.run.job.id, task.run.attempt)
+    token = callbacks.push_token(task.run.job.id, task.run.attempt)
     header = {"Authorization": f"Bearer {token}"}
     answer = stored.client.post(f"/tasks/callback/{task.run.job.id}", json={"status": "success"}, headers=header)
-    assert (answer.status_code, push.read(stored.job(task.run.job.id), b"{}")) == (202, None)
+    assert (answer.status_code, server_push.read_push(stored.job(task.run.job.id), b"{}")) == (202, None)
 
 
 def test_an_endpoint_that_is_none_is_the_fault_of_its_registration() -> None:
     with pytest.raises(Misconfigured):
-        server_for("ftp://example/x", Model("zimg", "zimg", {}, ModelConfig()), None)
+        adapter_for("ftp://example/x", Model("zimg", "zimg", {}, ModelConfig()), None)

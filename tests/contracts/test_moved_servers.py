@@ -13,7 +13,7 @@ from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
-from tasks import descriptions, maintenance
+from tasks import maintenance, server_adapters
 from tasks.servers import Health, HealthKind
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
@@ -120,17 +120,17 @@ def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_ch
 def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(stage: Stage) -> None:
     now = "http://user:password@gpu:1/run?token=x"
     task = _moved(stage, now)
-    assert descriptions.address_of(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == now
+    assert server_adapters.endpoint_of_run(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == now
     _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": now}))
     assert stage.job(task.run.job.id).why is Reason.SERVER_LOST
 
 
 def test_a_run_is_asked_for_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _moved(stage).run
-    monkeypatch.setattr(descriptions, "server_for", lambda url, *_: url)
-    asked = partial(descriptions.server_of, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
+    monkeypatch.setattr(server_adapters, "adapter_for", lambda url, *_: url)
+    asked = partial(server_adapters.adapter_of_run, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
     assert (asked(run.sent_to), asked(None)) == (OLD, NEW)
-    assert descriptions.server_of(stage.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
+    assert server_adapters.adapter_of_run(stage.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
 
 
 def test_a_report_names_the_addresses_of_the_server_that_was_asked(

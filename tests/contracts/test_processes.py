@@ -19,10 +19,11 @@ from routing.queries import process_list
 from routing.queries.process_list import ProcessList
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
-from tasks import canary, ready, touched, wiring
-from tasks.alive import Alive
-from tasks.canary import Canary
-from tasks.worker.process import Worker
+from tasks import process_files, ready, services
+from tasks.extensions import canary
+from tasks.extensions.canary import Canary
+from tasks.liveness import ProcessReport
+from tasks.worker.worker import Worker
 from tests.support.api import Api
 from tests.support.room import FRAGMENTS
 
@@ -37,15 +38,15 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worker(api: Api) -> Iterator[Worker]:
-    made = Worker(api.dispatcher, wiring.workers(), wiring.telling(), capacity=4)
+    made = Worker(api.dispatcher, services.workers(), services.progress_scripts(), max_runs=4)
     made.heartbeat.end()
     yield made
     made.close()
 
 
-def _a_process(role: str, **facts: Any) -> Alive:
-    one = Alive(role, wiring.processes(), lambda: facts)
-    one.say()
+def _a_process(role: str, **facts: Any) -> ProcessReport:
+    one = ProcessReport(role, services.processes(), lambda: facts)
+    one.report()
     return one
 
 
@@ -68,7 +69,7 @@ def test_who_says_that_it_lives_is_listed_and_who_leaves_is_not(api: Api) -> Non
 def _at(api: Api, now_ms: int) -> ProcessList:
     with api.valkey.client() as redis:
         redis.set("clock:{test:processes}", now_ms)
-    return ProcessList(Scripts(wiring.scripts().redis, Keys("test"), FRAGMENTS))
+    return ProcessList(Scripts(services.scripts().redis, Keys("test"), FRAGMENTS))
 
 
 def test_who_says_nothing_is_taken_for_dead_and_then_forgotten(api: Api) -> None:
@@ -94,51 +95,51 @@ def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_lives_as_long_as_it_turns_whatever_is_away(mortal_api: Api) -> None:
-    assert ready.live("worker")
-    one = Alive("worker", wiring.processes(), dict)
-    one.begin()
+    assert ready.liveness_problem("worker")
+    one = ProcessReport("worker", services.processes(), dict)
+    one.start_reporting()
     mortal_api.valkey.kill()
-    one.say()
-    assert ready.live("worker") is None
-    assert ready.live("beat"), "another role's process is none of this one"
+    one.report()
+    assert ready.liveness_problem("worker") is None
+    assert ready.liveness_problem("beat"), "another role's process is none of this one"
     one.end()
-    assert ready.live("worker")
+    assert ready.liveness_problem("worker")
 
 
 def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
-    one = Alive("beat", wiring.processes(), dict)
-    one.begin()
+    one = ProcessReport("beat", services.processes(), dict)
+    one.start_reporting()
     one._ended.set()
     assert one._file is not None
-    one.say()
-    before = time.time() - touched.STALE_S - 1
+    one.report()
+    before = time.time() - process_files.STALE_S - 1
     os.utime(one._file, (before, before))
-    assert ready.live("beat")
-    touched.sweep(one._file.parent)
+    assert ready.liveness_problem("beat")
+    process_files.remove_old(one._file.parent)
     assert not one._file.exists()
 
 
 def test_a_process_has_begun_when_it_has_shown_so(api: Api) -> None:
-    one = Alive("web", wiring.processes(), dict)
-    assert not touched.has_begun("web", os.getpid())
-    one.begin()
-    one.say()
-    assert touched.has_begun("web", os.getpid())
-    assert not touched.has_begun("worker", os.getpid())
-    touched.forget("web", os.getpid())
-    assert not touched.has_begun("web", os.getpid())
-    one.say()
-    assert touched.has_begun("web", os.getpid())
+    one = ProcessReport("web", services.processes(), dict)
+    assert not process_files.has_started("web", os.getpid())
+    one.start_reporting()
+    one.report()
+    assert process_files.has_started("web", os.getpid())
+    assert not process_files.has_started("worker", os.getpid())
+    process_files.remove_stale("web", os.getpid())
+    assert not process_files.has_started("web", os.getpid())
+    one.report()
+    assert process_files.has_started("web", os.getpid())
     one.end()
 
 
 def test_a_process_has_begun_though_the_clock_was_set_back_meanwhile(api: Api) -> None:
-    one = Alive("web", wiring.processes(), dict)
-    one.begin()
-    one.say()
+    one = ProcessReport("web", services.processes(), dict)
+    one.start_reporting()
+    one.report()
     assert one._file is not None
     os.utime(one._file, (0, 0))
-    assert touched.has_begun("web", os.getpid())
+    assert process_files.has_started("web", os.getpid())
     one.end()
 
 
@@ -150,13 +151,13 @@ def test_signs_of_life_lie_in_the_state_folder_if_there_is_one_and_the_last_to_l
     if not a_state_folder:
         monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "none"))
     before = list((tmp_path / used).iterdir())
-    one, another = Alive("web", wiring.processes(), dict), Alive("beat", wiring.processes(), dict)
+    one, another = ProcessReport("web", services.processes(), dict), ProcessReport("beat", services.processes(), dict)
     for each in (one, another):
-        each.begin()
-        each.say()
+        each.start_reporting()
+        each.report()
     assert one._file is not None and (tmp_path / used) in one._file.parents
     one.end()
-    assert ready.live("beat") is None
+    assert ready.liveness_problem("beat") is None
     another.end()
     assert list((tmp_path / used).iterdir()) == before
 
@@ -177,23 +178,23 @@ def test_a_worker_is_ready_when_a_canary_went_through_it_lately(
     api: Api, facts: dict[str, Any], problem: str | None
 ) -> None:
     _a_process("worker", **facts)
-    why = ready.ready("worker")
+    why = ready.readiness_problem("worker")
     assert why is None if problem is None else problem in str(why)
 
 
 def test_who_says_nothing_is_not_ready(api: Api) -> None:
-    assert "has said lately" in str(ready.ready("web"))
+    assert "has said lately" in str(ready.readiness_problem("web"))
     _a_process("web")
-    assert ready.ready("web") is None
+    assert ready.readiness_problem("web") is None
 
 
 def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
     from routing.maintenance import task_runs
 
     _a_process("maintenance")
-    assert "swept" in str(ready.ready("maintenance"))
-    task_runs.mark_sweep(wiring.scripts())
-    assert ready.ready("maintenance") is None
+    assert "swept" in str(ready.readiness_problem("maintenance"))
+    task_runs.mark_sweep(services.scripts())
+    assert ready.readiness_problem("maintenance") is None
 
 
 def test_the_command_says_why_and_fails(api: Api) -> None:
@@ -207,17 +208,17 @@ def test_the_command_says_why_and_fails(api: Api) -> None:
 
 
 def test_a_canary_that_has_come_is_timed(api: Api, worker: Worker) -> None:
-    one = Canary(worker.engine, wiring.workers())
+    one = Canary(worker.engine, services.workers())
     assert one.facts() == {"canary_ms": None, "canary_age_ms": None}
     one._sent["x"] = time.monotonic() - 0.25
-    one.come("x")
+    one.receive("x")
     assert one.facts()["canary_ms"] >= 250
     assert one.facts()["canary_age_ms"] < 10_000
 
 
 def test_a_canary_of_another_process_is_not_counted(api: Api, worker: Worker) -> None:
-    one = Canary(worker.engine, wiring.workers())
-    one.come("another's")
+    one = Canary(worker.engine, services.workers())
+    one.receive("another's")
     assert one.facts()["canary_ms"] is None
 
 
@@ -229,10 +230,10 @@ def test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come(
         raise ConnectionError
 
     monkeypatch.setattr(worker.engine, "redis" if away == "redis" else "commit", fails)
-    one = Canary(worker.engine, wiring.workers())
+    one = Canary(worker.engine, services.workers())
     one._sent["x"] = time.monotonic()
     with pytest.raises(ConnectionError):
-        one.come("x")
+        one.receive("x")
     assert one.facts()["canary_ms"] is None
 
 
@@ -249,9 +250,9 @@ def test_a_canary_does_not_keep_its_worker_from_its_end(
 
     monkeypatch.setattr(worker.engine, "redis", says_nothing)
     monkeypatch.setattr(canary, "_LONGEST_S", 3600.0)
-    one = Canary(worker.engine, wiring.workers())
+    one = Canary(worker.engine, services.workers())
     one._sent["x"] = time.monotonic()
-    coming = threading.Thread(target=one.come, args=("x",), daemon=True)
+    coming = threading.Thread(target=one.receive, args=("x",), daemon=True)
     if comes == "before":
         coming.start()
         assert asked.wait(10)
@@ -267,14 +268,14 @@ def test_canaries_are_sent_at_intervals_and_to_their_own_worker(
     api: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    monkeypatch.setattr(canary.sing, "apply_async", lambda args, queue, **_: sent.append(queue.name))
-    monkeypatch.setattr(canary, "publisher", lambda: type("Now", (), {"soon": staticmethod(lambda act: act())}))
-    one = Canary(worker.engine, wiring.workers())
-    one.send_in_time()
+    monkeypatch.setattr(canary.canary, "apply_async", lambda args, queue, **_: sent.append(queue.name))
+    monkeypatch.setattr(canary, "publish_queue", lambda: type("Now", (), {"put": staticmethod(lambda act: act())}))
+    one = Canary(worker.engine, services.workers())
+    one.send_if_due()
     assert sent == [], "it has no queue before its worker takes messages"
     one.queue_of("worker@host")
-    one.send_in_time()
-    one.send_in_time()
+    one.send_if_due()
+    one.send_if_due()
     assert sent == ["canary.worker@host"]
 
 
@@ -284,7 +285,7 @@ def test_a_worker_takes_canaries_only_once_its_consumer_can_receive(api: Api, wo
     consumed: list[str] = []
     hub = SimpleNamespace(call_soon=lambda act, *args: due.append(partial(act, *args)))
     consumer = SimpleNamespace(hostname="worker@host", hub=hub, add_task_queue=consumed.append)
-    canary.listen(Canary(worker.engine, wiring.workers()), consumer)
+    canary.consume(Canary(worker.engine, services.workers()), consumer)
     assert consumed == []
     for act in due:
         act()

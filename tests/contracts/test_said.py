@@ -19,9 +19,9 @@ from routing.progress import (
 )
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
-from tasks import said as saying
-from tasks.said import Saying
-from tasks.servers.stream import Piece
+from tasks.servers.stream_reader import Piece
+from tasks.worker import progress_publisher as saying
+from tasks.worker.progress_publisher import ProgressPublisher
 from tests.support.valkey import Valkey
 
 
@@ -33,7 +33,7 @@ def scripts(valkey: Valkey) -> Iterator[Scripts]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TOGETHER_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
+    for name in ("BATCH_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
         monkeypatch.setattr(saying, name, 0.0)
     monkeypatch.setattr("routing.progress._AGAIN_S", 0.01)
 
@@ -206,7 +206,7 @@ class Asked:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.error: Exception | None = None
-        self.saying = Saying(ProgressCommands(scripts), self.ask, asyncio.get_running_loop())
+        self.saying = ProgressPublisher(ProgressCommands(scripts), self.ask, asyncio.get_running_loop())
 
     async def ask(self, command: Any) -> int:
         await self.may_answer.wait()
@@ -223,7 +223,7 @@ class Asked:
 def speaking(scripts: Scripts, act: Callable[[Asked, Any], Any]) -> Asked:
     async def whole() -> Asked:
         asked = Asked(scripts)
-        await act(asked, asked.saying.of("j", 2))
+        await act(asked, asked.saying.stream("j", 2))
         return asked
 
     return asyncio.run(whole())
@@ -258,7 +258,7 @@ def test_values_and_progress_are_told_each_and_the_same_progress_once(scripts):
     async def act(asked, speech) -> None:
         for piece in (Piece(progress=0.5), Piece(progress=0.5), Piece(value=[1], offset=0)):
             speech(piece)
-        speech.end()
+        speech.close()
         await until(lambda: asked.ended)
 
     told = [{name: it[name] for name in it if name not in ("job_id", "attempt")} for it in speaking(scripts, act).told]
@@ -266,8 +266,8 @@ def test_values_and_progress_are_told_each_and_the_same_progress_once(scripts):
 
 
 def test_a_redis_that_does_not_answer_takes_no_memory(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MOST_WAITING", 100)
-    monkeypatch.setattr(saying, "MOST_AT_ONCE", 20)
+    monkeypatch.setattr(saying, "MAX_PENDING_CHARS", 100)
+    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 20)
 
     async def act(asked, speech) -> None:
         asked.may_answer.clear()
@@ -275,7 +275,7 @@ def test_a_redis_that_does_not_answer_takes_no_memory(scripts, monkeypatch):
             speech(Piece(text="x" * 10, offset=10 * n))
         assert len(speech._words._entries) < 20
         asked.may_answer.set()
-        speech.end()
+        speech.close()
         await until(lambda: asked.ended)
 
     assert speaking(scripts, act).told[-1]["offset"] < 1000  # The gap shows in what is missing before the next.
@@ -294,24 +294,24 @@ def test_an_error_of_redis_costs_nothing_but_the_piece(scripts):
 
 
 def test_a_long_piece_comes_in_parts_and_a_large_value_not_at_all(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MOST_AT_ONCE", 4)
+    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 4)
 
     async def act(asked, speech) -> None:
         speech(Piece(text="abcdefg", offset=0))
         speech(Piece(value="abcdefg", offset=7))
-        speech.end()
+        speech.close()
         await until(lambda: asked.ended)
 
     assert [it["text"] for it in speaking(scripts, act).told] == ["abcd", "efg"]
 
 
 def test_what_is_kept_of_a_run_is_bounded_by_its_bytes(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MOST_KEPT", 200)
-    monkeypatch.setattr(saying, "MOST_AT_ONCE", 10)
+    monkeypatch.setattr(saying, "MAX_STORED_BYTES", 200)
+    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 10)
 
     async def act(asked, speech) -> None:
         speech(Piece(text="x" * 200, offset=0))
-        speech.end()
+        speech.close()
         await until(lambda: asked.ended)
 
     kept = speaking(scripts, act).kept
@@ -320,7 +320,7 @@ def test_what_is_kept_of_a_run_is_bounded_by_its_bytes(scripts, monkeypatch):
 
 def test_a_run_that_says_nothing_asks_redis_nothing(scripts):
     async def act(asked, speech) -> None:
-        speech.end()
+        speech.close()
         await asyncio.sleep(0)
         assert not asked.ended and speech._words is None
 

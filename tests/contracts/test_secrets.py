@@ -9,11 +9,12 @@ from sqlalchemy import select
 
 from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.registry.tables import secrets as table
-from tasks import descriptions, keyring, vault
-from tasks.descriptions import server_for
+from tasks import server_adapters
+from tasks.security import keyring, vault
+from tasks.server_adapters import adapter_for
 from tasks.servers import Call
-from tasks.servers.answers import clean
-from tasks.wiring import catalog, database
+from tasks.servers.responses import redact
+from tasks.services import catalog, database
 from tests.support.api import Api
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, answer
@@ -32,10 +33,10 @@ def _configure(api: Api, model: str = "zimg", **changed: Any) -> Any:
 
 
 def _opened(model: str = "zimg", name: str = "KEY") -> str | None:
-    from tasks.wiring import dispatcher
+    from tasks.services import dispatcher
 
     dispatcher().catalog.refresh()
-    return vault.value_for(model, name)
+    return vault.secret_for(model, name)
 
 
 def test_who_sets_a_secret_and_who_lists_them_is_not_shown_its_value(api):
@@ -61,20 +62,20 @@ def test_two_seals_of_one_secret_differ():
 
 def test_one_secret_cannot_be_put_in_anothers_place():
     sealed = vault.seal("KEY", VALUE)
-    assert (vault.opened("KEY", sealed), vault.opened("OTHER", sealed)) == (VALUE, None)
+    assert (vault.unseal("KEY", sealed), vault.unseal("OTHER", sealed)) == (VALUE, None)
 
 
 def test_a_secret_of_the_former_installation_secret_is_opened_while_that_is_told(monkeypatch):
     now, before = b"n" * 32, b"b" * 32
     monkeypatch.setattr(keyring, "installation_secrets", lambda: (before,))
     sealed = vault.seal("KEY", VALUE)
-    vault.opened.cache_clear()
+    vault.unseal.cache_clear()
     monkeypatch.setattr(keyring, "installation_secrets", lambda: (now, before))
-    assert vault.opened("KEY", sealed) == VALUE
-    vault.opened.cache_clear()
+    assert vault.unseal("KEY", sealed) == VALUE
+    vault.unseal.cache_clear()
     monkeypatch.setattr(keyring, "installation_secrets", lambda: (now,))
-    assert vault.opened("KEY", sealed) is None
-    vault.opened.cache_clear()
+    assert vault.unseal("KEY", sealed) is None
+    vault.unseal.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,11 @@ def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, 
 
     @contextmanager
     def installed(*keys: bytes) -> Iterator[None]:
-        vault.opened.cache_clear()
+        vault.unseal.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(keyring, "installation_secrets", lambda: keys)
             yield
-        vault.opened.cache_clear()
+        vault.unseal.cache_clear()
 
     with installed(before):
         _set(api)
@@ -158,7 +159,7 @@ def test_a_secret_that_a_registration_names_stays_too(api):
 
 
 def test_a_preset_may_name_a_secret(api, monkeypatch):
-    monkeypatch.setattr(descriptions.presets, "get", lambda _: NAMES_IT["description"])
+    monkeypatch.setattr(server_adapters.presets, "get", lambda _: NAMES_IT["description"])
     refused = api.client.put("/admin/model-configs/zimg", json={"preset": "any"})
     assert (refused.status_code, refused.json["errors"][0]["pointer"]) == (422, "/preset")
 
@@ -168,7 +169,7 @@ def test_a_changed_secret_is_sent_without_a_new_start(api):
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done"})) as there:
-        server = Blocking(server_for(there.url, model, model.described_by))
+        server = Blocking(adapter_for(there.url, model, model.described_by))
         server.submit(Call("j", 1, {}, deadline_s=5))
         _set(api, value="second-value")
         api.dispatcher.catalog.refresh()
@@ -180,7 +181,7 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
     _set(api, models=None)
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
-    server = Blocking(server_for("http://127.0.0.1:9/", model, model.described_by))
+    server = Blocking(adapter_for("http://127.0.0.1:9/", model, model.described_by))
     with database().engine.begin() as connection:
         connection.execute(table.delete())
     api.dispatcher.catalog._snapshot = None
@@ -191,7 +192,7 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
 @pytest.mark.parametrize("size", [2048, 64 * 1024])
 def test_half_of_a_secret_at_the_end_of_a_long_text_is_told_to_nobody(size):
     for half in (5, 10, len(VALUE) - 1):
-        told = clean(" " * (size - half) + VALUE[:half], [VALUE])
+        told = redact(" " * (size - half) + VALUE[:half], [VALUE])
         assert told == "***", half
 
 
@@ -202,7 +203,7 @@ def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"error": error}, 500)) as there:
         message = (
-            Blocking(server_for(there.url, model, model.described_by)).submit(Call("j", 1, {}, deadline_s=5)).message
+            Blocking(adapter_for(there.url, model, model.described_by)).submit(Call("j", 1, {}, deadline_s=5)).message
         )
     assert "***" in message and "very" not in message
 
@@ -214,7 +215,7 @@ def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
     said = {"status": "failed", "error": f"bad key {VALUE}"}
     with Scripted(lambda _: answer(said)) as there:
         message = (
-            Blocking(server_for(there.url, model, model.described_by))
+            Blocking(adapter_for(there.url, model, model.described_by))
             .status(Call("j", 1, None, deadline_s=5), "r")
             .message
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers import Call, Description, HealthKind, Server, compile_plan, for_model
+from tasks.servers import Call, Description, HealthKind, ServerAdapter, compile_description, from_shorthand
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
 
@@ -277,7 +277,7 @@ IMITATIONS = [
     ),
     Imitation(
         "slot protocol with own fields",
-        for_model("async", "/v1/jobs/{id}", "request_id"),
+        from_shorthand("async", "/v1/jobs/{id}", "request_id"),
         _own_fields,
         answer({"active_jobs": 0}),
         situations={"running"},
@@ -316,7 +316,7 @@ def run() -> Iterator[Callable[[Imitation, str], Outcome]]:
 
     def one(imitation: Imitation, situation: str) -> Outcome:
         with Scripted(lambda seen: imitation.says(situation, seen)) as there:
-            server = Blocking(Server(there.url + imitation.endpoint, compile_plan(imitation.description)))
+            server = Blocking(ServerAdapter(there.url + imitation.endpoint, compile_description(imitation.description)))
             outcome = server.submit(JOB)
             if outcome.kind is OutcomeKind.PENDING:
                 assert outcome.remote_id
@@ -372,7 +372,7 @@ def test_the_result_of_another_job_is_not_taken(imitation, run):
 @pytest.mark.parametrize("imitation", [i for i in IMITATIONS if i.description.health], ids=str)
 def test_a_healthy_server_is_up_with_its_count(imitation):
     with Scripted(lambda _seen: imitation.healthy) as there:
-        health = Blocking(Server(there.url + imitation.endpoint, imitation.description)).health()
+        health = Blocking(ServerAdapter(there.url + imitation.endpoint, imitation.description)).health()
     assert (health.kind, health.active_jobs) == (HealthKind.UP, imitation.running_jobs)
 
 
@@ -382,13 +382,13 @@ def test_a_server_that_breaks_off_leaves_the_outcome_unknown(imitation):
         raise ConnectionAbortedError
 
     with Scripted(lambda _seen: hang_up) as there:
-        server = Blocking(Server(there.url + imitation.endpoint, imitation.description))
+        server = Blocking(ServerAdapter(there.url + imitation.endpoint, imitation.description))
         assert server.submit(JOB).kind is OutcomeKind.UNKNOWN
 
 
 def test_cogs_busy_health_is_not_death():
     with Scripted(lambda _seen: answer({"status": "BUSY"})) as there:
-        assert Blocking(Server(there.url, COG)).health().kind is HealthKind.BUSY
+        assert Blocking(ServerAdapter(there.url, COG)).health().kind is HealthKind.BUSY
 
 
 def test_cog_pushes_because_it_cannot_be_polled():
@@ -405,9 +405,9 @@ def test_cog_pushes_because_it_cannot_be_polled():
         callback={"rules": [{"if": {"pointer": "/status", "value": "succeeded"}, "then": "done"}], "result": "/output"},
     )
     with Scripted(lambda _seen: answer({"id": "job-1-1", "status": "starting"}, 202)) as there:
-        server = Blocking(Server(there.url, pushing))
+        server = Blocking(ServerAdapter(there.url, pushing))
         taken = server.submit(JOB)
         assert taken == Outcome(OutcomeKind.PENDING, remote_id="job-1-1")
         assert there.seen[0].json["webhook"] == "http://me/cb" and there.seen[0].headers["prefer"] == "respond-async"
-        pushed = server.pushed(JOB, taken.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
+        pushed = server.read_push(JOB, taken.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
     assert pushed == Outcome(OutcomeKind.DONE, result=[1])

@@ -18,7 +18,8 @@ from routing.admission.submission import Submission
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
-from tasks import asking, inference
+from tasks import inference
+from tasks import options as call_options
 from tasks.inference import infer
 from tests.support.stack import REPO
 from tests.support.stage import Stage
@@ -28,7 +29,7 @@ PROMPT = {"prompt": "a cat"}
 
 
 def _read(*args: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> Submission:
-    return asking.read("j1", args, kwargs or {}, options)
+    return call_options.read_submission("j1", args, kwargs or {}, options)
 
 
 def _refused(*args: Any, **asked: Any) -> InvalidJob:
@@ -132,7 +133,7 @@ def test_times_are_seconds_or_moments():
 
 def test_celerys_times_go_by_the_common_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose clock is an hour behind that of the record expires nothing an hour late."""
-    monkeypatch.setattr(asking, "now_ms", lambda: now_ms() + 3_600_000)
+    monkeypatch.setattr(call_options, "now_ms", lambda: now_ms() + 3_600_000)
     when = datetime.now(UTC) + timedelta(seconds=3_700)
     asked = _read("zimg", expires=when, eta=when)
     assert asked.ttl_s == pytest.approx(100, abs=30) and asked.delay_s == pytest.approx(100, abs=30)

@@ -7,40 +7,42 @@ import pytest
 
 from routing.queue.queues import Offer
 from slotkeeper.jobs.values import QueuedJob
-from tasks import announce, messages
+from tasks import announce, offer_messages
 from tasks.publisher import Publisher
-from tasks.wake_up import HEADER, is_wake_up
+from tasks.wake_up import OFFER_HEADER, is_wake_up
 
 OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
 
 def _headers(**changes: Any) -> dict[str, Any]:
-    message = messages.build(OFFER, 0)
-    return {HEADER: message.headers[HEADER] | changes}
+    message = offer_messages.build_message(OFFER, 0)
+    return {OFFER_HEADER: message.headers[OFFER_HEADER] | changes}
 
 
 def test_a_wake_up_carries_its_offer():
-    assert messages.read_offer("j1", ["zimg"], _headers()) == OFFER
+    assert offer_messages.read_offer("j1", ["zimg"], _headers()) == OFFER
 
 
 def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
     """It is worth what the room's lease says to whoever claims it."""
-    message = messages.build(replace(OFFER, owner="worker/1"), 0)
-    assert "owner" not in message.headers[HEADER]
-    offer = messages.read_offer("j1", ["zimg"], _headers(owner="worker/1"))
+    message = offer_messages.build_message(replace(OFFER, owner="worker/1"), 0)
+    assert "owner" not in message.headers[OFFER_HEADER]
+    offer = offer_messages.read_offer("j1", ["zimg"], _headers(owner="worker/1"))
     assert offer is not None and offer.owner == ""
 
 
 def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
-    assert messages.read_offer("j1", ["zimg"], _headers(colour="blue")) == OFFER
+    assert offer_messages.read_offer("j1", ["zimg"], _headers(colour="blue")) == OFFER
 
 
 def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypatch: pytest.MonkeyPatch):
     sent, publisher = [], Publisher()
-    monkeypatch.setattr(announce, "publisher", lambda: publisher)
-    monkeypatch.setattr(announce.CeleryAnnouncer, "_wake", lambda _, offer: sent.append("read"))
-    monkeypatch.setattr(messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures)))
-    announcer = announce.CeleryAnnouncer(None, None)
+    monkeypatch.setattr(announce, "publish_queue", lambda: publisher)
+    monkeypatch.setattr(announce.CeleryNotifier, "_wake", lambda _, offer: sent.append("read"))
+    monkeypatch.setattr(
+        offer_messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures))
+    )
+    announcer = announce.CeleryNotifier(None, None)
     announcer.wake_worker(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))
     announcer.wake_worker(OFFER, None)
     assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]
@@ -49,14 +51,14 @@ def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypa
 @pytest.mark.parametrize("name", ["fleet", "lease", "slot", "server", "number"])
 @pytest.mark.parametrize("value", [None, [], {}, 1.5])
 def test_a_wake_up_that_lacks_a_field_is_lost_and_no_error(name, value):
-    assert messages.read_offer("j1", ["zimg"], _headers(**{name: value})) is None
+    assert offer_messages.read_offer("j1", ["zimg"], _headers(**{name: value})) is None
 
 
 @pytest.mark.parametrize(
     ("args", "header"), [([], {}), ([["zimg"]], {}), (["zimg"], None), (["zimg"], "x"), (["zimg"], [1])]
 )
 def test_a_wake_up_without_an_offer_is_lost_and_no_error(args, header):
-    assert messages.read_offer("j1", args, {HEADER: header}) is None
+    assert offer_messages.read_offer("j1", args, {OFFER_HEADER: header}) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.tenants import Tenant, Tenants
-from tasks.wiring import database as wired
+from tasks.services import database as wired
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, an_ended_job
 

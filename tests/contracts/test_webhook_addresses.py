@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.outbound import REFUSED_PORTS, Sender, check_url, parse_allow
+from tasks.security.url_guard import REFUSED_PORTS, WebhookSender, check_url, parse_networks
 from tests.support.hostile_hosts import METADATA, THIS_MACHINE
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -185,10 +185,10 @@ def net(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sender():
-    return Sender()
+    return WebhookSender()
 
 
-def send(sender: Sender, url: str):
+def send(sender: WebhookSender, url: str):
     return sender.send(url, "msg_1", b"{}", NOW, [SECRET])
 
 
@@ -290,7 +290,7 @@ def test_a_redirect_inside_is_not_followed(httpserver, monkeypatch, inside):
     reached, real = [], socket.socket.connect
     monkeypatch.setattr(socket.socket, "connect", lambda sock, where: (reached.append(where), real(sock, where))[1])
     httpserver.expect_request("/").respond_with_data("", 307, {"location": inside})
-    sent = send(Sender(parse_allow("127.0.0.1")), f"http://127.0.0.1:{httpserver.port}/")
+    sent = send(WebhookSender(parse_networks("127.0.0.1")), f"http://127.0.0.1:{httpserver.port}/")
     assert (sent.ok, sent.status) == (False, 307)
     assert reached == [("127.0.0.1", httpserver.port)]
 
@@ -340,7 +340,7 @@ def test_no_url_makes_the_sender_raise_or_reach_inside(net, sender, url):
     ],
 )
 def test_the_list_of_open_networks_is_read(text, networks):
-    assert parse_allow(text) == tuple(map(ip_network, networks))
+    assert parse_networks(text) == tuple(map(ip_network, networks))
 
 
 @pytest.mark.parametrize(
@@ -358,13 +358,13 @@ def test_the_list_of_open_networks_is_read(text, networks):
 )
 def test_a_wrong_entry_is_named_with_its_variable(text, named):
     with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW") as refused:
-        parse_allow(text)
+        parse_networks(text)
     assert named in str(refused.value)
 
 
 def test_a_sender_takes_no_network_that_carries_ipv4_addresses_either():
     with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW"):
-        Sender([ip_network("64:ff9b::/96")])
+        WebhookSender([ip_network("64:ff9b::/96")])
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_sender_takes_no_network_that_carries_ipv4_addresses_either():
     ],
 )
 def test_what_the_operator_opened_is_accepted(allow, url):
-    assert check_url(url, parse_allow(allow)) is None
+    assert check_url(url, parse_networks(allow)) is None
 
 
 @pytest.mark.parametrize(
@@ -401,13 +401,13 @@ def test_what_the_operator_opened_is_accepted(allow, url):
     ],
 )
 def test_opening_one_network_opens_no_other_and_no_metadata(net, allow, url):
-    networks = parse_allow(allow)
+    networks = parse_networks(allow)
     assert check_url(url, networks)
-    assert send(Sender(networks), url).permanent
+    assert send(WebhookSender(networks), url).permanent
     assert net.reached == []
 
 
 def test_an_open_network_and_a_closed_one_in_one_answer_are_refused(net):
     net.answers = [["10.0.0.1", "127.0.0.1"]]
-    assert send(Sender(parse_allow("10.0.0.0/8")), "http://two.inside.test/").permanent
+    assert send(WebhookSender(parse_networks("10.0.0.0/8")), "http://two.inside.test/").permanent
     assert net.reached == []

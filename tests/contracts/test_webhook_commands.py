@@ -12,7 +12,7 @@ from app.cli import webhooks as commands
 from app.cli.__main__ import main
 from slotkeeper.client import Client
 from slotkeeper.clock import now_ms
-from tasks import webhooks
+from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
@@ -128,11 +128,11 @@ def test_a_test_says_what_the_receiver_answers(
 ) -> None:
     httpserver.expect_request("/in").respond_with_handler(lambda _: Response("hello \x1b[31m", status))
     webhook = _added(run, f"http://127.0.0.1:{httpserver.port}/in")
-    sending = webhooks.deliveries(api.database)
+    sending = delivery_loop.deliveries(api.database)
 
     def turn(_: float) -> None:
         sending._look_at = 0.0
-        sending.turn()
+        sending.run_once()
         eventually(lambda: not sending.under_way, "its tries end")
 
     monkeypatch.setattr(commands.time, "sleep", turn)

@@ -12,7 +12,9 @@ from structlog.testing import capture_logs
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.registry.tenants import Tenants
-from tasks import keyring, push, startup, webhooks
+from tasks import server_push, startup
+from tasks.security import keyring
+from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.stack import eventually
 
@@ -33,8 +35,8 @@ def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
     """The webhook of a job that has ended, as its receiver got it."""
     httpserver.expect_request("/hook").respond_with_data("ok")
     task = api.started(callback_url=f"http://127.0.0.1:{httpserver.port}/hook")
-    assert push.push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
-    deliveries = webhooks.deliveries(api.database)
+    assert server_push.apply_push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
+    deliveries = delivery_loop.deliveries(api.database)
     sending = Thread(target=deliveries.run)
     sending.start()
     arrived = eventually(lambda: [it for it, _ in httpserver.log if it.path == "/hook"], "the message arrives")
@@ -111,7 +113,7 @@ def _begin(monkeypatch: pytest.MonkeyPatch, secret: str, former: str = "") -> tu
     monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
     keyring.installation_secrets.cache_clear()
     with capture_logs() as lines:
-        shared = startup.compare_secret()
+        shared = startup.check_secret()
     return shared, [line for line in lines if line["log_level"] == "error"]
 
 

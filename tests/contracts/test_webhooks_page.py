@@ -12,8 +12,9 @@ import pytest
 
 from app.up.ports import free_port, is_open
 from slotkeeper.outbox import subscriptions, webhook_messages
-from tasks import bodies, outbound, webhooks
 from tasks.config import TaskSettings
+from tasks.security import url_guard
+from tasks.webhooks import bodies, delivery_loop
 from tests.house.tree import REPO
 from tests.support.api import Api
 from tests.support.stack import eventually
@@ -42,12 +43,12 @@ def test_the_receiver_of_the_page_takes_what_is_signed_with_its_secret_and_nothi
 
 
 def _tested(api: Api, webhook: str) -> Any:
-    sending = webhooks.deliveries(api.database)
+    sending = delivery_loop.deliveries(api.database)
     api.client.post(f"/webhooks/{webhook}/test")
 
     def deliveries() -> Any:
         sending._look_at = 0.0
-        sending.turn()
+        sending.run_once()
         return api.client.get(f"/webhooks/{webhook}/deliveries").json["deliveries"]
 
     eventually(deliveries, "it is sent")
@@ -55,8 +56,8 @@ def _tested(api: Api, webhook: str) -> Any:
 
 
 def test_the_template_of_the_page_is_one() -> None:
-    assert bodies.checked_template(TEMPLATE)
-    for name in bodies.FIELDS:
+    assert bodies.validate_template(TEMPLATE)
+    for name in bodies.TEMPLATE_FIELDS:
         assert f"`{name}`" in PAGE, name
 
 
@@ -64,10 +65,10 @@ def test_the_template_of_the_page_is_one() -> None:
     "told",
     [
         f"up to {TaskSettings().webhook_most_receivers} ",
-        f"{bodies.MOST_TEMPLATE_BYTES:,} bytes and {bodies.MOST_NAMES} names",
-        f"cut to {bodies.LONGEST_VALUE:,} characters",
+        f"{bodies.MAX_TEMPLATE_BYTES:,} bytes and {bodies.MAX_TEMPLATE_NAMES} names",
+        f"cut to {bodies.MAX_VALUE_CHARS:,} characters",
         f"last {webhook_messages.MOST_LOGGED:,} tries",
-        f"first {outbound.QUOTED_MAX} bytes",
+        f"first {url_guard.QUOTED_MAX} bytes",
         f"the last {webhook_messages.MOST_GIVEN_UP:,} messages",
         f"every {subscriptions.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
         f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",

@@ -194,7 +194,7 @@ def test_a_thousand_jobs_run_once_in_order_and_never_more_than_the_slots(stack: 
 def offers_of(stack: Stack, job_ids: list[str]) -> list[int]:
     """The number of the offer that each job was started by: the order in which the room let them go."""
     script = (
-        "import sys, json; from tasks.wiring import dispatcher; ids = json.load(sys.stdin);"
+        "import sys, json; from tasks.services import dispatcher; ids = json.load(sys.stdin);"
         "print(json.dumps([e.data['offer'] for i in ids for e in dispatcher().store.list_events(i)"
         " if e.type == 'job.started']))"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from migrations import migrate
 from slotkeeper.jobs.tables import metadata
-from tasks.worker.process import Worker
+from tasks.worker.worker import Worker
 from tests.faults.lanes import Lane, free_lanes
 from tests.faults.one_run import FakeServer, a_worker
 from tests.support.postgres import Postgres

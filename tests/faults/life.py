@@ -50,16 +50,19 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, Reason, State
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
-from tasks import maintenance, messages, outbound, push, receivers, relay, telling, vault, wiring
-from tasks import webhooks as hooks
+from tasks import maintenance, offer_messages, results, server_push, services
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
 from tasks.inference import infer
-from tasks.publisher import publisher
-from tasks.servers import Live
-from tasks.worker import runner
-from tasks.worker.heartbeat import Watch
-from tasks.worker.process import this_worker
+from tasks.publisher import publish_queue
+from tasks.relay import relay
+from tasks.security import url_guard, vault
+from tasks.servers import ServerSession
+from tasks.webhooks import delivery_loop as hooks
+from tasks.webhooks import message_delivery
+from tasks.worker import server_call
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.worker import this_worker
 from tests.support.starts import begin_run
 from tests.support.untold import untold_events
 
@@ -76,7 +79,7 @@ SETTINGS = {
     "SLOTKEEPER_SECRET": "c2xvdGtlZXBlci1zbG90a2VlcGVyLXNsb3RrZWVwZXI=",
 }
 _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.02, "max_retries": 1, "max_crashes": 20}
-_QUEUES = (messages.queue_of(SYNC), messages.queue_of(ASYNC))
+_QUEUES = (offer_messages.queue_name(SYNC), offer_messages.queue_name(ASYNC))
 _QUIET_WITHIN_S = 80.0
 _TICK_S = 0.02
 _SILENT_S = 0.25  # longer than two renewals
@@ -98,7 +101,7 @@ class Hands:
         self.rest()
 
     def next(self) -> tuple[dict[str, Any], Any] | None:
-        publisher().flush(_QUIET_WITHIN_S)
+        publish_queue().flush(_QUIET_WITHIN_S)
         for queue in _QUEUES:
             message = self._channel.basic_get(queue, no_ack=True)  # type: ignore[attr-defined]
             if message is not None:
@@ -107,14 +110,14 @@ class Hands:
 
     def do(self, headers: dict[str, Any], body: Any) -> None:
         """Carry out the run that a wake-up asks for, and those that are handed on after it."""
-        offer = messages.read_offer(headers["id"], body[0], headers)
+        offer = offer_messages.read_offer(headers["id"], body[0], headers)
         assert offer is not None
-        this_worker().executor.take_up(offer)
+        this_worker().executor.run_open_offer(offer)
         self.rest()
 
     def rest(self) -> None:
         """Until no run is under way."""
-        assert this_worker().engine.wait(_QUIET_WITHIN_S)
+        assert this_worker().engine.wait_until_idle(_QUIET_WITHIN_S)
 
 
 class Life:
@@ -122,10 +125,10 @@ class Life:
 
     def __init__(self, name: str, home: Path, url: str) -> None:
         self.name, self.home, self.url = name, home, url
-        self.dispatcher = wiring.dispatcher()
-        self.deliveries = hooks.deliveries(wiring.database())
+        self.dispatcher = services.dispatcher()
+        self.deliveries = hooks.deliveries(services.database())
         # One that all lives go by, or each would wait until the time of the one before is over.
-        self.relays = relay.relays(wiring.database(), EventSettings(), holder="life")
+        self.relays = relay.relays(services.database(), EventSettings(), holder="life")
         self._prepare()
         self.hands = Hands()
         self._say_room()
@@ -149,7 +152,7 @@ class Life:
     def abandon(self, job_id: str) -> None:
         """Another worker begins the job and is never heard of again."""
         headers, (args, *_) = self._come_to(job_id)
-        offer = messages.read_offer(job_id, args, headers)
+        offer = offer_messages.read_offer(job_id, args, headers)
         assert offer is not None
         begin_run(self.dispatcher, offer, new_lease_owner("silent"))
 
@@ -158,7 +161,7 @@ class Life:
         found, heartbeat = self._come_to(job_id), this_worker().heartbeat
         add = heartbeat.add
 
-        def stopped(held: Lease, **more: bool) -> Watch:
+        def stopped(held: Lease, **more: bool) -> LeaseWatch:
             hold = add(held, **more)
             hold.end("stop")
             return hold
@@ -168,14 +171,17 @@ class Life:
 
     def linger(self, job_id: str) -> None:
         """The job is canceled while its server runs it, and the server goes on all the same."""
-        found, poll = self._come_to(job_id), runner.Runner._poll
+        found, poll = self._come_to(job_id), server_call.ServerCall._poll
 
-        async def unwanted(watch: runner.Runner, live: Live, remote_id: str) -> Outcome:
+        async def unwanted(watch: server_call.ServerCall, live: ServerSession, remote_id: str) -> Outcome:
             self._cancel(job_id)
-            watch._watch.ask_to_cancel()
+            watch._watch.request_cancel()
             return await poll(watch, live, remote_id)
 
-        with mock.patch.object(runner.Runner, "_poll", unwanted), mock.patch.object(runner, "_CANCEL_PATIENCE_S", 0.02):
+        with (
+            mock.patch.object(server_call.ServerCall, "_poll", unwanted),
+            mock.patch.object(server_call, "_CANCEL_PATIENCE_S", 0.02),
+        ):
             self.hands.do(*found)
 
     def push(self, job_id: str) -> None:
@@ -186,9 +192,9 @@ class Life:
             body = answer.read()
         job = self.dispatcher.store.get(job_id)
         assert job is not None
-        outcome = push.read(job, body)
+        outcome = server_push.read_push(job, body)
         assert outcome is not None
-        push.push(job, outcome)
+        server_push.apply_push(job, outcome)
 
     def forget(self, hook: str) -> None:
         """A worker falls silent, and its server is asked before the lease has run out, however busy the machine is."""
@@ -213,7 +219,7 @@ class Life:
         return found
 
     def _say_room(self) -> None:
-        wiring.workers().report(this_worker().owner, this_worker().places.room)
+        services.workers().report(this_worker().owner, this_worker().concurrency.free_places)
 
     def recover(self) -> None:
         """Work, and keep everything in order, until nothing is left to do."""
@@ -231,7 +237,7 @@ class Life:
                 maintenance.check_urgent_servers()
             self._send_webhooks()
             self._relay_events()
-            wiring.teller().tell_due()
+            services.result_notifier().notify_overdue()
             self.hands.work()
             self._revive()
             if self._is_quiet():
@@ -280,13 +286,13 @@ class Life:
         self.recover()
 
     def _send_webhooks(self) -> None:
-        self.deliveries.turn()
+        self.deliveries.run_once()
         while self.deliveries.under_way:
             _pause()
 
     def _relay_events(self) -> None:
         for one in self.relays:
-            one.turn()
+            one.relay_batch()
 
     def _cancel(self, job_id: str) -> None:
         with suppress(Conflict):
@@ -300,7 +306,7 @@ class Life:
         with self.dispatcher.store.database.read() as connection:
             last_event = connection.exec_driver_sql("SELECT max(id) FROM events").scalar()
         self._note("emptied", {"last_event": last_event})
-        wiring.scripts().redis.flushdb()
+        services.scripts().redis.flushdb()
 
     def _leave_something_old(self) -> None:
         """A job that ended longer ago than anything is kept."""
@@ -316,15 +322,15 @@ class Life:
             return
         if not self.dispatcher.catalog.get().servers:
             for model in (SYNC, ASYNC):
-                wiring.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
-            wiring.catalog().configure(SYNC, _CONFIG, now_ms())
-            wiring.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
+                services.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
+            services.catalog().configure(SYNC, _CONFIG, now_ms())
+            services.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
         self._add_receiver()
         reconcile.refresh_fleet(self.dispatcher, SYNC)
 
     def _add_receiver(self) -> None:
         """A webhook of the tenant, which is told of everything."""
-        all_of_them = Subscriptions(wiring.database())
+        all_of_them = Subscriptions(services.database())
         if not all_of_them.list_of_tenant():
             id_ = new_id()
             types, (_, sealed) = frozenset(EVENT_TYPES.values()), vault.new_signing_secret(id_)
@@ -358,7 +364,7 @@ class Life:
         with self.dispatcher.store.database.read() as connection:
             if connection.exec_driver_sql("SELECT count(*) FROM messages WHERE state = 'pending'").scalar():
                 return False
-            if untold_events(wiring.database()):
+            if untold_events(services.database()):
                 return False
             return not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
 
@@ -381,9 +387,9 @@ def live(step: str) -> None:
     crash_points._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
     hooks._LOOK_EVERY_S = 0.0
-    receivers._FIRST_RETRY_MS = 100
+    message_delivery._FIRST_RETRY_MS = 100
     notifications.NOTIFY_AFTER_MS = 50
-    telling.Teller.soon = lambda self, owed: self.tell([owed])  # type: ignore[method-assign]  # one pair of hands
+    results.ResultNotifier.put = lambda self, owed: self.notify([owed])  # type: ignore[method-assign]  # one pair of hands
     server_report.MIN_AGE_MS = 0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
@@ -401,8 +407,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def nursery() -> None:
     """For each line `{"step", "env"}` fork a life, and say how it ended: 0, or the negative of a signal."""
-    trusted = outbound._tls()  # Nothing in a life speaks TLS, but each would read all authorities.
-    outbound._tls = lambda: trusted
+    trusted = url_guard._tls()  # Nothing in a life speaks TLS, but each would read all authorities.
+    url_guard._tls = lambda: trusted
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()

@@ -512,7 +512,7 @@ MUTANTS = [
     Mutant(
         "a run may take ten minutes whatever its model allows",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "ends = began + config.max_poll_time * 1000",
         "ends = began + 600 * 1000",
         (f"{GUARDS}test_a_run_may_take_as_long_as_its_own_model_allows",),

@@ -78,7 +78,7 @@ AWAY = [
     Mutant(
         "a slot that could not be freed waits until its lease expires",
         "SLOT-2",
-        "tasks/worker/background.py",
+        "tasks/worker/background_tasks.py",
         "                run_blocking(steps.free(lease, back=back, cooldown_ms=cooldown_ms))\n",
         "                pass\n",
         (f"{WORKERS}test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can",),
@@ -105,7 +105,7 @@ AWAY = [
     Mutant(
         "what a worker was not told while Redis was away it never hears",
         "JOB-1",
-        "tasks/worker/background.py",
+        "tasks/worker/background_tasks.py",
         "        if was_away:  #",
         "        if was_away is None:  #",
         (f"{WORKERS}test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record",),

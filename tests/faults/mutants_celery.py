@@ -18,7 +18,7 @@ CELERY = [
     Mutant(
         "an offer from the wire is the worker's own if it says so",
         "LEASE-4",
-        "tasks/messages.py",
+        "tasks/offer_messages.py",
         "return Offer(**fields) if right else None",
         'return Offer(**fields, owner=found.get("owner", "")) if right else None',
         (f"{MESSAGES}test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner",),
@@ -36,7 +36,7 @@ CELERY = [
     Mutant(
         "a malformed message ends the worker",
         "JOB-3",
-        "tasks/consumer.py",
+        "tasks/extensions/consumer.py",
         """            except Exception as error:
                 self._reject(message, error)""",
         """            except Exception:
@@ -47,7 +47,7 @@ CELERY = [
     Mutant(
         "a producer that has lost its connection is never put back",
         "SLOT-2",
-        "tasks/messages.py",
+        "tasks/offer_messages.py",
         "        producer.release()  # So that whoever fetches it looks whether its connection is still there.\n",
         "",
         ("tests/unit/test_broker.py::test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_anew",),
@@ -56,7 +56,7 @@ CELERY = [
     Mutant(
         "what cannot be decoded ends the worker",
         "JOB-3",
-        "tasks/broker.py",
+        "tasks/extensions/transport.py",
         "if isinstance(error, about_the_connection) and not isinstance(error, _OF_WHAT_WAS_READ):",
         "if error is not None:",
         (f"{MALFORMED}test_no_message_ends_a_worker_or_is_read_twice",),
@@ -65,7 +65,7 @@ CELERY = [
     Mutant(
         "what a message lacks is taken for a fault of the connection",
         "JOB-3",
-        "tasks/broker.py",
+        "tasks/extensions/transport.py",
         "_OF_WHAT_WAS_READ = (DataError, KeyError)",
         "_OF_WHAT_WAS_READ = (DataError,)",
         ("tests/unit/test_broker.py::test_a_message_from_which_something_is_missing_is_dropped",),
@@ -74,7 +74,7 @@ CELERY = [
     Mutant(
         "a connection that is cut while it is closed ends the worker",
         "JOB-3",
-        "tasks/broker.py",
+        "tasks/extensions/transport.py",
         "if self.channel.connection.client is None:",
         "if False:",
         ("tests/unit/test_broker.py::test_a_channel_that_is_closed_after_its_connection_ends_nobody",),
@@ -83,7 +83,7 @@ CELERY = [
     Mutant(
         "a message that came to nothing is told under the id of a job",
         "JOB-1",
-        "tasks/consumer.py",
+        "tasks/extensions/consumer.py",
         "if dispatcher().store.state_of(str(request.id)) is None:",
         "if request.id:",
         (f"{MALFORMED}test_a_message_with_the_id_of_a_job_changes_nothing_about_it",),
@@ -128,7 +128,7 @@ CELERY = [
     Mutant(
         "an option that means nothing is passed over",
         "JOB-3",
-        "tasks/asking.py",
+        "tasks/options.py",
         "    for name in given.keys() - known:",
         "    for name in ():",
         (f"{CALLS}test_an_option_that_means_nothing_to_a_job_is_refused_by_name",),
@@ -155,7 +155,7 @@ CELERY = [
     Mutant(
         "a worker that is full of runs takes the messages of those that have room",
         "SLOT-2",
-        "tasks/pool.py",
+        "tasks/extensions/pool.py",
         "return max(self.limit - _runs(), 0)",
         "return int(self.limit)",
         (f"{_POOL}test_a_worker_whose_places_are_taken_by_runs_receives_no_message",),

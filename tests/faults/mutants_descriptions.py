@@ -13,7 +13,7 @@ DESCRIPTIONS = [
     Mutant(
         "what a server answers while it starts fails its jobs",
         "a server that is not ready costs a job nothing",
-        "tasks/servers/client.py",
+        "tasks/servers/adapter.py",
         "if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):",
         "if True:",
         (f"{CONVERSATIONS}test_a_server_that_is_not_ready_fails_no_job",),
@@ -49,7 +49,7 @@ DESCRIPTIONS = [
     Mutant(
         "a connection on which the server has failed is used again",
         "an answer is never lost for a connection that was about to close",
-        "tasks/servers/connection.py",
+        "tasks/servers/http_connection.py",
         "_FAILED_INSIDE = 500",
         "_FAILED_INSIDE = 0",
         (f"{CLIENT}test_a_connection_on_which_the_server_has_failed_is_not_reused",),

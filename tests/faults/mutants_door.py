@@ -160,7 +160,7 @@ DOOR = [
     Mutant(
         "a push ends another job's run",
         "LEASE-3",
-        "tasks/push.py",
+        "tasks/server_push.py",
         "if _names_another(job, body):",
         "if False:",
         ("tests/contracts/test_api_callback.py::test_a_push_that_names_another_job_of_ours_ends_nothing",),

@@ -84,7 +84,7 @@ EVENTS = [
     Mutant(
         "a sink that gives up is given as much again",
         "no event is lost",
-        "tasks/relay.py",
+        "tasks/relay/relay.py",
         "            self._at_once = smaller\n            raise\n",
         "            raise\n",
         (f"{_RELAY}test_a_slow_sink_is_given_as_much_as_it_takes_in_its_time",),
@@ -93,7 +93,7 @@ EVENTS = [
     Mutant(
         "a slow sink is given as much again",
         "one relay",
-        "tasks/relay.py",
+        "tasks/relay/relay.py",
         "self._at_once = smaller if took_long else",
         "self._at_once =",
         (f"{_RELAY}test_a_slow_sink_is_given_as_much_as_it_takes_in_its_time",),
@@ -102,7 +102,7 @@ EVENTS = [
     Mutant(
         "the stream takes events wherever it ends",
         "no event is lost",
-        "tasks/lua/relay.lua",
+        "tasks/relay/lua/relay.lua",
         "if now ~= last then return now end\n",
         "",
         (f"{_RELAY}test_a_stream_that_lost_its_last_moments_gets_them_again",),
@@ -111,7 +111,7 @@ EVENTS = [
     Mutant(
         "a stream of another record is gone on with",
         "no event is lost",
-        "tasks/sinks/redis.py",
+        "tasks/relay/sinks/redis_stream.py",
         "            return found.number <= position\n",
         "            return True\n",
         (f"{_RELAY}test_a_stream_of_another_record_is_set_aside",),
@@ -120,7 +120,7 @@ EVENTS = [
     Mutant(
         "what a sink has not confirmed is not published again",
         "no event is lost",
-        "tasks/relay.py",
+        "tasks/relay/relay.py",
         "        self._tail = None  # Unless all goes well it is asked anew how far the sink has come.\n",
         "",
         (f"{_RELAY}test_what_a_sink_has_not_confirmed_is_published_again",),

@@ -56,7 +56,7 @@ FIGURES = [
     Mutant(
         "a canary counts that has reached neither Redis nor the record",
         "health",
-        "tasks/canary.py",
+        "tasks/extensions/canary.py",
         "            self._engine.ask(self._pass(), _LONGEST_S)\n",
         "            pass\n",
         (f"{_PROCESSES}test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come",),
@@ -65,7 +65,7 @@ FIGURES = [
     Mutant(
         "another's canary says that this worker works",
         "health",
-        "tasks/canary.py",
+        "tasks/extensions/canary.py",
         "        if sent_s is None:\n            return",
         "        if sent_s is None:\n            sent_s = 0.0",
         (f"{_PROCESSES}test_a_canary_of_another_process_is_not_counted",),
@@ -167,7 +167,7 @@ FIGURES = [
     Mutant(
         "a worker takes canaries before its consumer can receive",
         "bounds",
-        "tasks/canary.py",
+        "tasks/extensions/canary.py",
         "    consumer.hub.call_soon(consumer.add_task_queue, queue.name)",
         "    consumer.add_task_queue(queue.name)",
         ("tests/contracts/test_processes.py::test_a_worker_takes_canaries_only_once_its_consumer_can_receive",),

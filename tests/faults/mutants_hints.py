@@ -95,7 +95,7 @@ HINTS = [
     Mutant(
         "a push for a run that another worker goes on with is refused",
         "a resumed run ends",
-        "tasks/push.py",
+        "tasks/server_push.py",
         "if job.sent_ms is None or job.started_ms is None or job.sent_ms >= job.started_ms:",
         "if True:",
         (
@@ -107,7 +107,7 @@ HINTS = [
     Mutant(
         "any earlier attempt's token ends a run",
         "LEASE-3",
-        "tasks/push.py",
+        "tasks/server_push.py",
         " and attempt == _attempt_at_server(job)",
         "",
         (f"{CALLBACK}test_a_run_that_was_resumed_twice_ends_under_its_first_token",),
@@ -116,7 +116,7 @@ HINTS = [
     Mutant(
         "a push between two workers is thrown away",
         "a resumed run ends",
-        "tasks/push.py",
+        "tasks/server_push.py",
         "return job.state is State.QUEUED and job.remote_id is not None",
         "return False",
         (f"{CALLBACK}test_a_push_between_two_workers_is_wanted_again",),

@@ -15,7 +15,7 @@ PACED = [
     Mutant(
         "a message goes out before its turn",
         "pace",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "        if (early_ms := message.send_ms - now_ms()) > 0:",
         "        if (early_ms := message.send_ms - now_ms()) > 1e9:",
         (f"{UNDER_WAY}test_a_message_is_sent_when_its_turn_comes",),

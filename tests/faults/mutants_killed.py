@@ -134,7 +134,7 @@ KILLED = [
     Mutant(
         "a worker that ends under a run is forgotten",
         "LEASE-1",
-        "tasks/worker/process.py",
+        "tasks/worker/worker.py",
         "        if not self.places.runs:\n",
         "        if True:\n",
         (f"{WORKERS}test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ended",),
@@ -161,7 +161,7 @@ KILLED = [
     Mutant(
         "a worker takes up all offers that a broker sends it",
         "SLOT-2",
-        "tasks/worker/capacity.py",
+        "tasks/worker/concurrency.py",
         "        if len(self._taken) >= self.limit:\n            return False\n",
         "",
         (f"{WORKERS}test_a_worker_takes_up_no_more_offers_than_it_has_room_for",),

@@ -70,7 +70,7 @@ LOOP = [
     Mutant(
         "the loop writes however much there is",
         "time",
-        "tasks/worker/engine.py",
+        "tasks/worker/event_loop.py",
         "        if len(asked) <= _MOST_AT_ONCE:\n",
         "        if True:\n",
         (f"{_ENGINE}test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread",),
@@ -86,7 +86,7 @@ LOOP = [
     Mutant(
         "an end that the loop has written is told before it is on the disk",
         "JOB-1",
-        "tasks/worker/engine.py",
+        "tasks/worker/event_loop.py",
         "        if turn.batch.answers is None:\n            self._turns.put(turn)\n",
         "        if turn.batch.committed is None:\n            self._turns.put(turn)\n",
         (f"{_ENGINE}test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it",),
@@ -94,7 +94,7 @@ LOOP = [
     Mutant(
         "a run whose first word to the record failed ends unheard",
         "JOB-1",
-        "tasks/worker/engine.py",
+        "tasks/worker/event_loop.py",
         "with suppress(Exception, asyncio.CancelledError):  # What",
         "if True:  # What",
         (f"{_ENGINE}test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done",),

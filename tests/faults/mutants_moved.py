@@ -21,7 +21,7 @@ MOVED = [
     ),
     _mutant(
         "a run is asked for at the address of today",
-        "tasks/descriptions.py",
+        "tasks/server_adapters.py",
         "    return now if sent_to in (None, now) or ",
         "    return now if True or ",
         "test_a_run_is_asked_for_at_the_address_to_which_it_was_sent",

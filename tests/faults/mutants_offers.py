@@ -70,7 +70,7 @@ OFFERS = [
     Mutant(
         "a wake-up that comes twice while Redis does not answer frees the running job's slot",
         "LEASE-1",
-        "tasks/worker/capacity.py",
+        "tasks/worker/concurrency.py",
         "return self._taken.setdefault(taken.offer.lease, taken) is taken",
         "return self._taken.update({taken.offer.lease: taken}) is None",
         (f"{WORKERS}test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer",),
@@ -118,7 +118,7 @@ OFFERS = [
     Mutant(
         "a message that comes too late takes the place of the run that lives",
         "JOB-1",
-        "tasks/worker/capacity.py",
+        "tasks/worker/concurrency.py",
         "mine = self._taken.get(lease) is taken",
         "mine = lease in self._taken",
         (f"{WORKERS}test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends",),
@@ -134,7 +134,7 @@ OFFERS = [
     Mutant(
         "a worker whose pool stops without a signal takes jobs for ever",
         "JOB-1",
-        "tasks/worker/process.py",
+        "tasks/worker/worker.py",
         "        self.drain()  # Of a signal",
         "        pass  # Of a signal",
         (f"{WORKERS}test_a_pool_that_stops_takes_nothing_more_whoever_stops_it",),
@@ -142,7 +142,7 @@ OFFERS = [
     Mutant(
         "a consumer that starts late makes a draining worker take jobs",
         "JOB-1",
-        "tasks/worker/process.py",
+        "tasks/worker/worker.py",
         "return self.consumer is not None and not self._is_draining",
         "return self.consumer is not None",
         (f"{WORKERS}test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs",),

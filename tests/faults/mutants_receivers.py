@@ -116,7 +116,7 @@ RECEIVERS = [
     Mutant(
         "an event that cannot be read ends the sending",
         "HOOK-1",
-        "tasks/webhooks.py",
+        "tasks/webhooks/delivery_loop.py",
         "self._messages.gathers\n        except Exception as error:\n",
         "self._messages.gathers\n        except RecordUnavailable as error:\n",
         (f"{UNDER_WAY}test_events_that_cannot_be_read_keep_nothing_from_being_sent",),
@@ -135,7 +135,7 @@ RECEIVERS = [
     Mutant(
         "webhooks that are being tried hide those that could be told",
         "HOOK-1",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "for it in ready if admits(it.receiver, it.tenant)]",
         "for it in ready]",
         (f"{UNDER_WAY}test_very_many_dead_webhooks_delay_no_other_of_their_tenant_that_has_answered",),
@@ -144,7 +144,7 @@ RECEIVERS = [
     Mutant(
         "what is to be written down holds up what is to be sent",
         "HOOK-1",
-        "tasks/webhooks.py",
+        "tasks/webhooks/delivery_loop.py",
         "        gathering.start()\n",
         "        self._keep_gathering()\n",
         (f"{UNDER_WAY}test_what_takes_long_to_write_down_holds_up_nothing_that_is_owed",),
@@ -153,7 +153,7 @@ RECEIVERS = [
     Mutant(
         "a wrong address of one job holds up the others of its host",
         "HOOK-1",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "return sent.status is not None if message.of_job else sent.ok",
         "return sent.ok",
         ("tests/faults/test_deliveries.py::test_a_host_that_refuses_one_job_is_sent_the_others_beside_each_other",),
@@ -211,7 +211,7 @@ RECEIVERS = [
     Mutant(
         "410 is a failure like any other",
         "breaker",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "if answered.status == 410 and",
         "if False and",
         (f"{API}test_410_disables_and_says_so_and_once_enabled_everything_is_told",),
@@ -230,7 +230,7 @@ RECEIVERS = [
     Mutant(
         "a template names whatever it likes",
         "templates",
-        "tasks/bodies.py",
+        "tasks/webhooks/bodies.py",
         "        if name not in FIELDS and not _OF_RESULT.fullmatch(name):\n            raise",
         "        if False:\n            raise",
         (f"{BODIES}test_a_template_names_what_is_told_and_nothing_else",),
@@ -239,7 +239,7 @@ RECEIVERS = [
     Mutant(
         "a template that was stored gets whatever it names",
         "templates",
-        "tasks/bodies.py",
+        "tasks/webhooks/bodies.py",
         "    if name not in FIELDS and not _OF_RESULT.fullmatch(name):\n        return None",
         "    if False:\n        return None",
         (f"{BODIES}test_even_a_template_that_was_stored_otherwise_gets_no_other_value",),
@@ -248,7 +248,7 @@ RECEIVERS = [
     Mutant(
         "a template multiplies what it names",
         "templates",
-        "tasks/bodies.py",
+        "tasks/webhooks/bodies.py",
         "return text if len(text) <= LONGEST_VALUE else",
         "return text if True else",
         (f"{BODIES}test_the_largest_template_makes_a_bounded_body",),

@@ -43,7 +43,7 @@ REST = [
     Mutant(
         "what is written while nothing is owed is not looked at",
         "HOOK-1",
-        "tasks/webhooks.py",
+        "tasks/webhooks/delivery_loop.py",
         "        self._lookout.wake(self._hear)\n",
         "",
         (f"{_SENT}test_what_comes_to_be_owed_while_nothing_was_is_sent",),
@@ -52,7 +52,7 @@ REST = [
     Mutant(
         "what is owed and not due yet is forgotten until somebody writes",
         "HOOK-1",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "self.owes = bool(of_jobs or ready) or self._messages.owes()",
         "self.owes = bool(of_jobs or ready)",
         (f"{_SENT}test_what_is_due_later_is_sent_though_nobody_writes_to_the_record",),
@@ -79,7 +79,7 @@ REST = [
     Mutant(
         "a relay that rests hears of nothing",
         "no event is lost",
-        "tasks/relay.py",
+        "tasks/relay/relay.py",
         "        lookout.wake(self._news.set)\n",
         "",
         (f"{_RELAY}test_a_relay_that_rests_publishes_what_is_written",),
@@ -88,7 +88,7 @@ REST = [
     Mutant(
         "a relay rests while it withholds events, or another has the cursor",
         "no event is lost",
-        "tasks/relay.py",
+        "tasks/relay/relay.py",
         "return self._is_told and self._tail is not None and not self._tail.withholds",
         "return self._is_told",
         (f"{_RELAY}test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is",),
@@ -154,7 +154,7 @@ REST = [
     Mutant(
         "a worker that has begun just now is killed when it shall stop, as it waits for its canary",
         "time",
-        "tasks/worker/engine.py",
+        "tasks/worker/event_loop.py",
         "            asked.cancel()\n",
         "            pass\n",
         (f"{_CANARY}test_a_canary_does_not_keep_its_worker_from_its_end",),
@@ -163,7 +163,7 @@ REST = [
     Mutant(
         "a canary that comes after the end of its worker's loop is waited for",
         "time",
-        "tasks/worker/engine.py",
+        "tasks/worker/event_loop.py",
         "            if self._closed:\n                what.close()",
         "            if not self.loop:\n                what.close()",
         (f"{_CANARY}test_a_canary_does_not_keep_its_worker_from_its_end",),

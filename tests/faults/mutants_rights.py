@@ -22,7 +22,7 @@ RIGHTS = [
     ),
     _mutant(
         "a worker that was stopped after its start sends the request all the same",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "        if not await self._holds(self._watch):\n            return StopReason.UNSENT\n",
         "        if False:\n            return StopReason.UNSENT\n",
         _SENDS_NOTHING,
@@ -30,7 +30,7 @@ RIGHTS = [
     ),
     _mutant(
         "a worker that was stopped sends the request again",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "        if not await self._holds(self._watch):  # The database",
         "        if False:  # The database",
         f"{_RIGHTS}test_a_worker_that_was_stopped_sends_no_request_again",

@@ -79,7 +79,7 @@ RUN = [
     Mutant(
         "a resumed run is given up unasked",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "            return await self._ask(live)\n        if",
         "            return Outcome(OutcomeKind.PENDING, remote_id=self._remote_id)\n        if",
         (f"{RUNS}test_a_resumed_run_is_asked_for_once_before_it_is_given_up",),
@@ -87,7 +87,7 @@ RUN = [
     Mutant(
         "a question about a run has no time when the run has none left",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "if by_payload else None, _ASK_S)",
         "if by_payload else None, max(self._end - time.monotonic(), 0.001))",
         (f"{RUNS}test_a_resumed_run_that_has_not_ended_in_its_time_is_given_up",),
@@ -95,7 +95,7 @@ RUN = [
     Mutant(
         "a question about a run may take as long as the run",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "if by_payload else None, _ASK_S)",
         "if by_payload else None, max(self._end - time.monotonic(), _ASK_S))",
         (f"{RUNS}test_a_question_has_its_own_time_however_long_its_run_may_take",),
@@ -103,7 +103,7 @@ RUN = [
     Mutant(
         "a cancel that is heard while the server is asked waits for the whole interval",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "        if self._watch.cancel:  # It may",
         "        if self._watch.cancel is None:  # It may",
         (f"{RUNS}test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_interval",),
@@ -111,7 +111,7 @@ RUN = [
     Mutant(
         "a run that is another's is sent all the same",
         "SLOT-1",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "if (left := self._left()) is not None:  # Nothing",
         "if (left := None) is not None:  # Nothing",
         (f"{RUNS}test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it",),
@@ -341,7 +341,7 @@ RUN = [
     Mutant(
         "a call that lost its connection is a crash at once",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "            if self._may_send_again and not self._run.crashes:\n"
         "                return await self._send_again(live)\n",
         "",
@@ -350,7 +350,7 @@ RUN = [
     Mutant(
         "a death of the server under a job costs a retry",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "        if await live.has_died():\n            return _CRASHED\n",
         "",
         (f"{PLAIN}test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs",),
@@ -366,7 +366,7 @@ RUN = [
     Mutant(
         "a job that may have brought its server down is sent to it again",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "            return None\n        self._may_send_again = False\n",
         "            return None\n",
         (f"{RUNS}test_a_call_whose_server_went_away_meanwhile_is_not_sent_again",),
@@ -383,7 +383,7 @@ RUN = [
     Mutant(
         "an exchange that moves is given up",
         "runs",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "(still + 1 if moved == self._moved else 1)",
         "still + 1",
         (f"{_WIRES}test_an_exchange_that_moves_is_waited_for",),
@@ -391,7 +391,7 @@ RUN = [
     Mutant(
         "a request that may have left counts as not sent",
         "SLOT-1",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "return Break.CONNECT if self._connection is None else sent",
         "return Break.CONNECT",
         ("tests/unit/servers/test_client.py::test_a_silent_server_leaves_the_outcome_unknown",),
@@ -399,7 +399,7 @@ RUN = [
     Mutant(
         "a request leaves by a connection that was closed",
         "runs",
-        "tasks/servers/connection.py",
+        "tasks/servers/http_connection.py",
         " and _is_open_and_silent(self._socket)",
         "",
         (f"{_WIRES}test_a_connection_whose_other_end_did_this_in_this_very_moment_is_not_used",),
@@ -407,7 +407,7 @@ RUN = [
     Mutant(
         "an answer that is cut counts as whole",
         "SLOT-1",
-        "tasks/servers/connection.py",
+        "tasks/servers/http_connection.py",
         " and not _tells_its_end(self._fields)",
         "",
         (
@@ -418,7 +418,7 @@ RUN = [
     Mutant(
         "what comes unasked answers the next request",
         "JOB-1",
-        "tasks/servers/connection.py",
+        "tasks/servers/http_connection.py",
         "        self._is_spoiled |= self._is_whole  # More has come than was asked for.\n",
         "",
         (f"{_WIRES}test_after_such_an_answer_a_connection_is_not_used_again",),
@@ -426,7 +426,7 @@ RUN = [
     Mutant(
         "who is cut after its answer closes the connection of the next",
         "runs",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "        self._connection = None  # It may be another's from now on.\n",
         "",
         (f"{_WIRES}test_an_exchange_that_is_cut_after_its_answer_leaves_the_next_its_connection",),
@@ -434,7 +434,7 @@ RUN = [
     Mutant(
         "a request waits for its answer on a connection that was closed before it",
         "runs",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "        if connection.is_closed:  # already, by its other end\n            raise ConnectionAbortedError\n",
         "",
         (f"{_WIRES}test_a_connection_that_is_closed_before_the_request_leaves_by_it_carries_none",),
@@ -442,7 +442,7 @@ RUN = [
     Mutant(
         "what follows a body has no end",
         "runs",
-        "tasks/servers/connection.py",
+        "tasks/servers/http_connection.py",
         "self._is_spoiled or self.heard - self._heard_at_body > _LONGEST_HEAD",
         "self._is_spoiled or (not self._status and self.heard - self._heard_at_body > _LONGEST_HEAD)",
         (f"{_WIRES}test_what_follows_a_body_is_bounded_and_not_of_its_head",),
@@ -450,7 +450,7 @@ RUN = [
     Mutant(
         "a packed answer is cut where it goes on",
         "JOB-1",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "                if self._unpacker.unused_data:\n",
         "                if self._unpacker is None:\n",
         (f"{_WIRES}test_what_cannot_be_unpacked_is_no_answer",),
@@ -458,7 +458,7 @@ RUN = [
     Mutant(
         "a header can hold another",
         "runs",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         """    if not "".join(headers.values()).isprintable():""",
         "    if headers is None:",
         (f"{_WIRES}test_no_header_can_hold_another",),
@@ -682,7 +682,7 @@ RUN = [
     Mutant(
         "the door makes objects of large pushes",
         "time",
-        "tasks/push.py",
+        "tasks/server_push.py",
         "resolve(large_json.read(body), ",
         "resolve(exact.loads(body), ",
         ("tests/contracts/test_api_callback.py::test_a_large_push_is_not_made_into_objects",),

@@ -14,7 +14,7 @@ SECRETS = [
     Mutant(
         "a callback token is made with the key of webhooks",
         "keys",
-        "tasks/keyring.py",
+        "tasks/security/keyring.py",
         "    info = orjson.dumps([purpose, *context])\n",
         '    info = b""\n',
         (
@@ -26,7 +26,7 @@ SECRETS = [
     Mutant(
         "all tenants share a webhook secret",
         "keys",
-        "tasks/keyring.py",
+        "tasks/security/keyring.py",
         "derive(secret, Purpose.WEBHOOK, tenant, str(number))",
         "derive(secret, Purpose.WEBHOOK, str(number))",
         (f"{WEBHOOK_SECRETS}test_a_webhook_is_verified_by_its_tenants_secret_and_by_no_other",),
@@ -83,7 +83,7 @@ SECRETS = [
     Mutant(
         "one model's configuration ends the check of all servers",
         "results",
-        "tasks/descriptions.py",
+        "tasks/server_adapters.py",
         "        except Misconfigured as error:  # It concerns",
         "        except ZeroDivisionError as error:  # It concerns",
         (f"{MISCONFIGURED}test_maintenance_of_all_others_goes_on",),

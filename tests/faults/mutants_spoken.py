@@ -64,7 +64,7 @@ SPOKEN = [
     _mutant(
         "a request has any model's secret",
         "secrets",
-        "tasks/vault.py",
+        "tasks/security/vault.py",
         "if found is not None and found.is_for(model) else None",
         "if found is not None else None",
         f"{SECRET}test_only_the_models_that_a_secret_is_for_may_name_it",
@@ -83,7 +83,7 @@ SPOKEN = [
     _mutant(
         "one secret can be put in another's place",
         "secrets",
-        "tasks/vault.py",
+        "tasks/security/vault.py",
         "decrypt(box[:_NONCE], box[_NONCE:], name.encode())",
         'decrypt(box[:_NONCE], box[_NONCE:], b"KEY")',
         f"{SECRET}test_one_secret_cannot_be_put_in_anothers_place",
@@ -92,7 +92,7 @@ SPOKEN = [
     _mutant(
         "what a poll repeats of the submit's secret is told",
         "secrets",
-        "tasks/servers/client.py",
+        "tasks/servers/adapter.py",
         "        return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)\n",
         "        return known\n",
         f"{SECRET}test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody",
@@ -102,7 +102,7 @@ SPOKEN = [
     _mutant(
         "a secret inside of JSON is told",
         "secrets",
-        "tasks/servers/answers.py",
+        "tasks/servers/responses.py",
         "for form in (secret, orjson.dumps(secret).decode()[1:-1])}",
         "for form in (secret,)}",
         f"{SECRET}test_what_a_server_repeats_of_a_secret_is_told_to_nobody",
@@ -111,7 +111,7 @@ SPOKEN = [
     _mutant(
         "an id that we give is noted after the request",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "if live.description.is_found_by_given_id and not",
         "if False and not",
         f"{RUNS}test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent",
@@ -121,7 +121,7 @@ SPOKEN = [
     _mutant(
         "a run that its server knew is sent to it again",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "            self._unheard = False\n",
         "            pass\n",
         f"{RUNS}test_a_run_that_the_server_knew_and_forgot_is_not_sent_again",
@@ -130,7 +130,7 @@ SPOKEN = [
     _mutant(
         "a run is sent again to a server that it may have brought down",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "            self._may_send_again = False\n        elif",
         "            pass\n        elif",
         f"{RUNS}test_a_request_whose_server_could_not_be_asked_meanwhile_is_not_sent_again",
@@ -139,7 +139,7 @@ SPOKEN = [
     _mutant(
         "a server that pushes is polled",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         'if live.description.mode == "callback":',
         "if False:",
         f"{RUNS}test_a_server_that_pushes_is_never_polled",
@@ -149,7 +149,7 @@ SPOKEN = [
     _mutant(
         "a busy server is taken for a silent one",
         "runs",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         "if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self.question):",
         "if _knows(health, self.question):",
         f"{RUNS}test_a_push_is_waited_for_while_the_server_is_busy",
@@ -167,7 +167,7 @@ SPOKEN = [
     _mutant(
         "a result that is read once has two readers",
         "JOB-1",
-        "tasks/push.py",
+        "tasks/server_push.py",
         'if not server.description.keeps_results and server.description.mode != "callback":',
         "if False:",
         f"{DESCRIBED}test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker",

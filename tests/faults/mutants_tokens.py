@@ -13,7 +13,7 @@ TOKENS = [
     Mutant(
         "a stream without its end mark is a result",
         "half a text is no result",
-        "tasks/servers/stream.py",
+        "tasks/servers/stream_reader.py",
         '        if self._verdict is None and self._stream.ends_by == "length":',
         "        if self._verdict is None:",
         (LIES,),
@@ -22,7 +22,7 @@ TOKENS = [
     Mutant(
         "an end that cannot be told from a cut is one",
         "half a text is no result",
-        "tasks/servers/stream.py",
+        "tasks/servers/stream_reader.py",
         "        if not _tells_its_length(reply.headers):\n            return _UNENDED\n",
         "",
         (LIES,),
@@ -31,7 +31,7 @@ TOKENS = [
     Mutant(
         "heartbeats keep a stream alive",
         "time is bounded",
-        "tasks/servers/wires.py",
+        "tasks/servers/http_client.py",
         "        if hearing.is_silent:\n            self.break_off(Break.TIMEOUT)\n        elif",
         "        if",
         (f"{STREAMED}test_heartbeats_end_with_the_longest_silence",),
@@ -40,7 +40,7 @@ TOKENS = [
     Mutant(
         "a server that is not listened to any longer is done",
         "SLOT-1",
-        "tasks/servers/stream.py",
+        "tasks/servers/stream_reader.py",
         '        return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message, lingers=True)',
         '        return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message)',
         (f"{STREAMED}test_a_server_that_is_not_listened_to_any_longer_may_be_at_it_still",),
@@ -67,7 +67,7 @@ TOKENS = [
     Mutant(
         "what waits for Redis has no bound",
         "memory is bounded",
-        "tasks/said.py",
+        "tasks/worker/progress_publisher.py",
         " or self._waiting + size > MOST_WAITING:",
         ":",
         (f"{SAID}test_a_redis_that_does_not_answer_takes_no_memory",),
@@ -85,7 +85,7 @@ TOKENS = [
     Mutant(
         "an event that is nothing but a name is not heard",
         "a stream ends as its server says",
-        "tasks/servers/stream.py",
+        "tasks/servers/stream_reader.py",
         "if self._data or self._name:",
         "if self._data:",
         (f"{STREAMED}test_an_event_that_has_a_name_and_no_data_can_be_the_end_and_is_else_nothing",),
@@ -94,7 +94,7 @@ TOKENS = [
     Mutant(
         "an event that is nothing but a name is a piece",
         "a stream ends as its server says",
-        "tasks/servers/stream.py",
+        "tasks/servers/stream_reader.py",
         '"piece" if event.data else "skip"',
         '"piece"',
         (f"{STREAMED}test_an_event_that_has_a_name_and_no_data_can_be_the_end_and_is_else_nothing",),

@@ -104,7 +104,7 @@ TRACES = [
     Mutant(
         "traces that a receiver did not take count as told",
         "told at least once",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         '            raise SinkAway("The receiver of traces does not answer.")\n',
         "            return SpanExportResult.SUCCESS\n",
         (f"{_SPANS}test_a_receiver_that_is_away_is_not_told_and_is_told_when_it_is_back",),
@@ -113,7 +113,7 @@ TRACES = [
     Mutant(
         "a redirect counts as an answer",
         "told at least once",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "        if status >= 300:",
         "        if status >= 400:",
         (f"{_SPANS}test_what_a_person_can_mend_loses_no_trace",),
@@ -122,7 +122,7 @@ TRACES = [
     Mutant(
         "spans that cannot be sent are tried for ever",
         "one job's trace holds up no other's",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "        if not self._session.asked:\n",
         "        if False:\n",
         (f"{_SPANS}test_spans_that_cannot_be_sent_are_left_out_and_no_others",),
@@ -131,7 +131,7 @@ TRACES = [
     Mutant(
         "a job of which no trace can be made stops all traces",
         "one job's trace holds up no other's",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "            except Exception:  # Whatever",
         "            except ZeroDivisionError:  # Whatever",
         (f"{_SPANS}test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other",),
@@ -158,7 +158,7 @@ TRACES = [
     Mutant(
         "an answer to traces is read to its end",
         "a relay's turn is bounded",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         '{**options, "stream": True}',
         "options",
         (f"{_SPANS}test_an_answer_that_comes_drop_by_drop_is_not_waited_for",),
@@ -167,7 +167,7 @@ TRACES = [
     Mutant(
         "spans that are refused for good are told for ever",
         "one job's trace holds up no other's",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "        if status in _REFUSED:\n",
         "        if False:\n",
         (f"{_SPANS}test_a_job_whose_spans_are_refused_for_good_is_left_out_and_no_other",),
@@ -176,7 +176,7 @@ TRACES = [
     Mutant(
         "who is refused takes with it who came in the same request",
         "one job's trace holds up no other's",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "                if len(some) > 1:\n",
         "                if False:\n",
         (f"{_SPANS}test_a_job_whose_spans_are_refused_for_good_is_left_out_and_no_other",),
@@ -185,7 +185,7 @@ TRACES = [
     Mutant(
         "a slow receiver holds the cursor for as long as it likes",
         "a relay's turn is bounded",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "            if waiting and time.monotonic() > until:\n",
         "            if False:\n",
         (f"{_SPANS}test_a_slow_receiver_gets_some_and_the_others_at_the_next_turn",),
@@ -194,7 +194,7 @@ TRACES = [
     Mutant(
         "a slow receiver is told all over again",
         "each turn gets further",
-        "tasks/sinks/otlp.py",
+        "tasks/relay/sinks/otlp.py",
         "        return max(position, self._told)\n",
         "        return position\n",
         (f"{_SPANS}test_a_slow_receiver_gets_some_and_the_others_at_the_next_turn",),
@@ -221,7 +221,7 @@ TRACES = [
     Mutant(
         "what follows a job is in no trace",
         "a chain is one trace",
-        "tasks/messages.py",
+        "tasks/offer_messages.py",
         'headers = {} if trace is None else {"traceparent": trace}',
         "headers: dict[str, str] = {}",
         (f"{_DOORS}test_what_follows_a_job_is_below_it",),

@@ -179,7 +179,7 @@ UPKEEP = [
     Mutant(
         "Celery's times go by the host's clock",
         "time",
-        "tasks/asking.py",
+        "tasks/options.py",
         "when.timestamp() - now_ms() / 1000",
         "when.timestamp() - __import__('time').time()",
         ("tests/contracts/test_task_calls.py::test_celerys_times_go_by_the_common_clock",),
@@ -187,7 +187,7 @@ UPKEEP = [
     Mutant(
         "a worker that stops leaves what it tells just now",
         "TELL-1",
-        "tasks/telling.py",
+        "tasks/results.py",
         "wait_for(lambda: not self._waiting.unfinished_tasks, within_s)",
         "wait_for(self._waiting.empty, within_s)",
         (f"{_TELLINGS}test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told",),
@@ -195,7 +195,7 @@ UPKEEP = [
     Mutant(
         "a worker that stops does not ask its teller",
         "TELL-1",
-        "tasks/telling.py",
+        "tasks/results.py",
         "                worker_shutdown.connect(self._flush)\n",
         "",
         ("tests/unit/test_teller.py::test_a_worker_that_stops_waits_for_what_its_teller_has_begun",),
@@ -204,7 +204,7 @@ UPKEEP = [
     Mutant(
         "every server's yes to a cancel frees its slot",
         "SLOT-1",
-        "tasks/worker/runner.py",
+        "tasks/worker/server_call.py",
         'self._let_go = said_yes and _frees_slot(live) == "immediate"',
         "self._let_go = said_yes",
         (
@@ -235,7 +235,7 @@ UPKEEP = [
     Mutant(
         "servers that hang take every thread",
         "SLOT-2",
-        "tasks/rounds.py",
+        "tasks/health_checks.py",
         "            if server.name in self._slow and slow >= MOST_SLOW:",
         "            if slow > MOST:",
         (f"{_UPKEEP}test_servers_that_hang_do_not_hold_up_the_reports_of_others",),
@@ -283,7 +283,7 @@ UPKEEP = [
     Mutant(
         "a receiver that may not be tried hides its tenant's others",
         "HOOK-1",
-        "tasks/lines.py",
+        "tasks/webhooks/delivery_queue.py",
         "            lines.move_to_end(receiver)\n        return None",
         "            return None\n        return None",
         (f"{_LINES}test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns_at_most",),
@@ -292,7 +292,7 @@ UPKEEP = [
     Mutant(
         "what is due now waits until a pile has been read",
         "HOOK-1",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "[*self._callbacks.newest_due(now_ms, _NEWEST), *page]",
         "page",
         (f"{_DELIVERIES}test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read",),
@@ -330,7 +330,7 @@ UPKEEP = [
     Mutant(
         "a pile of messages hides what comes after it",
         "HOOK-1",
-        "tasks/receivers.py",
+        "tasks/webhooks/message_delivery.py",
         "        self._last = page[-1] if len(page) == _PAGE else None",
         "        self._last = None",
         (f"{_DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",),

@@ -12,10 +12,10 @@ from routing.dispatch.outcome import Outcome
 from routing.progress import ProgressCommands
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
-from tasks.aside import Aside
+from tasks.aside import BackgroundTask
 from tasks.servers import DEFAULT, Call, Health, HealthKind
-from tasks.worker import calls, patient_io, runner
-from tasks.worker.process import Worker
+from tasks.worker import calls, patient_io, server_call
+from tasks.worker.worker import Worker
 from tests.support.stage import Stage
 
 
@@ -57,43 +57,43 @@ class FakeServer:
             return Health(HealthKind.DOWN)
         return Health(HealthKind.UP, job_ids=self.runs)
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         self.asked.append("cut")
 
     def abandon(self) -> None:
         self.asked.append("abandon")
 
-    async def refuses(self) -> bool:
+    async def refuses_connections(self) -> bool:
         return self.has_ended
 
-    async def has_died(self) -> bool:
+    async def has_process_ended(self) -> bool:
         return self.has_ended
 
 
 @contextmanager
 def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     scripts = stage.dispatcher.leases.scripts
-    monkeypatch.setattr(Aside, "ask", lambda it: it._act())  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), capacity=64)
+    monkeypatch.setattr(BackgroundTask, "request", lambda it: it._act())  # at once, but where a test is about that
+    found = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
-    monkeypatch.setattr(found.calls, "speak_to", lambda *_: server)
+    monkeypatch.setattr(found.calls, "session_for", lambda *_: server)
     monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
-    for module in (runner, calls):
+    for module in (server_call, calls):
         monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
     found.close()
 
 
-def take_up(stage: Stage) -> str:
+def run_open_offer(stage: Stage) -> str:
     """Do what the oldest wake-up asks for, and return the id of its job."""
     worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
-    worker.executor.take_up(offer)
-    assert worker.engine.wait(20)
+    worker.executor.run_open_offer(offer)
+    assert worker.engine.wait_until_idle(20)
     return str(offer.job_id)
 
 
 def run(stage: Stage) -> Job:
     """Take up the oldest wake-up, and return the job as it then stands in the database."""
-    return stage.job(take_up(stage))
+    return stage.job(run_open_offer(stage))

@@ -18,12 +18,12 @@ from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.redelivery import Callbacks
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message, MessageQueue
-from tasks import receivers as source
-from tasks import webhooks
-from tasks.lines import host_of
-from tasks.outbound import Sent
-from tasks.receivers import ReceiverMessages
-from tasks.webhooks import Deliveries
+from tasks.security.url_guard import SendResult
+from tasks.webhooks import delivery_loop
+from tasks.webhooks import message_delivery as source
+from tasks.webhooks.delivery_loop import DeliveryLoop
+from tasks.webhooks.delivery_queue import host_of_url
+from tasks.webhooks.message_delivery import MessageDelivery
 from tests.support.stack import eventually
 
 _CLAIM_MS, _KEEP_S = 20_000, 86_400.0
@@ -37,18 +37,18 @@ class Receivers:
         self.told: list[tuple[str, str]] = []
         self.let_go = threading.Event()
 
-    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> Sent:
-        host = host_of(receiver.url)
+    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> SendResult:
+        host = host_of_url(receiver.url)
         self.asked.append(host)
         if host.startswith("broken"):
             raise ZeroDivisionError("this test's sender")
         if host.startswith("silent"):
             self.let_go.wait(60)
-            return Sent(False, None, "no answer", permanent=False)
+            return SendResult(False, None, "no answer", permanent=False)
         if host.startswith("refusing"):
-            return Sent(False, 404, "it answered 404", permanent=False)
+            return SendResult(False, 404, "it answered 404", permanent=False)
         self.told.append((host, message.job_id))
-        return Sent(True, 200, "", permanent=False)
+        return SendResult(True, 200, "", permanent=False)
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def receivers() -> Iterator[Receivers]:
 
 
 @pytest.fixture
-def deliveries(database: Database, receivers: Receivers, monkeypatch) -> Iterator[Deliveries]:
-    monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 0.0)
+def deliveries(database: Database, receivers: Receivers, monkeypatch) -> Iterator[DeliveryLoop]:
+    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 0.0)
     found = _deliveries(database, receivers)
     yield found
     receivers.let_go.set()
     eventually(lambda: not found.under_way, "every try ends")
 
 
-def _deliveries(database: Database, receivers: Receivers) -> Deliveries:
-    return Deliveries(database, ReceiverMessages(database, receivers.send, _CLAIM_MS, _KEEP_S))
+def _deliveries(database: Database, receivers: Receivers) -> DeliveryLoop:
+    return DeliveryLoop(database, MessageDelivery(database, receivers.send, _CLAIM_MS, _KEEP_S))
 
 
 def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
@@ -78,9 +78,9 @@ def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
     return name
 
 
-def _until_quiet(deliveries: Deliveries) -> None:
+def _until_quiet(deliveries: DeliveryLoop) -> None:
     def is_quiet() -> bool:
-        return not deliveries.turn() and not deliveries.under_way
+        return not deliveries.run_once() and not deliveries.under_way
 
     eventually(is_quiet, "nothing is under way")
 
@@ -88,13 +88,13 @@ def _until_quiet(deliveries: Deliveries) -> None:
 def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, receivers) -> None:
     for n in range(100):
         _owe(store, f"silent{n}", f"s{n}")
-    deliveries.turn()
+    deliveries.run_once()
     assert deliveries.under_way == 100
     for n in range(20):
         _owe(store, "good", f"g{n}")
 
     def all_told() -> bool:
-        deliveries.turn()
+        deliveries.run_once()
         return len(receivers.told) == 20
 
     eventually(all_told, "the one that answers has all of its messages")
@@ -103,7 +103,7 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
 
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
     monkeypatch.setattr(source, "_PAGE", 10)
-    monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e9)
+    monkeypatch.setattr(delivery_loop, "_LOOKING_SHARE", 1e9)
     monkeypatch.setattr(source, "_NEWEST", 5)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
@@ -111,7 +111,7 @@ def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, st
             _owe(store, "good", "inside")
 
     def is_told() -> bool:
-        deliveries.turn()
+        deliveries.run_once()
         return receivers.told == [("good", "inside")]
 
     eventually(is_told, "it is found inside the pile")
@@ -122,12 +122,12 @@ def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
     deliveries, store, receivers, monkeypatch
 ) -> None:
     monkeypatch.setattr(source, "_PAGE", 10)
-    monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 60.0)
-    monkeypatch.setattr(webhooks, "_LOOKING_SHARE", 1e-9)
+    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(delivery_loop, "_LOOKING_SHARE", 1e-9)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
     _owe(store, "good", "last")
-    deliveries.turn()
+    deliveries.run_once()
     eventually(lambda: receivers.told == [("good", "last")], "the first look has found it")
 
 
@@ -135,7 +135,7 @@ def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, sto
     for n in range(5):
         _owe(store, "silent", f"s{n}", tenant=f"t{n}")
     for _ in range(3):
-        deliveries.turn()
+        deliveries.run_once()
     assert deliveries.under_way == 1
 
 
@@ -144,7 +144,7 @@ def test_a_host_that_refuses_one_job_is_sent_the_others_beside_each_other(delive
     _until_quiet(deliveries)
     for n in range(3):
         _owe(store, "refusing", f"r{n}")
-    deliveries.turn()
+    deliveries.run_once()
     eventually(lambda: len(receivers.asked) == 4, "all are asked in one turn")
 
 
@@ -153,7 +153,7 @@ def test_receivers_take_turns(deliveries, store, receivers) -> None:
         _owe(store, "silent-a", f"a{n}")
     for host in ("silent-b", "silent-c"):
         _owe(store, host, f"{host}0")
-    deliveries.turn()
+    deliveries.run_once()
     eventually(lambda: sorted(receivers.asked) == ["silent-a", "silent-b", "silent-c"], "each is asked once")
 
 
@@ -174,7 +174,7 @@ def test_two_processes_tell_each_client_once(database, store, receivers, deliver
     names = [_owe(store, f"good{n % 3}", f"g{n}") for n in range(30)]
 
     def all_told() -> bool:
-        threads = [threading.Thread(target=one.turn) for one in (deliveries, other)]
+        threads = [threading.Thread(target=one.run_once) for one in (deliveries, other)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -194,7 +194,7 @@ def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, 
     with monkeypatch.context() as away:
         away.setattr(MessageQueue, "claim", refuse)
         with pytest.raises(DatabaseUnavailable):
-            deliveries.turn()
+            deliveries.run_once()
         assert deliveries.under_way == 0
     _until_quiet(deliveries)
     assert receivers.told == [("good", "g")]
@@ -203,7 +203,7 @@ def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, 
 def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_AWAY_S", 0.01)
+    monkeypatch.setattr(delivery_loop, "_AWAY_S", 0.01)
     looks = iter([DatabaseUnavailable("away"), ZeroDivisionError("a bug")])
     look = Callbacks.list_due_callbacks
 
@@ -223,9 +223,9 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
 
 
 @contextmanager
-def _resting(deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _resting(deliveries: DeliveryLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While it runs, nothing is owed, and it would look again in an hour."""
-    monkeypatch.setattr(webhooks, "_LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr(delivery_loop, "_LOOK_AGAIN_S", 3600.0)
     thread = threading.Thread(target=deliveries.run)
     thread.start()
     try:

@@ -15,8 +15,8 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.scripts import connect
-from tasks.worker import runner
-from tasks.worker.heartbeat import Watch
+from tasks.worker import server_call
+from tasks.worker.heartbeat import LeaseWatch
 from tests.support.room import a
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, SECOND, YEAR
@@ -47,9 +47,11 @@ def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_
     stage.submit()
     task = stage.start()
     stage.later(11 * MINUTE)
-    monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
-    watch = runner.Runner(task, Watch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted)
-    assert watch._call.deadline_s == pytest.approx(left_s, abs=1)
+    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
+    watch = server_call.ServerCall(
+        task, LeaseWatch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted
+    )
+    assert watch._submit_call.deadline_s == pytest.approx(left_s, abs=1)
 
 
 def test_a_job_that_waits_for_a_year_is_not_removed(stage):

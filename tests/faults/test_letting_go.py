@@ -18,11 +18,11 @@ from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from tasks import maintenance
-from tasks.descriptions import server_for
-from tasks.servers import Description, Live, Wires
+from tasks.server_adapters import adapter_for
+from tasks.servers import Description, HttpClient, ServerSession
 from tasks.servers.description import Cancel
-from tasks.worker import runner
-from tasks.worker.heartbeat import Watch
+from tasks.worker import server_call
+from tasks.worker.heartbeat import LeaseWatch
 from tests.support.ends import end_in_order, end_run_with, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
@@ -36,10 +36,10 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 @pytest.fixture
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
-    for module in ("tasks.worker.runner", "tasks.maintenance"):
+    for module in ("tasks.worker.server_call", "tasks.maintenance"):
         monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
     with HoldingServer(asynchronous=True) as found:
         stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
         stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
@@ -59,7 +59,7 @@ class Watching:
     def __init__(self, stage: Stage, task: ActiveRun, live: Any = None) -> None:
         self._stage, self._task, self._live = stage, task, live
         self._loop = asyncio.new_event_loop()
-        self.watch = Watch(task.lease, self._loop.call_soon_threadsafe)
+        self.watch = LeaseWatch(task.lease, self._loop.call_soon_threadsafe)
         self._found: list[Any] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -73,18 +73,18 @@ class Watching:
         self._found.append(self._loop.run_until_complete(self._watch()))
 
     async def _watch(self) -> Outcome | StopReason:
-        stage, run, wires = self._stage, self._task.run, Wires(self._loop)
+        stage, run, http = self._stage, self._task.run, HttpClient(self._loop)
         model = stage.dispatcher.catalog.resolve(run.job.model)
 
         async def note_remote(remote_id: str) -> bool:
             return store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
 
         url = stage.dispatcher.catalog.get().servers[run.server].endpoints[run.job.model]
-        live = self._live or Live(server_for(url, model, run.described_by), wires)
-        return await runner.Runner(self._task, self.watch, model.config, live, note_remote).outcome()
+        live = self._live or ServerSession(adapter_for(url, model, run.described_by), http)
+        return await server_call.ServerCall(self._task, self.watch, model.config, live, note_remote).run()
 
 
-def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[Watch], None] | None = None) -> State | None:
+def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[LeaseWatch], None] | None = None) -> State | None:
     """Run it as a worker does; `meanwhile`: what happens once the server is at it.  Answers where that led."""
     watching = Watching(stage, task)
     try:
@@ -110,9 +110,9 @@ def _times_out(stage: Stage) -> str:
 def _is_canceled(stage: Stage) -> str:
     job_id = stage.submit(id="first")
 
-    def cancel(hold: Watch) -> None:
+    def cancel(hold: LeaseWatch) -> None:
         stage.dispatcher.cancel(job_id)
-        hold.ask_to_cancel()
+        hold.request_cancel()
 
     assert _run(stage, stage.start(), cancel) is State.CANCELED
     return job_id
@@ -122,10 +122,10 @@ def _passes_its_deadline(stage: Stage) -> str:
     job_id = stage.submit(id="first", ttl_s=600)
     task = stage.start()
 
-    def expire(hold: Watch) -> None:
+    def expire(hold: LeaseWatch) -> None:
         stage.later(600_000)
         assert reconcile.expire_deadlines(stage.dispatcher) == 1
-        hold.ask_to_cancel()
+        hold.request_cancel()
 
     assert _run(stage, task, expire) is None, "maintenance has ended it"
     return job_id
@@ -160,12 +160,12 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     server.hold("first")
     first = _times_out(stage)
     (row,) = quarantine.list_all(stage.database)
-    maintenance._ask_about(row)
+    maintenance._check_quarantined_run(row)
     quarantined_slots.apply_report(stage.dispatcher, stage.catalog.read().servers["gpu"], _TELLS_NOTHING, [row], [])
     assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
-    maintenance._ask_about(row)
+    maintenance._check_quarantined_run(row)
     assert quarantine.list_all(stage.database) == []
 
 
@@ -179,9 +179,9 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     task = stage.start()
     end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     stage.later(MIN_AGE_MS)
-    monkeypatch.setattr(maintenance, "_awaited", frozenset())
+    monkeypatch.setattr(maintenance, "_servers_with_quarantine", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
-    monkeypatch.setattr(maintenance, "_awaited", frozenset({"gpu"}))
+    monkeypatch.setattr(maintenance, "_servers_with_quarantine", frozenset({"gpu"}))
     assert _look(stage) == 1 and quarantine.list_all(stage.database) == []
 
 
@@ -190,7 +190,7 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
 
 @sqlite
 def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
+    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
     with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -236,15 +236,15 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
     config = {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 600.0 if canceled else 0.05}
     stage.register(**config)
     stage.submit()
-    monkeypatch.setattr(runner, "now_ms", lambda: stage.now)
-    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
+    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
     begun: list[Watching] = []
     status = polite.status
 
     async def wanted_no_more(*args: object) -> Outcome:
         while not begun:
             await asyncio.sleep(0.001)
-        begun[0].watch.ask_to_cancel()
+        begun[0].watch.request_cancel()
         return await status(*args)
 
     if canceled:

@@ -11,7 +11,7 @@ from routing.queries.job_counters import EventCounter
 from slotkeeper import logs
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.trace_context import find_trace
-from tasks.ends import log_end
+from tasks.ends import log_job_end
 from tasks.worker import executor
 from tests.faults.one_run import run
 from tests.support.stage import Stage
@@ -29,7 +29,7 @@ def as_before() -> Iterator[None]:
 
 
 def _count(stage: Stage) -> None:
-    historian = EventCounter(stage.store.database, log_end)
+    historian = EventCounter(stage.store.database, log_job_end)
     while historian.count_new_events():
         pass
 

@@ -337,9 +337,9 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
 
 def test_messages_that_have_piled_up_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    monkeypatch.setitem(maintenance.EVERY_S, "of_this_test", 60.0)
+    monkeypatch.setitem(maintenance.PERIODS_S, "of_this_test", 60.0)
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
-    task = maintenance.Periodic("of_this_test", lambda: done.append("done"))
+    task = maintenance.PeriodicTask("of_this_test", lambda: done.append("done"))
     monkeypatch.setitem(maintenance._periodic, "of_this_test", task)
     for _ in range(100):
         maintenance.run(["of_this_test"])

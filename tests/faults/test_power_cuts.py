@@ -12,8 +12,8 @@ from routing.maintenance.server_report import ServerReport
 from slotkeeper.errors import CommitUnknown
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
-from tasks.worker.process import Worker
-from tests.faults.one_run import FakeServer, take_up
+from tasks.worker.worker import Worker
+from tests.faults.one_run import FakeServer, run_open_offer
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
 
 
@@ -30,7 +30,7 @@ def test_a_waiting_job_that_the_record_lost_is_offered_in_its_turn_and_its_slot_
     stage.register()
     lost, last = stage.submit(), stage.submit()
     _lose(stage, lost)
-    take_up(stage)
+    run_open_offer(stage)
     assert stage.offered() == [last] and server.asked == []
 
 

@@ -19,18 +19,18 @@ from slotkeeper.outbox.subscriptions import FAILURES_TO_OPEN, Subscription, Subs
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.outbox.webhook_messages import Message, MessageQueue
 from slotkeeper.trace_context import make_span_id
-from tasks import receivers as source
-from tasks import webhooks
-from tasks.berths import MOST, Part
-from tasks.outbound import Sent
-from tasks.receivers import ReceiverMessages
-from tasks.webhooks import Deliveries
+from tasks.berths import MAX_IN_GROUP, LimitGroup
+from tasks.security.url_guard import SendResult
+from tasks.webhooks import delivery_loop
+from tasks.webhooks import message_delivery as source
+from tasks.webhooks.delivery_loop import DeliveryLoop
+from tasks.webhooks.message_delivery import MessageDelivery
 from tests.support.stack import eventually
 
 _CLAIM_MS = 20_000
 _KEEP_S = 3 * 86_400.0
 _VERY_MANY = 1000
-_MOST_OF_ONE = MOST[Part.UNPROVEN] // 2  # tries of one tenant's receivers that have not answered
+_MOST_OF_ONE = MAX_IN_GROUP[LimitGroup.UNPROVEN] // 2  # tries of one tenant's receivers that have not answered
 
 
 class Outside:
@@ -42,19 +42,19 @@ class Outside:
         self.traces: list[str | None] = []
         self.let_go = threading.Event()
 
-    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> Sent:
+    def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> SendResult:
         name = receiver.url.partition("//")[2]
         self.asked.append(name)
         if name.startswith("broken"):
             raise ZeroDivisionError("this test's sender")
         if name.startswith("refusing"):
-            return Sent(False, 500, "it answered 500", permanent=False)
+            return SendResult(False, 500, "it answered 500", permanent=False)
         if name.startswith("silent"):
             self.let_go.wait(60)
-            return Sent(False, None, "no answer", permanent=False)
+            return SendResult(False, None, "no answer", permanent=False)
         self.told.append((name, message.job_id, time.monotonic()))
         self.traces.append(trace)
-        return Sent(True, 200, "", permanent=False)
+        return SendResult(True, 200, "", permanent=False)
 
 
 @pytest.fixture
@@ -65,16 +65,16 @@ def outside() -> Iterator[Outside]:
 
 
 @pytest.fixture
-def deliveries(database: Database, outside: Outside, monkeypatch) -> Iterator[Deliveries]:
-    monkeypatch.setattr(webhooks, "_LOOK_EVERY_S", 0.0)
+def deliveries(database: Database, outside: Outside, monkeypatch) -> Iterator[DeliveryLoop]:
+    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 0.0)
     found = _deliveries(database, outside)
     yield found
     outside.let_go.set()
     eventually(lambda: not found.under_way, "every try ends")
 
 
-def _deliveries(database: Database, outside: Outside) -> Deliveries:
-    return Deliveries(database, ReceiverMessages(database, outside.send, _CLAIM_MS, _KEEP_S))
+def _deliveries(database: Database, outside: Outside) -> DeliveryLoop:
+    return DeliveryLoop(database, MessageDelivery(database, outside.send, _CLAIM_MS, _KEEP_S))
 
 
 def _add(database: Database, name: str, tenant: str = "default", max_per_s: float | None = None) -> Subscription:
@@ -90,9 +90,9 @@ def _end(store: JobStore, name: str, tenant: str = "default") -> str:
     return name
 
 
-def _until(deliveries: Deliveries, condition: Any, what: str) -> None:
+def _until(deliveries: DeliveryLoop, condition: Any, what: str) -> None:
     def turned() -> bool:
-        deliveries.turn()
+        deliveries.run_once()
         return bool(condition())
 
     eventually(turned, what)
@@ -118,12 +118,12 @@ def _owe_very_many(database: Database, store: JobStore, tenant: str) -> None:
 def test_a_tenant_with_very_many_dead_webhooks_delays_no_other_tenants(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_LONGEST_PAUSE_S", 0.0)  # Each turn looks.
+    monkeypatch.setattr(delivery_loop, "_LONGEST_PAUSE_S", 0.0)  # Each turn looks.
     _add(database, "good", "modest")
     _owe_very_many(database, store, "greedy")
     for n in range(5):
         _end(store, f"job{n}", "modest")
-        deliveries.turn()
+        deliveries.run_once()
         eventually(lambda n=n: len(outside.told) == n + 1, "the next turn has told the one that answers")
     _until(deliveries, lambda: deliveries.under_way >= _MOST_OF_ONE, "the dead ones are being tried")
 
@@ -131,7 +131,7 @@ def test_a_tenant_with_very_many_dead_webhooks_delays_no_other_tenants(
 def test_very_many_dead_webhooks_delay_no_other_of_their_tenant_that_has_answered(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(delivery_loop, "_LONGEST_PAUSE_S", 0.0)
     _add(database, "good", "greedy")
     _end(store, "first", "greedy")
     _until(deliveries, lambda: outside.told and not deliveries.under_way, "it has answered")
@@ -180,7 +180,7 @@ def test_a_webhook_that_refuses_is_asked_less_and_less(database, store, outside,
         _end(store, f"job{n}")
     _until(deliveries, lambda: Subscriptions(database).get(receiver.id).breaker_is_open, "its breaker opens")
     for _ in range(20):
-        deliveries.turn()
+        deliveries.run_once()
     eventually(lambda: not deliveries.under_way, "its tries end")
     assert len(outside.asked) <= FAILURES_TO_OPEN + 1
 
@@ -204,7 +204,7 @@ def test_two_processes_tell_each_message_once(database, store, outside, deliveri
     jobs = [_end(store, f"job{n}") for n in range(20)]
 
     def all_told() -> bool:
-        threads = [threading.Thread(target=one.turn) for one in (deliveries, other)]
+        threads = [threading.Thread(target=one.run_once) for one in (deliveries, other)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -223,9 +223,9 @@ def test_a_message_is_sent_when_its_turn_comes(database, store, outside, monkeyp
     _add(database, "good", max_per_s=2)
     for n in range(3):
         _end(store, f"job{n}")
-    owed = ReceiverMessages(database, outside.send, _CLAIM_MS, _KEEP_S)
-    assert owed.gather()
-    for message in owed.claim([it.id for it in owed.look(lambda *_: True)]).values():
+    owed = MessageDelivery(database, outside.send, _CLAIM_MS, _KEEP_S)
+    assert owed.write_messages()
+    for message in owed.claim([it.id for it in owed.find_due(lambda *_: True)]).values():
         owed.deliver(message)
     assert slept == [(0.5, 1)] and len(outside.told) == 2
 
@@ -241,7 +241,7 @@ def test_two_processes_keep_to_a_receivers_pace_and_others_do_not_wait_for_it(
         _end(store, f"job{n}")
 
     def all_told() -> bool:
-        other.turn()
+        other.run_once()
         return len(outside.told) == 24 and not other.under_way
 
     _until(deliveries, all_told, "all are told")
@@ -266,7 +266,7 @@ def test_a_receiver_that_is_removed_while_it_is_told_is_told_no_more(database, s
     Subscriptions(database).remove(receiver.id, None)
     outside.let_go.set()
     eventually(lambda: not deliveries.under_way, "its try ends")
-    assert deliveries.turn() == 0 and MessageQueue(database).list_attempts(receiver.id) == []
+    assert deliveries.run_once() == 0 and MessageQueue(database).list_attempts(receiver.id) == []
 
 
 def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, store, outside, deliveries) -> None:

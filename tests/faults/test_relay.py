@@ -25,12 +25,12 @@ from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
-from tasks import cloudevents
-from tasks import relay as relays
-from tasks.relay import Relay
-from tasks.sinks.event_stream import EventStream
-from tasks.sinks.redis import RedisStream
-from tasks.sinks.sink import Published, SinkAway
+from tasks.relay import cloudevents
+from tasks.relay import relay as relays
+from tasks.relay.relay import Relay
+from tasks.relay.sinks.event_stream import EventStream
+from tasks.relay.sinks.redis_stream import RedisStreamSink
+from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.ends import store_end
 from tests.support.valkey import Valkey
@@ -70,9 +70,9 @@ def a_relay(database: Database, valkey: Valkey, cap: int = CAP) -> Relay:
     def known(number: int) -> str | None:
         found = EventReader(database, after=number - 1, transitions_only=False).read(1)
         source = f"/slotkeeper/{Catalog(database).get_database_id()}"
-        return cloudevents.text(found[0], source) if found and found[0].event.id == number else None
+        return cloudevents.to_json(found[0], source) if found and found[0].event.id == number else None
 
-    return Relay("redis", database, RedisStream(stream, cap, known))
+    return Relay("redis", database, RedisStreamSink(stream, cap, known))
 
 
 def all_ids(database: Database) -> list[int]:
@@ -82,7 +82,7 @@ def all_ids(database: Database) -> list[int]:
 def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_reads(database, store, valkey):
     job = an_ended_job(store, tenant="acme", priority=2)
     relay = a_relay(database, valkey)
-    assert relay.turn() == 3
+    assert relay.relay_batch() == 3
     found = Reader(valkey).events()
     assert [it["type"] for it in found] == ["job.enqueued", "job.started", "job.completed"]
     assert {it["subject"] for it in found} == {job.id}
@@ -100,13 +100,13 @@ def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_re
         "why": "started",
         "at": "2027-01-15T08:00:00.000Z",
     }
-    assert relay.turn() == 0
+    assert relay.relay_batch() == 0
 
 
 def test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms(database, store, valkey):
     run = a_running_job(store)
     store_end(store, run.job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
-    a_relay(database, valkey).turn()
+    a_relay(database, valkey).relay_batch()
     told = Reader(valkey).events()[-1]
     assert (told["type"], told["alias"]) == ("job.delayed", "job.failed")
     assert (told["data"]["attempt"], told["data"]["retry_in_ms"]) == (1, SECOND)
@@ -115,7 +115,7 @@ def test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_re
 
 def test_an_act_is_published_with_who_and_what(database, valkey):
     Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)
-    a_relay(database, valkey).turn()
+    a_relay(database, valkey).relay_batch()
     (told,) = Reader(valkey).events()
     assert (told["type"], told["subject"]) == ("act.server.register", "server/gpu1")
     assert (told["data"]["actor"], told["data"]["door"]) == ("slotkeeper", "process")
@@ -124,11 +124,11 @@ def test_an_act_is_published_with_who_and_what(database, valkey):
 def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(database, store, valkey):
     relay = a_relay(database, valkey)
     first = a_queued_job(store)
-    relay.turn()
+    relay.relay_batch()
     valkey.kill()
     jobs = [an_ended_job(store).id for _ in range(5)]
-    with pytest.raises(SinkAway):
-        relay.turn()
+    with pytest.raises(SinkUnavailable):
+        relay.relay_batch()
     (lag,) = SinkCursors(database).list_lags(["redis"], T0 + 5 * SECOND)
     assert (lag.events, lag.seconds) == (15, 5.0)
     valkey.start()
@@ -140,7 +140,7 @@ def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(d
 
 def _drained(relay: Relay) -> int:
     published = 0
-    while found := relay.turn():
+    while found := relay.relay_batch():
         published += found
     return published
 
@@ -149,7 +149,7 @@ def test_a_stream_that_lost_its_last_moments_gets_them_again(database, store, va
     """As a replica that was behind and has taken over."""
     relay = a_relay(database, valkey)
     an_ended_job(store)
-    relay.turn()
+    relay.relay_batch()
     client: Any = valkey.client()
     key = "slotkeeper:events"
     kept = client.xrange(key)[:1]
@@ -164,14 +164,14 @@ def _settled(relay: Relay) -> None:
     """It may find first that it has to look anew."""
     quiet = 0
     while quiet < 2:
-        quiet = 0 if relay.turn() else quiet + 1
+        quiet = 0 if relay.relay_batch() else quiet + 1
 
 
 def test_a_stream_that_was_emptied_is_filled_with_the_newest(database, store, valkey):
     relay = a_relay(database, valkey, cap=3)
     an_ended_job(store)
     an_ended_job(store)
-    relay.turn()
+    relay.relay_batch()
     valkey.flush()
     an_ended_job(store)
     _settled(relay)
@@ -192,7 +192,7 @@ def test_what_is_in_the_stream_already_is_not_added_again(database, store, valke
     an_ended_job(store)
     first = a_relay(database, valkey)
     first._relays.advance = lambda *_: False  # type: ignore[method-assign]
-    first.turn()
+    first.relay_batch()
     first._relays = SinkCursors(database)
     first._leave()
     assert SinkCursors(database).find_slowest(["redis"]) < all_ids(database)[0]
@@ -205,25 +205,25 @@ def test_what_is_in_the_stream_already_is_not_added_again(database, store, valke
 def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store, valkey, monkeypatch):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     job = a_queued_job(store)
-    assert first.turn() == 1
+    assert first.relay_batch() == 1
     a_queued_job(store)
-    assert second.turn() == 0
+    assert second.relay_batch() == 0
     assert Reader(valkey).ids() == [store.list_events(job.id)[0].id]
     first._leave()
     second._hold_at = 0.0
-    assert second.turn() == 1
+    assert second.relay_batch() == 1
 
 
 def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(database, store, valkey, monkeypatch):
     """It stood still for longer than it may."""
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     a_queued_job(store)
-    first.turn()
+    first.relay_batch()
     first._relays.release("redis", first._holder)
     a_queued_job(store)
-    assert second.turn() == 1
+    assert second.relay_batch() == 1
     a_queued_job(store)
-    assert first.turn() == 0
+    assert first.relay_batch() == 0
     assert not SinkCursors(database).advance("redis", first._holder, first._position, 10**9, T0)
     assert _drained(second) == 1
     assert Reader(valkey).ids() == all_ids(database)
@@ -232,19 +232,19 @@ def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(databas
 class Slow:
     """A sink whose answers a test decides on."""
 
-    keeps = None
+    retention = None
 
     def __init__(self) -> None:
-        self.taken: list[Published] = []
+        self.taken: list[PublishedEvent] = []
         self.fails = False
 
-    def begin(self, position: int) -> int:
+    def resume_after(self, position: int) -> int:
         return position
 
     def publish(self, batch: Any) -> None:
         self.taken.extend(batch)
         if self.fails:
-            raise SinkAway("no answer")
+            raise SinkUnavailable("no answer")
 
     def close(self) -> None:
         pass
@@ -255,11 +255,11 @@ def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
     relay = Relay("kafka", database, sink)
     job = an_ended_job(store)
     sink.fails = True
-    with pytest.raises(SinkAway):
-        relay.turn()
+    with pytest.raises(SinkUnavailable):
+        relay.relay_batch()
     assert SinkCursors(database).find_slowest(["kafka"]) == 0
     sink.fails = False
-    relay.turn()
+    relay.relay_batch()
     numbers = [it.id for it in store.list_events(job.id)]
     assert [it.number for it in sink.taken] == numbers * 2
     assert SinkCursors(database).find_slowest(["kafka"]) == numbers[-1]
@@ -268,19 +268,19 @@ def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
 class SlowSink:
     """Takes its time for each event; with `patience_s` it gives up on a batch that takes longer."""
 
-    keeps = None
+    retention = None
 
     def __init__(self, each_s: float, patience_s: float) -> None:
         self.now, self.batches, self._each_s, self._patience_s = 0.0, list[int](), each_s, patience_s
 
-    def begin(self, position: int) -> int:
+    def resume_after(self, position: int) -> int:
         return position
 
-    def publish(self, batch: Sequence[Published]) -> None:
+    def publish(self, batch: Sequence[PublishedEvent]) -> None:
         took_s = len(batch) * self._each_s
         self.now += min(took_s, self._patience_s)
         if took_s > self._patience_s:
-            raise SinkAway("no answer")
+            raise SinkUnavailable("no answer")
         self.batches.append(len(batch))
 
     def close(self) -> None: ...
@@ -290,11 +290,11 @@ class SlowSink:
 def test_a_slow_sink_is_given_as_much_as_it_takes_in_its_time(database, store, monkeypatch, patience_s):
     store.submit([a_job() for _ in range(300)], T0)
     sink = SlowSink(0.1, patience_s)
-    monkeypatch.setattr("tasks.relay.time.monotonic", lambda: sink.now)
+    monkeypatch.setattr("tasks.relay.relay.time.monotonic", lambda: sink.now)
     relay = Relay("slow", database, sink)
     for _ in range(100):
-        with suppress(SinkAway):
-            relay.turn()
+        with suppress(SinkUnavailable):
+            relay.relay_batch()
     assert sum(sink.batches) == 300
     assert max(sink.batches[:1]) <= 50 and max(sink.batches[4:]) <= 20, "2 s, where the cursor is held for 10"
 
@@ -304,9 +304,9 @@ def test_sinks_come_on_apart_from_one_another(database, store):
     away.fails = True
     first, second = Relay("nats", database, well), Relay("amqp", database, away)
     an_ended_job(store)
-    with pytest.raises(SinkAway):
-        second.turn()
-    assert first.turn() == 3
+    with pytest.raises(SinkUnavailable):
+        second.relay_batch()
+    assert first.relay_batch() == 3
     assert SinkCursors(database).find_slowest(["nats", "amqp"]) == 0
 
 
@@ -382,7 +382,7 @@ def test_a_relay_that_is_behind_goes_on_without_a_pause(database, store, valkey,
 
 def test_dead_jobs_are_told_in_the_words_of_a_queue(database, store, valkey):
     an_ended_job(store, State.DEAD)
-    a_relay(database, valkey).turn()
+    a_relay(database, valkey).relay_batch()
     assert [it["type"] for it in Reader(valkey).events()] == ["job.enqueued", "job.started", "job.dlq"]
 
 
@@ -392,7 +392,7 @@ def resting(database, store, valkey, monkeypatch) -> Iterator[Relay]:
     monkeypatch.setattr(relays, "_HOLD_EVERY_S", 3600.0)
     monkeypatch.setattr(relays, "_LONGEST_S", relays._SHORTEST_S)
     found, lookout = a_relay(database, valkey), ChangeListener(database)
-    found.be_told(lookout)
+    found.wake_on_change(lookout)
     lookout.start()
     an_ended_job(store)
     thread = threading.Thread(target=found.run)
@@ -414,8 +414,8 @@ def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, r
 def test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is(database, store, valkey):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     for it in (first, second):
-        it.be_told(ChangeListener(database))
-        it.turn()
+        it.wake_on_change(ChangeListener(database))
+        it.relay_batch()
     assert [first._rests, second._rests] == [True, False]
     first._tail.has_gap = True  # There is more, which time alone may let be told.
     assert not first._rests

@@ -16,9 +16,9 @@ from routing.queue.leases import Lease
 from slotkeeper.jobs.states import State
 from tasks.servers import Health
 from tasks.worker import executor
-from tasks.worker.heartbeat import Watch
-from tasks.worker.process import Worker
-from tasks.worker.rights import Rights
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.rights import LeaseCheck
+from tasks.worker.worker import Worker
 from tests.faults.one_run import FakeServer, run
 from tests.support.ends import free
 from tests.support.stack import Process, eventually
@@ -169,7 +169,7 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
         return await health()
 
     monkeypatch.setattr(server, "health", health_and_beat)
-    monkeypatch.setattr("tasks.worker.runner._FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.worker.server_call._FIND_OUT_EVERY_S", 0.001)
     run(stage)
 
     assert server.asked.count("submit") == 1, "the slot may be another job's"
@@ -194,8 +194,8 @@ def test_while_redis_is_away_a_lease_holds_for_its_own_time(
     async def ask(_: object) -> str:
         raise Broken("Redis is away.")
 
-    watch = Watch(Lease("zimg", "j1", "l1", "w1", "gpu-slot0"), held_s=0.0)
-    assert asyncio.run(Rights(stage.dispatcher.leases, SETTINGS, ask).holds(watch)) is holds
+    watch = LeaseWatch(Lease("zimg", "j1", "l1", "w1", "gpu-slot0"), confirmed_at_s=0.0)
+    assert asyncio.run(LeaseCheck(stage.dispatcher.leases, SETTINGS, ask).is_still_held(watch)) is holds
 
 
 # -- a real process at each point ------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from slotkeeper.db.group_commit import Write
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from tasks.inference import infer
-from tasks.servers import FILED_FROM
-from tasks.worker import inquiry, patient_io, runner
-from tasks.worker.heartbeat import Watch
-from tasks.worker.patient_io import PatientIo
-from tasks.worker.process import Worker
+from tasks.servers import SPOOL_AFTER_BYTES
+from tasks.worker import inquiry, patient_io, server_call
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.patient_io import RetryingIo
+from tasks.worker.worker import Worker
 from tests.faults.one_run import FakeServer, run
 from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
@@ -93,17 +93,17 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
 def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record(stage, worker, server, monkeypatch):
     stage.register()
     first, second = stage.submit(), stage.submit()
-    server.answers, stored = [DONE, DONE], PatientIo.commit
+    server.answers, stored = [DONE, DONE], RetryingIo.commit
     waits: list[str] = []
     worker.consumer = object()
 
-    async def late(io: PatientIo, write: Any) -> Any:
+    async def late(io: RetryingIo, write: Any) -> Any:
         waits.append(io._watch.lease.job_id)
         while len(server.asked) < 2:
             await asyncio.sleep(0.001)
         return await stored(io, write)
 
-    monkeypatch.setattr(PatientIo, "commit", late)
+    monkeypatch.setattr(RetryingIo, "commit", late)
     run(stage)
     assert waits == [first, second] and server.asked == ["submit", "submit"]
     assert [stage.state(it) for it in (first, second)] == [State.COMPLETED] * 2
@@ -120,11 +120,12 @@ def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, serv
     job_id = stage.submit()
     server.answers = [
         Outcome(
-            OutcomeKind.DONE, result=json_text.RawJson(json_text.FilePart(FILED_FROM + 1, read), large_json.get_member)
+            OutcomeKind.DONE,
+            result=json_text.RawJson(json_text.FilePart(SPOOL_AFTER_BYTES + 1, read), large_json.get_member),
         )
     ]
     run(stage)
-    assert len(stage.job(job_id).result or "") == FILED_FROM + 1
+    assert len(stage.job(job_id).result or "") == SPOOL_AFTER_BYTES + 1
     assert read_by and "engine" not in read_by
 
 
@@ -152,14 +153,14 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
 
 def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
     """Collections are seldom, and payloads may be large."""
-    watches: list[weakref.ref[runner.Runner]] = []
-    begin = runner.Runner._begin
+    watches: list[weakref.ref[server_call.ServerCall]] = []
+    begin = server_call.ServerCall._begin
 
-    def noted(watch: runner.Runner, live: Any) -> Any:
+    def noted(watch: server_call.ServerCall, live: Any) -> Any:
         watches.append(weakref.ref(watch))
         return begin(watch, live)
 
-    monkeypatch.setattr(runner.Runner, "_begin", noted)
+    monkeypatch.setattr(server_call.ServerCall, "_begin", noted)
     server.answers = [DONE]
     stage.register()
     stage.submit()
@@ -187,16 +188,16 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
 def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
     stage.register()
     first = stage.submit()
-    server.answers, stored = [DONE], PatientIo.commit
+    server.answers, stored = [DONE], RetryingIo.commit
 
-    async def late(io: PatientIo, write: Any) -> Any:
+    async def late(io: RetryingIo, write: Any) -> Any:
         hold = io._watch
-        hold.passed_on_s = None
+        hold.slot_released_at_s = None
         worker.heartbeat.beat()
         assert hold.restored and stage.room.taken() == {"gpu-slot0": first}
         return await stored(io, write)
 
-    monkeypatch.setattr(PatientIo, "commit", late)
+    monkeypatch.setattr(RetryingIo, "commit", late)
     run(stage)
     assert stage.state(first) is State.COMPLETED and stage.room.taken() == {} and stage.free() == 1
 
@@ -206,7 +207,7 @@ def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage,
 
 def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(stage, worker, server, monkeypatch):
     """The server answers from its recent results, or runs it now: nobody has died under it."""
-    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs = [UNKNOWN, DONE], frozenset()
@@ -216,7 +217,7 @@ def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(st
 
 
 def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch):
-    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs = [UNKNOWN, UNKNOWN], frozenset()
@@ -227,7 +228,7 @@ def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch
 
 def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
     """The job may have brought it down."""
-    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs, server.down = [UNKNOWN], frozenset(), 2
@@ -250,7 +251,7 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
         stage.redis.zadd(stage.room.key("free"), {slot: stage.now})
 
 
-def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, Watch]:
+def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, LeaseWatch]:
     task = begin_run(stage.dispatcher, stage.told.offers.pop(0), worker.owner)
     assert task is not None
     watch = worker.heartbeat.add(task.lease)
@@ -586,10 +587,10 @@ def test_a_question_has_its_own_time_however_long_its_run_may_take(stage, worker
 def test_runs_that_began_together_are_not_asked_for_together(stage, worker, server, monkeypatch):
     waits: list[float] = []
 
-    async def wait(_: Watch, seconds: float) -> None:
+    async def wait(_: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(Watch, "wait", wait)
+    monkeypatch.setattr(LeaseWatch, "sleep", wait)
     stage.register(model_type="async", poll_interval=10.0)
     for _ in range(3):
         stage.submit()
@@ -616,8 +617,8 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
         kept.extend(it() for it in read)
         return DONE
 
-    monkeypatch.setattr(runner, "json_text", SimpleNamespace(loads=loads))
-    monkeypatch.setattr(runner, "orjson", SimpleNamespace(Fragment=loads))
+    monkeypatch.setattr(server_call, "json_text", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(server_call, "orjson", SimpleNamespace(Fragment=loads))
     monkeypatch.setattr(server, "status", status)
     stage.register(model_type="async", poll_interval=0.001)
     stage.submit()
@@ -632,20 +633,20 @@ def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_
 ):
     waits: list[float] = []
 
-    async def wait(_: Watch, seconds: float) -> None:
+    async def wait(_: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
         await asyncio.sleep(0)
 
-    def canceled_meanwhile(hold: Watch) -> None:
-        server.during = hold.ask_to_cancel
+    def canceled_meanwhile(hold: LeaseWatch) -> None:
+        server.during = hold.request_cancel
         stage.later(late_s * SECOND)
 
-    monkeypatch.setattr(Watch, "wait", wait)
-    monkeypatch.setattr(runner, "_CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(LeaseWatch, "sleep", wait)
+    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.0)
     server.answers = [PENDING] * 3
     found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
     assert found.kind is OutcomeKind.CANCELED
-    assert set(waits) == {runner._FIND_OUT_EVERY_S}
+    assert set(waits) == {server_call._FIND_OUT_EVERY_S}
 
 
 # -- a stale worker --------------------------------------------------------------------------------------------
@@ -721,12 +722,12 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
 # -- nothing is sent that nobody wants -------------------------------------------------------------------------
 
 
-def _watched(stage: Stage, server: FakeServer, flag: Callable[[Watch], None], **config: Any) -> Any:
+def _watched(stage: Stage, server: FakeServer, flag: Callable[[LeaseWatch], None], **config: Any) -> Any:
     """What comes of a run; `flag` may raise one of its lease before its request is sent."""
     stage.register(**config)
     stage.submit()
     task = stage.start("w1")
-    hold = Watch(task.lease)
+    hold = LeaseWatch(task.lease)
     flag(hold)
 
     async def note_remote(_: str) -> bool:
@@ -734,7 +735,7 @@ def _watched(stage: Stage, server: FakeServer, flag: Callable[[Watch], None], **
 
     async def outcome() -> Any:
         config = stage.dispatcher.catalog.resolve("zimg").config
-        return await runner.Runner(task, hold, config, server, note_remote).outcome()  # type: ignore[arg-type]
+        return await server_call.ServerCall(task, hold, config, server, note_remote).run()  # type: ignore[arg-type]
 
     return asyncio.run(outcome())
 
@@ -746,5 +747,5 @@ def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, 
 
 
 def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, server):
-    assert _watched(stage, server, lambda hold: hold.ask_to_cancel()).kind is OutcomeKind.CANCELED
+    assert _watched(stage, server, lambda hold: hold.request_cancel()).kind is OutcomeKind.CANCELED
     assert "submit" not in server.asked

@@ -19,8 +19,8 @@ from app.up.ports import free_port
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.sink_cursors import SinkCursors
-from tasks.relay import Relay
-from tasks.sinks.sink import SinkAway
+from tasks.relay.relay import Relay
+from tasks.relay.sinks.sink import SinkUnavailable
 from tests.support.builders import T0, a_queued_job, an_ended_job
 
 _UP_S = 40.0
@@ -50,8 +50,8 @@ def _drained(relay: Relay) -> None:
 
     def is_done() -> bool:
         try:
-            return relay.turn() == 0 and not SinkCursors(relay._database).list_lags([relay._name], T0)[0].events
-        except SinkAway:
+            return relay.relay_batch() == 0 and not SinkCursors(relay._database).list_lags([relay._name], T0)[0].events
+        except SinkUnavailable:
             return False
 
     _until(is_done, "the relay's end")
@@ -119,18 +119,18 @@ def test_kafka_gets_all_events_each_jobs_in_order_also_when_it_did_not_answer_fo
     record: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("confluent_kafka")
-    from tasks.sinks import kafka
+    from tasks.relay.sinks import kafka
 
     with _kafka(tmp_path) as (broker, servers):
-        sink = kafka.KafkaTopic(servers, "slotkeeper.events", {})
+        sink = kafka.KafkaSink(servers, "slotkeeper.events", {})
         store, relay = JobStore(record), Relay("kafka", record, sink)
         jobs = [an_ended_job(store).id for _ in range(20)]
-        _until(lambda: relay.turn(), "the first events")
+        _until(lambda: relay.relay_batch(), "the first events")
         broker.send_signal(signal.SIGSTOP)
         jobs += [an_ended_job(store).id for _ in range(20)]
-        with monkeypatch.context() as impatient, pytest.raises(SinkAway):
+        with monkeypatch.context() as impatient, pytest.raises(SinkUnavailable):
             impatient.setattr(kafka, "_ANSWERS_S", 1.0)
-            relay.turn()
+            relay.relay_batch()
         broker.send_signal(signal.SIGCONT)
         _drained(relay)
         _assert_whole_and_in_order(_told(_consumed(servers, 120)), record, jobs)
@@ -141,18 +141,18 @@ def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
     record: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("confluent_kafka")
-    from tasks.sinks import kafka
+    from tasks.relay.sinks import kafka
 
-    sink = kafka.KafkaTopic(f"127.0.0.1:{free_port()}", "slotkeeper.events", {})
+    sink = kafka.KafkaSink(f"127.0.0.1:{free_port()}", "slotkeeper.events", {})
     relay = Relay("kafka", record, sink)
     job = a_queued_job(JobStore(record))
-    with monkeypatch.context() as impatient, pytest.raises(SinkAway):
+    with monkeypatch.context() as impatient, pytest.raises(SinkUnavailable):
         impatient.setattr(kafka, "_ANSWERS_S", 0.5)
-        relay.turn()
+        relay.relay_batch()
     assert SinkCursors(record).list_lags(["kafka"], T0)[0].events == 1
     with _kafka(tmp_path) as (_, servers):  # Another, empty one, in its place.
         relay._leave()
-        relay = Relay("kafka", record, kafka.KafkaTopic(servers, "slotkeeper.events", {}))
+        relay = Relay("kafka", record, kafka.KafkaSink(servers, "slotkeeper.events", {}))
         _drained(relay)
         _assert_whole_and_in_order(_told(_consumed(servers, 1)), record, [job.id])
 
@@ -189,18 +189,18 @@ def _from_nats(url: str, count: int) -> list[bytes]:
 
 def test_nats_gets_all_events_each_jobs_in_order_also_when_it_was_killed(record: Database, tmp_path: Path) -> None:
     pytest.importorskip("nats")
-    from tasks.sinks.nats import JetStream
+    from tasks.relay.sinks.nats import NatsSink
 
     port = free_port()
     url = f"nats://127.0.0.1:{port}"
-    store, sink = JobStore(record), JetStream(url, "slotkeeper")
+    store, sink = JobStore(record), NatsSink(url, "slotkeeper")
     relay = Relay("nats", record, sink)
     with _nats(tmp_path, port):
         jobs = [an_ended_job(store).id for _ in range(20)]
         _drained(relay)
     jobs += [an_ended_job(store).id for _ in range(20)]
-    with pytest.raises(SinkAway):
-        relay.turn()
+    with pytest.raises(SinkUnavailable):
+        relay.relay_batch()
     with _nats(tmp_path, port):
         _drained(relay)
         _assert_whole_and_in_order(_told(_from_nats(url, 120)), record, jobs)
@@ -253,12 +253,12 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
     from kombu import Connection, Queue
     from kombu import Exchange as Declared
 
-    from tasks.sinks import amqp
+    from tasks.relay.sinks import amqp
 
     port = free_port()
     url = f"amqp://guest:guest@127.0.0.1:{port}//"
     queue = Queue("test", Declared("slotkeeper.events", type="topic", durable=True), routing_key="job.*", durable=True)
-    store, sink = JobStore(record), amqp.Exchange(url, "slotkeeper.events")
+    store, sink = JobStore(record), amqp.AmqpSink(url, "slotkeeper.events")
     relay = Relay("amqp", record, sink)
 
     def some_jobs() -> list[str]:
@@ -284,10 +284,10 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
         os.killpg(broker.pid, signal.SIGSTOP)
         jobs += some_jobs()
         monkeypatch.setattr(amqp, "_ANSWERS_S", 1.0)
-        with pytest.raises(SinkAway):  # It has got them, or will: nobody knows.
-            relay.turn()
-    with pytest.raises(SinkAway):
-        relay.turn()
+        with pytest.raises(SinkUnavailable):  # It has got them, or will: nobody knows.
+            relay.relay_batch()
+    with pytest.raises(SinkUnavailable):
+        relay.relay_batch()
     monkeypatch.undo()
     with _rabbitmq(tmp_path, port):
         _until(is_bound, "RabbitMQ again", _RABBITMQ_UP_S)

@@ -13,9 +13,9 @@ from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
-from tasks.relay import Relay
-from tasks.sinks.sink import SinkAway
-from tasks.sinks.task_events import CLIENT, TaskEvents
+from tasks.relay.relay import Relay
+from tasks.relay.sinks.sink import SinkUnavailable
+from tasks.relay.sinks.task_events import CLIENT, TaskEventSink
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_running_job, a_start, an_ended_job
 from tests.support.ends import store_end
 from tests.support.stack import eventually
@@ -61,7 +61,7 @@ def received(app: Celery) -> Iterator[list[dict[str, Any]]]:
 
 
 def _relay(app: Celery, database: Database) -> Relay:
-    return Relay("celery", database, TaskEvents(app, database))
+    return Relay("celery", database, TaskEventSink(app, database))
 
 
 def _types(events: list[dict[str, Any]], job_id: str) -> list[str]:
@@ -80,7 +80,7 @@ def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store
         a_job_in(store, State.CANCELED).id: ["sent", "received", "started", "revoked"],
     }
     with received(app) as events:
-        _relay(app, store.database).turn()
+        _relay(app, store.database).relay_batch()
         eventually(lambda: len(events) >= sum(map(len, lives.values())), "all are received")
     assert {job_id: _types(events, job_id) for job_id in lives} == lives
 
@@ -90,7 +90,7 @@ def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery
     store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
     store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
     with received(app) as events:
-        _relay(app, store.database).turn()
+        _relay(app, store.database).relay_batch()
         eventually(lambda: len(events) == 4, "all are received")
     assert [it["hostname"] for it in events] == [CLIENT, *["worker@host"] * 3]
     assert [it["timestamp"] for it in events] == [T0 / 1000, T0 / 1000, T0 / 1000, T0 / 1000 + 2]
@@ -102,14 +102,14 @@ def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
 ) -> None:
     relay = _relay(app, store.database)
     first = a_running_job(store)
-    relay.turn()
+    relay.relay_batch()
     broker.kill()
     store_end(store, first.job.id, 1, Reason.SERVER_BUSY, T0)
-    with pytest.raises(SinkAway):
-        relay.turn()
+    with pytest.raises(SinkUnavailable):
+        relay.relay_batch()
     broker.start()
     a_start(store, first.job.id)
     with received(app) as events:
-        relay.turn()
+        relay.relay_batch()
         eventually(lambda: len(events) >= 3, "all are received")
     assert _types(events, first.job.id) == ["retried", "received", "started"]

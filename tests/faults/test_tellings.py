@@ -16,7 +16,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
 from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
-from tasks.telling import Teller
+from tasks.results import ResultNotifier
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.ends import store_end
 from tests.support.stack import eventually
@@ -111,18 +111,18 @@ def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(
 ) -> None:
     let_go, told = threading.Event(), list[ResultNotification]()
 
-    class Slow(Teller):
-        def tell(self, batch: list[ResultNotification]) -> None:
+    class Slow(ResultNotifier):
+        def notify(self, batch: list[ResultNotification]) -> None:
             let_go.wait(30)
             told.extend(batch)
             raise ValueError("what is wrong with one ends no thread")
 
     teller = Slow(owed, store)
     assert teller.flush(0.0), "nothing is on its way"
-    teller.soon(ResultNotification("t1", "j1"))
+    teller.put(ResultNotification("t1", "j1"))
     assert not teller.flush(0.01)
     let_go.set()
-    teller.soon(ResultNotification("t2", "j2"))
+    teller.put(ResultNotification("t2", "j2"))
     assert teller.flush(30) and [it.id for it in told] == ["t1", "t2"]
 
 

@@ -17,12 +17,12 @@ from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.trace_context import find_trace, make_span_id
 from tasks.config import EventSettings
-from tasks.relay import Relay
-from tasks.sinks.sink import Published
+from tasks.relay.relay import Relay
+from tasks.relay.sinks.sink import PublishedEvent
 from tests.support.builders import CALLBACK, SECOND, T0, a_queued_job, a_start, an_ended_job
 from tests.support.callbacks import claim, delivered, due_ids
 
-otlp = pytest.importorskip("tasks.sinks.otlp", reason="the extra otel is not installed")
+otlp = pytest.importorskip("tasks.relay.sinks.otlp", reason="the extra otel is not installed")
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from tests.support.collector import Collector  # noqa: E402
@@ -55,8 +55,8 @@ def a_tried_job(store: Any, traceparent: str | None = GIVEN, **more: Any) -> Job
 
 
 def a_relay(database: Any, exporter: Any) -> Relay:
-    relay = Relay("otlp", database, otlp.Traces(database, exporter))
-    relay.turn()  # Who begins has nothing to tell yet.
+    relay = Relay("otlp", database, otlp.OtlpSink(database, exporter))
+    relay.relay_batch()  # Who begins has nothing to tell yet.
     return relay
 
 
@@ -81,7 +81,7 @@ def test_the_trace_of_a_job_that_was_tried_thrice_is_whole(database, store):
     job = a_tried_job(store, callback_url=CALLBACK)
     (owed,) = due_ids(database, T0 + 99 * SECOND)
     delivered(database, claim(database, owed, T0 + 15 * SECOND, T0 + 99 * SECOND), T0 + 16 * SECOND)
-    relay.turn()
+    relay.relay_batch()
     by_id = told_by(memory)
     is_whole(by_id)
     named = sorted(it.name for it in by_id.values())
@@ -105,7 +105,7 @@ def test_a_job_that_came_in_no_trace_has_one_of_its_own_and_ends_while_it_waits(
     relay = a_relay(database, memory)
     job = a_queued_job(store)
     store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
-    relay.turn()
+    relay.relay_batch()
     found = memory.get_finished_spans()
     assert sorted(it.name for it in found) == ["job", "submit", "wait"]
     assert {format(it.context.trace_id, "032x") for it in found} == {find_trace(job.id, None).id}
@@ -115,33 +115,33 @@ def test_a_trace_that_its_client_does_not_want_sampled_is_not_told(database, sto
     memory = InMemorySpanExporter()
     relay = a_relay(database, memory)
     a_tried_job(store, f"00-{TRACE}-{SPAN}-00")
-    relay.turn()
+    relay.relay_batch()
     assert memory.get_finished_spans() == ()
 
 
 def test_a_receiver_that_refuses_delays_the_traces_alone_and_gets_all_afterwards(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.url))
+    relay = a_relay(database, otlp.OtlpExporter(receiver.url))
     job = a_tried_job(store)
     receiver.status = 403
-    with pytest.raises(otlp.SinkAway):
-        relay.turn()
+    with pytest.raises(otlp.SinkUnavailable):
+        relay.relay_batch()
     receiver.status = 200
-    relay.turn()
+    relay.relay_batch()
     assert len(receiver.spans) == 14
     assert {it.trace_id.hex() for it in receiver.spans} == {TRACE}
     assert {it.span_id.hex() for it in receiver.spans} >= {
         make_span_id(job.id, trace_spans.ATTEMPT, n) for n in (1, 2, 3)
     }
-    assert relay.turn() == 0
+    assert relay.relay_batch() == 0
 
 
 def test_a_trace_that_is_told_again_has_the_same_spans(database, store):
     memory = InMemorySpanExporter()
     a_tried_job(store)
     for _ in range(2):
-        relay = Relay("otlp", database, otlp.Traces(database, memory))
-        relay._sink.keeps = None  # From the oldest event on.
-        relay.turn()
+        relay = Relay("otlp", database, otlp.OtlpSink(database, memory))
+        relay._sink.retention = None  # From the oldest event on.
+        relay.relay_batch()
         SinkCursors(database).advance("otlp", relay._holder, relay._position, 0, 0)
         SinkCursors(database).release("otlp", relay._holder)
     found = memory.get_finished_spans()
@@ -154,12 +154,12 @@ def test_a_job_that_was_revived_is_told_as_it_went_on_and_what_was_told_before_s
     job = an_ended_job(store, State.DEAD, traceparent=GIVEN)
     store.revive(job.id, T0 + SECOND)
     a_start(store, job.id, now_ms=T0 + 3 * SECOND)
-    relay.turn()
+    relay.relay_batch()
     before = told_by(memory)
     assert sorted(it.name for it in before.values()) == ["attempt", "exchange", "job", "settle", "submit", "wait"]
     memory.clear()
     store_end(store, job.id, 2, Reason.FINISHED, T0 + 4 * SECOND, result="{}")
-    relay.turn()
+    relay.relay_batch()
     after = told_by(memory)
     is_whole(after)
     assert {id_: it.to_json() for id_, it in after.items() if id_ in before} == {
@@ -180,7 +180,7 @@ def test_each_end_of_a_job_has_a_webhook_of_its_own(database, store):
     store_end(store, job.id, 2, Reason.FINISHED, T0 + 2 * SECOND, result="{}")
     for owed in sorted(due_ids(database, T0 + 99 * SECOND)):  # the first end comes first
         delivered(database, claim(database, owed, T0 + 9 * SECOND, T0 + 99 * SECOND), T0 + 10 * SECOND)
-    relay.turn()
+    relay.relay_batch()
     told = [it for it in memory.get_finished_spans() if it.name == "webhook"]
     assert len({it.context.span_id for it in told}) == 2
 
@@ -199,7 +199,7 @@ def test_a_job_that_was_tried_without_end_has_a_trace_that_ends(database, store)
             T0 + n,
             result="{}" if n == 150 else None,
         )
-    while relay.turn():
+    while relay.relay_batch():
         pass
     by_id = told_by(memory)
     is_whole(by_id)
@@ -209,13 +209,13 @@ def test_a_job_that_was_tried_without_end_has_a_trace_that_ends(database, store)
 
 
 def test_a_job_whose_spans_are_refused_for_good_is_left_out_and_no_other(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.url))
+    relay = a_relay(database, otlp.OtlpExporter(receiver.url))
     jobs = [an_ended_job(store) for _ in range(9)]
     traces = [find_trace(job.id, None).id for job in jobs]
     receiver.poison = traces[4]
-    relay.turn()
+    relay.relay_batch()
     assert {it.trace_id.hex() for it in receiver.spans} == {*traces} - {traces[4]}
-    assert relay.turn() == 0
+    assert relay.relay_batch() == 0
 
 
 def test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other(database, store):
@@ -224,18 +224,18 @@ def test_a_job_of_which_the_record_is_spoiled_is_left_out_and_no_other(database,
     jobs = [an_ended_job(store) for _ in range(3)]
     broken = update(events).where(events.c.job_id == jobs[1].id, events.c.type == "job.started").values(data="[]")
     database.write(lambda tx: tx.connection.execute(broken))
-    relay._sink.publish([Published(n + 1, job.id, "job.completed", {}) for n, job in enumerate(jobs)])
+    relay._sink.publish([PublishedEvent(n + 1, job.id, "job.completed", {}) for n, job in enumerate(jobs)])
     told = {format(it.context.trace_id, "032x") for it in memory.get_finished_spans()}
     assert told == {find_trace(job.id, None).id for job in (jobs[0], jobs[2])}
 
 
 def test_spans_that_cannot_be_sent_are_left_out_and_no_others(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(receiver.url))
+    relay = a_relay(database, otlp.OtlpExporter(receiver.url))
     sink: Any = relay._sink
     sink._exporter._exporter._max_request_size = 1200
     for model in ("m", "n" * 600, "o"):
         an_ended_job(store, model=model)
-    relay.turn()
+    relay.relay_batch()
     said = {it.string_value for span in receiver.spans for it in (a.value for a in span.attributes)}
     assert {"m", "o"} <= said and "n" * 600 not in said
 
@@ -252,38 +252,38 @@ def test_a_trace_is_known_to_whoever_runs_the_job_and_to_who_tells_of_it(databas
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "collector"])
 def test_an_endpoint_that_is_none_is_refused_at_the_start(endpoint):
     with pytest.raises(ValueError, match="http://host:4318"):
-        otlp.Receiver(endpoint)
+        otlp.OtlpExporter(endpoint)
 
 
 def test_a_receiver_that_is_away_is_not_told_and_is_told_when_it_is_back(database, store, receiver):
-    relay = a_relay(database, otlp.Receiver(f"http://127.0.0.1:{free_port()}"))
+    relay = a_relay(database, otlp.OtlpExporter(f"http://127.0.0.1:{free_port()}"))
     an_ended_job(store)
-    with pytest.raises(otlp.SinkAway, match="does not answer"):
-        relay.turn()
+    with pytest.raises(otlp.SinkUnavailable, match="does not answer"):
+        relay.relay_batch()
     sink: Any = relay._sink
-    sink._exporter = otlp.Receiver(f"{receiver.url}/v1/traces")
-    relay.turn()
+    sink._exporter = otlp.OtlpExporter(f"{receiver.url}/v1/traces")
+    relay.relay_batch()
     assert len(receiver.spans) == 6
 
 
 def test_an_answer_that_comes_drop_by_drop_is_not_waited_for(database, store, receiver):
     receiver.goes_on = threading.Event()
-    relay = a_relay(database, otlp.Receiver(receiver.url))
+    relay = a_relay(database, otlp.OtlpExporter(receiver.url))
     an_ended_job(store)
-    relay.turn()
+    relay.relay_batch()
     assert len(receiver.spans) == 6 and not receiver.goes_on.is_set()
     receiver.goes_on.set()
 
 
 @pytest.mark.parametrize("status", [302, 401, 404, 500])
 def test_what_a_person_can_mend_loses_no_trace(database, store, receiver, status):
-    relay = a_relay(database, otlp.Receiver(receiver.url))
+    relay = a_relay(database, otlp.OtlpExporter(receiver.url))
     an_ended_job(store)
     receiver.status = status
-    with pytest.raises(otlp.SinkAway):
-        relay.turn()
+    with pytest.raises(otlp.SinkUnavailable):
+        relay.relay_batch()
     receiver.status = 200
-    relay.turn()
+    relay.relay_batch()
     assert sorted(it.name for it in receiver.spans) == sorted(
         ["job", "submit", "wait", "attempt", "exchange", "settle"]
     )
@@ -298,16 +298,16 @@ def test_a_slow_receiver_gets_some_and_the_others_at_the_next_turn(database, sto
     monkeypatch.setattr(otlp, "_AT_ONCE", 1)
     monkeypatch.setattr(otlp, "_BEGINS_S", -1.0)
     for n in (1, 2, 3):
-        with pytest.raises(otlp.SinkAway):
-            relay.turn()
+        with pytest.raises(otlp.SinkUnavailable):
+            relay.relay_batch()
         assert len(told_by(memory)) == 6 * n
-    relay.turn()
+    relay.relay_batch()
     assert len(told_by(memory)) == 6 * 4
 
 
 def test_events_that_traces_were_not_told_of_stay_no_longer_for_them():
     settings = EventSettings(to="redis,otlp,kafka")
-    assert settings.lasting_sinks == ["redis", "kafka"]
+    assert settings.durable_sinks == ["redis", "kafka"]
 
 
 def test_neither_payload_nor_result_nor_error_is_in_a_trace(database, store):
@@ -319,5 +319,5 @@ def test_neither_payload_nor_result_nor_error_is_in_a_trace(database, store):
     store.promote_due(T0)
     a_start(store, job.id)
     store_end(store, job.id, 2, Reason.FINISHED, T0, result='"PLANTED"')
-    relay.turn()
+    relay.relay_batch()
     assert told_by(memory) and not [it for it in memory.get_finished_spans() if "PLANTED" in it.to_json()]

@@ -32,8 +32,8 @@ PROCESSES = {
     "worker": ("-m", "tasks", "worker", "-Q", "celery", "-n", "w@%h", "--without-mingle", "--without-gossip"),
     "maintenance": ("-m", "tasks", "worker", "-Q", "maintenance", "-n", "m@%h", "--pool", "threads"),
     "beat": ("-m", "tasks", "beat"),
-    "webhooks": ("-m", "tasks.webhooks"),
-    "relay": ("-m", "tasks.relay"),
+    "webhooks": ("-m", "tasks.webhooks.delivery_loop"),
+    "relay": ("-m", "tasks.relay.relay"),
     "up": ("-m", "app.cli", "up", "--no-demo"),
 }
 
@@ -99,7 +99,7 @@ def test_every_process_refuses_it_at_start_with_one_sentence(
     clear_wiring()
     try:
         with pytest.raises(SystemExit) as ended:
-            startup.begin_or_exit()
+            startup.prepare_or_exit()
     finally:
         monkeypatch.undo()
         clear_wiring()
@@ -170,7 +170,7 @@ def test_a_redis_that_is_away_is_not_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", f"redis://127.0.0.1:{free_port()}/0")
     clear_wiring()
     try:
-        startup.begin_or_exit()
+        startup.prepare_or_exit()
     finally:
         monkeypatch.undo()
         clear_wiring()

@@ -22,8 +22,8 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import Command
 from slotkeeper.registry.values import Server
-from tasks import maintenance, rounds
-from tasks.rounds import Rounds
+from tasks import health_checks, maintenance
+from tasks.health_checks import HealthChecks
 from tests.support.builders import at_once
 from tests.support.ends import free, store_end
 from tests.support.stack import eventually
@@ -480,19 +480,19 @@ def test_servers_that_hang_do_not_hold_up_the_reports_of_others(monkeypatch) -> 
             let_go.wait(60)
         return ServerReport(up=True)
 
-    monkeypatch.setattr(rounds, "_SLOW_S", 0.0)
-    asking = Rounds(ask)
-    hanging = [_server(f"hangs{n}") for n in range(rounds.MOST + 50)]
+    monkeypatch.setattr(health_checks, "_SLOW_S", 0.0)
+    asking = HealthChecks(ask)
+    hanging = [_server(f"hangs{n}") for n in range(health_checks.MOST + 50)]
     try:
-        first = asking.ask(hanging[: rounds.MOST // 2])
-        assert asking.ask([_server("well")])["well"].result(10).up
+        first = asking.start(hanging[: health_checks.MOST // 2])
+        assert asking.start([_server("well")])["well"].result(10).up
         assert not any(report.done() for report in first.values())
         let_go.set()
-        for report in asking.ask(hanging).values():
+        for report in asking.start(hanging).values():
             report.result(10)
         let_go.clear()
-        asking.ask(hanging)  # all were slow the last time
-        assert asking.ask([_server("new")])["new"].result(10).up
+        asking.start(hanging)  # all were slow the last time
+        assert asking.start([_server("new")])["new"].result(10).up
     finally:
         let_go.set()
 
@@ -507,8 +507,8 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
             raise ValueError("a template that cannot be filled")
         return ServerReport(up=True)
 
-    asking = Rounds(ask)
-    first, second = asking.ask([_server("odd"), _server("well")]), asking.ask([_server("well")])
+    asking = HealthChecks(ask)
+    first, second = asking.start([_server("odd"), _server("well")]), asking.start([_server("well")])
     let_go.set()
     assert second["well"] is first["well"] and first["well"].result(10).up
     assert isinstance(first["odd"].exception(10), ValueError)
@@ -517,10 +517,10 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
 
 
 def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> None:
-    asking = Rounds(lambda _: ServerReport(up=True))
+    asking = HealthChecks(lambda _: ServerReport(up=True))
     with no_thread_left():
-        assert isinstance(asking.ask([_server("well")])["well"].exception(10), RuntimeError)
-    assert asking.ask([_server("well")])["well"].result(10).up
+        assert isinstance(asking.start([_server("well")])["well"].exception(10), RuntimeError)
+    assert asking.start([_server("well")])["well"].result(10).up
 
 
 def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
@@ -532,12 +532,12 @@ def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> No
             let_go.wait(60)
         return ServerReport(up=True)
 
-    asking = Rounds(ask)
-    heeded = {name for batch in maintenance._as_they_come(asking.ask([_server("late")])) for name in batch}
+    asking = HealthChecks(ask)
+    heeded = {name for batch in maintenance.reports_as_they_arrive(asking.start([_server("late")])) for name in batch}
     assert heeded == set()
     let_go.set()
     eventually(lambda: maintenance._late["late"].done(), "it answers after all")
-    heeded = {name for batch in maintenance._as_they_come({}) for name in batch}
+    heeded = {name for batch in maintenance.reports_as_they_arrive({}) for name in batch}
     assert heeded == {"late"} and not maintenance._late
 
 

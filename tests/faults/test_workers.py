@@ -30,15 +30,15 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.process_locks import ProcessLocks
 from tasks import inference
-from tasks.aside import Aside
+from tasks.aside import BackgroundTask
 from tasks.inference import infer
 from tasks.worker import patient_io
-from tasks.worker.abandoned import Abandoned
-from tasks.worker.capacity import Taken
-from tasks.worker.heartbeat import Watch
-from tasks.worker.own_run import OwnRun
-from tasks.worker.patient_io import PatientIo
-from tasks.worker.process import Worker
+from tasks.worker.abandoned import AbandonedCalls
+from tasks.worker.concurrency import TakenOffer
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.patient_io import RetryingIo
+from tasks.worker.worker import Worker
+from tasks.worker.worker_run import WorkerRun
 from tests.support.builders import eventually
 from tests.support.ends import decided, end_in_order, hand_back
 from tests.support.stage import LEASE_MS, SECOND, Stage
@@ -138,11 +138,11 @@ class Beginner(Worker):
         self.dispatcher = dispatcher
         self.heartbeat.end()
         self.consumer = object()
-        self.executor.carry_out = self._only_begin  # type: ignore[method-assign]
+        self.executor._call_and_end = self._only_begin  # type: ignore[method-assign]
         self.tasks: dict[str, ActiveRun] = {}  # that it began, by lease, in order
-        self.begun: list[OwnRun] = []
+        self.begun: list[WorkerRun] = []
 
-    async def _only_begin(self, run: OwnRun) -> None:
+    async def _only_begin(self, run: WorkerRun) -> None:
         self.tasks[run.active.lease.name] = run.active
         self.begun.append(run)
         self.heartbeat.remove(run.watch)
@@ -150,14 +150,14 @@ class Beginner(Worker):
     @property
     def handed_on(self) -> list[str]:
         """Jobs that it began."""
-        assert self.engine.wait(60)
+        assert self.engine.wait_until_idle(60)
         return [task.run.job.id for task in self.tasks.values()]
 
     def start(self, offer: Offer) -> ActiveRun | None:
         """Have a wake-up come to it; answers what it began now."""
         before = set(self.tasks)
-        self.executor.take_up(offer)
-        assert self.engine.wait(60)
+        self.executor.run_open_offer(offer)
+        assert self.engine.wait_until_idle(60)
         return None if offer.lease in before else self.tasks.get(offer.lease)
 
     def begin_newest(self, stage: Stage) -> ActiveRun:
@@ -168,15 +168,15 @@ class Beginner(Worker):
 
     def go_on_with(self, offer: Offer) -> None:
         """Have an offer come to it that it holds already."""
-        self.executor.run_claimed(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
-        assert self.engine.wait(60)
+        self.executor.run_claimed_offer(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
+        assert self.engine.wait_until_idle(60)
 
     def _claimed(self, offer: Offer) -> bool:
         return claim_offer(self.dispatcher.leases, offer, self.owner) is not None
 
     def look(self) -> int:
         found = self.poller.look()
-        assert self.engine.wait(60)
+        assert self.engine.wait_until_idle(60)
         return found
 
 
@@ -186,18 +186,18 @@ class Finisher(Beginner):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.answered: list[str] = []  # jobs
-        del self.executor.carry_out
-        self.calls.outcome = self._outcome  # type: ignore[method-assign]
+        del self.executor._call_and_end
+        self.calls.call = self._outcome  # type: ignore[method-assign]
 
-    async def _outcome(self, run: OwnRun) -> Outcome:
+    async def _outcome(self, run: WorkerRun) -> Outcome:
         self.answered.append(run.active.run.job.id)
         return Outcome(OutcomeKind.DONE, result={"url": "x"})
 
 
 def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     scripts = stage.dispatcher.leases.scripts
-    found = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), capacity=capacity)
-    stage.postponed = found.background.postpone
+    found = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
+    stage.postponed = found.background.retry_release
     yield found
     found.close()  # It would go on in the tests after this one, whose record is another.
 
@@ -205,7 +205,7 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits here."""
-    monkeypatch.setattr(Aside, "ask", lambda it: it._act())
+    monkeypatch.setattr(BackgroundTask, "request", lambda it: it._act())
     monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
 
 
@@ -286,7 +286,7 @@ def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
     get, left, kept = stage.store.get, iter(range(3)), []
 
     def at_last(asked: str) -> Any:
-        kept.extend((hold.starting, hold.over) for hold in worker.heartbeat.watches())
+        kept.extend((hold.starting, hold.is_removed) for hold in worker.heartbeat.watches())
         return _is_unavailable() if next(left, None) is not None else get(asked)
 
     with _starts_unheard(stage, monkeypatch):
@@ -307,7 +307,7 @@ def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_plac
     job_id = stage.submit()
     with _starts_unheard(stage, monkeypatch, stored=False):
         assert worker.start(stage.told.offers.pop()) is None
-    assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.places.room == 3
+    assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.concurrency.free_places == 3
 
 
 @sqlite
@@ -345,9 +345,9 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
             changing.setattr(stage.store, "start_write", lambda *_: Write(broken))
         else:
             changing.setattr(stage.dispatcher.leases, "claim_command", broken)
-        worker.executor.take_up(offer)
-        assert worker.engine.wait(60)
-    assert worker.places.room == 3
+        worker.executor.run_open_offer(offer)
+        assert worker.engine.wait_until_idle(60)
+    assert worker.concurrency.free_places == 3
     if what == "stored":
         assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
     assert stage.told.offers == [offer]
@@ -361,8 +361,8 @@ def test_a_worker_takes_up_no_more_offers_than_it_has_room_for(stage: Stage, wor
     offers = list(stage.told.offers)
     assert len(offers) == 5
     for offer in offers:
-        worker.executor.take_up(offer)
-        worker.executor.take_up(offer)
+        worker.executor.run_open_offer(offer)
+        worker.executor.run_open_offer(offer)
     assert sorted(worker.handed_on) == sorted(job_ids[:3])
 
 
@@ -373,9 +373,9 @@ def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
     stage.register()
     stage.submit()
     monkeypatch.setattr(stage.store, "settle_write", lambda *_, **__: Write(_raise(LookupError("no such table"))))
-    finisher.executor.take_up(stage.told.offers.pop())
-    assert finisher.engine.wait(60)
-    assert finisher.places.room == 1 and finisher.heartbeat.watches() == []
+    finisher.executor.run_open_offer(stage.told.offers.pop())
+    assert finisher.engine.wait_until_idle(60)
+    assert finisher.concurrency.free_places == 1 and finisher.heartbeat.watches() == []
 
 
 @sqlite
@@ -392,8 +392,8 @@ def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
         return settling(*args, **ends)
 
     monkeypatch.setattr(stage.store, "settle_write", fail_once)
-    finisher.executor.take_up(stage.told.offers.pop())
-    assert finisher.engine.wait(60)
+    finisher.executor.run_open_offer(stage.told.offers.pop())
+    assert finisher.engine.wait_until_idle(60)
     job = stage.job(job_id)
     assert (job.state, job.failures, job.crashes) == (State.QUEUED, 0, 0)
     assert job.error_code == "internal_error" and "TypeError" in (job.error_message or "")
@@ -434,19 +434,19 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
 ) -> None:
     """The server may be at that call, and has given no id for it."""
 
-    async def unsent(_: OwnRun) -> Outcome | StopReason:
+    async def unsent(_: WorkerRun) -> Outcome | StopReason:
         finisher.consumer = None  # It takes nothing more.
         return outcome
 
-    monkeypatch.setattr(finisher.calls, "outcome", unsent)
+    monkeypatch.setattr(finisher.calls, "call", unsent)
     stage.register()
     job_id = stage.submit()
     assert hand_back(stage.dispatcher, stage.start("w1"))
     stage.register(server="other")
     (offer,) = stage.told.offers
     stage.told.offers.clear()
-    finisher.executor.take_up(offer)
-    assert finisher.engine.wait(60)
+    finisher.executor.run_open_offer(offer)
+    assert finisher.engine.wait_until_idle(60)
     if outcome is StopReason.UNSENT:
         assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
         assert [(made.job_id, made.slot) for made in stage.told.offers] == [(job_id, offer.slot)]
@@ -490,7 +490,7 @@ def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
 
     def asked_for(*told: Any) -> Write[Any]:
         holds.extend(worker.heartbeat.watches())
-        worker.inquiry.ask(worker.heartbeat.watches(), doubted=True)
+        worker.inquiry.request(worker.heartbeat.watches(), doubted=True)
         return start(*told)
 
     monkeypatch.setattr(stage.store, "start_write", asked_for)
@@ -512,7 +512,7 @@ def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker
         assert worker.start(offer) is not None
     else:
         (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
-        worker.executor.run_claimed(mine)
+        worker.executor.run_claimed_offer(mine)
         assert worker.handed_on == [first]
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": first}
@@ -573,7 +573,7 @@ def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage:
     jobs = [stage.submit() for _ in range(6)]
     worker.look()
     assert worker.look() == 3
-    assert worker.handed_on == jobs[:3] and worker.places.room == 0
+    assert worker.handed_on == jobs[:3] and worker.concurrency.free_places == 0
     assert worker.look() == 0
 
 
@@ -587,14 +587,14 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     waiting = stage.submit("flux")
     worker.look()
     worker.look()
-    assert worker.places.room == 0
+    assert worker.concurrency.free_places == 0
 
     for task in tasks[:2]:
         assert task is not None
-        settled = stage.settle(task, claimant=worker.places.claimant)
-        worker.engine.spawn(worker.executor._spawn_next(task.lease, None, settled.next, boottime_s()))
-        assert worker.engine.wait(60)
-        worker.places.release(worker.places._taken[task.lease.name])
+        settled = stage.settle(task, claimant=worker.concurrency.claimant)
+        worker.engine.spawn(worker.executor._start_next(task.lease, None, settled.next, boottime_s()))
+        assert worker.engine.wait_until_idle(60)
+        worker.concurrency.remove(worker.concurrency._taken[task.lease.name])
 
     assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
 
@@ -613,14 +613,14 @@ def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_a
         return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_unavailable())
 
     monkeypatch.setattr(stage.store, "settle_write", late)
-    finisher.executor.take_up(stage.told.offers.pop(0))
-    eventually(lambda: len(finisher.answered) == 2 and finisher.places._unfilled)
-    assert finisher.places.room == 0
+    finisher.executor.run_open_offer(stage.told.offers.pop(0))
+    eventually(lambda: len(finisher.answered) == 2 and finisher.concurrency._unfilled)
+    assert finisher.concurrency.free_places == 0
 
     stored.set()
 
-    assert finisher.engine.wait(20)
-    assert finisher.answered == waiting and finisher.places.room == 1
+    assert finisher.engine.wait_until_idle(20)
+    assert finisher.answered == waiting and finisher.concurrency.free_places == 1
 
 
 @pytest.mark.parametrize("redis_answers", [True, False])
@@ -636,12 +636,12 @@ def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
     claiming = stage.dispatcher.leases.claim_command
 
     def found_first(*args: Any) -> Any:
-        worker.executor.run_claimed(mine)
+        worker.executor.run_claimed_offer(mine)
         return claiming(*args) if redis_answers else _renewals_fail()
 
     monkeypatch.setattr(stage.dispatcher.leases, "claim_command", found_first)
-    worker.executor.take_up(offer)
-    assert worker.handed_on == [job_id] and worker.places.room == 2
+    worker.executor.run_open_offer(offer)
+    assert worker.handed_on == [job_id] and worker.concurrency.free_places == 2
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
 
@@ -667,14 +667,16 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     monkeypatch.setattr(patient_io, "_AGAIN_S", 1.0)
     waits: list[float] = []
 
-    async def wait(hold: Watch, seconds: float) -> None:
+    async def wait(hold: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
         hold.lost = len(waits) % 20 == 0
 
-    monkeypatch.setattr(Watch, "wait", wait)
+    monkeypatch.setattr(LeaseWatch, "sleep", wait)
     with pytest.raises(DatabaseUnavailable):
         asyncio.run(
-            PatientIo(worker.engine, Watch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._until_done(_is_unavailable)
+            RetryingIo(worker.engine, LeaseWatch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._repeat_while_away(
+                _is_unavailable
+            )
         )
     assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
 
@@ -687,12 +689,12 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     stage.register()
     second = [stage.submit() for _ in range(2)][1]
     task = worker.begin_newest(stage)
-    following = stage.settle(task, claimant=worker.places.claimant).next
+    following = stage.settle(task, claimant=worker.concurrency.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
 
-    worker.executor.run_claimed(following)
-    assert worker.engine.wait(60)
+    worker.executor.run_claimed_offer(following)
+    assert worker.engine.wait_until_idle(60)
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
     assert stage.offered() == [second], "another worker is told"
@@ -710,9 +712,9 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
     worker.look()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "close", lambda: None)  # So that it can still be asked below.
-        worker.end()
+        worker.drain_and_close()
 
-    assert worker.look() == 0 and worker.places.room == 0 and worker.places.claimant == ""
+    assert worker.look() == 0 and worker.concurrency.free_places == 0 and worker.concurrency.claimant == ""
     eventually(lambda: hold.stop)
 
 
@@ -720,8 +722,8 @@ def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
 def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: Beginner) -> None:
     """It was still connecting when its worker was told to stop."""
     worker.drain()
-    worker.attend(SimpleNamespace(hostname="worker@host"))
-    assert worker.places.room == 0 and worker.places.claimant == ""
+    worker.start_consuming(SimpleNamespace(hostname="worker@host"))
+    assert worker.concurrency.free_places == 0 and worker.concurrency.claimant == ""
 
 
 @sqlite
@@ -740,7 +742,7 @@ def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage,
     """Its message was read before the worker was told to stop; the others have been told."""
     stage.register()
     stage.submit()
-    worker.hand_all_back()
+    worker.stop_runs()
     assert worker.start(stage.told.offers.pop()) is not None
     assert [run.watch.stop for run in worker.begun] == [True]
 
@@ -750,7 +752,7 @@ def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None
     worker.look()
     assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 3
     worker.drain()
-    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 0 and worker.places.claimant == ""
+    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 0 and worker.concurrency.claimant == ""
 
 
 # -- a release that Redis did not answer -----------------------------------------------------------------------
@@ -847,10 +849,10 @@ def test_a_lease_that_was_written_again_for_nothing_is_freed_by_the_first_beat_t
     stage.register()
     stage.submit()
     task = worker.begin_newest(stage)
-    watch = Watch(task.lease)
-    watch.sent = watch.over = True
+    watch = LeaseWatch(task.lease)
+    watch.sent = watch.is_removed = True
     with _redis_away(monkeypatch) as tried:
-        worker.inquiry.look({watch: True})
+        worker.inquiry.check({watch: True})
         assert tried == [task.lease]
     worker.heartbeat.beat()
     assert stage.room.taken() == {}
@@ -866,9 +868,9 @@ def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_fir
     silent = Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)
     assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
     assert list(stage.room.taken()) == [task.lease.slot]
-    abandoned = Abandoned(worker.engine, stage.dispatcher, worker.background.postpone)
+    abandoned = AbandonedCalls(worker.engine, stage.dispatcher, worker.background.retry_release)
     with _redis_away(monkeypatch) as tried:
-        abandoned.note(task.lease.name, SimpleNamespace(abandoned=True, is_over=_at_once), None)  # type: ignore[arg-type]
+        abandoned.note(task.lease.name, SimpleNamespace(abandoned=True, is_run_over=_at_once), None)  # type: ignore[arg-type]
         worker.engine.call_soon(abandoned.observe, task)
         eventually(lambda: tried)
     eventually(lambda: worker.heartbeat.beat() or stage.room.taken() == {})
@@ -909,7 +911,7 @@ def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_re
     tasks = [worker.start(offer) for offer in stage.told.offers]
     holds = [worker.heartbeat.add(task.lease) for task in tasks if task is not None]
     told = Event()
-    holds[0].listen(told.set)
+    holds[0].on_change(told.set)
     with monkeypatch.context() as away:
         away.setattr(stage.dispatcher.leases, "renew", _renewals_fail)
         worker.heartbeat.beat()
@@ -987,7 +989,7 @@ def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ende
     stage: Stage, worker: Beginner, tmp_path: Path
 ) -> None:
     other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
-    other.places.hold(Taken(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
+    other.concurrency.add(TakenOffer(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
     other.close()
     lives = ProcessLocks(tmp_path / "workers")
     assert lives.find_dead() == [], "its threads may still do something"

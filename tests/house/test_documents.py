@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tasks.servers import Call, Server
-from tasks.servers.answers import Break, Broken
+from tasks.servers import Call, ServerAdapter
+from tasks.servers.responses import FailureReason, NoResponse
 from tests.house.tree import PACKAGES, REPO, name_of, python_files
 
 # Rows, sections and findings of papers that a reader of this repository does not have.
@@ -90,7 +90,7 @@ def test_every_file_that_is_named_exists() -> None:
 _PROTOCOL = REPO / "docs/slot-protocol.md"
 _TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 _CALL = Call("job-1", 1, {}, callback_url="http://here/", callback_token="t", traceparent=_TRACE, model="zimg")
-_SERVER = Server("http://127.0.0.1:9/generate")
+_SERVER = ServerAdapter("http://127.0.0.1:9/generate")
 _CALLS = {
     "submit": partial(_SERVER.submit, _CALL),
     "status": partial(_SERVER.status, _CALL, "r"),
@@ -103,9 +103,9 @@ def _headers(call: Callable[..., Any]) -> set[str]:
     """Return the names of the headers with which a call of the server is sent."""
     sent = set[str]()
 
-    async def send(request: Any) -> Broken:
+    async def send(request: Any) -> NoResponse:
         sent.update(request.headers)
-        return Broken(Break.CONNECT)
+        return NoResponse(FailureReason.CONNECT)
 
     asyncio.run(call(send=send))
     return sent

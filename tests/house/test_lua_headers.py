@@ -33,7 +33,7 @@ from slotkeeper.redis.scripts import (
     script_names,
 )
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
-from tasks.sinks.event_stream import StreamScripts
+from tasks.relay.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
 
 # Every other command counts as writing.

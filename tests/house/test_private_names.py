@@ -31,7 +31,7 @@ ALLOWED = (
         "10 of 37 us of a round trip (docs/performance.md); not measured on a workload",
     ),
     Allowed(
-        "tasks/broker.py",
+        "tasks/extensions/transport.py",
         (
             "Channel._brpop_read",
             "Channel._get_client",
@@ -48,7 +48,7 @@ ALLOWED = (
         "none: no private name",
     ),
     Allowed(
-        "tasks/pool.py",
+        "tasks/extensions/pool.py",
         ("Pool(celery.concurrency.thread.TaskPool)",),
         "documented: the setting worker_pool takes a class; this one of Celery's own has what other tasks need",
         "none: no private name",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tasks.servers import Description, compile_plan
+from tasks.servers import Description, compile_description
 from tasks.servers import description as parts
 from tests.house.tree import REPO
 
@@ -21,13 +21,13 @@ CLASSES: list[type[BaseModel]] = [
     parts.Cancel,
     parts.Callback,
     parts.HealthStep,
-    parts.Active,
+    parts.CountSource,
     parts.Condition,
     parts.Rule,
     parts.Stream,
     parts.EventCondition,
     parts.EventRule,
-    parts.ExpectedSize,
+    parts.OutputSize,
 ]
 
 
@@ -35,7 +35,7 @@ def test_its_examples_can_be_stored():
     described = [example for example in EXAMPLES if "mode" in example]
     assert len(described) == 6
     for example in described:
-        compile_plan(Description.model_validate(example))
+        compile_description(Description.model_validate(example))
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)

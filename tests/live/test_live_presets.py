@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers import Call, Description, HealthKind, Server, presets
-from tasks.servers.live import in_own_loop
+from tasks.servers import Call, Description, HealthKind, ServerAdapter, presets
+from tasks.servers.live import run_with_http_client
 from tasks.servers.probe import recognize
 from tests.live.servers import Live, installed, started, wanted
 from tests.support.blocking import Blocking, Loop
@@ -54,7 +54,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     live: Live = request.param
     with started(live, installed(live.package)) as url, Loop() as loop:
         description = Description.model_validate(live.described or presets.get(live.preset))
-        yield Running(live, url, Blocking(Server(url + live.path, description), loop))
+        yield Running(live, url, Blocking(ServerAdapter(url + live.path, description), loop))
 
 
 def test_a_job_is_done_with_its_result(running: Running):
@@ -108,7 +108,7 @@ def test_a_run_can_be_canceled(running: Running):
 def test_it_is_recognized(running: Running):
     if not running.live.recognized:
         pytest.skip("it shows no sign of what it is")
-    found = in_own_loop(partial(recognize, running.url))
+    found = run_with_http_client(partial(recognize, running.url))
     # A BentoML service that has a task, too, shows signs of both.
     assert running.live.preset in (found.preset, *(one.preset for one in found.candidates))
     assert urlsplit(running.url).port

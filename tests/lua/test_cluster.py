@@ -18,7 +18,7 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Scripts, assemble, script_names
 from slotkeeper.redis.signatures import BoundScript
-from tasks.sinks.event_stream import Entry, EventStream
+from tasks.relay.sinks.event_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
 

@@ -15,7 +15,7 @@ from routing.queries.process_counters import ProcessCounters
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts, build_function, connect, read_source, script_names
-from tasks.broker import Transport
+from tasks.extensions.transport import Transport
 from tests.support.valkey import Valkey
 
 BRING_IN_NEW_WORK = {"admit", "enqueue", "enter"}

@@ -45,11 +45,12 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import callbacks, keyring, wiring
+    from tasks import callbacks, services
+    from tasks.security import keyring
 
-    if wiring.database.created:
-        wiring.database().close()
-    for cached in vars(wiring).values():
+    if services.database.created:
+        services.database().close()
+    for cached in vars(services).values():
         if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()
@@ -294,7 +295,7 @@ def build(
     patch: pytest.MonkeyPatch,
     kind: type[A] = Api,  # type: ignore[assignment]
 ) -> A:
-    from tasks import wiring
+    from tasks import services
 
     folder.mkdir()
     shutil.copy(template, folder / "record.db")
@@ -309,8 +310,8 @@ def build(
         patch.setenv(f"SLOTKEEPER_{name}", value)
     clear_wiring()
     point_celery_at(valkey.url)
-    dispatcher = wiring.dispatcher()
-    valkey.client().hset(wiring.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
+    dispatcher = services.dispatcher()
+    valkey.client().hset(services.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
     heard = dispatcher._announcer = Heard(dispatcher._announcer)
     app = _an_app()
     return kind(app.test_client(), dispatcher, valkey, folder, heard)

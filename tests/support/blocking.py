@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
-from tasks.servers import Live, Server, Wires, call_server
+from tasks.servers import HttpClient, ServerAdapter, ServerSession, call_server
 
 
 class Loop:
@@ -13,7 +13,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self.wires = Wires(self._loop)
+        self.http = HttpClient(self._loop)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -27,7 +27,7 @@ class Loop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self.wires.close)
+        self._loop.call_soon_threadsafe(self.http.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
@@ -35,7 +35,7 @@ class Loop:
 class Blocking:
     """A Server whose calls return when they are answered: in `loop`, or each in a loop of its own."""
 
-    def __init__(self, server: Server, loop: Loop | None = None) -> None:
+    def __init__(self, server: ServerAdapter, loop: Loop | None = None) -> None:
         self.server, self.loop = server, loop
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class Blocking:
             return getattr(self.server, name)
         return lambda *args: self._call(lambda live: getattr(live, name)(*args))
 
-    def _call(self, act: Callable[[Live], Coroutine[Any, Any, Any]]) -> Any:
+    def _call(self, act: Callable[[ServerSession], Coroutine[Any, Any, Any]]) -> Any:
         if self.loop is None:
             return call_server(self.server, act)
-        return self.loop.wait_for(act(Live(self.server, self.loop.wires)))
+        return self.loop.wait_for(act(ServerSession(self.server, self.loop.http)))

@@ -15,7 +15,7 @@ from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import JobError, Quarantine
 from tasks import retries
-from tasks.worker.executor import finish
+from tasks.worker.executor import finish_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def end_in_order(
         following.append(offer)
 
     moved = run_blocking(
-        finish(RunSteps(dispatcher, ThreadIo(dispatcher), postponed), active, decision, lambda: claimant, spawn)
+        finish_run(RunSteps(dispatcher, ThreadIo(dispatcher), postponed), active, decision, lambda: claimant, spawn)
     )
     return Settled(moved, following[0])
 

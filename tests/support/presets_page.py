@@ -15,13 +15,13 @@ def written() -> str:
     """What stands behind the mark."""
     rows = ["| preset | servers | how it was checked |", "| --- | --- | --- |"]
     for name in presets.names():
-        about = presets.about(name)
+        about = presets.info(name)
         rows.append(f"| [`{name}`](#{name}) | {about.servers} | {about.evidence}: {about.checked} |")
     return "\n\n".join([MARK + "## All presets", "\n".join(rows), *map(_section, presets.names())]) + "\n"
 
 
 def _section(name: str) -> str:
-    about = presets.about(name)
+    about = presets.info(name)
     payload = shlex.quote(orjson.dumps(about.payload).decode())
     commands = [
         f"slotkeeper models configure MODEL preset={name}",

@@ -146,10 +146,10 @@ class Stack:
         return self.start(name, self.celery("worker", "-Q", "maintenance", "-n", f"{name}@%h", *options))
 
     def webhooks(self, name: str = "webhooks") -> Process:
-        return self.start(name, [sys.executable, "-m", "tasks.webhooks"])
+        return self.start(name, [sys.executable, "-m", "tasks.webhooks.delivery_loop"])
 
     def relay(self, name: str = "relay") -> Process:
-        return self.start(name, [sys.executable, "-m", "tasks.relay"])
+        return self.start(name, [sys.executable, "-m", "tasks.relay.relay"])
 
     def beat(self) -> Process:
         return self.start("beat", self.celery("beat"))

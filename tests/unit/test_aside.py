@@ -2,15 +2,15 @@
 
 import threading
 
-from tasks.aside import Aside
+from tasks.aside import BackgroundTask
 from tests.support.threads import no_thread_left
 
 
 def test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again() -> None:
     done = threading.Event()
-    work = Aside("work", done.set)
+    work = BackgroundTask("work", done.set)
     with no_thread_left():
-        work.ask()  # Nothing is raised: it is the heartbeat that asks.
+        work.request()  # Nothing is raised: it is the heartbeat that asks.
     assert not done.is_set()
-    work.ask()
+    work.request()
     assert done.wait(10)

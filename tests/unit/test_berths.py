@@ -1,72 +1,74 @@
 """How many webhooks may be under way at once, and to whom."""
 
 from tasks import berths
-from tasks.berths import MOST, Berths, Part
+from tasks.berths import MAX_IN_GROUP, DeliveryLimits, LimitGroup
 
 
-def _fill(room: Berths, hosts: int, tenant: str = "one", name: str = "silent") -> list[berths.Berth]:
+def _fill(room: DeliveryLimits, hosts: int, tenant: str = "one", name: str = "silent") -> list[berths.Permit]:
     wished = [f"{name}{n}" for n in range(hosts)]
     return [room.take(host, tenant) for host in wished if room.admits(host, tenant)]
 
 
 def test_a_receiver_that_was_never_tried_gets_one_try_at_a_time() -> None:
-    room = Berths()
+    room = DeliveryLimits()
     first = room.take("new", "one")
     assert not room.admits("new", "one")
-    room.leave(first, None)
+    room.release(first, None)
     assert room.admits("new", "one")
 
 
 def test_a_receiver_that_answers_gets_several_tries_and_loses_them_when_it_falls_silent() -> None:
-    room = Berths()
-    room.leave(room.take("good", "one"), True)
+    room = DeliveryLimits()
+    room.release(room.take("good", "one"), True)
     tries = [room.take("good", "one") for _ in range(berths.MOST_OF_HOST) if room.admits("good", "one")]
     assert len(tries) == berths.MOST_OF_HOST and not room.admits("good", "one")
     for one in tries:
-        room.leave(one, False)
+        room.release(one, False)
     room.take("good", "one")
     assert not room.admits("good", "one")
 
 
 def test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new() -> None:
-    room = Berths()
-    assert len(_fill(room, 1000, "greedy")) == MOST[Part.UNPROVEN] // 2
+    room = DeliveryLimits()
+    assert len(_fill(room, 1000, "greedy")) == MAX_IN_GROUP[LimitGroup.UNPROVEN] // 2
     assert not room.admits("new", "greedy") and room.admits("new", "modest")
 
 
 def test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new() -> None:
-    room = Berths()
+    room = DeliveryLimits()
     shares = [len(_fill(room, 1000, f"greedy{n}", f"silent{n}-")) for n in range(5)]
-    assert room.admits("new", "modest") and sum(shares) < MOST[Part.UNPROVEN]
+    assert room.admits("new", "modest") and sum(shares) < MAX_IN_GROUP[LimitGroup.UNPROVEN]
 
 
 def test_receivers_whose_last_try_failed_share_a_small_part() -> None:
-    room = Berths()
-    for one in _fill(room, MOST[Part.FAILING], "one") + _fill(room, MOST[Part.FAILING] // 2, "two", "dead"):
-        room.leave(one, False)
-    assert len(_fill(room, MOST[Part.FAILING], "one")) == MOST[Part.FAILING] // 2
+    room = DeliveryLimits()
+    for one in _fill(room, MAX_IN_GROUP[LimitGroup.FAILING], "one") + _fill(
+        room, MAX_IN_GROUP[LimitGroup.FAILING] // 2, "two", "dead"
+    ):
+        room.release(one, False)
+    assert len(_fill(room, MAX_IN_GROUP[LimitGroup.FAILING], "one")) == MAX_IN_GROUP[LimitGroup.FAILING] // 2
     assert room.admits("new", "one") and room.admits("dead1", "two")
 
 
 def test_a_receiver_that_answers_is_served_however_many_strangers_are_silent() -> None:
-    room = Berths()
-    room.leave(room.take("good", "two"), True)
-    for n in range(MOST[Part.UNPROVEN]):
+    room = DeliveryLimits()
+    room.release(room.take("good", "two"), True)
+    for n in range(MAX_IN_GROUP[LimitGroup.UNPROVEN]):
         _fill(room, 2, f"tenant{n}", f"silent{n}-")
     assert not room.admits("new", "tenant0") and room.admits("good", "two")
 
 
 def test_no_tenant_gets_more_berths_than_it_leaves_free() -> None:
-    room = Berths()
-    for n in range(MOST[Part.ALL]):
-        room.leave(room.take(f"good{n}", "greedy"), True)
-    assert len(_fill(room, MOST[Part.ALL], "greedy", "good")) == MOST[Part.ALL] // 2
+    room = DeliveryLimits()
+    for n in range(MAX_IN_GROUP[LimitGroup.ALL]):
+        room.release(room.take(f"good{n}", "greedy"), True)
+    assert len(_fill(room, MAX_IN_GROUP[LimitGroup.ALL], "greedy", "good")) == MAX_IN_GROUP[LimitGroup.ALL] // 2
     assert not room.has_room_for("greedy") and room.has_room_for("modest") and room.admits("new", "modest")
 
 
 def test_what_is_remembered_of_receivers_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(berths, "_REMEMBERED", 3)
-    room = Berths()
+    room = DeliveryLimits()
     for n in range(10):
-        room.leave(room.take(f"host{n}", "one"), True)
+        room.release(room.take(f"host{n}", "one"), True)
     assert len(room._answers) == 3 and not room._hosts and not room._of_tenants

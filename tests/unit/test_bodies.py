@@ -16,8 +16,16 @@ from slotkeeper.jobs.values import Event
 from slotkeeper.outbox.event_reader import OutboxEvent
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription
 from slotkeeper.outbox.webhook_messages import Message
-from tasks import bodies
-from tasks.bodies import FIELDS, LONGEST_VALUE, MOST_NAMES, MOST_TEMPLATE_BYTES, body, checked_template, told_of_event
+from tasks.webhooks import bodies
+from tasks.webhooks.bodies import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATE_NAMES,
+    MAX_VALUE_CHARS,
+    TEMPLATE_FIELDS,
+    event_data,
+    message_body,
+    validate_template,
+)
 
 MESSAGE = Message("we_1", 7, "j1", "job.failed", 1_800_000_000_123, "pending", 1, 0, 0, None, None, None)
 ERROR = {"code": "bad", "message": "no"}
@@ -33,18 +41,18 @@ ENTRY = OutboxEvent(
 
 
 def filled(template: Any, **told: Any) -> Any:
-    return json.loads(body(MESSAGE, {"job_id": "j1", "model": "zimg"} | told, checked_template(template)))
+    return json.loads(message_body(MESSAGE, {"job_id": "j1", "model": "zimg"} | told, validate_template(template)))
 
 
 def refusal(template: Any) -> str:
     with pytest.raises(InvalidRequest) as refused:
-        checked_template(template)
+        validate_template(template)
     assert refused.value.field == "template"
     return str(refused.value)
 
 
 def test_without_a_template_the_body_has_type_time_and_data() -> None:
-    told = json.loads(body(MESSAGE, told_of_event(ENTRY, None), None))
+    told = json.loads(message_body(MESSAGE, event_data(ENTRY, None), None))
     assert (told["type"], told["timestamp"]) == ("job.failed", "2027-01-15T08:00:00.123Z")
     assert told["data"] == {
         "job_id": "j1",
@@ -128,7 +136,7 @@ def test_a_template_names_what_is_told_and_nothing_else(name: str) -> None:
 def test_even_a_template_that_was_stored_otherwise_gets_no_other_value() -> None:
     told = {"payload": "secret", "result": {"a": 1}}
     stored = '{"a":"{{payload}}","b":"x{{payload}}","c":"{{result.__class__}}"}'
-    assert json.loads(body(MESSAGE, told, stored)) == {"a": None, "b": "x", "c": None}
+    assert json.loads(message_body(MESSAGE, told, stored)) == {"a": None, "b": "x", "c": None}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +147,8 @@ def test_even_a_template_that_was_stored_otherwise_gets_no_other_value() -> None
         7,
         {"text": "{{model"},
         {"{{model}}": "x"},
-        {"text": "x" * MOST_TEMPLATE_BYTES},
-        {"text": "{{model}}" * (MOST_NAMES + 1)},
+        {"text": "x" * MAX_TEMPLATE_BYTES},
+        {"text": "{{model}}" * (MAX_TEMPLATE_NAMES + 1)},
         {"text": ["{{result}}", "{{result}}", "{{result.a}}", "{{result}}"]},
         json.loads("[" * 12 + "]" * 12) and {"a": json.loads("[" * 12 + "]" * 12)},
     ],
@@ -150,25 +158,25 @@ def test_a_template_that_cannot_be_meant_is_refused_with_what_to_do(template: An
 
 
 def test_the_largest_template_makes_a_bounded_body() -> None:
-    template = {"a": "{{error.message}}" * MOST_NAMES}
-    made = body(MESSAGE, {"error": {"message": "x" * 1_000_000}}, checked_template(template))
-    assert len(made) <= MOST_TEMPLATE_BYTES + MOST_NAMES * (LONGEST_VALUE + 3)
+    template = {"a": "{{error.message}}" * MAX_TEMPLATE_NAMES}
+    made = message_body(MESSAGE, {"error": {"message": "x" * 1_000_000}}, validate_template(template))
+    assert len(made) <= MAX_TEMPLATE_BYTES + MAX_TEMPLATE_NAMES * (MAX_VALUE_CHARS + 3)
 
 
 def test_every_name_that_is_offered_can_be_named() -> None:
-    assert checked_template({"text": " ".join(f"{{{{{name}}}}}" for name in FIELDS)})
+    assert validate_template({"text": " ".join(f"{{{{{name}}}}}" for name in TEMPLATE_FIELDS)})
 
 
 def test_a_job_that_has_gone_on_does_not_speak_for_the_end_it_had() -> None:
     class Gone:
         state = "queued"
 
-    told = told_of_event(ENTRY, Gone())  # type: ignore[arg-type]
+    told = event_data(ENTRY, Gone())  # type: ignore[arg-type]
     assert "result" not in told and told["status"] == "failed"
 
 
 def test_a_test_says_what_an_end_says() -> None:
-    assert {"job_id", "model", "status", "result", "error"} <= bodies.told_of_test("acme").keys()
+    assert {"job_id", "model", "status", "result", "error"} <= bodies.test_data("acme").keys()
 
 
 @pytest.mark.parametrize("template, expected", [(None, True), ('{"a":1}', False)])
@@ -188,9 +196,11 @@ def test_a_job_whose_callback_is_an_address_of_slack_is_told_there_in_a_text() -
     template = bodies.template_of(
         Subscription("j<1>", "acme", "https://hooks.slack.com/services/T/B/X", END_EVENT_TYPES, "", 0)
     )
-    told = bodies.told_of_end(message, job)  # type: ignore[arg-type]
-    assert json.loads(body(message, told, template)) == {"text": "zimg: job.dlq, job j&lt;1&gt; &lt;!channel&gt;"}
-    assert json.loads(body(message, told, None)) == {
+    told = bodies.job_end_data(message, job)  # type: ignore[arg-type]
+    assert json.loads(message_body(message, told, template)) == {
+        "text": "zimg: job.dlq, job j&lt;1&gt; &lt;!channel&gt;"
+    }
+    assert json.loads(message_body(message, told, None)) == {
         "job_id": "j<1>",
         "model": "zimg",
         "status": "dead",

@@ -8,9 +8,9 @@ from kombu import Connection, Queue
 from redis import Redis
 
 from routing.queue.queues import Offer
-from tasks import messages
-from tasks.broker import Transport
-from tasks.wake_up import HEADER
+from tasks import offer_messages
+from tasks.extensions.transport import Transport
+from tasks.wake_up import OFFER_HEADER
 from tests.support.valkey import Valkey
 
 
@@ -25,10 +25,10 @@ def _with_one_message_unanswered(valkey: Valkey) -> Connection:
 def test_a_wake_up_is_in_its_queue_also_where_the_broker_has_forgotten_that(
     valkey: Valkey, client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "celery", Celery(broker=valkey.url))
+    monkeypatch.setattr(offer_messages, "celery", Celery(broker=valkey.url))
     for _ in range(2):
         client.flushall()
-        messages.publish(Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1), 1, failures=0)
+        offer_messages.publish_offer(Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1), 1, failures=0)
         assert client.llen("gpu.zimg") == 1
 
 
@@ -36,15 +36,15 @@ def test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_an
     valkey: Valkey, client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, offer = Celery(broker=valkey.url), Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1)
-    monkeypatch.setattr(messages, "celery", app)
-    messages.publish(offer, 1, failures=0)
-    (kept,) = (producer for of, producer in messages._kept.items() if of is app)
+    monkeypatch.setattr(offer_messages, "celery", app)
+    offer_messages.publish_offer(offer, 1, failures=0)
+    (kept,) = (producer for of, producer in offer_messages._kept.items() if of is app)
     with monkeypatch.context() as broken:
-        broken.setattr(messages, "build", lambda *_: None)
+        broken.setattr(offer_messages, "build_message", lambda *_: None)
         with pytest.raises(TypeError):
-            messages.publish(offer, 1, failures=0)
-    assert app not in messages._kept and kept._channel is None, "it was put back"
-    messages.publish(offer, 1, failures=0)
+            offer_messages.publish_offer(offer, 1, failures=0)
+    assert app not in offer_messages._kept and kept._channel is None, "it was put back"
+    offer_messages.publish_offer(offer, 1, failures=0)
     assert client.llen("gpu.zimg") == 2
 
 
@@ -52,7 +52,8 @@ def _raw(**properties: object) -> str:
     """A wake-up as it stands in a list of the broker; `properties`: others than it should have."""
     usual = {"delivery_tag": "1", "delivery_info": {"exchange": "", "routing_key": "gpu.zimg"}}
     return json.dumps(
-        {"body": "{}", "content-type": "application/json", "headers": {HEADER: {}}} | {"properties": usual | properties}
+        {"body": "{}", "content-type": "application/json", "headers": {OFFER_HEADER: {}}}
+        | {"properties": usual | properties}
     )
 
 

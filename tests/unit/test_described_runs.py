@@ -16,9 +16,9 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Call, Description, Health, HealthKind
-from tasks.worker import runner
-from tasks.worker.heartbeat import Watch
-from tasks.worker.runner import Runner
+from tasks.worker import server_call
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.server_call import ServerCall
 from tests.support.stage import SETTINGS
 
 PENDING = Outcome(OutcomeKind.PENDING)
@@ -43,7 +43,7 @@ class Live:
         self.calls: list[Call] = []
         self.then: Callable[[], None] = lambda: None
 
-    def known_id(self, call: Call) -> str | None:
+    def given_id_of(self, call: Call) -> str | None:
         return call.attempt_id
 
     async def submit(self, call: Call) -> Any:
@@ -59,12 +59,12 @@ class Live:
     async def health(self) -> Any:
         return self._said("health")
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """Nothing is under way."""
 
-    abandon = cut
+    abandon = cut_off
 
-    async def refuses(self) -> bool:
+    async def refuses_connections(self) -> bool:
         return False
 
     def _said(self, what: str, call: Call | None = None) -> Any:
@@ -106,18 +106,18 @@ def _watch(
 
     async def whole() -> Any:
         held = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
-        hold = Watch(held, asyncio.get_running_loop().call_soon)
+        hold = LeaseWatch(held, asyncio.get_running_loop().call_soon)
         config = ModelConfig(poll_interval=0.01, max_poll_time=max_s)
         active = ActiveRun(run or _run(), held)
-        return await Runner(active, hold, config, live, note, has_one_slot=has_one_slot).outcome()  # type: ignore[arg-type]
+        return await ServerCall(active, hold, config, live, note, has_one_slot=has_one_slot).run()  # type: ignore[arg-type]
 
     return asyncio.run(whole()), noted
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_FIND_OUT_EVERY_S", 0.01)
-    monkeypatch.setattr(runner, "_DOWN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.01)
+    monkeypatch.setattr(server_call, "_DOWN_PATIENCE_S", 0.05)
 
 
 # -- an id of ours ---------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_push_is_waited_for_while_the_server_lists_the_run():
 
 def test_silence_is_counted_anew_after_the_server_was_busy(monkeypatch):
     at = [100.0]
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: at[0]))
+    monkeypatch.setattr(server_call, "time", SimpleNamespace(monotonic=lambda: at[0]))
     live = Live(_silent(silent_s=10), submit=[PENDING], health=[WELL, BUSY, WELL, WELL, WELL])
 
     def four_seconds() -> None:

@@ -11,9 +11,9 @@ from celery.worker import state
 
 from routing.maintenance import task_runs
 from tasks import beat, maintenance
-from tasks.beat import EVERY_S, Every
+from tasks.beat import PERIODS_S, AlignedSchedule
 from tasks.celery_app import celery
-from tasks.embedded_beat import Beat, EmbeddedBeat
+from tasks.embedded_beat import BeatThread, EmbeddedBeatStep
 
 
 class FakeService:
@@ -40,7 +40,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets beat's clock to so many seconds after its start."""
 
     def set_(seconds: float) -> None:
-        monkeypatch.setattr(beat.time, "monotonic", lambda: beat._BEGAN_AT + seconds)
+        monkeypatch.setattr(beat.time, "monotonic", lambda: beat._STARTED_AT + seconds)
 
     return set_
 
@@ -68,14 +68,14 @@ def test_beat_sends_all_when_it_begins_and_each_task_at_the_multiples_of_its_per
 ) -> None:
     assert scheduler.tick() == pytest.approx(0.25)
     (first,) = sent
-    assert sorted(first) == sorted(EVERY_S)
+    assert sorted(first) == sorted(PERIODS_S)
     for now_s, due in ((0.51, {0.5}), (1.02, {0.5, 1.0}), (1.5, {0.5}), (2.0, {0.5, 1.0, 2.0})):
         sent.clear()
         at(now_s)
         assert scheduler.tick() == pytest.approx(0.5 - now_s % 0.5)
         (names,) = sent
-        assert sorted(names) == sorted(name for name, every_s in EVERY_S.items() if every_s in due)
-        assert [EVERY_S[name] for name in names] == sorted(EVERY_S[name] for name in names)
+        assert sorted(names) == sorted(name for name, every_s in PERIODS_S.items() if every_s in due)
+        assert [PERIODS_S[name] for name in names] == sorted(PERIODS_S[name] for name in names)
 
 
 def test_beat_adds_nothing_to_a_queue_that_no_worker_reads(
@@ -102,7 +102,7 @@ def test_beat_goes_on_soon_after_its_queue_is_read_again(
 def test_beat_sends_what_is_not_maintenances_as_celery_does(at: Any, scheduler: beat.Scheduler, sent: Any) -> None:
     """Celery adds a task for a backend that keeps results for ever."""
     scheduler.schedule = {}
-    scheduler.add(name="cleans", task="celery.backend_cleanup", schedule=Every(1), args=("cleans",))
+    scheduler.add(name="cleans", task="celery.backend_cleanup", schedule=AlignedSchedule(1), args=("cleans",))
     at(5.0)
     scheduler.tick()
     assert sent == [["c", "l", "e", "a", "n", "s"]]
@@ -110,7 +110,7 @@ def test_beat_sends_what_is_not_maintenances_as_celery_does(at: Any, scheduler: 
 
 def test_what_was_missed_is_sent_once(at: Any) -> None:
     at(0.0)
-    due = Every(2)
+    due = AlignedSchedule(2)
     last = due.now()
     at(100.5)
     assert due.is_due(last) == (True, 1.5)
@@ -119,14 +119,14 @@ def test_what_was_missed_is_sent_once(at: Any) -> None:
 
 def test_beat_measures_time_by_a_clock_that_nobody_sets(at: Any) -> None:
     at(0.0)
-    due = Every(2)
+    due = AlignedSchedule(2)
     begun = due.now()
     at(2.0)
     assert due.is_due(begun).is_due and due.now() - begun == timedelta(seconds=2)
 
 
 def test_each_task_on_the_list_is_one_of_maintenance_and_the_other_way_round() -> None:
-    assert maintenance._periodic.keys() == EVERY_S.keys()
+    assert maintenance._periodic.keys() == PERIODS_S.keys()
     assert {entry["task"] for entry in celery.conf.beat_schedule.values()} == {maintenance.run.name}
 
 
@@ -134,8 +134,8 @@ def test_the_error_of_one_task_is_no_others(monkeypatch: pytest.MonkeyPatch) -> 
     done: list[str] = []
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     for name, act in (("fails", lambda: 1 / 0), ("goes on", lambda: done.append("goes on"))):
-        monkeypatch.setitem(EVERY_S, name, 60.0)
-        monkeypatch.setitem(maintenance._periodic, name, maintenance.Periodic(name, act))
+        monkeypatch.setitem(PERIODS_S, name, 60.0)
+        monkeypatch.setitem(maintenance._periodic, name, maintenance.PeriodicTask(name, act))
     maintenance.run(["fails", "of another release", "goes on"])
     assert done == ["goes on"]
 
@@ -147,8 +147,8 @@ def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_mes
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
     monkeypatch.setattr(maintenance, "_TOO_SOON", 0.0)
     for name, act in (("lasts", lambda: (begun.set(), ends.wait(10))), ("after", done.set)):
-        monkeypatch.setitem(EVERY_S, name, 0.5)
-        monkeypatch.setitem(maintenance._periodic, name, maintenance.Periodic(name, act))
+        monkeypatch.setitem(PERIODS_S, name, 0.5)
+        monkeypatch.setitem(maintenance._periodic, name, maintenance.PeriodicTask(name, act))
     thread = threading.Thread(target=maintenance.run, args=(["lasts", "after"],))
     thread.start()
     assert begun.wait(10) and not done.is_set()
@@ -159,20 +159,20 @@ def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_mes
 
 
 def test_a_worker_whose_beat_has_ended_ends() -> None:
-    Beat(FakeService(ZeroDivisionError())).run()  # type: ignore[arg-type]
+    BeatThread(FakeService(ZeroDivisionError())).run()  # type: ignore[arg-type]
     assert state.should_stop == 1
 
 
 def test_a_beat_that_is_told_to_stop_is_no_failure() -> None:
     service = FakeService()
-    thread = Beat(service)  # type: ignore[arg-type]
+    thread = BeatThread(service)  # type: ignore[arg-type]
     thread.stop()
     thread.run()
     assert service.stopped and state.should_stop is None
 
 
 def test_a_worker_is_beat_only_if_it_is_asked_to_be() -> None:
-    assert [EmbeddedBeat(None, embedded_beat=asked).enabled for asked in (False, True)] == [False, True]
-    made = EmbeddedBeat(None, embedded_beat=True).create(SimpleNamespace(app=celery))
+    assert [EmbeddedBeatStep(None, embedded_beat=asked).enabled for asked in (False, True)] == [False, True]
+    made = EmbeddedBeatStep(None, embedded_beat=True).create(SimpleNamespace(app=celery))
     assert isinstance(made._service.get_scheduler(lazy=True), beat.Scheduler)
     assert "--embedded-beat" in [name for option in celery.user_options["worker"] for name in option.opts]

@@ -13,8 +13,8 @@ import pytest
 from slotkeeper import logs
 from slotkeeper.db.group_commit import Batch, Write
 from slotkeeper.errors import DatabaseUnavailable
-from tasks.worker import engine
-from tasks.worker.engine import Commits, Engine
+from tasks.worker import event_loop
+from tasks.worker.event_loop import CommitQueue, WorkerLoop
 
 
 class Record:
@@ -44,14 +44,14 @@ class Record:
 
 
 @contextmanager
-def _commits(record: Any, behind_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
+def _commits(record: Any, delay_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
     """Asks in one turn, and waits for the answers."""
     loop = asyncio.new_event_loop()
-    commits = Commits("record", loop, record, behind_s)
+    commits = CommitQueue("record", loop, record, delay_s)
 
     async def ask(*names: str, relaxed: bool = True) -> list[str]:
         writes = [Write(lambda tx: "", relaxed, about=name) for name in names]
-        return list(await asyncio.wait_for(asyncio.gather(*map(commits.ask, writes)), 10))
+        return list(await asyncio.wait_for(asyncio.gather(*map(commits.commit, writes)), 10))
 
     try:
         yield lambda *names, **how: loop.run_until_complete(ask(*names, **how))
@@ -79,7 +79,7 @@ def test_what_others_would_be_waited_for_is_done_by_the_thread(record: Record) -
 
 
 def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: Record) -> None:
-    many = [str(n) for n in range(engine._MOST_AT_ONCE + 1)]
+    many = [str(n) for n in range(event_loop._MOST_AT_ONCE + 1)]
     with _commits(record) as ask:
         ask(*many)
     assert record.done == [("record", many)]
@@ -102,7 +102,7 @@ def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record)
 
 def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
     record.is_taken = True
-    with _commits(record, behind_s=0.05) as ask:
+    with _commits(record, delay_s=0.05) as ask:
         ask("a", "b")
     assert record.done == [("record", ["a", "b"])]
 
@@ -111,7 +111,7 @@ def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> 
 
 
 @pytest.fixture
-def lived() -> Iterator[Engine]:
+def lived() -> Iterator[WorkerLoop]:
     """An engine with a record that stores nothing."""
 
     async def close() -> None:
@@ -120,12 +120,12 @@ def lived() -> Iterator[Engine]:
     record: Any = Record()
     record.is_taken, record.fails = True, DatabaseUnavailable("away")
     room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
-    found = Engine(record, room)
+    found = WorkerLoop(record, room)
     yield found
     found.close()
 
 
-def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(lived: Engine) -> None:
+def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(lived: WorkerLoop) -> None:
     said: list[str] = []
 
     async def next_run() -> None:
@@ -138,10 +138,10 @@ def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(live
         said.append("went on")
 
     lived.spawn(run())
-    assert lived.wait(10) and said == ["asked", "went on", "ended"]
+    assert lived.wait_until_idle(10) and said == ["asked", "went on", "ended"]
 
 
-def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_task(lived: Engine) -> None:
+def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_task(lived: WorkerLoop) -> None:
     seen: list[Any] = []
 
     def make(loop: asyncio.AbstractEventLoop, life: Any, **how: Any) -> asyncio.Task[Any]:
@@ -150,11 +150,11 @@ def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_
 
     lived.loop.set_task_factory(make)
     lived.spawn(asyncio.sleep(0))
-    assert lived.wait(10) and [inspect.iscoroutine(it) for it in seen] == [True]
+    assert lived.wait_until_idle(10) and [inspect.iscoroutine(it) for it in seen] == [True]
 
 
 @pytest.mark.parametrize("relaxed", [True, False])
-def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: Engine, relaxed: bool) -> None:
+def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: WorkerLoop, relaxed: bool) -> None:
     heard: list[Exception] = []
 
     async def run() -> None:
@@ -164,21 +164,21 @@ def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: Eng
             heard.append(error)
 
     lived.spawn(run())
-    assert lived.wait(10) and len(heard) == 1
+    assert lived.wait_until_idle(10) and len(heard) == 1
 
 
 @pytest.mark.parametrize("waits", [0, 1, 2])
-def test_a_run_that_fails_is_over(lived: Engine, waits: int) -> None:
+def test_a_run_that_fails_is_over(lived: WorkerLoop, waits: int) -> None:
     async def run() -> None:
         for _ in range(waits):
             await asyncio.sleep(0)
         raise ValueError
 
     lived.spawn(run())
-    assert lived.wait(10)
+    assert lived.wait_until_idle(10)
 
 
-def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: Engine) -> None:
+def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: WorkerLoop) -> None:
     told: dict[str, Any] = {}
 
     async def other() -> None:
@@ -192,4 +192,4 @@ def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: En
         told["one"] = logs._about.get()
 
     lived.spawn(run())
-    assert lived.wait(10) and told == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}
+    assert lived.wait_until_idle(10) and told == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}

@@ -11,8 +11,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from slotkeeper.registry.rotations import OVERLAP_MS, SecretRotation
-from tasks import callbacks, keyring
-from tasks.keyring import Purpose, derive, webhook_secrets
+from tasks import callbacks
+from tasks.security import keyring
+from tasks.security.keyring import Purpose, derive, webhook_secrets
 
 SECRET, OTHER = (base64.b64encode(bytes([n]) * 32).decode() for n in (1, 2))
 NOW = 1_800_000_000_000
@@ -49,8 +50,8 @@ def test_who_can_verify_webhooks_can_make_no_token(monkeypatch: pytest.MonkeyPat
     given = webhook_secrets("acme", SecretRotation(), NOW)[0]
     bare = given.removeprefix("whsec_")
     for key in (given.encode(), bare.encode(), base64.b64decode(bare), SECRET.encode()):
-        assert not callbacks.is_valid(callbacks._token(key, JOB, 1), JOB, 1)
-    assert callbacks.is_valid(callbacks.token(JOB, 1), JOB, 1)
+        assert not callbacks.is_valid_token(callbacks._token(key, JOB, 1), JOB, 1)
+    assert callbacks.is_valid_token(callbacks.push_token(JOB, 1), JOB, 1)
 
 
 @pytest.mark.parametrize("size", [24, 32, 64])
@@ -80,13 +81,13 @@ def test_the_first_secret_has_none_before_it() -> None:
 
 def test_what_a_former_secret_signed_is_valid_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SECRET)
-    token, (hook,) = callbacks.token(JOB, 1), webhook_secrets("acme", SecretRotation(), NOW)
+    token, (hook,) = callbacks.push_token(JOB, 1), webhook_secrets("acme", SecretRotation(), NOW)
     _set(monkeypatch, OTHER, former=SECRET)
-    assert callbacks.is_valid(token, JOB, 1)
-    assert callbacks.token(JOB, 1) != token
+    assert callbacks.is_valid_token(token, JOB, 1)
+    assert callbacks.push_token(JOB, 1) != token
     assert webhook_secrets("acme", SecretRotation(), NOW)[1:] == [hook]
     _set(monkeypatch, OTHER)
-    assert not callbacks.is_valid(token, JOB, 1)
+    assert not callbacks.is_valid_token(token, JOB, 1)
     assert hook not in webhook_secrets("acme", SecretRotation(), NOW)
 
 
@@ -123,4 +124,4 @@ def test_a_fingerprint_tells_nothing_that_signs(monkeypatch: pytest.MonkeyPatch)
     _set(monkeypatch, SECRET)
     (told,) = keyring.fingerprints()
     assert len(told) == 16
-    assert told not in callbacks.token(JOB, 1) and told not in SECRET
+    assert told not in callbacks.push_token(JOB, 1) and told not in SECRET

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from tasks import outbound
-from tasks.outbound import ANSWER_MAX, Sender, Sent, parse_allow
+from tasks.security import url_guard
+from tasks.security.url_guard import ANSWER_MAX, SendResult, WebhookSender, parse_networks
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-LOOPBACK = parse_allow("127.0.0.1/32")
+LOOPBACK = parse_networks("127.0.0.1/32")
 BODY = b'{"job_id": "j1", "status": "completed", "result": {"url": "https://x/\xc3\xa9"}}'
 SOON_S = 0.2  # the deadline of a test
 SLACK_S = 4.0  # what a busy machine may add to it; without a deadline nothing here ends within 5 s
@@ -29,8 +29,8 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def a_sender(timeout_s: float = 5.0) -> Sender:
-    return Sender(LOOPBACK, timeout_s)
+def a_sender(timeout_s: float = 5.0) -> WebhookSender:
+    return WebhookSender(LOOPBACK, timeout_s)
 
 
 def send(
@@ -40,7 +40,7 @@ def send(
     body: bytes = BODY,
     at: datetime | None = None,
     secrets: Sequence[str] = (SECRET,),
-) -> Sent:
+) -> SendResult:
     return a_sender(timeout_s).send(url, "msg_1", body, at or now(), secrets)
 
 
@@ -97,7 +97,7 @@ def receiver():
 
 def test_a_message_arrives_whole_and_signed(httpserver, url):
     httpserver.expect_request("/hook", method="POST").respond_with_data("", 204)
-    assert send(url) == Sent(ok=True, status=204, error="", permanent=False)
+    assert send(url) == SendResult(ok=True, status=204, error="", permanent=False)
     request = received(httpserver)
     assert request.data == BODY
     assert Webhook(SECRET).verify(request.data, dict(request.headers)) == json.loads(BODY)
@@ -217,7 +217,7 @@ def test_a_secret_may_come_without_prefix_and_padding(httpserver, url):
 
 def test_a_deadline_must_be_above_zero():
     with pytest.raises(ValueError, match="timeout_s"):
-        Sender(timeout_s=0)
+        WebhookSender(timeout_s=0)
 
 
 # What is made of the answer
@@ -226,7 +226,7 @@ def test_a_deadline_must_be_above_zero():
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
 def test_any_2xx_is_success(httpserver, url, status):
     httpserver.expect_request("/hook").respond_with_data("", status)
-    assert send(url) == Sent(True, status, "", False)
+    assert send(url) == SendResult(True, status, "", False)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 429, 500, 502, 503])
@@ -268,7 +268,7 @@ def test_an_unknown_name_may_be_tried_again(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     sent = send("https://nowhere.test/?token=t0ken")
-    assert sent == Sent(False, None, "https://nowhere.test: the name is not known.", False)
+    assert sent == SendResult(False, None, "https://nowhere.test: the name is not known.", False)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def test_an_answer_that_is_not_http_is_a_failure_and_is_not_quoted(receiver, ans
 # When it ends
 
 
-def ends_in_time(url: str, body: bytes = BODY) -> Sent:
+def ends_in_time(url: str, body: bytes = BODY) -> SendResult:
     start = time.monotonic()
     sent = send(url, timeout_s=SOON_S, body=body)
     assert time.monotonic() - start < SOON_S + SLACK_S
     return sent
 
 
-def is_late(sent: Sent) -> bool:
+def is_late(sent: SendResult) -> bool:
     return not sent.ok and not sent.permanent and "no answer within 0.2 s" in sent.error
 
 
@@ -348,8 +348,8 @@ class SlowSocket:
 @pytest.mark.parametrize("way", ["send", "read"])
 def test_steady_progress_does_not_move_the_deadline(monkeypatch, way):
     slow = SlowSocket()
-    monkeypatch.setattr(outbound, "time", SimpleNamespace(monotonic=lambda: slow.clock_s))
-    wire = outbound._Wire(slow, outbound._Deadline(5))
+    monkeypatch.setattr(url_guard, "time", SimpleNamespace(monotonic=lambda: slow.clock_s))
+    wire = url_guard._DeadlineSocket(slow, url_guard._Deadline(5))
     with pytest.raises(TimeoutError):
         wire.sendall(b"x" * 100) if way == "send" else wire.makefile("rb").read(100)
     assert slow.waits == [5, 4, 3, 2, 1]
@@ -408,7 +408,7 @@ def pour(first: bytes, more: bytes):
 
 def test_a_body_without_end_is_not_read(receiver, taken):
     sent = send(receiver(pour(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", b"x" * 65536)))
-    assert sent == Sent(True, 200, "", False)
+    assert sent == SendResult(True, 200, "", False)
     assert sum(taken) <= 16 << 10
 
 
@@ -491,7 +491,7 @@ def trusted(authority, monkeypatch):
 
 def test_tls_asks_for_and_checks_the_name_in_the_url(tls_server, trusted):
     server, asked = tls_server
-    assert send(f"https://hooks.example.test:{server.port}/hook") == Sent(True, 200, "", False)
+    assert send(f"https://hooks.example.test:{server.port}/hook") == SendResult(True, 200, "", False)
     assert asked == ["hooks.example.test"]
     assert received(server).headers["host"] == f"hooks.example.test:{server.port}"
 
@@ -529,7 +529,7 @@ def test_the_usual_port_is_left_out_of_the_host_header(monkeypatch):
     """RFC 9110, 7.2; some receivers compare it as a text."""
     hosts = {}
     for scheme, port in (("http", 80), ("https", 443)):
-        target = outbound.Target(scheme, "2606:4700::1", port, "", ip_address("2606:4700::1"))
+        target = url_guard.Target(scheme, "2606:4700::1", port, "", ip_address("2606:4700::1"))
         client = a_sender()._client(target)
         ours, theirs = socket.socketpair()
         with ours, theirs:

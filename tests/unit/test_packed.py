@@ -24,7 +24,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))  # type: ignore[attr-defined]
     monkeypatch.setattr(packed, "MOST_BYTES", 1000)
     compression.register(lambda text: text, lambda text: text * 1_000_000, "application/x-other", aliases=["other"])
-    packed.bound_unpacking()
+    packed.limit_decompression()
     yield
 
 
@@ -66,13 +66,13 @@ def test_it_fits_whatever_it_is_written_in(letter: str) -> None:
 
 @pytest.mark.parametrize("how", PACKERS)
 def test_what_does_not_is_refused_and_never_whole(how: str) -> None:
-    with pytest.raises(packed.TooLarge):
+    with pytest.raises(packed.DecompressedTooLarge):
         _read(PACKERS[how](b" " * 50_000_000 + b"[]"), how)
 
 
 @pytest.mark.parametrize("how", ["application/x-other", "other"])
 def test_what_knows_no_bound_is_refused(how: str) -> None:
-    with pytest.raises(packed.TooLarge):
+    with pytest.raises(packed.DecompressedTooLarge):
         _read(b"[]", how)
 
 

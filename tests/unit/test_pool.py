@@ -8,12 +8,12 @@ import pytest
 from celery.worker import control, state, strategy
 
 from routing.queue.queues import Offer
-from tasks import active, messages
-from tasks.consumer import Consumer
+from tasks import active, offer_messages
+from tasks.extensions.consumer import Consumer
+from tasks.extensions.pool import Pool
 from tasks.inference import InferRequest, infer
-from tasks.pool import Pool
-from tasks.worker import process
-from tasks.worker.capacity import Taken
+from tasks.worker import worker as worker_module
+from tasks.worker.concurrency import TakenOffer
 from tests.support.task_messages import NoChannel, received
 
 OFFER = Offer("zimg", "job-1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
@@ -26,26 +26,26 @@ class FakeWorker:
 
     def __init__(self) -> None:
         self.offers: list[Offer] = []
-        self.executor = self.places = self  # both of which it plays itself
+        self.executor = self.concurrency = self  # both of which it plays itself
 
     def __call__(self) -> "FakeWorker":
         return self
 
-    def take_up(self, offer: Offer) -> None:
+    def run_open_offer(self, offer: Offer) -> None:
         self.offers.append(offer)
 
     @property
     def runs(self) -> int:
         return len(self.offers)
 
-    def taken(self) -> list[Taken]:
-        return [Taken(offer, since_s=5.0) for offer in self.offers]
+    def taken_offers(self) -> list[TakenOffer]:
+        return [TakenOffer(offer, since_s=5.0) for offer in self.offers]
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> FakeWorker:
     found = FakeWorker()
-    monkeypatch.setattr(process, "this_worker", found)
+    monkeypatch.setattr(worker_module, "this_worker", found)
     monkeypatch.setattr(active, "this_worker", found)
     return found
 
@@ -82,14 +82,14 @@ def _receive(consumer: Any, message: Any) -> NoChannel:
 
 
 def test_a_wake_up_goes_to_the_loop_and_leaves_nothing_with_celery(consumer: Any, worker: FakeWorker) -> None:
-    channel = _receive(consumer, messages.build(OFFER, 2))
+    channel = _receive(consumer, offer_messages.build_message(OFFER, 2))
     assert worker.offers == [OFFER]
     assert (channel.acknowledged, channel.rejected) == (1, 0)
     assert not state.requests and not state.reserved_requests and not state.active_requests
 
 
 def test_a_wake_up_that_cannot_be_read_is_acknowledged_and_runs_nothing(consumer: Any, worker: FakeWorker) -> None:
-    message = messages.build(OFFER, 2)
+    message = offer_messages.build_message(OFFER, 2)
     channel = _receive(consumer, message._replace(headers=message.headers | {"slotkeeper": {"lease": 7}}))
     assert worker.offers == [] and channel.acknowledged == 1
 
@@ -130,7 +130,7 @@ def test_inspect_active_shows_each_run_as_celery_shows_a_task_and_where_it_is(wo
     worker.offers = [OFFER]
     state = SimpleNamespace(hostname="worker@host", tset=set)
     (shown,) = control.Panel.data["active"](state)
-    request = received(messages.build(OFFER, 0))
+    request = received(offer_messages.build_message(OFFER, 0))
     of_celery = InferRequest(request, task=infer, app=infer.app, hostname="worker@host").info()
     assert shown.keys() - of_celery.keys() == {"server", "slot"} and not of_celery.keys() - shown.keys()
     same = ("id", "name", "type", "kwargs", "hostname")

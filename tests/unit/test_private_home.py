@@ -28,10 +28,10 @@ from slotkeeper.state_folder import StateFolderNotPrivate, make_private_file, ma
 FIRST = {
     "migrate": ["-m", "app.cli", "migrate"],
     "tenants": ["-m", "app.cli", "tenants", "list"],
-    "a worker's secret": ["-c", "from tasks.keyring import fingerprints; fingerprints()"],
-    "a database": ["-c", "from tasks.wiring import database; database().read().__enter__()"],
+    "a worker's secret": ["-c", "from tasks.security.keyring import fingerprints; fingerprints()"],
+    "a database": ["-c", "from tasks.services import database; database().read().__enter__()"],
     "web": ["-c", "from app.factory import create_app; create_app()"],
-    "beat": ["-c", "from tasks import signals; signals._begin()"],
+    "beat": ["-c", "from tasks.extensions import signal_handlers as signals; signals._begin()"],
     "Flower's password": [
         "-c",
         "from pathlib import Path; from app.up.home import flower_password as f; import os;"

@@ -15,7 +15,7 @@ def test_messages_are_sent_in_the_order_in_which_they_were_handed_in():
     sent: list[int] = []
     publisher = Publisher()
     for number in range(20):
-        publisher.soon(lambda number=number: sent.append(number))
+        publisher.put(lambda number=number: sent.append(number))
     assert publisher.flush(10)
     assert sent == list(range(20))
 
@@ -23,8 +23,8 @@ def test_messages_are_sent_in_the_order_in_which_they_were_handed_in():
 def test_a_message_that_cannot_be_sent_does_not_keep_the_next_from_being_sent():
     sent: list[str] = []
     publisher = Publisher()
-    publisher.soon(_fails)
-    publisher.soon(lambda: sent.append("next"))
+    publisher.put(_fails)
+    publisher.put(lambda: sent.append("next"))
     assert publisher.flush(10)
     assert sent == ["next"]
 
@@ -37,7 +37,7 @@ def test_a_silent_broker_keeps_nobody_waiting_and_fills_no_memory():
         return lambda: answers.wait(30) and sent.append(number)
 
     for number in range(100):
-        publisher.soon(message(number))
+        publisher.put(message(number))
     assert not publisher.flush(0) and sent == []
     answers.set()
     assert publisher.flush(10)

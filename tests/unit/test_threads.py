@@ -14,8 +14,8 @@ import pytest
 from routing.queue.leases import Lease
 from slotkeeper.db.group_commit import Write
 from tasks import threads
-from tasks.aside import Aside
-from tasks.worker.engine import Commits
+from tasks.aside import BackgroundTask
+from tasks.worker.event_loop import CommitQueue
 from tasks.worker.heartbeat import Heartbeat
 from tasks.worker.poller import Poller
 from tests.support.builders import eventually
@@ -28,7 +28,7 @@ from tasks import threads
 def fail():
     raise ValueError("why")
 
-threads.start("important", fail)
+threads.start_vital_thread("important", fail)
 threading.Event().wait(30)
 """
 
@@ -44,7 +44,7 @@ def test_a_thread_that_fails_ends_its_process_and_says_which_it_was() -> None:
 
 def test_a_thread_that_has_done_its_work_ends_alone() -> None:
     done: list[int] = []
-    threads.start("one", lambda: done.append(1)).join(10)
+    threads.start_vital_thread("one", lambda: done.append(1)).join(10)
     assert done == [1]
 
 
@@ -64,7 +64,7 @@ def _fail(*_: object) -> Any:
 
 
 def _aside() -> None:
-    Aside("chores", _fail).ask()
+    BackgroundTask("chores", _fail).request()
 
 
 def _poller() -> None:
@@ -72,15 +72,15 @@ def _poller() -> None:
 
 
 def _heartbeat() -> None:
-    heartbeat = Heartbeat(_Fails(), "w", every_ms=1, doubt=_fail)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(_Fails(), "w", every_ms=1, on_unknown_leases=_fail)  # type: ignore[arg-type]
     heartbeat.add(Lease("zimg", "one", "l", "w", "gpu-slot0"))
     heartbeat.start()
 
 
 def _record() -> None:
     loop = asyncio.new_event_loop()
-    it = Commits("record", loop, SimpleNamespace(try_commit=lambda batch: None, complete=_fail))  # type: ignore[arg-type]
-    it.ask(Write(lambda tx: None))
+    it = CommitQueue("record", loop, SimpleNamespace(try_commit=lambda batch: None, complete=_fail))  # type: ignore[arg-type]
+    it.commit(Write(lambda tx: None))
     loop.call_later(0.01, loop.stop)
     loop.run_forever()
     loop.close()
@@ -100,9 +100,9 @@ def test_a_process_ends_when_a_thread_fails_that_it_cannot_do_without(
 def test_who_asks_for_work_aside_before_it_begins_is_served_together_with_others() -> None:
     done: list[str] = []
     ended = threading.Event()
-    it = Aside("promises", lambda: (done.append("all"), ended.set()), pause_s=0.2)
+    it = BackgroundTask("promises", lambda: (done.append("all"), ended.set()), delay_s=0.2)
     for _ in range(3):
-        it.ask()
+        it.request()
     assert ended.wait(10)
     eventually(lambda: not it._at_it)
     assert done == ["all"]

@@ -19,7 +19,7 @@ import sys
 from slotkeeper.jobs.values import now_ms
 from upkeep import reconcile
 from routing.admission.submission import Submission
-from tasks.wiring import catalog, dispatcher
+from tasks.services import catalog, dispatcher
 jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 catalog().configure("bench", {}, now_ms())
 for start in range(0, jobs, 500):

@@ -28,7 +28,7 @@ import sys
 from slotkeeper.jobs.values import now_ms
 from upkeep import reconcile
 from routing.admission.submission import Submission
-from tasks.wiring import catalog, dispatcher
+from tasks.services import catalog, dispatcher
 model, jobs, every_s, endpoint = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 catalog().configure(model, {"poll_interval": every_s, "max_poll_time": 36_000}, now_ms())
 catalog().register(model, model, endpoint, jobs, now_ms())
@@ -38,7 +38,7 @@ for start in range(0, jobs, 500):
 """
 _LEASES = """
 import json
-from tasks.wiring import dispatcher, leases
+from tasks.services import dispatcher, leases
 fleets = dispatcher().catalog.get().fleets()
 ages = [age for found in leases().all_of(fleets).values() for _, age in found]
 print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_ms]))
@@ -46,7 +46,7 @@ print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_m
 _STATES = """
 import json
 from insight import listing
-from tasks.wiring import dispatcher
+from tasks.services import dispatcher
 print(json.dumps({state.value: count for state, count in listing.counts(dispatcher().store.database).items()}))
 """
 

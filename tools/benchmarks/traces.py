@@ -20,7 +20,7 @@ from slotkeeper.jobs.values import Event, new_job_id
 from slotkeeper.outbox.timelines import JobTimeline
 from slotkeeper.trace_context import parse_traceparent
 from tasks import tracing
-from tasks.sinks import otlp
+from tasks.relay.sinks import otlp
 
 _GIVEN = f"00-{'a' * 32}-{'b' * 16}-01"
 _RESOURCE = Resource({"service.name": "slotkeeper"})
@@ -51,7 +51,7 @@ def _each(calls: Sequence[tuple[Any, ...]], act: Callable[..., Any]) -> float:
 
 
 def _told(trail: JobTimeline) -> bytes:
-    found = [otlp.in_their_words(span, _RESOURCE) for span in trace_spans.job_spans(trail)]
+    found = [otlp.to_otel_span(span, _RESOURCE) for span in trace_spans.job_spans(trail)]
     return encode_spans(found).SerializeToString()
 
 

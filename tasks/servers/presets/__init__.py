@@ -35,14 +35,14 @@ class Sign(_Known):
     weight: Annotated[int, Field(ge=1, le=10)] = 5  # 1: many servers answer so; 10: no other does
 
 
-class Place(_Known):
+class ModelNameSource(_Known):
     """Where a server names its first model."""
 
     path: Annotated[str, Field(pattern=r"^/")]
     pointer: PointerText
 
 
-class About(_Known):
+class PresetInfo(_Known):
     """What is known of a preset's servers.  `endpoint`: an example, in which MODEL stands for the model's name."""
 
     title: str
@@ -54,7 +54,7 @@ class About(_Known):
     endpoint: str
     slots: int = 1
     payload: dict[str, Any]
-    model: Place | None = None
+    model: ModelNameSource | None = None
     signs: tuple[Sign, ...] = ()
 
 
@@ -73,15 +73,17 @@ def get(name: str) -> dict[str, Any]:
     return made
 
 
-def about(name: str) -> About:
+def info(name: str) -> PresetInfo:
     """What is known of it.  Raises KeyError."""
     return _about(name)
 
 
 @cache
-def _about(name: str) -> About:
+def _about(name: str) -> PresetInfo:
     known = _read(name)
-    return About.model_validate({key: value for key, value in known.items() if key not in ("description", "without")})
+    return PresetInfo.model_validate(
+        {key: value for key, value in known.items() if key not in ("description", "without")}
+    )
 
 
 @cache

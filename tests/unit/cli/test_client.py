@@ -270,7 +270,7 @@ def test_options_that_do_not_go_together_are_wrong_usage() -> None:
 
 
 def test_tenants_of_a_record_that_is_not_there_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tasks.wiring import database
+    from tasks.services import database
 
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     database.cache_clear()

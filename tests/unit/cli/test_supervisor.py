@@ -18,7 +18,7 @@ from app.up.errors import Stopped, UpError
 from app.up.launcher import start_in_turn
 from app.up.ports import free_port, is_open
 from app.up.supervisor import how_it_ended, restart_delay_s
-from tasks import touched
+from tasks import process_files
 from tests.unit.cli.bench import Bench, lives, until
 
 # Says its number, then stays, and leaves a trace when it is asked to end.
@@ -103,7 +103,7 @@ def begins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
     """A script that stays, and shows that it has begun when there is a file `<name>.go`."""
     monkeypatch.setenv("SLOTKEEPER_HOME", str(bench.folder))
     (bench.folder / "secret").touch()
-    shown = touched.file_here("worker").parent
+    shown = process_files.own_file("worker").parent
     shown.mkdir()
     sign = f"{shown}/{{0}}.{socket.gethostname()}.$$"
     return f"echo {{0}} >> begun; until [ -e {{0}}.go ]; do sleep 0.02; done; touch {sign}; {STAYS}".format
@@ -139,7 +139,7 @@ def test_a_process_is_not_taken_for_one_of_its_number_that_was_killed_and_is_nam
 
     def start_after_another(role: Role) -> None:
         start(role)
-        touched.file_here(role.name).with_suffix(f".{bench.supervisor.pid(role)}").touch()
+        process_files.own_file(role.name).with_suffix(f".{bench.supervisor.pid(role)}").touch()
 
     monkeypatch.setattr(bench.supervisor, "start", start_after_another)
     monkeypatch.setattr(launcher, "_START_S", 0.2)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tasks.servers import Server
+from tasks.servers import ServerAdapter
 from tests.support.blocking import Blocking, Loop
 from tests.support.scripted import Act, Scripted, Seen
 
@@ -39,4 +39,4 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def ours(loop: Loop) -> Callable[..., Blocking]:
     """Makes a server that is called in an event loop."""
-    return lambda *args, **more: Blocking(Server(*args, **more), loop)
+    return lambda *args, **more: Blocking(ServerAdapter(*args, **more), loop)

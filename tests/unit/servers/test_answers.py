@@ -2,7 +2,7 @@ from email.utils import formatdate
 
 import pytest
 
-from tasks.servers.answers import NOT_JSON, Answer, clean, id_text, parse_json, retry_after_s
+from tasks.servers.responses import NOT_JSON, Response, id_text, parse_json, redact, retry_after_s
 
 NOW_S = 1_700_000_000.0
 
@@ -38,8 +38,8 @@ def test_what_is_not_json_is_not_json(body):
 
 
 def test_json_is_read_whatever_the_content_type_says():
-    assert Answer(200, {"Content-Type": "text/html"}, b'{"a": 1}').json == {"a": 1}
-    assert Answer(200, {}, b"null").json is None
+    assert Response(200, {"Content-Type": "text/html"}, b'{"a": 1}').json == {"a": 1}
+    assert Response(200, {}, b"null").json is None
 
 
 @pytest.mark.parametrize(("value", "text"), [("a", "a"), (12, "12"), ("a/b c", "a/b c")])
@@ -53,12 +53,12 @@ def test_what_cannot_be_an_id_is_none(value):
 
 
 def test_a_message_is_one_bounded_line_without_controls():
-    assert clean("a\x00b\x1b[31m\u202e\r\nc\t d") == "ab[31m c d"
-    assert len(clean("x" * 10_000)) == 500
+    assert redact("a\x00b\x1b[31m\u202e\r\nc\t d") == "ab[31m c d"
+    assert len(redact("x" * 10_000)) == 500
 
 
 def test_a_message_repeats_no_secret_not_even_half_of_one():
     secret = "k" * 40
-    assert clean(f"bad key {secret}!", [secret]) == "bad key ***!"
-    assert "kk" not in clean("x" * 480 + secret, [secret])
-    assert "kk" not in clean(f"bad {secret[:20]}\x00{secret[20:]}", [secret])
+    assert redact(f"bad key {secret}!", [secret]) == "bad key ***!"
+    assert "kk" not in redact("x" * 480 + secret, [secret])
+    assert "kk" not in redact(f"bad {secret[:20]}\x00{secret[20:]}", [secret])

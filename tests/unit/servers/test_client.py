@@ -9,7 +9,7 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper import json_text, large_json
-from tasks.servers import Call, Description, HealthKind, Live, Server, connection
+from tasks.servers import Call, Description, HealthKind, ServerAdapter, ServerSession, http_connection
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
@@ -124,7 +124,7 @@ def test_cookies_are_not_kept(serving):
 @pytest.mark.parametrize("endpoint", ["", "gpu1:9001/x", "ftp://h/x", "http:///x", "http://h:99999/x", "http://h/\n"])
 def test_an_endpoint_that_is_no_url_is_refused(endpoint):
     with pytest.raises(ValueError):
-        Server(endpoint)
+        ServerAdapter(endpoint)
 
 
 # -- whether it was sent ---------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_a_connection_on_which_the_server_has_failed_is_not_reused(serving):
 def test_a_connection_idle_for_long_is_not_reused(serving, monkeypatch):
     server, there = serving(always(answer(DONE)))
     server.submit(a_call())
-    monkeypatch.setattr(connection, "MAX_IDLE_S", 0.0)
+    monkeypatch.setattr(http_connection, "MAX_IDLE_S", 0.0)
     server.submit(a_call())
     assert [seen.connection for seen in there.seen] == [1, 2]
 
@@ -509,7 +509,7 @@ def test_a_result_that_cannot_be_fetched_now_is_asked_for_again(serving):
 )
 def test_a_push_is_read_like_a_poll(serving, body, kind):
     server, there = serving(always(answer(DONE)))
-    assert server.pushed(a_call(), "srv-1", body).kind is kind
+    assert server.read_push(a_call(), "srv-1", body).kind is kind
     assert there.connections == 0
 
 
@@ -545,7 +545,7 @@ def test_a_server_that_cannot_cancel_is_not_asked(serving):
 
 @pytest.mark.parametrize(("given", "known"), [(None, None), ("{{job/id}}", "job-1"), ("{{job/attempt_id}}", "job-1-2")])
 def test_an_id_that_we_give_is_known_without_an_answer(given, known):
-    assert Server("http://h/x", Description(given_id=given)).known_id(a_call()) == known
+    assert ServerAdapter("http://h/x", Description(given_id=given)).given_id_of(a_call()) == known
 
 
 # -- health ----------------------------------------------------------------------------------------
@@ -601,8 +601,8 @@ def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted
 
     there = scripted(act)
     resets_are_retried = described(submit={"rules": [{"if": {"connection": "reset"}, "then": "retry"}]})
-    live = Live(Server(there.url + "/generate", resets_are_retried), loop.wires)
-    cutter = threading.Thread(target=lambda: (seen.wait(10), loop.soon(live.cut)))
+    live = ServerSession(ServerAdapter(there.url + "/generate", resets_are_retried), loop.http)
+    cutter = threading.Thread(target=lambda: (seen.wait(10), loop.soon(live.cut_off)))
     cutter.start()
     outcome = loop.wait_for(live.submit(a_call(deadline_s=60.0)))
     cutter.join()
@@ -611,24 +611,24 @@ def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted
 
 def test_a_call_that_is_cut_before_it_began_sends_nothing(scripted, loop):
     there = scripted(always(answer(DONE)))
-    live = Live(Server(there.url + "/generate"), loop.wires)
-    live.cut()
+    live = ServerSession(ServerAdapter(there.url + "/generate"), loop.http)
+    live.cut_off()
     assert loop.wait_for(live.submit(a_call())).kind is OutcomeKind.UNKNOWN
     assert there.seen == []
 
 
 def test_a_cut_after_the_answer_does_not_touch_the_connection(scripted, loop):
     there = scripted(always(answer(DONE)))
-    server = Server(there.url + "/generate")
-    live = Live(server, loop.wires)
+    server = ServerAdapter(there.url + "/generate")
+    live = ServerSession(server, loop.http)
     assert loop.wait_for(live.submit(a_call())).kind is OutcomeKind.DONE
-    live.cut()
-    assert loop.wait_for(Live(server, loop.wires).submit(a_call())).kind is OutcomeKind.DONE
+    live.cut_off()
+    assert loop.wait_for(ServerSession(server, loop.http).submit(a_call())).kind is OutcomeKind.DONE
     assert there.connections == 1
 
 
 def test_to_cut_a_call_does_not_cut_questions_about_it(scripted, loop):
     there = scripted(always(answer({"status": "completed", "result": 1})))
-    live = Live(Server(there.url + "/generate"), loop.wires)
-    live.cut()
+    live = ServerSession(ServerAdapter(there.url + "/generate"), loop.http)
+    live.cut_off()
     assert loop.wait_for(live.status(a_call(), "r-1")).kind is OutcomeKind.DONE

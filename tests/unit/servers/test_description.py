@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from tasks.servers.description import DEFAULT, RESERVED_HEADERS, Description, for_model
+from tasks.servers.description import DEFAULT, RESERVED_HEADERS, Description, from_shorthand
 
 
 def described(**parts):
@@ -115,26 +115,26 @@ def test_a_header_cannot_break_the_request(name, value):
 
 
 def test_a_model_without_fields_of_its_own_speaks_the_slot_protocol():
-    model = for_model()
+    model = from_shorthand()
     assert (model.mode, model.status[0].path, model.submit.id) == ("sync", "/status/{{id}}", "/job_id")
 
 
 def test_a_models_own_fields_are_used():
-    model = for_model("async", "/v1/poll/{id}/state?full=1", "request/id")
+    model = from_shorthand("async", "/v1/poll/{id}/state?full=1", "request/id")
     assert (model.mode, model.status[0].path) == ("async", "/v1/poll/{{id}}/state?full=1")
     assert model.submit.id == "/request~1id"
-    assert for_model("async", None, "/data/id").submit.id == "/data/id"
+    assert from_shorthand("async", None, "/data/id").submit.id == "/data/id"
 
 
 @pytest.mark.parametrize("template", ["/status", "/status/{job}", "/{id}/{id}", "/{{id}}", "http://x/{id}", "/../{id}"])
 def test_a_poll_template_that_cannot_work_is_refused(template):
     with pytest.raises(ValueError):
-        for_model("async", template)
+        from_shorthand("async", template)
 
 
 def test_an_unknown_model_type_is_refused():
     with pytest.raises(ValueError):
-        for_model("batch")
+        from_shorthand("batch")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 import orjson
 import pytest
 
-from tasks.servers.answers import Answer, Break, Broken
 from tasks.servers.call import HealthKind
 from tasks.servers.description import HealthStep
-from tasks.servers.health import health_judge
+from tasks.servers.health import compile_health
+from tasks.servers.responses import FailureReason, NoResponse, Response
 
 
 def health(body, status=200, **step):
     raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    return health_judge(HealthStep.model_validate(step)).health(Answer(status, {}, raw))
+    return compile_health(HealthStep.model_validate(step)).read(Response(status, {}, raw))
 
 
 def test_the_count_alone_must_do():
@@ -65,7 +65,7 @@ def test_a_refused_health_tells_by_its_status(status, kind):
 
 @pytest.mark.parametrize(("how", "kind"), [("timeout", "busy"), ("connect", "down"), ("reset", "down")])
 def test_a_broken_health_tells_by_how_it_broke(how, kind):
-    assert health_judge(HealthStep()).health(Broken(Break(how))).kind == kind
+    assert compile_health(HealthStep()).read(NoResponse(FailureReason(how))).kind == kind
 
 
 def test_a_list_can_be_counted_and_its_elements_name_the_jobs():

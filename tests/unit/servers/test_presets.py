@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers import DEFAULT, Call, Description, compile_plan, presets
+from tasks.servers import DEFAULT, Call, Description, compile_description, presets
 from tests.support import presets_page
 from tests.support.scripted import Seen, answer
 
@@ -38,12 +38,12 @@ every_preset = pytest.mark.parametrize("name", presets.names())
 
 @every_preset
 def test_a_preset_is_a_description_that_can_be_compiled(name):
-    compile_plan(Description.model_validate(presets.get(name)))
+    compile_description(Description.model_validate(presets.get(name)))
 
 
 @every_preset
 def test_a_preset_says_what_it_is_of(name):
-    about = presets.about(name)
+    about = presets.info(name)
     assert about.title and about.servers and about.checked and about.payload and about.slots >= 1
     assert urlsplit(about.endpoint).netloc
 
@@ -57,7 +57,7 @@ def test_the_slot_protocol_is_what_descriptions_default_to():
     assert Description.model_validate(presets.get("slot-protocol")) == DEFAULT
 
 
-@pytest.mark.parametrize("read", [presets.get, presets.about])
+@pytest.mark.parametrize("read", [presets.get, presets.info])
 def test_a_name_that_is_none_is_a_key_error(read):
     with pytest.raises(KeyError):
         read("no-such-server")
@@ -67,7 +67,7 @@ def test_a_name_that_is_none_is_a_key_error(read):
 
 @pytest.mark.parametrize(("name", "one"), exchanges())
 def test_what_its_servers_say_means_what_it_should(name, one, scripted, ours):
-    told, about = conversation(name), presets.about(name)
+    told, about = conversation(name), presets.info(name)
     there = scripted(_player(one["wire"]))
     endpoint = there.url + urlsplit(about.endpoint).path.replace("MODEL", "cat")
     server = ours(endpoint, Description.model_validate(presets.get(name)), secret=told.get("secrets", {}).get)

@@ -6,8 +6,8 @@ import pytest
 
 from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import Description, HealthKind, presets
-from tasks.servers.live import in_own_loop
-from tasks.servers.probe import GENERIC, Recognized, Trial, endpoint_for, recognize
+from tasks.servers.live import run_with_http_client
+from tasks.servers.probe import GENERIC, Recognition, Trial, endpoint_for, recognize
 from tests.support.scripted import Seen, always, answer, refused_url
 
 ENDPOINTS = [
@@ -29,8 +29,8 @@ ENDPOINTS = [
 ]
 
 
-def looked_at(url: str) -> Recognized:
-    return in_own_loop(partial(recognize, url))
+def looked_at(url: str) -> Recognition:
+    return run_with_http_client(partial(recognize, url))
 
 
 def only(path: str, body: object):
@@ -54,7 +54,7 @@ def test_llama_cpp_is_no_kserve(scripted):
 
 def test_presets_without_signs_are_known():
     """A plain server has none, RunPod's cloud answers nobody without a key, and what a server streams is asked for."""
-    known = {name for name in presets.names() if presets.about(name).signs}
+    known = {name for name in presets.names() if presets.info(name).signs}
     assert set(presets.names()) - known == {GENERIC, "runpod-endpoint", "cog-stream", "slot-protocol-stream"}
 
 
@@ -65,7 +65,7 @@ def test_a_server_that_shows_no_sign_may_be_a_plain_one(scripted):
 
 def test_nobody_is_asked_twice_where_nobody_listens():
     found = looked_at(refused_url())
-    assert (found.is_there, found.preset, len(found.heard)) == (False, None, 1)
+    assert (found.is_there, found.preset, len(found.exchanges)) == (False, None, 1)
 
 
 def test_each_path_is_asked_once(scripted):
@@ -103,10 +103,10 @@ def tried(there, preset, **more):
 
 def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripted):
     trial = tried(scripted(_bento), "bentoml-task")
-    assert in_own_loop(trial.health).kind is HealthKind.UP
-    outcome = in_own_loop(partial(trial.run, payload={"prompt": "a cat"}, patience_s=10))
+    assert run_with_http_client(trial.health).kind is HealthKind.UP
+    outcome = run_with_http_client(partial(trial.run, payload={"prompt": "a cat"}, patience_s=10))
     assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, {"image": "x"})
-    told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.heard]
+    told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.exchanges]
     assert told == [
         ("health", "GET /readyz", "up", "default"),
         ("submit", "POST /generate/submit", "pending", "submit.rules[0]"),
@@ -122,8 +122,12 @@ def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
         return answer({}) if "history" in seen.path else answer({"queue_running": [], "queue_pending": []})
 
     trial = tried(scripted(act), "comfyui")
-    assert in_own_loop(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is OutcomeKind.LOST
-    assert [one.rule.split(":")[0] for one in trial.heard] == ["default", "status[0].rules[2]", "status[1].rules[1]"]
+    assert run_with_http_client(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is OutcomeKind.LOST
+    assert [one.rule.split(":")[0] for one in trial.exchanges] == [
+        "default",
+        "status[0].rules[2]",
+        "status[1].rules[1]",
+    ]
 
 
 def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
@@ -132,7 +136,8 @@ def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
 
     there = scripted(act)
     assert (
-        in_own_loop(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind is OutcomeKind.PENDING
+        run_with_http_client(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind
+        is OutcomeKind.PENDING
     )
     assert there.seen[-1].path == "/cancel/j1"
 
@@ -140,13 +145,13 @@ def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
 def test_a_secret_is_sent_and_never_told(scripted):
     there = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
     trial = tried(there, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
-    outcome = in_own_loop(partial(trial.run, payload={"prompt": "a cat"}, patience_s=5))
+    outcome = run_with_http_client(partial(trial.run, payload={"prompt": "a cat"}, patience_s=5))
     assert there.seen[0].headers["authorization"] == "Bearer rpa_not_a_key"
-    assert "rpa_not_a_key" not in repr(trial.heard) + repr(outcome)
-    assert "***" in trial.heard[0].answer
+    assert "rpa_not_a_key" not in repr(trial.exchanges) + repr(outcome)
+    assert "***" in trial.exchanges[0].answer
 
 
 def test_an_exchange_that_breaks_off_is_told_too():
     trial = Trial(refused_url() + "/generate", Description())
-    assert in_own_loop(partial(trial.run, payload={}, patience_s=1)).kind is OutcomeKind.UNREACHABLE
-    assert (trial.heard[0].status, trial.heard[0].means) == (None, "unreachable")
+    assert run_with_http_client(partial(trial.run, payload={}, patience_s=1)).kind is OutcomeKind.UNREACHABLE
+    assert (trial.exchanges[0].status, trial.exchanges[0].means) == (None, "unreachable")

@@ -4,27 +4,27 @@ import orjson
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers.answers import Answer, Break, Broken
-from tasks.servers.description import DEFAULT, Description, for_model
-from tasks.servers.plan import compile_plan
-from tasks.servers.rules import TOO_DEEP, About
+from tasks.servers.compiled import compile_description
+from tasks.servers.description import DEFAULT, Description, from_shorthand
+from tasks.servers.responses import FailureReason, NoResponse, Response
+from tasks.servers.rules import TOO_DEEP, ResponseContext
 
-DEFAULT_PLAN = compile_plan(DEFAULT)
+DEFAULT_PLAN = compile_description(DEFAULT)
 
 
-def reply(body: Any, status: int = 200, **headers: str) -> Answer:
+def reply(body: Any, status: int = 200, **headers: str) -> Response:
     raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    return Answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, raw)
+    return Response(status, {name.replace("_", "-"): value for name, value in headers.items()}, raw)
 
 
 def submitted(answer, description: Description = DEFAULT, asked: str | None = None) -> Outcome:
-    plan = DEFAULT_PLAN if description is DEFAULT else compile_plan(description)
-    return plan.submit.judge.outcome(answer, About("job-1", asked, now_s=0.0))
+    plan = DEFAULT_PLAN if description is DEFAULT else compile_description(description)
+    return plan.submit.judge.outcome(answer, ResponseContext("job-1", asked, now_s=0.0))
 
 
 def polled(answer, description: Description = DEFAULT, asked: str | None = "srv-1") -> Outcome | None:
-    plan = DEFAULT_PLAN if description is DEFAULT else compile_plan(description)
-    return plan.status[0].judge.outcome(answer, About("job-1", asked))
+    plan = DEFAULT_PLAN if description is DEFAULT else compile_description(description)
+    return plan.status[0].judge.outcome(answer, ResponseContext("job-1", asked))
 
 
 def with_rules(*rules: dict, step: str = "submit", **parts: Any) -> Description:
@@ -185,23 +185,23 @@ def test_the_echo_can_be_switched_off():
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
-        (Break.CONNECT, OutcomeKind.UNREACHABLE),
-        (Break.TIMEOUT, OutcomeKind.UNKNOWN),
-        (Break.RESET, OutcomeKind.UNKNOWN),
+        (FailureReason.CONNECT, OutcomeKind.UNREACHABLE),
+        (FailureReason.TIMEOUT, OutcomeKind.UNKNOWN),
+        (FailureReason.RESET, OutcomeKind.UNKNOWN),
     ],
 )
 def test_only_a_connection_never_made_is_certainly_not_sent(how, kind):
-    assert submitted(Broken(how)).kind is kind
+    assert submitted(NoResponse(how)).kind is kind
 
 
 def test_a_request_that_cannot_be_sent_costs_a_retry_as_the_configuration_may_be_mended():
-    outcome = submitted(Broken(Break.UNSENDABLE))
+    outcome = submitted(NoResponse(FailureReason.UNSENDABLE))
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
 @pytest.mark.parametrize("asked", [submitted, polled])
 def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
-    outcome = asked(Broken(Break.TOO_LARGE))
+    outcome = asked(NoResponse(FailureReason.TOO_LARGE))
     assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
     assert "64 MiB" in outcome.message and "answer with their URL" in outcome.message
 
@@ -231,7 +231,7 @@ def test_a_message_without_words_gives_the_status(body):
 
 
 def test_a_message_is_bounded_and_repeats_no_secret():
-    about = About("job-1", None, secrets=("tok-123",))
+    about = ResponseContext("job-1", None, secrets=("tok-123",))
     answer = reply({"error": "bad token tok-123 " + "x" * 100_000}, 500)
     message = DEFAULT_PLAN.submit.judge.outcome(answer, about).message
     assert "tok-123" not in message and "***" in message and len(message) <= 500
@@ -267,14 +267,16 @@ def test_a_failing_poll_is_still_pending(status):
     assert (outcome.kind, outcome.remote_id) == (OutcomeKind.PENDING, "srv-1")
 
 
-@pytest.mark.parametrize("how", [Break.CONNECT, Break.TIMEOUT, Break.RESET, Break.UNSENDABLE])
+@pytest.mark.parametrize(
+    "how", [FailureReason.CONNECT, FailureReason.TIMEOUT, FailureReason.RESET, FailureReason.UNSENDABLE]
+)
 def test_a_broken_poll_is_still_pending(how):
-    outcome = polled(Broken(how))
+    outcome = polled(NoResponse(how))
     assert (outcome.kind, outcome.remote_id) == (OutcomeKind.PENDING, "srv-1")
 
 
 def test_a_result_too_large_to_be_polled_is_not_polled_for_ever():
-    assert polled(Broken(Break.TOO_LARGE)).code == "answer_too_large"
+    assert polled(NoResponse(FailureReason.TOO_LARGE)).code == "answer_too_large"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"status":"strange"}', b'{"status":"done","result":NaN}'])
@@ -365,8 +367,8 @@ def test_a_text_answer_is_a_result_only_if_described_so():
 
 def test_a_connection_error_can_mean_something_else():
     description = with_rules({"if": {"connection": ["timeout"]}, "then": "retry", "code": "freed"})
-    assert submitted(Broken(Break.TIMEOUT), description).code == "freed"
-    assert submitted(Broken(Break.RESET), description).kind is OutcomeKind.UNKNOWN
+    assert submitted(NoResponse(FailureReason.TIMEOUT), description).code == "freed"
+    assert submitted(NoResponse(FailureReason.RESET), description).kind is OutcomeKind.UNKNOWN
 
 
 def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse():
@@ -374,7 +376,7 @@ def test_a_rule_about_an_answer_is_not_about_a_connection_error_nor_the_reverse(
         {"if": {"connection": "reset"}, "then": "retry"}, {"if": {"status": [200, 500]}, "then": "busy"}
     )
     assert submitted(reply(b"", 500), description).kind is OutcomeKind.BUSY
-    assert submitted(Broken(Break.TIMEOUT), description).kind is OutcomeKind.UNKNOWN
+    assert submitted(NoResponse(FailureReason.TIMEOUT), description).kind is OutcomeKind.UNKNOWN
 
 
 def test_next_asks_for_the_next_step():
@@ -400,7 +402,7 @@ def test_an_id_is_mentioned_only_as_a_whole(body, mentioned):
 
 
 def test_an_async_model_needs_no_word_beside_its_id():
-    model = for_model("async", id_field="request_id")
+    model = from_shorthand("async", id_field="request_id")
     assert submitted(reply({"request_id": "r1"}), model) == Outcome(OutcomeKind.PENDING, remote_id="r1")
     assert submitted(reply({"status": "processing", "request_id": "r1"}), model).remote_id == "r1"
     assert submitted(reply({"status": "success", "result": 1}), model).result == 1
@@ -409,7 +411,7 @@ def test_an_async_model_needs_no_word_beside_its_id():
 
 
 def test_a_sync_model_that_says_processing_is_polled_all_the_same():
-    assert submitted(reply({"status": "processing", "job_id": "r1"}), for_model("sync")).remote_id == "r1"
+    assert submitted(reply({"status": "processing", "job_id": "r1"}), from_shorthand("sync")).remote_id == "r1"
 
 
 def test_a_pushing_server_needs_no_id():

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers import Call, Description, Live, Server
-from tasks.servers.stream import Piece
+from tasks.servers import Call, Description, ServerAdapter, ServerSession
+from tasks.servers.stream_reader import Piece
 from tests.support.scripted import Act, answer, hang_up, reset
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -180,7 +180,7 @@ def test_pieces_are_passed_on_while_the_server_is_still_at_it(scripted, loop):
         sock.sendall(chunk(data(b"[DONE]")) + END)
 
     there = scripted(lambda _seen: act)
-    live = Live(Server(there.url, described(OPENAI)), loop.wires, heard.append)
+    live = ServerSession(ServerAdapter(there.url, described(OPENAI)), loop.http, heard.append)
     assert loop.wait_for(live.submit(JOB)).result == "Hello"
     assert [(it.text, it.offset) for it in heard] == [("Hel", 0), ("lo", 3)]
 
@@ -188,7 +188,7 @@ def test_pieces_are_passed_on_while_the_server_is_still_at_it(scripted, loop):
 def test_progress_is_passed_on(scripted, loop):
     heard: list[Piece] = []
     there = scripted(lambda _seen: chunks(data(b'{"progress":0.5}', b'{"status":"success","result":1}')))
-    live = Live(Server(there.url, described({})), loop.wires, heard.append)
+    live = ServerSession(ServerAdapter(there.url, described({})), loop.http, heard.append)
     assert loop.wait_for(live.submit(JOB)).result == 1
     assert [it.progress for it in heard] == [0.5]
 
@@ -196,16 +196,16 @@ def test_progress_is_passed_on(scripted, loop):
 def test_a_poll_says_how_far_a_run_is(scripted, loop):
     heard: list[Piece] = []
     there = scripted(lambda _seen: answer({"status": "processing", "job_id": "r1", "progress": {"percent": 40}}))
-    live = Live(Server(there.url), loop.wires, heard.append)
+    live = ServerSession(ServerAdapter(there.url), loop.http, heard.append)
     assert loop.wait_for(live.status(JOB, "r1")).kind is OutcomeKind.PENDING
     assert [it.progress for it in heard] == [{"percent": 40}]
 
 
 def test_the_connection_of_a_stream_that_ended_well_is_used_again(scripted, loop):
     there = scripted(lambda _seen: chunks(data(b"[DONE]")))
-    server = Server(there.url, described(OPENAI))
+    server = ServerAdapter(there.url, described(OPENAI))
     for _ in range(3):
-        assert loop.wait_for(Live(server, loop.wires).submit(JOB)).kind is OutcomeKind.DONE
+        assert loop.wait_for(ServerSession(server, loop.http).submit(JOB)).kind is OutcomeKind.DONE
     assert there.connections == 1
 
 
@@ -301,7 +301,7 @@ def test_a_stream_that_lies_costs_what_it_should(
 
 def test_heartbeats_end_with_the_longest_silence(scripted, loop):
     there = scripted(lambda _seen: drip(b": still here\n\n", BEGUN))
-    live = Live(Server(there.url, described({**OPENAI, "silent_s": 0.2})), loop.wires)
+    live = ServerSession(ServerAdapter(there.url, described({**OPENAI, "silent_s": 0.2})), loop.http)
     began = time.monotonic()
     assert told(loop.wait_for(live.submit(Call("job-1", 1, {}, deadline_s=40.0)))) == UNHEARD
     assert time.monotonic() - began < 30
@@ -325,7 +325,7 @@ def test_a_server_that_is_not_listened_to_any_longer_may_be_at_it_still(outcome)
 
 
 def test_a_stream_of_too_many_values_is_none(outcome, monkeypatch):
-    monkeypatch.setattr("tasks.servers.stream.MOST_PIECES", 3)
+    monkeypatch.setattr("tasks.servers.stream_reader.MAX_PIECES", 3)
     assert told(outcome(chunks(b'{"n":1}\n' * 4, kind=LINES), LISTED)) == TOO_LARGE
 
 

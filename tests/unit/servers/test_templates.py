@@ -3,7 +3,15 @@ import pytest
 from routing.dispatch.outcome import OutcomeKind
 from tasks.servers.call import Call
 from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
-from tasks.servers.templates import Body, Headers, OutputSize, Path, TemplateError, Values, to_json
+from tasks.servers.templates import (
+    BodyTemplate,
+    CompiledOutputSize,
+    HeaderTemplates,
+    PathTemplate,
+    TemplateError,
+    TemplateValues,
+    to_json,
+)
 
 PAYLOAD = {"prompt": "a cat", "n": 3, "on": True, "none": None, "list": [1, {"x": 2}], "evil": "{{secret/KEY}}"}
 SECRETS = {"KEY": "s3cret"}
@@ -12,15 +20,15 @@ SECRETS = {"KEY": "s3cret"}
 def values(payload=PAYLOAD, **more):
     more = {"deadline_s": 2.5, "model_version": "2.1", "swap": False, **more}
     call = Call("job-1", 2, payload, callback_url="http://me/cb", callback_token="tok", **more)
-    return Values(call, "srv/7", SECRETS.get, output_size=OutputSize((("max",), ("n",)), 256))
+    return TemplateValues(call, "srv/7", SECRETS.get, output_size=CompiledOutputSize((("max",), ("n",)), 256))
 
 
 def body(template, payload=PAYLOAD):
-    return Body(template, SUBMIT_SOURCES | {"id"}).fill(values(payload))
+    return BodyTemplate(template, SUBMIT_SOURCES | {"id"}).fill(values(payload))
 
 
 def path(template, payload=PAYLOAD, sources=JOB_SOURCES):
-    return Path(template, sources).fill(values(payload))
+    return PathTemplate(template, sources).fill(values(payload))
 
 
 @pytest.mark.parametrize(
@@ -70,21 +78,21 @@ def test_the_expected_output_is_the_first_size_that_the_payload_says_or_the_defa
     ("left_s", "ms", "s"), [(0.0001, 1, 1), (0.9, 900, 1), (1.999, 1999, 1), (1e9, 604_800_000, 604_800)]
 )
 def test_what_is_left_of_a_run_is_at_least_one_and_rounded_down(left_s, ms, s):
-    filled = Body(["{{run/deadline_ms}}", "{{run/deadline_s}}"], SUBMIT_SOURCES).fill(values(deadline_s=left_s))
+    filled = BodyTemplate(["{{run/deadline_ms}}", "{{run/deadline_s}}"], SUBMIT_SOURCES).fill(values(deadline_s=left_s))
     assert filled == [ms, s]
 
 
 def test_what_is_told_of_a_run_can_stand_in_a_path_and_in_headers():
     text = "{{run/swap}}-{{run/deadline_s}}-{{run/output_size}}"
     assert path(f"/x?as={text}", sources=SUBMIT_SOURCES) == "/x?as=false-2-3"
-    assert Headers({"X-Run": text}, SUBMIT_SOURCES).fill(values()) == {"X-Run": "false-2-3"}
+    assert HeaderTemplates({"X-Run": text}, SUBMIT_SOURCES).fill(values()) == {"X-Run": "false-2-3"}
 
 
 def test_a_name_that_is_none_is_told_with_those_that_exist_there():
     with pytest.raises(ValueError, match=r"job/attempt_id, .*payload, payload/.*run/output_size, run/swap"):
         body("{{run/swop}}")
     with pytest.raises(ValueError, match="there is: id, job/attempt") as refused:
-        Body("{{run/swap}}", JOB_SOURCES)
+        BodyTemplate("{{run/swap}}", JOB_SOURCES)
     assert "run/swap," not in str(refused.value) and "secret/NAME" in str(refused.value)
 
 
@@ -125,7 +133,7 @@ def test_what_was_put_in_is_not_looked_at_again():
 )
 def test_a_template_that_means_nothing_is_refused_when_stored(template):
     with pytest.raises(ValueError, match=r"template|known|names nothing|pointer"):
-        Body(template, SUBMIT_SOURCES | {"id"})
+        BodyTemplate(template, SUBMIT_SOURCES | {"id"})
 
 
 def test_a_body_of_endless_depth_is_refused():
@@ -133,7 +141,7 @@ def test_a_body_of_endless_depth_is_refused():
     for _ in range(40):
         deep = [deep]
     with pytest.raises(ValueError, match="levels"):
-        Body(deep, SUBMIT_SOURCES)
+        BodyTemplate(deep, SUBMIT_SOURCES)
 
 
 def test_a_payload_without_the_needed_value_is_at_fault():
@@ -181,13 +189,13 @@ def test_only_texts_and_whole_numbers_stand_in_paths(value):
 
 def test_raw_is_refused_in_a_query():
     with pytest.raises(ValueError, match="raw"):
-        Path("/s?q={{raw:payload}}", JOB_SOURCES)
+        PathTemplate("/s?q={{raw:payload}}", JOB_SOURCES)
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nb", "ü", "", " a", "\x00"])
 def test_no_value_breaks_a_header(value):
     with pytest.raises(TemplateError):
-        Headers({"X-A": "{{payload/v}}"}, JOB_SOURCES).fill(values({"v": value}))
+        HeaderTemplates({"X-A": "{{payload/v}}"}, JOB_SOURCES).fill(values({"v": value}))
 
 
 def test_integers_beyond_64_bits_survive():
@@ -213,7 +221,7 @@ def test_what_json_cannot_say_is_the_payloads_fault(value):
 def test_a_path_can_go_on_from_the_registered_endpoint(endpoint, template, filled):
     known = values()
     known.endpoint = endpoint
-    assert Path(template, JOB_SOURCES).fill(known) == filled
+    assert PathTemplate(template, JOB_SOURCES).fill(known) == filled
 
 
 @pytest.mark.parametrize("template", ["{{endpoint}}@evil/x", "{{endpoint}}.evil/x", "{{endpoint}}:80/x"])
@@ -226,12 +234,12 @@ def test_what_follows_an_endpoint_without_a_path_never_becomes_part_of_the_host(
 @pytest.mark.parametrize("template", ["/x/{{endpoint}}", "/x?at={{endpoint}}", "{{id}}{{endpoint}}"])
 def test_the_endpoint_stands_at_the_beginning_of_a_path(template):
     with pytest.raises(ValueError, match="beginning"):
-        Path(template, JOB_SOURCES)
+        PathTemplate(template, JOB_SOURCES)
 
 
 def test_the_endpoint_is_for_paths_alone():
     with pytest.raises(ValueError, match="not known here"):
-        Body("{{endpoint}}", SUBMIT_SOURCES)
+        BodyTemplate("{{endpoint}}", SUBMIT_SOURCES)
 
 
 @pytest.mark.parametrize("value", ["a" * 2_000, "ä" * 400])
@@ -243,7 +251,7 @@ def test_a_value_that_makes_a_path_too_long_is_a_wrong_payload(value):
 
 
 def test_a_value_that_is_too_long_for_a_header_is_a_wrong_payload():
-    headers = Headers({"X-Prompt": "{{payload/prompt}}"}, SUBMIT_SOURCES)
+    headers = HeaderTemplates({"X-Prompt": "{{payload/prompt}}"}, SUBMIT_SOURCES)
     assert len(headers.fill(values({"prompt": "a" * 8_000}))["X-Prompt"]) == 8_000
     with pytest.raises(TemplateError, match="at most 8000 characters") as refused:
         headers.fill(values({"prompt": "a" * 8_001}))

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tasks.servers import HealthKind, Live, Server, call_server, connection
-from tasks.servers.answers import Answer, Break, Broken
+from tasks.servers import HealthKind, ServerAdapter, ServerSession, call_server, http_connection
 from tasks.servers.call import Limits
-from tasks.servers.connection import _LONGEST_HEAD
-from tasks.servers.wires import Exchange, _any_target, _form, _head, _target
+from tasks.servers.http_client import HttpExchange, _any_target, _form, _head, _target
+from tasks.servers.http_connection import _LONGEST_HEAD
+from tasks.servers.responses import FailureReason, NoResponse, Response
 from tests.support.scripted import always, answer, hang_up
 
 READ_S = 4.0
@@ -59,9 +59,9 @@ class Counted:
     """In place of a connection: counts what the test says has come, and has left."""
 
     def __init__(self) -> None:
-        self.heard, self.unsent, self.is_closed = 0, 0, False
+        self.bytes_received, self.bytes_unsent, self.is_closed = 0, 0, False
 
-    def carry(self, *_: object, **__: object) -> None:
+    def send_request(self, *_: object, **__: object) -> None:
         pass
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def sent(clock: Clock) -> tuple[Exchange, Counted]:
+def sent(clock: Clock) -> tuple[HttpExchange, Counted]:
     """An exchange whose request has left."""
-    wires: Any = SimpleNamespace(loop=clock, forget=lambda _: None)
-    exchange, connection = Exchange(wires, Limits(1.0, READ_S, time.monotonic() + 3600, 1000)), Counted()
+    http: Any = SimpleNamespace(loop=clock, forget=lambda _: None)
+    exchange, connection = HttpExchange(http, Limits(1.0, READ_S, time.monotonic() + 3600, 1000)), Counted()
     words: Any = SimpleNamespace(head=b"", body=b"", is_bodiless=False)
     exchange.send(connection, words)  # type: ignore[arg-type]
     return exchange, connection
@@ -86,7 +86,7 @@ def sent(clock: Clock) -> tuple[Exchange, Counted]:
 # -- when it is given up ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moves", ["heard", "unsent"])
+@pytest.mark.parametrize("moves", ["bytes_received", "bytes_unsent"])
 def test_an_exchange_that_moves_is_waited_for(clock, sent, moves):
     exchange, connection = sent
     for tick in range(200):
@@ -101,14 +101,14 @@ def test_an_exchange_that_does_not_move_is_given_up_in_time(clock, sent):
         assert not exchange.reply.done()
         clock.pass_by(READ_S / 4)
     reply = exchange.reply.result(0)
-    assert isinstance(reply, Broken) and reply.how is Break.TIMEOUT and connection.is_closed
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TIMEOUT and connection.is_closed
 
 
 def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
     exchange, _ = sent
-    exchange.answered()
+    exchange.on_complete()
     clock.pass_by(2 * 3600)
-    assert isinstance(exchange.reply.result(0), Answer)
+    assert isinstance(exchange.reply.result(0), Response)
 
 
 # -- heads ------------------------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ def ask(loop):
     """Asks a server once, by the wires of a loop in a thread of its own."""
 
     def ask(url: str, method: str = "POST", *, connect_s: float = 5.0, max_bytes: int = 10_000, body: bytes = b"1"):
-        async def asked() -> Answer | Broken:
+        async def asked() -> Response | NoResponse:
             limits = Limits(connect_s, math.inf, time.monotonic() + 10, max_bytes)
             sends = None if method in ("GET", "HEAD") else body
-            return await loop.wires.begin(method, f"{url}/x", {"a": "b"}, sends, limits).reply
+            return await loop.http.send(method, f"{url}/x", {"a": "b"}, sends, limits).reply
 
         return loop.wait_for(asked())
 
@@ -247,7 +247,7 @@ def test_a_connection_whose_other_end_did_this_in_this_very_moment_is_not_used(
     scripted, ask, loop, end, system, monkeypatch
 ):
     if system != "tells":
-        monkeypatch.setattr(connection, "_TCP_INFO", None)
+        monkeypatch.setattr(http_connection, "_TCP_INFO", None)
     closed, may_close = threading.Event(), threading.Event()
 
     def act(sock: socket.socket) -> None:
@@ -259,11 +259,11 @@ def test_a_connection_whose_other_end_did_this_in_this_very_moment_is_not_used(
     server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))
     assert ask(server.url).body == b"first"
 
-    async def at_once() -> Answer | Broken:
+    async def at_once() -> Response | NoResponse:
         may_close.set()
         assert closed.wait(10)  # The loop stands still, and has not heard of it.
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
-        return await loop.wires.begin("POST", f"{server.url}/x", {}, b"1", limits).reply
+        return await loop.http.send("POST", f"{server.url}/x", {}, b"1", limits).reply
 
     assert loop.wait_for(at_once()).body == b"second"
 
@@ -283,13 +283,13 @@ def test_an_answer_that_is_cut_is_none(scripted, ask, head):
         hang_up(sock)
 
     reply = ask(scripted(always(act)).url)
-    assert isinstance(reply, Broken) and reply.how is Break.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
 @pytest.mark.parametrize("said", [b"100 Continue\r\nConnection: close", b"000 What\r\nConnection: close"])
 def test_what_is_on_the_way_to_an_answer_and_the_last_that_comes_is_none(scripted, ask, said):
     reply = ask(scripted(always(b"HTTP/1.1 " + said + b"\r\nContent-Length: 0\r\n\r\n")).url)
-    assert isinstance(reply, Broken) and reply.how is Break.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
 def test_a_packed_answer_of_nothing_is_nothing(scripted, ask):
@@ -304,7 +304,7 @@ def test_a_head_is_answered_without_a_body(scripted, ask):
 def test_an_endless_head_is_no_answer(scripted, ask):
     server = scripted(always(b"HTTP/1.1 200 OK\r\nA: " + b"x" * (_LONGEST_HEAD + 1)))
     reply = ask(server.url)
-    assert isinstance(reply, Broken) and reply.how is Break.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
 def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
@@ -312,14 +312,14 @@ def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
     reply = ask(scripted(always(head + b"1\r\n\r\n")).url)
     assert reply.body == b"x" and "a" not in reply.headers
     reply = ask(scripted(always(head + b"x" * 2 * _LONGEST_HEAD)).url)
-    assert isinstance(reply, Broken) and reply.how is Break.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
 def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
     server = scripted(always(answer(gzip.compress(b"x" * 1000), Content_Encoding="gzip")))
     assert ask(server.url, max_bytes=1000).body == b"x" * 1000
     reply = ask(server.url, max_bytes=999)
-    assert isinstance(reply, Broken) and reply.how is Break.TOO_LARGE
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE
 
 
 _PACKED = gzip.compress(b"x" * 1000)
@@ -332,7 +332,7 @@ _PACKED = gzip.compress(b"x" * 1000)
 )
 def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
     reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)
-    assert isinstance(reply, Broken) and reply.how is Break.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
 def test_a_large_request_arrives_whole(scripted, ask):
@@ -353,25 +353,25 @@ def test_the_next_address_of_a_name_is_tried_while_one_does_not_answer(
     async def two(*_: object, **__: object) -> list[Any]:
         return [(*kind, ("127.0.0.2", silent_address)), (*kind, ("127.0.0.1", server.port))]
 
-    monkeypatch.setattr(loop.wires.loop, "getaddrinfo", two)
+    monkeypatch.setattr(loop.http.loop, "getaddrinfo", two)
     assert ask(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
 
 
 def test_an_exchange_that_is_cut_while_it_connects_sends_nothing(scripted, loop):
     server = scripted(always(answer(b"x")))
 
-    async def cut() -> Answer | Broken:
+    async def cut() -> Response | NoResponse:
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
-        exchange = loop.wires.begin("POST", server.url, {}, b"1", limits)
-        exchange.cut()
+        exchange = loop.http.send("POST", server.url, {}, b"1", limits)
+        exchange.cut_off()
         return await exchange.reply
 
     reply = loop.wait_for(cut())
-    assert isinstance(reply, Broken) and reply.how is Break.CONNECT and server.seen == []
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.CONNECT and server.seen == []
 
 
 def test_a_connection_that_is_closed_before_the_request_leaves_by_it_carries_none(scripted, ask, loop, monkeypatch):
-    connect = loop.wires.loop.create_connection
+    connect = loop.http.loop.create_connection
 
     async def too_late(*args: Any, **more: Any) -> Any:
         transport, connection = await connect(*args, **more)
@@ -380,20 +380,20 @@ def test_a_connection_that_is_closed_before_the_request_leaves_by_it_carries_non
             await asyncio.sleep(0)
         return transport, connection
 
-    monkeypatch.setattr(loop.wires.loop, "create_connection", too_late)
+    monkeypatch.setattr(loop.http.loop, "create_connection", too_late)
     reply = ask(scripted(always(answer(b"x"))).url)
-    assert isinstance(reply, Broken) and reply.how is Break.CONNECT and not loop.wires._open
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.CONNECT and not loop.http._open
 
 
 def test_an_exchange_that_is_cut_after_its_answer_leaves_the_next_its_connection(scripted, ask, loop):
     server = scripted(always(answer(b"x")))
 
-    async def cut() -> Answer | Broken:
+    async def cut() -> Response | NoResponse:
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
-        first = loop.wires.begin("POST", server.url, {}, b"1", limits)
+        first = loop.http.send("POST", server.url, {}, b"1", limits)
         await first.reply
-        second = loop.wires.begin("POST", server.url, {}, b"2", limits)
-        first.cut()
+        second = loop.http.send("POST", server.url, {}, b"2", limits)
+        first.cut_off()
         return await second.reply
 
     assert loop.wait_for(cut()).body == b"x" and server.connections == 1
@@ -407,7 +407,7 @@ def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop
         sock.recv(1)
         closed.set()
 
-    monkeypatch.setattr(connection, "MAX_IDLE_S", 0.01)
+    monkeypatch.setattr(http_connection, "MAX_IDLE_S", 0.01)
     assert ask(scripted(always(act)).url).body == b"x"
     assert closed.wait(10)
 
@@ -421,7 +421,7 @@ def test_wires_that_are_closed_leave_no_connection(scripted, ask, loop):
         closed.set()
 
     assert ask(scripted(always(act)).url).body == b"x"
-    loop.soon(loop.wires.close)
+    loop.soon(loop.http.close)
     assert closed.wait(10)
 
 
@@ -433,5 +433,5 @@ def test_a_call_from_a_thread_leaves_no_connection(scripted):
         sock.recv(1)
         closed.set()
 
-    assert call_server(Server(scripted(always(act)).url), Live.health).kind is HealthKind.UP
+    assert call_server(ServerAdapter(scripted(always(act)).url), ServerSession.health).kind is HealthKind.UP
     assert closed.wait(10)

@@ -30,7 +30,7 @@ from slotkeeper.outbox.ageing import EventRetention
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.tenants import Tenants, hash_key
-from tasks import wiring
+from tasks import services
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.ends import store_end
@@ -69,7 +69,7 @@ class Served:
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
     owners = Owners(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
-    watching = ProgressFollower(wiring.scripts())
+    watching = ProgressFollower(services.scripts())
     made = Application(api.client.application, settings, owners, 3000, api.database, watching)
     with serving(made) as web:
         yield Served(api, web)
@@ -218,7 +218,7 @@ def test_a_stream_is_not_for_http_1_0_which_knows_no_chunks(served: Served) -> N
 
 def _say(job_id: str, text: str, ms: int, attempt: int = 1) -> int:
     said = json.dumps({"job_id": job_id, "attempt": attempt, "offset": 0, "text": text})
-    return wiring.scripts().run(wiring.telling().publish_command(job_id, EntryId(attempt, ms), said, 100))
+    return services.scripts().run(services.progress_scripts().publish_command(job_id, EntryId(attempt, ms), said, 100))
 
 
 def _texts(reader: Reader) -> list[str]:

@@ -1,0 +1,111 @@
+"""A worker as a step of Celery's consumer: it consumes all models' queues, and drains when the process shuts down."""
+
+import threading
+from typing import Any
+
+import structlog
+from celery import bootsteps
+from celery.signals import worker_shutting_down
+
+from slotkeeper.garbage import tune_garbage_collection
+from slotkeeper.process import singleton
+from tasks import liveness, offer_messages
+from tasks.celery_app import celery
+from tasks.extensions.canary import Canary, consume
+from tasks.services import dispatcher, processes, workers
+from tasks.worker.worker import this_worker
+
+log = structlog.get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
+
+
+class ModelQueueWatcher(threading.Thread):
+    """Consumes from the queue of every model in the catalog, also of those registered later, and of no others."""
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__(name="queue-watch", daemon=True)
+        self._consumer = consumer
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            try:
+                self._look()
+            except Exception as error:
+                log.warning("queue_watch_failed", error=str(error))
+            self.ended.wait(_WATCH_EVERY_S)
+
+    def _look(self) -> None:
+        # Compared with what is really consumed, so that nothing that went wrong once stays so.
+        consumed = {queue.name for queue in self._consumer.task_consumer.queues}
+        wanted = {offer_messages.queue_name(model) for model in dispatcher().catalog.get().models}
+        # Not from here: the connection belongs to the thread of the loop.
+        for queue in sorted(wanted - consumed):
+            self._consumer.hub.call_soon(_consume, self._consumer, queue)
+        for queue in sorted(name for name in consumed - wanted if offer_messages.is_model_queue(name)):
+            self._consumer.hub.call_soon(self._consumer.cancel_task_queue, queue)
+            self._consumer.hub.call_soon(_delete_queue, self._consumer, queue)
+
+
+def _consume(consumer: Any, name: str) -> None:
+    queue = celery.amqp.queues[name]  # Made of the type that celeryconfig.py says; add_task_queue makes a classic one.
+    consumer.add_task_queue(queue.name)
+
+
+def _delete_queue(consumer: Any, queue: str) -> None:
+    """Of a model that is gone, or called otherwise: with what the broker keeps of it, unless something lies there."""
+    try:
+        consumer.task_consumer.channel.queue_delete(queue, if_empty=True)
+    except Exception as error:  # It costs a key at the broker, or a queue that stands empty.
+        log.info("queue_not_deleted", queue=queue, error=str(error))
+
+
+@singleton
+def _canary() -> Canary:
+    return Canary(this_worker().engine, workers())
+
+
+@singleton
+def _say_that_it_lives() -> liveness.ProcessReport:
+    return liveness.start_reporting("worker", processes(), _facts)
+
+
+def _facts() -> dict[str, Any]:
+    worker, canary = this_worker(), _canary()
+    canary.send_if_due()
+    return {"runs": worker.runs, "capacity": worker.max_runs, "takes": worker.accepts_jobs, **canary.facts()}
+
+
+class JobsStep(bootsteps.StartStopStep):
+    """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        self._watch: ModelQueueWatcher | None = None
+        super().__init__(parent, **kwargs)
+
+    def start(self, parent: Any) -> None:
+        if "celery" not in celery.amqp.queues.consume_from:
+            return  # A worker for maintenance or webhooks alone.
+        this_worker().max_runs = parent.pool.limit  # as the worker's options or the settings say
+        this_worker().start_consuming(parent)
+        tune_garbage_collection()
+        consume(_canary(), parent)
+        _say_that_it_lives()
+        self._watch = ModelQueueWatcher(parent)
+        self._watch.start()
+
+    def stop(self, parent: Any) -> None:
+        if self._watch is not None:
+            self._watch.ended.set()
+
+
+celery.steps["consumer"].add(JobsStep)
+
+
+@worker_shutting_down.connect
+def _drain(**_: object) -> None:
+    if this_worker.created:
+        this_worker().drain()

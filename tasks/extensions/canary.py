@@ -1,0 +1,110 @@
+"""A canary: a message that goes the way of a job, and takes no slot.
+
+It comes by the broker to the worker that has sent it, goes through its event loop to Redis and to the record, and is
+timed.  A worker through which none has come lately is not ready, whatever else says that it lives.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import structlog
+from kombu import Exchange, Queue
+
+from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.db.group_commit import Write
+from tasks.celery_app import celery
+from tasks.config import TaskSettings
+from tasks.publisher import publish_queue
+from tasks.worker.event_loop import WorkerLoop
+
+log = structlog.get_logger(__name__)
+
+EVERY_S = 5.0
+TASK = "slotkeeper.canary"
+_LONGEST_S = 15.0
+_EXPIRES_S = 300.0  # of a queue that nobody reads any more, where the broker forgets such
+
+
+class Canary:
+    """Those of one worker."""
+
+    def __init__(self, engine: WorkerLoop, workers: WorkerCapacity) -> None:
+        self._engine, self._workers = engine, workers
+        self._queue: Queue | None = None
+        self._sent: dict[str, float] = {}  # token -> when, monotonic s
+        self._count = 0
+        self._sent_s = float("-inf")
+        self._came_s: float | None = None
+        self._took_s = 0.0
+
+    def queue_of(self, node: str) -> Queue:
+        """The queue of this worker alone.  `node`: its name among Celery's workers, which outlives it."""
+        name = f"canary.{node}"
+        arguments = {"x-queue-type": "classic"} if TaskSettings().broker_queues == "quorum" else None
+        self._queue = Queue(
+            name,
+            Exchange("canary", "direct"),
+            name,
+            auto_delete=True,
+            expires=_EXPIRES_S,
+            queue_arguments=arguments,  # Quorum queues are not deleted with their last consumer.
+        )
+        return self._queue
+
+    def send_if_due(self) -> None:
+        """Send one, unless the last was sent just now."""
+        now, queue = time.monotonic(), self._queue
+        if queue is None or now - self._sent_s < EVERY_S:
+            return
+        self._sent_s = now
+        self._count += 1
+        token = f"{id(self)}.{self._count}"
+        self._sent = {one: at for one, at in self._sent.items() if now - at < _LONGEST_S} | {token: now}
+        publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_LONGEST_S))
+
+    def receive(self, token: str) -> None:
+        """It has come by the broker: on through the loop.  One of another process, or one that took too long, is not
+        counted.  Raises what the loop, Redis or the record raises."""
+        sent_s = self._sent.pop(token, None)
+        if sent_s is None:
+            return
+        try:
+            self._engine.ask(self._pass(), _LONGEST_S)
+        except CancelledError:  # The worker ends, and shall not have to wait for it.
+            return
+        self._came_s = time.monotonic()
+        self._took_s = self._came_s - sent_s
+
+    async def _pass(self) -> None:
+        await self._engine.redis(self._workers.total_command())
+        await self._engine.commit(Write(lambda tx: None))
+
+    def facts(self) -> dict[str, Any]:
+        """How the last one fared: `canary_ms`, and `canary_age_ms` since it came; None: none has come."""
+        if self._came_s is None:
+            return {"canary_ms": None, "canary_age_ms": None}
+        age_ms = round((time.monotonic() - self._came_s) * 1000)
+        return {"canary_ms": round(self._took_s * 1000, 3), "canary_age_ms": age_ms}
+
+
+_heard: list[Callable[[str], None]] = []
+
+
+@celery.task(name=TASK, ignore_result=True, send_events=False)
+def canary(token: str) -> None:
+    """One has come."""
+    for come in _heard:
+        come(token)
+
+
+def consume(canary: Canary, consumer: Any) -> None:
+    """Take canaries as messages of this consumer of Celery's; from its own thread, each time that it is connected.
+
+    It consumes when its loop turns: before that it has no callbacks, and a message that a broker pushes ends it.
+    """
+    _heard[:] = [canary.receive]
+    queue = canary.queue_of(consumer.hostname)
+    celery.amqp.queues.select_add(queue)
+    consumer.hub.call_soon(consumer.add_task_queue, queue.name)

@@ -1,0 +1,111 @@
+"""Celery's revoke is a cancel: of a job that waits, is delayed, offered or runs, whichever worker hears it.
+
+`control.revoke`, `AsyncResult.revoke` and Flower's button are told to all workers at once.  Each that hears it cancels
+the job in the record, where a second cancel finds nothing left to do; none needs to have seen a message of the job.
+"""
+
+import threading
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import Any
+
+import structlog
+from celery import states
+from celery.utils.functional import maybe_list
+from celery.worker import control
+from celery.worker.state import revoked
+
+from slotkeeper.audit import acts
+from slotkeeper.audit.acts import Actor
+from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound
+from slotkeeper.process import singleton
+from tasks.celery_app import celery
+from tasks.services import dispatcher
+
+log = structlog.get_logger(__name__)
+
+_AGAIN_S = 1.0
+_CLIENT = Actor("a client of Celery", "Celery")  # Celery does not say which.
+_TRIES = 300
+_UNKNOWN_YET = frozenset({states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED})
+
+
+class Cancels:
+    """Cancels jobs in a thread of its own: the loop that hears of a revoke waits for no database."""
+
+    def __init__(self) -> None:
+        self._ids: SimpleQueue[str] = SimpleQueue()
+        self._pause = threading.Event()
+        threading.Thread(target=self._run, name="revokes", daemon=True).start()
+
+    def put(self, ids: Iterable[str]) -> None:
+        for job_id in ids:
+            self._ids.put(job_id)
+
+    def _run(self) -> None:
+        while True:
+            job_id = self._ids.get()
+            try:
+                self._cancel(job_id)
+            except Exception as error:
+                log.error("revoke_failed", job_id=job_id, error=repr(error))
+
+    def _cancel(self, job_id: str) -> None:
+        """Cancel it as soon as the record answers.  Raises RecordUnavailable if that stays away."""
+        for _ in range(_TRIES):
+            try:
+                cancel_job(job_id)
+                return
+            except DatabaseUnavailable:
+                self._pause.wait(_AGAIN_S)
+        raise DatabaseUnavailable(f"The record stayed away for {_TRIES * _AGAIN_S:.0f} s; revoke it again.")
+
+
+@singleton
+def cancel_queue() -> Cancels:
+    return Cancels()
+
+
+def cancel_job(job_id: str) -> None:
+    """Cancel a job; one that has ended stays as it is.  Raises RecordUnavailable."""
+    try:
+        with acts.acting_as(_CLIENT):
+            dispatcher().cancel(job_id)
+    except Conflict:
+        log.debug("revoked_too_late", job_id=job_id)
+    except JobNotFound:
+        _revoke_message(job_id)
+
+
+def _revoke_message(task_id: str) -> None:
+    """The record does not know it: a message that no worker has admitted yet, or no job at all.  As Celery does."""
+    if celery.backend.get_state(task_id) in _UNKNOWN_YET:
+        celery.backend.mark_as_revoked(task_id, reason="revoked")
+
+
+def is_revoked(task_id: str) -> bool:
+    """Whether this worker has heard a revoke of it."""
+    return task_id in revoked
+
+
+@control.control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
+def revoke(state: Any, task_id: Any, **_: Any) -> dict[str, Any]:
+    """Revoke by id: a job is canceled wherever it is, and its server asked to stop it, with or without terminate."""
+    ids = {one for one in maybe_list(task_id) or [] if isinstance(one, str)}
+    revoked.update(ids)  # for what is still a message only
+    cancel_queue().put(sorted(ids))
+    return {"ok": f"{len(ids)} are being revoked"}
+
+
+@control.control_command(
+    name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
+)
+def terminate(state: Any, signal: Any, task_id: Any, **_: Any) -> dict[str, Any]:
+    """The same as revoke: a job's server stops it, no thread of a worker can be killed."""
+    return revoke(state, task_id)
+
+
+@control.control_command(name="revoke_by_stamped_headers", variadic="headers", signature="[key=value ...]")
+def revoke_by_stamped_headers(state: Any, headers: Any, **_: Any) -> dict[str, Any]:
+    """Not done: jobs are not found by stamps; revoke them by their ids."""
+    return {"ok": "nothing was revoked: jobs are not found by stamped headers, revoke them by their ids"}

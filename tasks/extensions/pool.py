@@ -1,0 +1,82 @@
+"""The pool of a worker: here a run leaves Celery for the event loop, and other tasks go to threads.
+
+Celery's tracer is synchronous: it calls a function, and the task has ended when that returns.  A run is a coroutine
+that waits for a server, so it is not traced.  The pool gives the offer of the wake-up to the event loop, and reports
+the wake-up as done, which acknowledges its message.  What the run then does stands in the database.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+from celery.concurrency.thread import TaskPool
+
+from tasks import offer_messages
+from tasks.wake_up import is_wake_up
+
+log = structlog.get_logger(__name__)
+
+_MOST_THREADS = 64
+
+
+class Pool(TaskPool):
+    """`limit`: the most runs under way, and the most other tasks, though of those no more than 64."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.executor = ThreadPoolExecutor(min(self.limit, _MOST_THREADS))
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many messages the worker may hold: runs take places without one (`worker_disable_prefetch`)."""
+        return max(self.limit - _runs(), 0)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Return what `inspect stats` shows of the pool."""
+        return {**super().info, "runs": _runs()}
+
+    def on_apply(
+        self,
+        target: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        name, task_id, request = args[:3]
+        if name != offer_messages.TASK or not is_wake_up(request):
+            return super().on_apply(target, args, kwargs, callback, accept_callback, **more)
+        if accept_callback is not None and callback is not None:
+            accept_callback(os.getpid(), time.monotonic())
+            callback((False, None, 0.0))  # (failed, result, seconds)
+        _run(task_id, request)
+        return None
+
+    def on_stop(self) -> None:
+        from tasks.worker.worker import this_worker
+
+        if this_worker.created:
+            this_worker().drain_and_close()
+        super().on_stop()
+
+
+def _run(task_id: str, request: Any) -> None:
+    """Run the job of a wake-up's offer.  One that comes twice finds its offer taken up, and changes nothing."""
+    from tasks.worker.worker import this_worker
+
+    offer = offer_messages.read_offer(task_id, request["args"], request)
+    if offer is None:
+        log.warning("wake_up_not_understood", job_id=task_id)
+    else:
+        this_worker().executor.run_open_offer(offer)
+
+
+def _runs() -> int:
+    from tasks.worker.worker import this_worker
+
+    return this_worker().runs if this_worker.created else 0

@@ -1,0 +1,233 @@
+"""What a call of `infer` asks for, by delay, apply_async, a canvas or a bare message: read, or refused by name.
+
+Nothing that is asked for is passed over in silence: an argument or option is honoured, or it is refused with a
+sentence that says what to do instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from typing import Any
+
+from routing.admission.submission import Submission
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import InvalidJob
+from tasks import offer_messages
+
+_LONGEST_TENANT = 200
+_LARGEST_ENVELOPE = 1 << 20
+_EARLIER = (
+    'Earlier results come first in a chain: write infer.s(model="…") for the result to become the payload, '
+    'infer.si("…", {…}) to leave it out, or put a task of your own between them that makes the payload'
+)
+_MODEL_OR_PAYLOAD = "its model or payload; let a task of your own make the payload, or leave what comes earlier out"
+
+_POSITIONS = ("model", "payload", "callback_url")
+_ARGUMENTS = frozenset({*_POSITIONS, "constraints", "tenant", "idempotency_key", "traceparent"})
+_OURS = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
+_CELERYS = frozenset({"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"})
+# How a canvas tells its parts what they belong to.
+_CANVAS = frozenset({"chain", "chord", "group_id", "group_index", "parent_id", "root_id", "stamped_headers"})
+# About the sending of a message.  None is sent: the job is in the record before the call returns.
+_OF_MESSAGES = frozenset({"add_to_parent", "connection", "producer", "publisher", "replaced_task_nesting", "reply_to"})
+_HARMLESS = {"queue": ("celery",), "retries": (0,), "serializer": ("json",)}
+_ELSEWHERE = "a job waits in the room of its model; constraints say which servers may run it, priority how urgent it is"
+_LIMITS = "a run is limited by its model's max_poll_time, a job's life by expires"
+_PUBLISHING = "no message is published: the job is in the record before the call returns"
+_REFUSED = {
+    **dict.fromkeys(("queue", "exchange", "exchange_type", "routing_key", "router", "route_name"), _ELSEWHERE),
+    **dict.fromkeys(("time_limit", "soft_time_limit"), _LIMITS),
+    **dict.fromkeys(("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers"), _PUBLISHING),
+    **dict.fromkeys(("serializer", "compression"), "a payload is a JSON object, and stored as one"),
+    "rate_limit": "a model runs as many jobs as it has slots, and a tenant as many as tenant_slots lets it hold",
+    "max_retries": "retries are bounded by max_retries of the model's configuration",
+    "retries": "retries are counted in the record",
+    "shadow": "a job is known as infer, and by its id",
+}
+
+
+def infer(
+    model: str,
+    payload: dict[str, Any] | None = None,
+    callback_url: str | None = None,
+    *,
+    constraints: Mapping[str, Any] | None = None,
+    tenant: str | None = None,
+    idempotency_key: str | None = None,
+    traceparent: str | None = None,
+) -> Any:
+    """Submit a job: `infer.delay(model, payload)`; its result is that of the inference server.
+
+        infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
+        infer.apply_async(("zimg", {"prompt": "soon"}), priority=1, expires=60, constraints={"gpu": "A100"})
+
+    `callback_url`, `constraints`, `tenant`, `idempotency_key` and `traceparent` (by default the environment's
+    TRACEPARENT) may be given as arguments, or as options of apply_async and of signatures,
+    `infer.s(…).set(tenant="acme")`.  Further options: `priority` (1 most urgent … 9),
+    `countdown`, `eta`, `expires`, `task_id` (the job's id), `link`, `link_error`, `ignore_result`.  Any other is
+    refused.  In a chain `infer.s(model="flux")` takes the earlier result as its payload.
+
+    The call returns once the job is in the record.  AsyncResult.status is PENDING until the job has ended, then
+    SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
+    slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooMany, Conflict,
+    IdempotencyConflict, RecordUnavailable.
+    """
+
+
+def read_submission(
+    job_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> Submission:
+    """The job that a call asks for.  Raises InvalidJob."""
+    given = {name: value for name, value in options.items() if value is not None}
+    _check_options(given)
+    _check_successors(given)
+    asked = _arguments(args, kwargs) | _shared_arguments(kwargs, given)
+    return Submission(
+        id=job_id,
+        priority=given.get("priority"),
+        ttl_s=_seconds_until("expires", given.get("expires")),
+        delay_s=given.get("countdown") or _seconds_until("eta", given.get("eta")),
+        source="task",
+        envelope=_envelope(given),
+        **asked,
+    )
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    known = _OURS | _CELERYS | _CANVAS | _OF_MESSAGES | set(_stamps(given))
+    for name in given.keys() - known:
+        if given[name] in _HARMLESS.get(name, ()):
+            continue
+        if name in _REFUSED:
+            raise InvalidJob(name, f"{name} means nothing to a job: {_REFUSED[name]}")
+        raise InvalidJob(name, f"{name} is no option of infer{_nearest(name, _OURS | _CELERYS)}")
+
+
+def _stamps(given: Mapping[str, Any]) -> Sequence[str]:
+    return given.get("stamped_headers") or ()
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(sorted(known))}"
+
+
+def _envelope(given: Mapping[str, Any]) -> str:
+    """Whom its end concerns, as JSON.  Raises InvalidJob for what cannot be kept."""
+    kept = {
+        **given,
+        "callbacks": _signatures(given.get("link")),
+        "errbacks": _signatures(given.get("link_error")),
+        "stamps": {name: given.get(name) for name in _stamps(given)} or None,
+    }
+    try:
+        packed = offer_messages.pack_envelope(kept)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidJob("link", f"what follows the job cannot be kept as JSON: {error}") from None
+    if len(packed) > _LARGEST_ENVELOPE:
+        raise InvalidJob("link", f"what follows the job takes {len(packed)} bytes, {_LARGEST_ENVELOPE} may be kept")
+    return packed
+
+
+def _signatures(link: Any) -> list[Any] | None:
+    if not link:
+        return None
+    return list(link) if isinstance(link, list | tuple) else [link]
+
+
+# -- what follows ----------------------------------------------------------------------------------------------
+
+
+def _check_successors(given: Mapping[str, Any]) -> None:
+    """Refuse now what would be refused only after this job has run."""
+    for field in ("link", "chain"):
+        for step in _signatures(given.get(field)) or ():
+            if _is_infer(step) and (step.get("args") or not (step.get("kwargs") or {}).get("model")):
+                raise InvalidJob(
+                    field, f"{field}: the infer after this job would get its result as a model. {_EARLIER}"
+                )
+    if any(map(_is_infer, _signatures(given.get("link_error")) or ())):
+        raise InvalidJob("link_error", f"link_error: infer would get this job's id as {_MODEL_OR_PAYLOAD}, infer.si(…)")
+    if _is_infer(given.get("chord")):
+        raise InvalidJob(
+            "chord", f"chord: its body infer would get a list of results as {_MODEL_OR_PAYLOAD}, infer.si(…)"
+        )
+
+
+def _is_infer(step: Any) -> bool:
+    """Whether this is a call of `infer` that takes what comes before it."""
+    return isinstance(step, Mapping) and step.get("task") == offer_messages.TASK and not step.get("immutable")
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Model, payload and callback_url by position or by name."""
+    for name in kwargs.keys() - _ARGUMENTS:
+        raise InvalidJob(str(name), f"{name} is no argument of infer{_nearest(str(name), _ARGUMENTS)}")
+    # An earlier result comes first, where the model is named: it is the payload.
+    positions = _POSITIONS[1:] if "model" in kwargs else _POSITIONS
+    if len(args) > len(positions):
+        raise InvalidJob("args", f"infer takes {', '.join(positions)}, and was given {len(args)} arguments. {_EARLIER}")
+    found = dict(zip(positions, args, strict=False))
+    for name in found.keys() & kwargs.keys():
+        raise InvalidJob(name, f"{name} is given twice, by position and by name")
+    found |= {name: kwargs[name] for name in _POSITIONS if name in kwargs}
+    if not isinstance(found.get("model"), str):
+        raise InvalidJob("model", _not_a_model(found.get("model")))
+    if found.get("payload") is None:
+        found["payload"] = {}
+    if not isinstance(found["payload"], dict):
+        raise InvalidJob("payload", f"payload must be a JSON object and is {_kind(found['payload'])}. {_EARLIER}")
+    return found
+
+
+def _not_a_model(found: Any) -> str:
+    if found is None:
+        return "infer needs a model: infer.delay(model, payload)"
+    return f"the model must be named by a text and is {_kind(found)}. {_EARLIER}"
+
+
+def _kind(value: Any) -> str:
+    known = {"dict": "an object", "list": "a list", "tuple": "a list", "str": "a text"}
+    return known.get(type(value).__name__, f"a {type(value).__name__}")
+
+
+def _shared_arguments(kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What may be given as an argument or as an option."""
+    found = {}
+    for name in sorted(_OURS):
+        if kwargs.get(name) is not None and name in given and kwargs[name] != given[name]:
+            raise InvalidJob(name, f"{name} is given twice, as an argument and as an option")
+        value = given.get(name, kwargs.get(name))
+        if value is not None:
+            found[name] = value
+    _check_texts(found)
+    return found
+
+
+def _check_texts(found: Mapping[str, Any]) -> None:
+    for name in {"callback_url", "idempotency_key", "tenant", "traceparent"} & found.keys():
+        if not isinstance(found[name], str):
+            raise InvalidJob(name, f"{name} must be a text and is {_kind(found[name])}")
+    tenant = found.get("tenant", "default")
+    if not 1 <= len(tenant) <= _LONGEST_TENANT or not tenant.isprintable():
+        raise InvalidJob("tenant", f"tenant must be 1 to {_LONGEST_TENANT} printable characters")
+
+
+def _seconds_until(field: str, when: Any) -> float | None:
+    """Celery gives times as seconds from now, as datetimes, and in messages as ISO texts."""
+    if when is None or (isinstance(when, int | float) and not isinstance(when, bool)):
+        return when
+    try:
+        if isinstance(when, str):
+            when = datetime.fromisoformat(when)
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=UTC)
+        return max(when.timestamp() - now_ms() / 1000, 0.0)
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise InvalidJob(field, f"{field} must be a number of seconds, or a date and time") from None

@@ -1,0 +1,1 @@
+"""The process `relay`: it publishes all events to each sink, in order."""

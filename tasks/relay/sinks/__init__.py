@@ -1,0 +1,89 @@
+"""sinks: where the relay publishes events to.  Each is a file here, and a word of SLOTKEEPER_EVENTS_TO.
+
+sink    what all of them are                kafka   a topic, keyed by job
+nats    a JetStream                         amqp    an exchange
+redis   a stream                            event_stream  what is said to it
+otlp    a receiver of traces              task_events  Celery's task events, as Flower receives them
+"""
+
+from collections.abc import Callable, Mapping
+
+from tasks.config import EventSettings
+from tasks.relay.sinks.sink import Sink
+from tasks.services import database, scripts
+
+FindEvent = Callable[[int], "str | None"]
+
+
+def make(name: str, settings: EventSettings, known: FindEvent) -> Sink:
+    """A sink by its word.  `known`: what the record says of an event by its number, as it is published; None: nothing.
+
+    Their libraries are loaded here.  Raises ValueError: a setting or a library that it needs is missing.
+    """
+    return _MAKERS[name](settings, known)
+
+
+def _redis(settings: EventSettings, known: FindEvent) -> Sink:
+    from tasks.relay.sinks.event_stream import EventStream
+    from tasks.relay.sinks.redis_stream import RedisStreamSink
+
+    return RedisStreamSink(EventStream(scripts(), settings.stream_length), settings.stream_length, known)
+
+
+def _kafka(settings: EventSettings, _: FindEvent) -> Sink:
+    _need(settings.kafka_servers, "SLOTKEEPER_EVENTS_KAFKA_SERVERS", "host:9092")
+    try:
+        from tasks.relay.sinks.kafka import KafkaSink
+    except ImportError as error:
+        raise ValueError("the library for Kafka is missing: pip install 'slotkeeper[kafka]'") from error
+
+    return KafkaSink(settings.kafka_servers, settings.kafka_topic, settings.kafka_options)
+
+
+def _nats(settings: EventSettings, _: FindEvent) -> Sink:
+    _need(settings.nats_url, "SLOTKEEPER_EVENTS_NATS_URL", "nats://host:4222")
+    try:
+        from tasks.relay.sinks.nats import NatsSink
+    except ImportError as error:
+        raise ValueError("the library for NATS is missing: pip install 'slotkeeper[nats]'") from error
+
+    return NatsSink(settings.nats_url, settings.nats_stream)
+
+
+def _amqp(settings: EventSettings, _: FindEvent) -> Sink:
+    _need(settings.amqp_url, "SLOTKEEPER_EVENTS_AMQP_URL", "amqp://user:password@host/vhost")
+    from tasks.relay.sinks.amqp import AmqpSink
+
+    return AmqpSink(settings.amqp_url, settings.amqp_exchange)
+
+
+def _otlp(settings: EventSettings, _: FindEvent) -> Sink:
+    _need(settings.otlp_endpoint, "SLOTKEEPER_EVENTS_OTLP_ENDPOINT", "http://host:4318")
+    try:
+        from tasks.relay.sinks import otlp
+    except ImportError as error:
+        raise ValueError("the library for traces is missing: pip install 'slotkeeper[otel]'") from error
+
+    return otlp.OtlpSink(database(), otlp.OtlpExporter(settings.otlp_endpoint))
+
+
+def _celery(_: EventSettings, __: FindEvent) -> Sink:
+    from tasks.celery_app import celery
+    from tasks.relay.sinks.task_events import TaskEventSink
+
+    return TaskEventSink(celery, database())
+
+
+def _need(value: str, name: str, example: str) -> None:
+    if not value:
+        raise ValueError(f"{name} is missing, such as {example}")
+
+
+_MAKERS: Mapping[str, Callable[[EventSettings, FindEvent], Sink]] = {
+    "redis": _redis,
+    "kafka": _kafka,
+    "nats": _nats,
+    "amqp": _amqp,
+    "otlp": _otlp,
+    "celery": _celery,
+}

@@ -1,0 +1,71 @@
+"""A topic of Kafka, keyed by job, so that a job's events stand in one partition, in their order."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from tasks.relay import cloudevents
+from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
+
+_ANSWERS_S = 4.0
+_HEADERS: Any = [("content-type", cloudevents.CONTENT_TYPE.encode())]
+_FIXED = {
+    "acks": "all",
+    "enable.idempotence": True,
+    "linger.ms": 5,
+    # What was given to a producer that does not answer is given up with it, never one without those behind it.
+    "message.timeout.ms": 0,
+}
+
+
+class KafkaSink:
+    """A Sink.  After a producer was given up some events are sent once more, by the next."""
+
+    retention = None
+
+    def __init__(self, servers: str, topic: str, options: Mapping[str, Any]) -> None:
+        self._settings = {**options, "bootstrap.servers": servers, **_FIXED}
+        self._topic = topic
+        self._producer: Producer | None = None
+
+    def resume_after(self, position: int) -> int:
+        return position
+
+    def publish(self, batch: Sequence[PublishedEvent]) -> None:
+        producer, failed, left = self._made(), list[str](), len(batch)
+
+        def heard(error: KafkaError | None, _: Message) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                failed.append(error.str())
+
+        try:
+            for it in batch:
+                producer.produce(self._topic, it.body.encode(), it.key.encode(), on_delivery=heard, headers=_HEADERS)
+            until = time.monotonic() + _ANSWERS_S
+            while left and not failed and time.monotonic() < until:
+                producer.poll(max(until - time.monotonic(), 0))
+        except (KafkaException, BufferError) as error:
+            self.close()
+            raise SinkUnavailable(str(error)) from error
+        if left or failed:
+            self.close()
+            raise SinkUnavailable(failed[0] if failed else f"no answer within {_ANSWERS_S:.0f} s")
+
+    def _made(self) -> Producer:
+        if self._producer is None:
+            try:
+                self._producer = Producer(self._settings)
+            except KafkaException as error:
+                raise SinkUnavailable(str(error)) from error
+        return self._producer
+
+    def close(self) -> None:
+        """What is on its way is not waited for."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.purge()
+            producer.flush(0)

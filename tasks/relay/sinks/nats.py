@@ -1,0 +1,97 @@
+"""A JetStream of NATS: subjects `<stream>.<type>`, one stream that keeps them."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import nats
+from nats.aio.client import Client
+from nats.errors import Error
+from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
+from nats.js.client import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from tasks.relay import cloudevents
+from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
+
+T = TypeVar("T")
+
+_ANSWERS_S = 4.0
+_CONNECT_S = 2
+_AT_ONCE = 64  # keys whose events are on their way together
+
+
+class NatsSink:
+    """A Sink.  The event's number is the message's id, by which NATS drops what comes twice within its window."""
+
+    retention = None
+
+    def __init__(self, url: str, stream: str) -> None:
+        self._url, self._stream = url, stream
+        self._loop = asyncio.new_event_loop()
+        self._client: Client | None = None
+        self._context: JetStreamContext | None = None
+
+    def resume_after(self, position: int) -> int:
+        return position
+
+    def publish(self, batch: Sequence[PublishedEvent]) -> None:
+        by_key: dict[str, list[PublishedEvent]] = {}
+        for it in batch:
+            by_key.setdefault(it.key, []).append(it)
+        try:
+            self._run(self._send_all(list(by_key.values())))
+        except (Error, OSError, TimeoutError) as error:
+            self._disconnect()
+            raise SinkUnavailable(str(error) or type(error).__name__) from error
+
+    async def _send_all(self, rows: Sequence[Sequence[PublishedEvent]]) -> None:
+        context, berths = await self._connected(), asyncio.Semaphore(_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for row in rows:
+                group.create_task(self._send(context, berths, row))
+
+    async def _send(self, context: JetStreamContext, berths: asyncio.Semaphore, row: Sequence[PublishedEvent]) -> None:
+        """Those of one key, each when the one before is kept."""
+        async with berths:
+            for it in row:
+                headers = {"Nats-Msg-Id": str(it.number), "Content-Type": cloudevents.CONTENT_TYPE}
+                await context.publish(
+                    f"{self._stream}.{it.type}", it.body.encode(), timeout=_ANSWERS_S, headers=headers
+                )
+
+    async def _connected(self) -> JetStreamContext:
+        if self._context is None:
+            client = await nats.connect(self._url, connect_timeout=_CONNECT_S, allow_reconnect=False)
+            self._client, context = client, client.jetstream(timeout=_ANSWERS_S)
+            try:
+                await context.stream_info(self._stream)
+            except NotFoundError:
+                await context.add_stream(
+                    StreamConfig(
+                        name=self._stream,
+                        subjects=[f"{self._stream}.>"],
+                        retention=RetentionPolicy.LIMITS,
+                        discard=DiscardPolicy.OLD,
+                    )
+                )
+            self._context = context
+        return self._context
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises what it raises, the first of several."""
+        try:
+            return self._loop.run_until_complete(asyncio.wait_for(work, _ANSWERS_S))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from several
+
+    def _disconnect(self) -> None:
+        client, self._client, self._context = self._client, None, None
+        if client is not None:
+            with suppress(Error, OSError, TimeoutError):
+                self._run(client.close())
+
+    def close(self) -> None:
+        self._disconnect()
+        self._loop.close()

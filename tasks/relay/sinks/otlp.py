@@ -1,0 +1,173 @@
+"""Traces as a sink of events: at a job's end all its spans are told to a receiver of OTLP over HTTP.
+
+The spans are made from the record, so nothing is kept here; a job that is told twice has the same spans.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import structlog
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from routing.queries import trace_spans
+from routing.queries.trace_spans import TraceSpan
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import FINAL_STATES
+from slotkeeper.outbox import timelines
+from slotkeeper.outbox.webhook_messages import DELIVERED_TYPE
+from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
+
+log = structlog.get_logger(__name__)
+
+# Together shorter than a cursor is held, or two relays would take it from each other for ever.
+_ANSWERS_S, _BEGINS_S = 4.0, 3.0
+_AT_ONCE = 100  # jobs in one request
+_PATH = "/v1/traces"
+_ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
+# What is wrong with the spans themselves.  That the key or the path is wrong, a person can mend: these wait.
+_REFUSED = frozenset({400, 413, 415, 422})
+_SCOPE = InstrumentationScope("slotkeeper")
+_KINDS = {
+    trace_spans.SUBMIT: SpanKind.SERVER,
+    trace_spans.EXCHANGE: SpanKind.CLIENT,
+    trace_spans.WEBHOOK: SpanKind.CLIENT,
+}
+
+
+class Refused(Exception):
+    """The receiver will never take these spans."""
+
+
+class OtlpSink:
+    """Tells the spans of jobs that have ended.  Jobs that are no longer in the record are passed over."""
+
+    retention = 0
+    """Who begins to look at traces looks at those to come."""
+
+    def __init__(self, database: Database, exporter: SpanExporter) -> None:
+        """`exporter`: may raise SinkAway and Refused."""
+        self._database, self._exporter = database, exporter
+        self._resource = Resource({"service.name": "slotkeeper"}).merge(OTELResourceDetector().detect())
+        self._told = 0  # up to this event
+
+    def resume_after(self, position: int) -> int:
+        return max(position, self._told)
+
+    def publish(self, batch: Sequence[PublishedEvent]) -> None:
+        """A slow receiver gets some, and the rest when it is asked again; of what it refuses the jobs are found."""
+        until = time.monotonic() + _BEGINS_S
+        telling = [it for it in batch if it.type in _ENDS or it.type == DELIVERED_TYPE]
+        waiting = deque(telling[n : n + _AT_ONCE] for n in range(0, len(telling), _AT_ONCE))
+        while waiting:
+            some = waiting.popleft()
+            try:
+                self._tell(some)
+            except Refused as refused:
+                if len(some) > 1:
+                    middle = len(some) // 2
+                    waiting.extendleft((some[middle:], some[:middle]))
+                    continue
+                log.warning("trace_refused", job_id=some[0].key, reason=str(refused))
+            self._told = some[-1].number
+            if waiting and time.monotonic() > until:
+                raise SinkUnavailable("The receiver of traces is slow.")
+        self._told = batch[-1].number
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+
+    def _tell(self, some: Sequence[PublishedEvent]) -> None:
+        """Raises SinkAway, Refused, RecordUnavailable."""
+        found = [to_otel_span(span, self._resource) for span in self._of(some)]
+        if found and self._exporter.export(found) is not SpanExportResult.SUCCESS:
+            raise SinkUnavailable("The receiver of traces does not take them.")
+
+    def _of(self, some: Sequence[PublishedEvent]) -> Iterator[TraceSpan]:
+        known = timelines.read_timelines(self._database, [it.key for it in some])
+        for it in some:
+            trail = known.get(it.key)
+            try:
+                if trail is not None:
+                    yield from trace_spans.job_spans(trail) if it.type in _ENDS else trace_spans.webhook_spans(trail)
+            except Exception:  # Whatever is wrong with it in the record, the others are told.
+                log.exception("trace_not_made", job_id=it.key)
+
+
+class _Session(requests.Session):
+    """Hears how an answer begins, and nothing behind that: what comes drop by drop would hold up the relay."""
+
+    asked = False
+    status: int | None = None
+    """Of the last answer."""
+
+    def request(self, *args: Any, **options: Any) -> requests.Response:
+        self.asked = True
+        answer = super().request(*args, **{**options, "stream": True})
+        self.status = answer.status_code
+        answer.close()
+        return answer
+
+
+class OtlpExporter(SpanExporter):
+    """A receiver of OTLP over HTTP.  Headers and certificates are those of OpenTelemetry's own variables."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: http://host:4318.  Raises ValueError: it is no such address."""
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("SLOTKEEPER_EVENTS_OTLP_ENDPOINT must be an address such as http://host:4318")
+        self._session = _Session()
+        url = f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}"
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_ANSWERS_S, session=self._session)
+        # It would say at each try what the relay says once.
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Raises SinkAway, Refused."""
+        self._session.asked, self._session.status = False, None
+        result = self._exporter.export(spans)
+        status = self._session.status
+        if not self._session.asked:
+            raise Refused("The spans cannot be sent: they are too large, or cannot be written.")
+        if status is None:
+            raise SinkUnavailable("The receiver of traces does not answer.")
+        if status in _REFUSED:
+            raise Refused(f"The receiver of traces answered {status}.")
+        if status >= 300:  # A redirect, which is not followed, would pass for a success.
+            raise SinkUnavailable(f"The receiver of traces answered {status}.")
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def to_otel_span(span: TraceSpan, resource: Resource) -> ReadableSpan:
+    """A span as OpenTelemetry has it."""
+    kind = _KINDS.get(span.name, SpanKind.INTERNAL)
+    return ReadableSpan(
+        name=span.name,
+        context=_context(span.trace, span.id),
+        parent=_context(span.trace, span.parent, is_remote=True) if span.parent else None,
+        resource=resource,
+        attributes={f"slotkeeper.{name}": value for name, value in span.facts.items() if value is not None},
+        kind=kind,
+        status=Status(StatusCode.ERROR if span.failed else StatusCode.UNSET),
+        start_time=span.start_ms * 1_000_000,
+        end_time=span.end_ms * 1_000_000,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _context(trace: str, span: str, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(int(trace, 16), int(span, 16), is_remote, TraceFlags(TraceFlags.SAMPLED))

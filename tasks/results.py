@@ -1,0 +1,270 @@
+"""How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
+
+The record owes it to every job that came by Celery, from its last transition until result backend and broker have
+taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
+waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
+A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
+be sent twice, with the same task id.
+"""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, Full, Queue
+from typing import Any
+from uuid import NAMESPACE_OID, uuid5
+
+import structlog
+from celery import Signature, signature, states
+from celery import Task as CeleryTask
+from celery.app import pop_current_task, push_current_task
+from celery.app.task import Context
+from celery.exceptions import TaskRevokedError
+from celery.signals import worker_shutdown
+from kombu.exceptions import EncodeError, OperationalError
+from redis.exceptions import ConnectionError as RedisUnreachable
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError, TooManyRequests
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.values import Job
+from slotkeeper.large_json import is_expensive_to_parse
+from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
+from slotkeeper.process import singleton
+from tasks import offer_messages
+from tasks.celery_app import celery
+
+log = structlog.get_logger(__name__)
+
+_MOST_WAITING = 10_000  # that one process has in mind; the record has the others
+_AT_ONCE = 1_000
+_MARKED_TOGETHER = 100
+_AGAIN_S = 1.0
+_FLUSH_S = 3.0  # of a worker that stops; the time that it gets is not much longer
+# The outside is away: the same will do later.
+UNAVAILABLE = (DatabaseUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
+# What a step is refused for, and what would be the same at every try.
+_REFUSALS = (SlotkeeperError, EncodeError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class JobFailed(Exception):
+    """A job that ended without a result: (code, message)."""
+
+
+class ResultNotifier:
+    """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
+
+    def __init__(self, owed: ResultNotifications, store: JobStore) -> None:
+        self._owed, self._store = owed, store
+        self._waiting: Queue[ResultNotification] = Queue(_MOST_WAITING)
+        self._pause = threading.Event()
+        self._begun = threading.Lock()
+
+    def put(self, telling: ResultNotification) -> None:
+        """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
+        try:
+            self._begin()
+            self._waiting.put_nowait(telling)
+        except (Full, RuntimeError) as error:
+            log.warning("telling_left_for_later", job_id=telling.job_id, error=repr(error))
+
+    def _begin(self) -> None:
+        """Raises RuntimeError: the system has no thread left; it may have one next time."""
+        if self._begun.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._run, name="teller", daemon=True).start()
+                worker_shutdown.connect(self._flush)
+            except RuntimeError:
+                self._begun.release()
+                raise
+
+    def _flush(self, **_: object) -> None:
+        """A worker that stops in order leaves nothing that its clients would wait five seconds more for."""
+        if not self.flush(_FLUSH_S):
+            log.info("tellings_left_for_later")
+
+    def _run(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            try:
+                while len(batch) < _MARKED_TOGETHER:
+                    batch.append(self._waiting.get_nowait())
+            except Empty:
+                pass
+            try:
+                self.notify(batch)
+            except Exception as error:
+                log.error("tellings_failed", count=len(batch), error=repr(error))
+            finally:
+                for _ in batch:
+                    self._waiting.task_done()
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until all that is on its way is told; False: that takes longer, and who finds it owed tells it."""
+        with self._waiting.all_tasks_done:
+            return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, within_s)
+
+    def notify_overdue(self) -> None:
+        """Tell what is owed and was not told, because a process died or the backend was away."""
+        if self._waiting.empty():
+            for telling in self._owed.claim_due(now_ms(), _AT_ONCE):
+                self.put(telling)
+
+    def notify(self, batch: list[ResultNotification]) -> None:
+        """Tell these, whatever becomes of each, and remember which need not be told again."""
+        told = [telling.id for telling in batch if self._told(telling)]
+        try:
+            if told:
+                crash_at("end_told")
+                self._owed.delete(told)
+        except DatabaseUnavailable as error:
+            log.warning("telling_not_marked", count=len(told), error=str(error))
+
+    def _told(self, telling: ResultNotification) -> bool:
+        """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
+        while True:
+            try:
+                job = self._store.get(telling.job_id)
+                if job is not None and self._owed.is_pending(telling.id):
+                    (_notify_in_subprocess if is_expensive_to_parse(job.result or "") else notify_clients)(job)
+                return True
+            except UNAVAILABLE as error:
+                log.warning("telling_postponed", job_id=telling.job_id, error=str(error))
+                self._pause.wait(_AGAIN_S)
+            except Exception as error:
+                log.error("telling_failed", job_id=telling.job_id, error=repr(error))
+                return False
+
+
+def _notify_in_subprocess(job: Job) -> None:
+    """Celery makes objects of a result, which would keep all threads of this process waiting.  Raises OSError."""
+    ended = subprocess.run([sys.executable, "-m", "tasks.large_telling", job.id], check=False)
+    if ended.returncode:
+        raise OSError(f"the process that tells a large result has ended with status {ended.returncode}")
+
+
+# -- one end ---------------------------------------------------------------------------------------------------
+
+
+def notify_clients(job: Job) -> None:
+    """Tell those who wait for this job.  Raises what backend, broker and record raise when they are away."""
+    request = offer_messages.task_context(job)
+    with _as_its_task(request):
+        match job.state:
+            case State.COMPLETED:
+                _tell_result(job, request)
+            case State.CANCELED | State.EXPIRED:
+                _tell_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
+            case _:
+                _tell_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
+
+
+def notify_refusal(request: Context, refusal: SlotkeeperError) -> None:
+    """Tell those who wait for a message that has not become a job.  Raises as `tell`."""
+    error = JobFailed(refusal.code, refusal.detail)
+    celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
+
+
+class _EndedJob(CeleryTask):
+    """What `infer` is to Celery while it sends what follows a job: its name, and the request that stands for the job.
+
+    The task itself runs jobs, and so cannot be loaded here, where all who end one come by.
+    """
+
+    name = offer_messages.TASK
+
+
+@singleton
+def _ended_job() -> CeleryTask:
+    _EndedJob.bind(celery)
+    return _EndedJob()
+
+
+@contextmanager
+def _as_its_task(request: Context) -> Iterator[None]:
+    """What is sent meanwhile is sent by this job, so that it is found among its result's children."""
+    task = _ended_job()
+    push_current_task(task)
+    task.request_stack.push(request)
+    try:
+        yield
+    finally:
+        task.request_stack.pop()
+        pop_current_task()
+
+
+def _tell_result(job: Job, request: Context) -> None:
+    """First what follows, then the result: with that there, nothing that follows is sent a second time."""
+    result = None if job.result is None else json_text.plain(job.result)
+    if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
+        for link in _links(job, request.callbacks, "link"):
+            _send(link, result, request)
+        if request.chain:
+            _send(signature(request.chain[-1], app=celery), result, request, chain=request.chain[:-1])
+    celery.backend.mark_as_done(job.id, result, request=request)
+
+
+def notify_too_large(job: Job) -> None:
+    """Tell a result that the result backend cannot take as a failure that says where it is.  Raises as `tell`."""
+    request = offer_messages.task_context(job)
+    where = f"read it with GET /jobs/{job.id}"
+    error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {where}.")
+    with _as_its_task(request):
+        _tell_failure(job, request, error, states.FAILURE)
+
+
+def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> None:
+    request.errbacks = _links(job, request.errbacks, "errback")
+    try:
+        celery.backend.mark_as_failure(
+            job.id, error, request=request, store_result=not request.ignore_result, state=state
+        )
+    except (DatabaseUnavailable, TooManyRequests):
+        raise
+    except _REFUSALS as refusal:
+        log.warning("errback_refused", job_id=job.id, error=str(refusal))
+
+
+def _links(job: Job, links: Any, kind: str) -> list[Signature]:
+    """Signatures with task ids that are the same at every telling."""
+    found = []
+    for n, link in enumerate(links or ()):
+        step = signature(link, app=celery).clone()
+        if step.subtask_type is None:  # A canvas names its own parts.
+            step.options.setdefault("task_id", str(uuid5(NAMESPACE_OID, f"{job.id} {job.attempt} {kind} {n}")))
+        found.append(step)
+    return found
+
+
+def _send(step: Signature, result: Any, request: Context, **options: Any) -> None:
+    """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
+    try:
+        step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
+    except (DatabaseUnavailable, TooManyRequests):
+        raise
+    except _REFUSALS as refusal:
+        log.warning("step_refused", job_id=request.id, step=step.get("task"), error=str(refusal))
+        _fail_step(step, refusal, options.get("chain"))
+
+
+def _fail_step(step: Signature, refusal: Exception, chain: Any) -> None:
+    given = step.options
+    request = Context(
+        id=given.get("task_id"),
+        group=given.get("group_id"),
+        group_index=given.get("group_index"),
+        chord=given.get("chord"),
+        errbacks=given.get("link_error"),
+        chain=chain,
+        delivery_info={},
+    )
+    if request.id is None:
+        return
+    error = JobFailed(refusal.code, refusal.detail) if isinstance(refusal, SlotkeeperError) else refusal
+    celery.backend.mark_as_failure(request.id, error, request=request)

@@ -1,0 +1,497 @@
+"""Send one signed message to one URL that a stranger chose, without reaching anything inside by it.
+
+Plain values in, a plain value out: nothing here knows the record, Redis or Celery.
+
+The name is looked up once, every answer is checked, and the socket is opened to an address that was
+checked (ssrfguard: Policy, resolve, connect).  Above that stands http.client and not requests, because
+requests reads the whole body of a redirect even when it does not follow it, because a time-out there
+counts anew for every read and every address, and because http.client has no redirects, proxies, netrc
+or cookies to switch off.  What ssrfguard 0.4.1 leaves open is closed here: _TABLE, _openings, _examine
+and _Deadline say what and why.  The table of attacks is tests/contracts/test_webhook_addresses.py.
+"""
+
+import base64
+import io
+import logging
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from math import floor
+from threading import Thread
+from typing import Any, cast
+from urllib.parse import SplitResult, urlsplit
+
+import certifi
+from ssrfguard import (
+    DEFAULT_DENIED,
+    AddressTable,
+    Block,
+    BlockedAddressError,
+    BlockedURLError,
+    Policy,
+    Reach,
+    Target,
+    connect,
+    resolve,
+)
+from standardwebhooks import Webhook
+
+from slotkeeper.urls import METADATA_ADDRESSES, NAT64_NETWORK, parse_host_address
+
+log = logging.getLogger(__name__)
+
+Network = IPv4Network | IPv6Network
+
+MAX_URL_LENGTH = 2048
+"""Characters."""
+ANSWER_MAX = 64 << 10
+"""Bytes taken of an answer, its headers included."""
+QUOTED_MAX = 256
+"""Bytes of its body that are told: what comes at once, for the status says all that counts."""
+_BODY_S = 0.5
+"""How long is waited for them."""
+REST_MAX_S = 3600.0
+"""For so long a receiver may ask to be left alone."""
+
+REFUSED_PORTS = frozenset({21, 22, 23, 25, 53, 110, 119, 139, 143, 445, 465, 587, 993, 995, 6379, 6667, 9100, 11211})
+"""Where the text of a POST could be taken for commands: mail, news, shells, printers, Redis, memcached.
+Every other port from 1 to 65535 is open: receivers listen on any, and the address is the guard."""
+
+ALLOW_VARIABLE = "SLOTKEEPER_WEBHOOK_ALLOW"
+
+_LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
+
+# Stricter than the library's table in three ways.  Of the prefixes that carry an IPv4 address, only
+# NAT64 is unwrapped, since a DNS64 network answers with it for any public name; mapped, 6to4 and Teredo
+# addresses never name a real receiver.  The special blocks that IANA calls reachable hold routers'
+# services (192.0.0.9 is the nearest NAT), no receivers.  And WireServer looks public but is not.
+_TABLE = AddressTable(
+    (
+        *(b if b.network == NAT64_NETWORK else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
+        Block(ip_network("168.63.129.16/32"), "Azure WireServer", "Azure documentation", Reach.DENIED),
+    )
+)
+_CARRIERS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.TRANSLATED)
+
+# Python's parser also takes [v1.name] and drops what stands behind a bracket.
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d*)?")
+_VISIBLE = re.compile(r"[!-\[\]-~]*")  # visible ASCII without the backslash
+_ONLY_PUBLIC = "only public addresses are sent to; use a public one, or have the operator add its network to "
+_NO_HOST = "The host is neither a DNS name nor an IP address in its plain form; write it as one of them."
+
+
+@dataclass(frozen=True, slots=True)
+class SendResult:
+    """What came of one message.
+
+    `status`: the HTTP status, None when there was no answer.  `error`: empty, or one sentence that names
+    no more of the URL than scheme://host.  `permanent`: the same message will never get through.
+    `answer`: what its body begins with; not for strangers where it came from `inside`, a network that the operator
+    has opened.  `retry_after_s`: for how long the receiver asks to be left alone.
+    """
+
+    ok: bool
+    status: int | None
+    error: str
+    permanent: bool
+    answer: str = field(default="", compare=False)
+    inside: bool = field(default=False, compare=False)
+    retry_after_s: float = field(default=0.0, compare=False)
+
+
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """The networks in "127.0.0.1/32, 10.0.0.0/8" that may be sent to although they are not public.
+
+    ValueError names the entry that is wrong and what to write instead.
+    """
+    networks = tuple(_network(entry) for entry in re.split(r"[,\s]+", text) if entry)
+    _openings(networks)
+    return networks
+
+
+def check_url(url: str, allow: Sequence[Network] = ()) -> str | None:
+    """Why no message can go to this URL, with the remedy; None when nothing speaks against it.
+
+    Looks nothing up: a name that leads inside is found out, and refused, when a message is sent.
+    """
+    found = examine_url(url, tuple(allow))
+    return found if isinstance(found, str) else None
+
+
+class WebhookSender:
+    """Signs (Standard Webhooks) and sends.  May be shared between threads.
+
+    `allow`: see parse_allow.  `timeout_s`: for one message in all, from the look-up of the name to the status line
+    of the answer.  ValueError when one of them cannot be used.
+    """
+
+    def __init__(self, allow: Sequence[Network] = (), timeout_s: float = 10.0) -> None:
+        if timeout_s <= 0:
+            raise ValueError("timeout_s must be above 0")
+        self._allow = tuple(allow)
+        self._timeout_s = timeout_s
+        self._tls = _tls()
+        _openings(self._allow)
+
+    def send(
+        self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str], trace: str | None = None
+    ) -> SendResult:
+        """POST `body` (JSON in UTF-8) once.  `now`: aware, in any zone.  `trace`: a traceparent.
+
+        `secrets`: base64 of at least 24 bytes, with or without "whsec_"; the message is signed with each of them.
+        A receiver tells a repeated message by `message_id`, which must be the same at every try.
+        ValueError only for a naive `now`, a body that is not UTF-8, an id that no header can hold, no secret or one
+        that cannot be used.
+        """
+        target = examine_url(url, self._allow)
+        if isinstance(target, str):
+            return SendResult(False, None, target, permanent=True)
+        origin = _origin(target)
+        headers = _headers(message_id, body, now, secrets) | ({"traceparent": trace} if trace else {})
+        try:
+            return self._post(target, origin, _path(url), body, headers)
+        except BlockedAddressError as refused:
+            return _refused(origin, refused)
+        except (OSError, HTTPException) as failed:
+            return SendResult(False, None, f"{origin}: {_failure_sentence(failed, self._timeout_s)}", permanent=False)
+
+    def _post(self, target: Target, origin: str, path: str, body: bytes, headers: dict[str, str]) -> SendResult:
+        deadline = _Deadline(self._timeout_s)
+        with closing(self._open(target, deadline)) as sock:
+            http = self._client(target)
+            http.sock = cast(Any, _DeadlineSocket(sock, deadline))
+            http.request("POST", path, body, headers)
+            answer = http.getresponse()
+            deadline.shorten(_BODY_S)
+            judged = _judged(origin, answer.status)
+            retry_after_s = _retry_after_s(answer.status, answer.headers.get("Retry-After"))
+            return replace(judged, answer=_begin_of(answer), inside=self._is_inside(sock), retry_after_s=retry_after_s)
+
+    def _is_inside(self, sock: socket.socket) -> bool:
+        """Whether the other end is where only the operator lets us go."""
+        address = ip_address(sock.getpeername()[0].partition("%")[0])
+        return any(address in network for network in self._allow)
+
+    def _client(self, target: Target) -> HTTPConnection:
+        """Writes the Host header from the name in the URL; it never connects, its socket is given."""
+        if target.scheme == "https":
+            return HTTPSConnection(_host(target), target.port, context=self._tls)
+        return HTTPConnection(_host(target), target.port)
+
+    def _open(self, target: Target, deadline: "_Deadline") -> socket.socket:
+        policy = _policy(self._allow, target.port)
+        addresses = resolve(target, policy=policy, resolver=deadline.look_up)
+        sock = connect(
+            addresses,
+            policy=policy,
+            timeout=deadline.left() / min(len(addresses), policy.max_connection_attempts),
+            # Headers and body are two writes; the second would wait for the first's acknowledgement.
+            socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
+        )
+        return self._secured(sock, target, deadline) if target.scheme == "https" else sock
+
+    def _secured(self, sock: socket.socket, target: Target, deadline: "_Deadline") -> socket.socket:
+        """TLS, with the certificate checked against the name in the URL, not against the address."""
+        with closing(sock):  # wrap_socket takes the descriptor over: after it there is nothing to close
+            sock.settimeout(deadline.left())
+            return self._tls.wrap_socket(sock, server_hostname=_host(target))
+
+
+class _Deadline:
+    """One end for everything that waits; a time-out of its own for each step would add up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, above 0.  TimeoutError when there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def shorten(self, seconds: float) -> None:
+        self._end = min(self._end, time.monotonic() + seconds)
+
+    def look_up(self, *args: Any) -> list[Any]:
+        """socket.getaddrinfo, which has no time-out: the thread is left behind and ends by itself."""
+        answer: Future[list[Any]] = Future()
+        Thread(target=_fulfil, args=(answer, socket.getaddrinfo, args), daemon=True).start()
+        return answer.result(timeout=self.left())
+
+
+def _fulfil(answer: "Future[Any]", call: Callable[..., Any], args: Iterable[Any]) -> None:
+    try:
+        answer.set_result(call(*args))
+    except Exception as error:
+        answer.set_exception(error)
+
+
+class _DeadlineSocket:
+    """All that http.client asks of a socket.  Every wait gets only the time that is left.
+
+    A time-out of the socket itself counts from each byte, so one byte a second would hold it for ever.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
+        self._sock, self._deadline = sock, deadline
+
+    def sendall(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._sock.settimeout(self._deadline.left())
+            rest = rest[self._sock.send(rest) :]
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_BoundedReader(self._sock, self._deadline))
+
+    def close(self) -> None:
+        """Nothing: who opened the socket closes it."""
+
+
+class _BoundedReader(io.RawIOBase):
+    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
+        self._sock, self._deadline, self._room = sock, deadline, ANSWER_MAX
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._room <= 0:
+            raise HTTPException("endless headers")
+        self._sock.settimeout(self._deadline.left())
+        taken = self._sock.recv_into(buffer)
+        self._room -= taken
+        return taken
+
+
+def examine_url(url: str, allow: tuple[Network, ...]) -> Target | str:
+    """Where the URL leads, or the sentence that tells why it leads nowhere.
+
+    The target is used for the connection as it stands, so no second parser can read the URL otherwise.
+    """
+    if len(url) > MAX_URL_LENGTH:
+        return f"The URL is longer than {MAX_URL_LENGTH} characters; shorten it."
+    if not _VISIBLE.fullmatch(url):
+        return (
+            "The URL holds a blank, a backslash, or a character that is not visible ASCII; "
+            "percent-encode it, and write an international host name in its xn-- form."
+        )
+    try:
+        parts = urlsplit(url)
+        problem = _problem(parts, parts.port)
+    except ValueError:
+        return "The URL cannot be parsed; write it as https://host/path or https://host:port/path."
+    return problem or _host_checked(url, parts, allow)
+
+
+def _problem(parts: SplitResult, port: int | None) -> str | None:
+    if parts.scheme not in ("http", "https"):
+        return "The URL must begin with https:// or http://."
+    if "@" in parts.netloc:
+        return "The URL carries a user name or password before an @; leave it out, messages are signed instead."
+    if not parts.hostname:
+        return "The URL names no host; write it as https://host/path."
+    if not _AUTHORITY.fullmatch(parts.netloc):
+        return _NO_HOST
+    if port == 0 or port in REFUSED_PORTS:
+        return f"Port {port} is not one for HTTP; let the receiver listen on another, such as 443."
+    return None
+
+
+def _host_checked(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> Target | str:
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    try:
+        target = _policy(allow, port).check_url(url)
+    except BlockedURLError as no:
+        if isinstance(no.__cause__, BlockedAddressError):
+            return f"{parts.hostname} is not public ({no.reason}): {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+        return _NO_HOST
+    if target.address is None and parse_host_address(target.host) is not None:
+        return _NO_HOST
+    if _is_localhost(target.host) and not any(a in network for a in _LOOPBACK for network in allow):
+        return f"{target.host} is this machine: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+    return target
+
+
+def _is_localhost(host: str) -> bool:
+    return f".{host.rstrip('.')}".endswith(".localhost")
+
+
+@lru_cache(maxsize=256)
+def _policy(allow: tuple[Network, ...], port: int) -> Policy:
+    return Policy(
+        denied_networks=_TABLE,
+        allowed_networks=_openings(allow),
+        allowed_ports=frozenset({port}),
+        on_partial_block="reject",  # a name that points inside and outside is an attempt, not a mistake
+    )
+
+
+@lru_cache(maxsize=16)
+def _openings(allow: tuple[Network, ...]) -> tuple[Network, ...]:
+    """What the operator's list opens: all of it, except for cloud metadata.
+
+    Metadata gives away the machine's credentials, and lies in ranges that are opened for other reasons
+    (100.64.0.0/10 and fd00::/8 for VPNs), so it is open only where an entry names that one address.
+    """
+    opened: list[Network] = []
+    for network in allow:
+        _refuse_carrier(network)
+        opened += _without_metadata(network)
+    return tuple(opened)
+
+
+def _refuse_carrier(network: Network) -> None:
+    """An open network is not unwrapped, so every IPv4 address inside the wrapper would be open too."""
+    if network != ip_network("::1/128") and any(network.overlaps(carrier) for carrier in _CARRIERS):
+        raise ValueError(
+            f"{ALLOW_VARIABLE}: {network} holds IPv6 addresses that carry IPv4 addresses; "
+            "write the IPv4 or the narrower IPv6 network that is meant"
+        )
+
+
+def _without_metadata(network: Network) -> list[Network]:
+    left = [network]
+    for hole in METADATA_ADDRESSES:
+        if network.num_addresses > 1 and hole in network:
+            left = [piece for whole in left for piece in _split_off(whole, ip_network(hole))]
+    return left
+
+
+def _split_off(whole: Network, hole: Network) -> list[Network]:
+    if hole.network_address not in whole:
+        return [whole]
+    return list(cast(Any, whole).address_exclude(hole))
+
+
+def _network(entry: str) -> Network:
+    try:
+        return ip_network(entry)
+    except ValueError as bad:
+        raise ValueError(
+            f"{ALLOW_VARIABLE}: {bad}; write networks such as 10.0.0.0/8 or 127.0.0.1/32, with commas between"
+        ) from None
+
+
+def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]) -> dict[str, str]:
+    if now.tzinfo is None:
+        raise ValueError("now must be an aware datetime")
+    if not secrets:
+        raise ValueError("a message must be signed")
+    at = now.astimezone(UTC)  # the library overwrites any other zone and signs a wrong time
+    return {
+        "content-type": "application/json",
+        "user-agent": f"Slotkeeper/{_version()}",
+        "connection": "close",
+        "webhook-id": message_id,
+        "webhook-timestamp": str(floor(at.timestamp())),
+        "webhook-signature": " ".join(_signer(one).sign(message_id, at, body.decode()) for one in secrets),
+    }
+
+
+def _signer(secret: str) -> Webhook:
+    """The library drops what is no base64 without a word and would sign with what is left."""
+    text = secret.removeprefix("whsec_")
+    try:
+        key = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError:
+        key = b""
+    if len(key) < 24:
+        raise ValueError(
+            "the webhook secret must be the base64 of at least 24 bytes, with or without whsec_ before it; "
+            "one is made by: openssl rand -base64 32"
+        )
+    return Webhook(key)
+
+
+def _tls() -> ssl.SSLContext:
+    """Trusts what the system trusts (SSL_CERT_FILE adds a private authority) and certifi's bundle."""
+    context = ssl.create_default_context(cafile=certifi.where())
+    context.load_default_certs()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _host(target: Target) -> str:
+    """The dot at the end of "example.com." steers the look-up alone; no certificate or Host has it."""
+    return target.host.rstrip(".")
+
+
+def _origin(target: Target) -> str:
+    return f"{target.scheme}://{f'[{target.host}]' if ':' in target.host else target.host}"
+
+
+def _path(url: str) -> str:
+    parts = urlsplit(url)
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+
+def _refused(origin: str, refused: BlockedAddressError) -> SendResult:
+    """The log tells the operator the address; the caller does not learn what a name inside points to."""
+    log.warning("webhook to %s refused: %s", origin, refused)
+    sentence = f"{origin} leads to an address that is not public: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+    return SendResult(False, None, sentence, permanent=True)
+
+
+def _judged(origin: str, status: int) -> SendResult:
+    if 200 <= status < 300:
+        return SendResult(True, status, "", permanent=False)
+    remedy = ""
+    if 300 <= status < 400:
+        remedy = ", a redirect; redirects are not followed, so give the final address"
+    if status == 410:
+        remedy = ", gone for good"
+    return SendResult(False, status, f"{origin} answered {status}{remedy}.", permanent=status == 410)
+
+
+def _begin_of(answer: HTTPResponse) -> str:
+    """What its body begins with, as far as that comes at once: one look, and whatever it finds will do."""
+    try:
+        return answer.read1(QUOTED_MAX).decode(errors="replace")
+    except (OSError, HTTPException, ValueError):
+        return ""
+
+
+def _retry_after_s(status: int, retry_after: str | None) -> float:
+    """What Retry-After asks for, where it is said in seconds and means that we come too often."""
+    if status not in (429, 503) or retry_after is None or not re.fullmatch(r"[0-9]{1,9}", retry_after.strip()):
+        return 0.0
+    return min(float(retry_after), REST_MAX_S)
+
+
+def _failure_sentence(failed: Exception, timeout_s: float) -> str:
+    """One sentence.  Nothing of the answer is quoted in it: it could be read back from inside."""
+    match failed:
+        case TimeoutError():
+            return f"no answer within {timeout_s:g} s."
+        case RemoteDisconnected() | ConnectionResetError() | BrokenPipeError():
+            return "the connection was closed without an answer."
+        case ssl.SSLCertVerificationError():
+            return f"the certificate is refused: {failed.verify_message}."
+        case ssl.SSLError():
+            return f"TLS failed: {failed.reason or type(failed).__name__}."
+        case socket.gaierror():
+            return "the name is not known."
+        case HTTPException():
+            return "the answer is not HTTP."
+    cause = failed.__cause__ if isinstance(failed.__cause__, OSError) else failed
+    return f"the connection failed: {getattr(cause, 'strerror', None) or type(cause).__name__}."
+
+
+@lru_cache(maxsize=1)
+def _version() -> str:
+    try:
+        return version("slotkeeper")
+    except PackageNotFoundError:  # run from a checkout
+        return "dev"

@@ -1,0 +1,108 @@
+"""Secrets by name: sealed for the record, opened for the requests of those models that may name them.
+
+AES-256-GCM under a key of the installation's secret; the name is authenticated with the value, so that one row of the
+record cannot be put in another's place.  The cipher is loaded by the first secret: it takes every process 6 MiB, and
+many an installation has none.
+"""
+
+import base64
+import re
+import secrets
+from functools import lru_cache
+
+import structlog
+
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
+from slotkeeper.registry.secrets import Secret
+from tasks.security.keyring import sealing_keys
+from tasks.services import catalog, database, dispatcher
+
+log = structlog.get_logger(__name__)
+
+NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+VALUE_PATTERN = r"[ -~]+"  # what a header can carry
+_ALL = 1_000_000
+MIN_LENGTH, MAX_LENGTH = (
+    8,
+    4096,
+)  # characters; a shorter one would be taken for itself wherever a text repeats its letters
+_NONCE, _SIGNING = 12, 32  # bytes
+
+
+def seal(name: str, value: str) -> str:
+    """The secret as the record keeps it.  Raises InvalidRequest for what cannot be one."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise InvalidRequest("name", "name is a word of letters, digits and _, of at most 64, such as HF_TOKEN")
+    if not MIN_LENGTH <= len(value) <= MAX_LENGTH or not re.fullmatch(VALUE_PATTERN, value):
+        raise InvalidRequest("value", f"value has {MIN_LENGTH} to {MAX_LENGTH} characters, all of printable ASCII")
+    return _sealed(name, value)
+
+
+def new_signing_secret(receiver_id: str) -> tuple[str, str]:
+    """A secret with which a receiver's messages are signed, as Standard Webhooks writes it; and as it is kept."""
+    secret = f"whsec_{base64.b64encode(secrets.token_bytes(_SIGNING)).decode()}"
+    return secret, _sealed(_of_receiver(receiver_id), secret)
+
+
+def signing_secret(receiver_id: str, sealed: str) -> str | None:
+    """None: it was sealed under another installation's secret."""
+    return unseal(_of_receiver(receiver_id), sealed)
+
+
+def _of_receiver(receiver_id: str) -> str:
+    return f"webhook {receiver_id}"  # With a blank: no secret that descriptions name is called so.
+
+
+def _sealed(name: str, value: str) -> str:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = secrets.token_bytes(_NONCE)
+    box = AESGCM(next(sealing_keys())).encrypt(nonce, value.encode(), name.encode())
+    return base64.b64encode(nonce + box).decode()
+
+
+@lru_cache(maxsize=1024)
+def unseal(name: str, sealed: str) -> str | None:
+    """The secret; None: it was sealed under another installation's secret."""
+    return next((value for key in sealing_keys() if (value := _opened_by(key, name, sealed)) is not None), None)
+
+
+def _opened_by(key: bytes, name: str, sealed: str) -> str | None:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    box = base64.b64decode(sealed)
+    try:
+        return AESGCM(key).decrypt(box[:_NONCE], box[_NONCE:], name.encode()).decode()
+    except InvalidTag:
+        return None
+
+
+def seal_anew() -> int:
+    """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
+    changed = 0
+    for it in dispatcher().catalog.get().secrets.values():
+        value = unseal(it.name, it.sealed)
+        if value is not None and _opened_by(next(sealing_keys()), it.name, it.sealed) is None:
+            changed += catalog().reseal_secret(it, seal(it.name, value))
+    changed += sum(_seal_receiver_anew(it) for it in Subscriptions(database()).list_of_tenant(limit=_ALL))
+    if changed:
+        log.info("secrets_sealed_anew", secrets=changed)
+    return changed
+
+
+def _seal_receiver_anew(it: Subscription) -> bool:
+    """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
+    name = _of_receiver(it.id)
+    value = unseal(name, it.sealed)
+    if value is None or _opened_by(next(sealing_keys()), name, it.sealed) is not None:
+        return False
+    former = None if it.former_sealed is None else unseal(name, it.former_sealed)
+    return Subscriptions(database()).reseal(it, _sealed(name, value), None if former is None else _sealed(name, former))
+
+
+def secret_for(model: str, name: str) -> str | None:
+    """The secret as it is set now, for requests of this model; None: there is none that it may use."""
+    found: Secret | None = dispatcher().catalog.cached().secrets.get(name)
+    return unseal(name, found.sealed) if found is not None and found.is_for(model) else None

@@ -1,0 +1,120 @@
+"""A server tells the end of a run by itself, instead of being polled.
+
+Whether the push shows the right token is for the door to check, before.  Everything else is as if a worker had
+been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
+"""
+
+from functools import partial
+
+from routing.dispatch.dispatcher import active_run_of
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.run_steps import end_run
+from routing.maintenance import quarantined_slots
+from slotkeeper import json_text, large_json
+from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import Job
+from tasks import callbacks, retries
+from tasks.server_adapters import Misconfigured, adapter_for, endpoint_of_run
+from tasks.servers import Call, ServerSession, call_server
+from tasks.servers.pointers import resolve
+from tasks.services import dispatcher
+
+# What a push can say about the end of a run.  Of anything else the polling worker makes more.
+_ENDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
+_FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
+
+
+def read_push(job: Job, body: bytes) -> Outcome | None:
+    """What the push says; None: not the end of the run, or its server is not known any more."""
+    url = endpoint_of_run(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
+    if url is None:
+        return None
+    if _is_about_other_job(job, body):
+        return None
+    try:
+        server = adapter_for(url, dispatcher().catalog.resolve(job.model), job.described_by)
+    except Misconfigured:  # The worker that watches the run says so.
+        return None
+    if not server.description.keeps_results and server.description.mode != "callback":
+        return None  # The worker that polls is its one reader.
+    call = _call(job)
+    outcome = server.read_push(call, job.remote_id, body)
+    if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
+        outcome = call_server(
+            server, partial(ServerSession.fetch_result, call=call, remote_id=job.remote_id, outcome=outcome)
+        )
+    return outcome if outcome.kind in _ENDS else None
+
+
+def release_quarantined_slot(job: Job, body: bytes) -> bool:
+    """Let the slot of a run that has ended here be used again, if the push says that it has ended at its server too.
+
+    Raises RecordUnavailable.
+    """
+    if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None or read_push(job, body) is None:
+        return False
+    return quarantined_slots.release_run_slot(dispatcher(), job.id, job.attempt)
+
+
+def _is_about_other_job(job: Job, body: bytes) -> bool:
+    """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
+    try:
+        named = resolve(large_json.parse(body), ("job_id",))
+    except ValueError:
+        return False
+    if not isinstance(named, str) or named in (job.id, job.remote_id) or not named.isprintable():
+        return False
+    return dispatcher().store.get_state(named) is not None
+
+
+def is_token_of_run(job: Job, shown: str) -> bool:
+    """Whether it is the token that the job's present run has at its server.  Of made-up ones nothing is looked up."""
+    if callbacks.is_valid_token(shown, job.id, job.attempt):
+        return True
+    attempt = next((it for it in _earlier(job) if callbacks.is_valid_token(shown, job.id, it)), None)
+    return attempt is not None and attempt == _attempt_at_server(job)
+
+
+def _earlier(job: Job) -> range:
+    """Attempts one of which may have sent what the present one goes on with, the latest first."""
+    if job.sent_ms is None or job.started_ms is None or job.sent_ms >= job.started_ms:
+        return range(0)
+    return range(job.attempt - 1, 0, -1)
+
+
+def _attempt_at_server(job: Job) -> int:
+    """The attempt whose token the server has, where another worker goes on with the run."""
+    starts = (it for it in dispatcher().store.list_events(job.id) if it.type == EVENT_TYPES[State.RUNNING])
+    return max((it.attempt for it in starts if it.at_ms <= (job.sent_ms or 0)), default=job.attempt)
+
+
+def is_between_workers(job: Job) -> bool:
+    """Whether its run goes on at the server, and the worker that will go on with it has not begun."""
+    return job.state is State.QUEUED and job.remote_id is not None
+
+
+def apply_push(job: Job, outcome: Outcome) -> bool:
+    """End the run that `job` shows, as the worker would.  False: it is over already, and nothing was changed.
+
+    Raises RecordUnavailable.
+    """
+    active = active_run_of(dispatcher(), job)
+    if active is None:
+        return False
+    config, canceling = dispatcher().catalog.resolve(job.model).config, active.run.cancel_requested
+    decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
+    return end_run(dispatcher(), active, decision) is not None
+
+
+def _call(job: Job) -> Call:
+    return Call(
+        job_id=job.id,
+        attempt=job.attempt,
+        payload=json_text.loads(job.payload or "{}"),
+        callback_url=callbacks.push_url(job.id),
+        callback_token=callbacks.push_token(job.id, job.attempt),
+        deadline_s=_FETCH_S,
+        model=job.model,
+    )

@@ -1,0 +1,305 @@
+"""Speaking to one inference server.  Which server it is and how it answers is data (description.py)."""
+
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from slotkeeper.urls import find_secrets_in_url
+from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
+from tasks.servers.compiled import CompiledDescription, CompiledStep, RequestTemplate, compile_description
+from tasks.servers.description import DEFAULT, Description
+from tasks.servers.pointers import Pointer
+from tasks.servers.responses import MAX_RESPONSE_BYTES, FailureReason, NoResponse, Response
+from tasks.servers.rules import ResponseContext
+from tasks.servers.stream_reader import OnPiece, StreamReader, ignore_piece
+from tasks.servers.templates import SecretLookup, TemplateError, TemplateValues, to_json
+
+MAX_HEALTH_BYTES = 1024 * 1024
+
+_CONTENT_TYPE = "Content-Type"
+_OURS = {"X-Source": "dispatcher"}
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
+
+
+class HttpRequest(NamedTuple):
+    """One request, as a description makes it of a call."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    body: bytes | None
+    limits: Limits
+    reader: StreamReader | None = None
+    """Where the answer may be a stream."""
+
+
+Send: TypeAlias = Callable[[HttpRequest], Awaitable[Response | NoResponse]]
+"""Sends one request, and returns what came of it."""
+
+
+class ServerAdapter:
+    """One inference server, as its description says.  Safe to share between threads; keep it, since building it
+    compiles.  It has no connections: `send` carries out its requests, one after another (live.py).
+
+    endpoint: the full URL a job is submitted to; other paths are below its scheme, host and port.
+    secret: looks secrets up by name.  What it gives is sent, never kept, logged or repeated.
+    Raises ValueError for an endpoint that is no http(s) URL.  No method raises for what a server,
+    a payload or a description can do: it all becomes an Outcome.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        description: Description | CompiledDescription = DEFAULT,
+        *,
+        secret: SecretLookup | None = None,
+        max_answer_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
+        self._endpoint, self._base = split_endpoint(endpoint)
+        self._path = urlsplit(self._endpoint).path.rstrip("/")
+        self._secrets_of_endpoint = find_secrets_in_url(self._endpoint)
+        self._plan = compile_description(description) if isinstance(description, Description) else description
+        self._secret = secret
+        self._max_bytes = max_answer_bytes
+
+    @property
+    def pointers(self) -> Collection[Pointer]:
+        """Where answers are looked into."""
+        return self._plan.pointers
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def description(self) -> Description:
+        """What this server is spoken to by."""
+        return self._plan.description
+
+    def given_id_of(self, call: Call) -> str | None:
+        """The id under which the server knows this attempt if it is us who give it, else None."""
+        template = self.description.given_id
+        if template is None:
+            return None
+        return call.job_id if template == "{{job/id}}" else call.attempt_id
+
+    async def submit(self, call: Call, send: Send, on_piece: OnPiece = ignore_piece) -> Outcome:
+        """Hand the job over, once.  `on_piece` is given the pieces of a streamed answer as they come.
+
+        UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
+        UNKNOWN: it may be running there; do not send it again before that is known.
+        """
+        values = self._values(call, self.given_id_of(call))
+        try:
+            outcome = await self._ask(
+                self._plan.submit, values, _end_of(call), send, self._stream_reader(values, on_piece)
+            )
+        except TemplateError as error:
+            return Outcome(error.kind, code=error.code, message=str(error))
+        return outcome or Outcome(OutcomeKind.RETRY, code="bad_answer")
+
+    def is_run_over(self, call: Call, reply: Response | NoResponse) -> bool:
+        """Whether the end of a submit that was given up tells that the server has done with the run."""
+        if isinstance(reply, NoResponse):
+            return False
+        outcome = self._plan.submit.judge.outcome(reply, self._about(self._values(call, self.given_id_of(call))))
+        return outcome is not None and outcome.kind not in (
+            OutcomeKind.PENDING,
+            OutcomeKind.UNKNOWN,
+            OutcomeKind.UNREACHABLE,
+        )
+
+    async def status(self, call: Call, remote_id: str, send: Send) -> Outcome:
+        """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
+
+        If the description says so, a finished job's result is fetched here.  Reading it may destroy
+        it on the server, so store it before anything else.
+        """
+        values, end = self._values(call, remote_id), _end_of(call)
+        try:
+            outcome = await self._first_verdict(values, end, send)
+            return await self._with_result(outcome, values, end, send)
+        except TemplateError as error:
+            return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+
+    async def cancel(self, call: Call, remote_id: str | None, send: Send) -> bool:
+        """Ask to give the job up; True if the server said yes.
+
+        A yes is not a promise: whether it frees the slot stands in description.cancel.frees_slot.
+        Without the server's id, the job's own is used, which it was told in X-Job-Id.
+        """
+        if self._plan.cancel is None:
+            return False
+        values = self._values(call, remote_id or self.given_id_of(call) or call.job_id)
+        try:
+            outcome = await self._ask(self._plan.cancel, values, _end_of(call), send)
+        except TemplateError:
+            return False
+        return outcome is not None and outcome.kind is OutcomeKind.CANCELED
+
+    def read_push(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
+        """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.
+
+        Whether the push carries the right token is for the caller to check, before.  Where the description has a result
+        step, that is still to be fetched (`result`).
+        """
+        values = self._values(call, remote_id or self.given_id_of(call))
+        outcome = self._plan.callback.outcome(Response(200, {}, body), self._about(values))
+        return outcome or Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
+
+    async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
+        """Fetch the result of a run of which a push said that it is done."""
+        values = self._values(call, remote_id or self.given_id_of(call))
+        try:
+            return await self._with_result(outcome, values, _end_of(call), send)
+        except TemplateError as error:
+            return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
+
+    async def health(self, send: Send) -> Health:
+        """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
+        if self._plan.health is None:
+            return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
+        request, judge = self._plan.health
+        end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
+        values = self._values(None, None)
+        try:
+            reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
+            if isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET:
+                # Perhaps only a kept connection that the server was closing: ask once more.
+                reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
+        except TemplateError as error:
+            return Health(HealthKind.UNKNOWN, message=str(error))
+        return judge.read(reply)
+
+    async def _first_verdict(self, values: TemplateValues, end: float, send: Send) -> Outcome:
+        for step in self._plan.status:
+            outcome = await self._ask(step, values, end, send)
+            if outcome is not None:
+                return outcome
+        return Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
+
+    async def _with_result(self, outcome: Outcome, values: TemplateValues, end: float, send: Send) -> Outcome:
+        if outcome.kind is not OutcomeKind.DONE or self._plan.result is None:
+            return outcome
+        return await self._ask(self._plan.result, values, end, send) or outcome
+
+    def _stream_reader(self, values: TemplateValues, on_piece: OnPiece) -> StreamReader | None:
+        plan = self._plan.stream
+        return (
+            None if plan is None else StreamReader(plan, self._plan.submit.judge, lambda: self._about(values), on_piece)
+        )
+
+    async def _ask(
+        self, step: CompiledStep, values: TemplateValues, end: float, send: Send, reader: StreamReader | None = None
+    ) -> Outcome | None:
+        """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
+        assert values.call is not None
+        headers = _job_headers(values.call)
+        if step is self._plan.submit:
+            headers |= _submit_headers(values.call)
+        reply = await send(self._request(step.request, values, headers, end, self._max_bytes, reader))
+        if reader is not None and reader.is_stream:
+            return reader.outcome(reply)
+        outcome = step.judge.outcome(reply, self._about(values))
+        if (
+            outcome is None
+            or outcome.kind is not OutcomeKind.FAILED
+            or not step.judge.depends_on_health(reply, values.remote_id)
+        ):
+            return outcome
+        health = await self.health(send)
+        if health.kind not in (HealthKind.BUSY, HealthKind.DOWN):
+            return outcome
+        return Outcome(
+            OutcomeKind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})"
+        )
+
+    def _request(
+        self,
+        request: RequestTemplate,
+        values: TemplateValues,
+        headers: dict[str, str],
+        end: float,
+        max_bytes: int,
+        reader: StreamReader | None = None,
+    ) -> HttpRequest:
+        url = self._endpoint if request.path is None else self._base + request.path.fill(values)
+        body = self._body(request, values, headers)
+        if request.headers is not None:
+            headers |= request.headers.fill(values)
+        listen_s = values.call.listen_s if values.call is not None and self._response_ends_run(request) else 0.0
+        limits = Limits(request.connect_s, request.read_s, end, max_bytes, listen_s)
+        return HttpRequest(request.method, url, headers, body, limits, reader)
+
+    def _response_ends_run(self, request: RequestTemplate) -> bool:
+        """Whether the answer to a request comes when the run is over, however late."""
+        submit = self.description.submit
+        return (
+            request is self._plan.submit.request
+            and self.description.mode in ("sync", "auto")
+            and not submit.ends_on_disconnect
+        )
+
+    def _body(self, request: RequestTemplate, values: TemplateValues, headers: dict[str, str]) -> bytes | None:
+        is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"
+        if not is_payload and request.body is None:
+            return None
+        headers[_CONTENT_TYPE] = "application/json"
+        if is_payload and values.call is not None:
+            return to_json(self._asking_for_stream(values.call.payload))
+        return to_json(request.body.fill(values)) if request.body else None
+
+    def _asking_for_stream(self, payload: Any) -> Any:
+        """The payload, with what asks for a stream where it does not say otherwise."""
+        stream = self.description.submit.stream
+        return {**stream.ask, **payload} if stream and stream.ask and isinstance(payload, dict) else payload
+
+    def _values(self, call: Call | None, remote_id: str | None) -> TemplateValues:
+        return TemplateValues(call, remote_id, self._secret, self._path, self._plan.output_size)
+
+    def _about(self, values: TemplateValues) -> ResponseContext:
+        assert values.call is not None
+        return ResponseContext(values.call.job_id, values.remote_id, self._secrets_to_redact(values.call), time.time())
+
+    def _secrets_to_redact(self, call: Call) -> tuple[str, ...]:
+        """What an answer may repeat and nobody is told: an earlier exchange may have sent what this one does not."""
+        known = (*self._secrets_of_endpoint, call.callback_token) if call.callback_token else self._secrets_of_endpoint
+        if self._secret is None or not self.description.secrets:
+            return known
+        return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """The endpoint without its fragment, and its scheme://host:port.  Raises ValueError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not endpoint.isprintable():
+        raise ValueError("an endpoint is a full URL, such as http://gpu1:9001/generate")
+    _ = parts.port  # raises ValueError if it is no number up to 65535
+    return endpoint.partition("#")[0], f"{parts.scheme}://{parts.netloc}"
+
+
+def _end_of(call: Call) -> float:
+    return time.monotonic() + min(call.deadline_s, MAX_DEADLINE_S)
+
+
+def _job_headers(call: Call) -> dict[str, str]:
+    headers = {**_OURS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
+    if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # it may come from a client
+        headers["traceparent"] = call.traceparent
+    if call.model:
+        headers["X-Model"] = call.model
+    return headers
+
+
+def _submit_headers(call: Call) -> dict[str, str]:
+    # The same key for every attempt: a server that keeps its latest results by key can answer a
+    # repeated attempt from there instead of running the job twice.
+    headers = {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(call.deadline_ms)}
+    if call.callback_url:
+        headers["X-Callback-Url"] = call.callback_url
+    if call.callback_token:
+        headers["X-Callback-Token"] = call.callback_token
+    return headers

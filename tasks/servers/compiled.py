@@ -1,0 +1,126 @@
+"""A description made ready for use: templates, pointers and rules compiled once, before any call."""
+
+from dataclasses import dataclass
+
+from tasks.servers import default_rules
+from tasks.servers.description import (
+    Callback,
+    Cancel,
+    Description,
+    HealthStep,
+    Result,
+    Rule,
+    StatusStep,
+    Submit,
+)
+from tasks.servers.health import HealthJudge, compile_health
+from tasks.servers.pointers import Pointer, parse
+from tasks.servers.rules import Judge, compile_rule, error_pointers
+from tasks.servers.stream_reader import StreamPlan, compile_stream
+from tasks.servers.templates import BodyTemplate, CompiledOutputSize, HeaderTemplates, PathTemplate
+
+_Step = Submit | StatusStep | Result | Cancel | HealthStep
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTemplate:
+    """How to ask, in one step."""
+
+    method: str
+    path: PathTemplate | None  # None: the endpoint itself
+    headers: HeaderTemplates | None
+    body: BodyTemplate | None
+    connect_s: float
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """How to ask, and how to read the answer."""
+
+    request: RequestTemplate
+    judge: Judge
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledDescription:
+    """A whole description, compiled."""
+
+    description: Description
+    submit: CompiledStep
+    stream: StreamPlan | None  # of the submit's answer
+    status: tuple[CompiledStep, ...]
+    result: CompiledStep | None
+    cancel: CompiledStep | None
+    callback: Judge
+    health: tuple[RequestTemplate, HealthJudge] | None
+    output_size: CompiledOutputSize | None
+
+    @property
+    def pointers(self) -> frozenset[Pointer]:
+        """Where its steps look in answers."""
+        steps = [self.submit, *self.status, *(it for it in (self.result, self.cancel) if it is not None)]
+        return frozenset[Pointer]().union(*(step.judge.pointers for step in steps))
+
+
+def compile_description(description: Description) -> CompiledDescription:
+    """Takes a fraction of a millisecond; keep it as long as the description stays the same."""
+    d = description
+    return CompiledDescription(
+        description=d,
+        submit=CompiledStep(_request(d.submit), _submit_judge(d)),
+        stream=compile_stream(d.submit.stream) if d.submit.stream else None,
+        status=tuple(CompiledStep(_request(s), _poll_judge(d, s, default_rules.poll_rules())) for s in d.status),
+        result=_optional(d, d.result, default_rules.result_rules()),
+        cancel=_optional(d, d.cancel, default_rules.cancel_rules()),
+        callback=_poll_judge(d, d.callback, default_rules.poll_rules()),
+        health=(_request(d.health), compile_health(d.health)) if d.health else None,
+        output_size=CompiledOutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
+        if d.output_size
+        else None,
+    )
+
+
+def _optional(d: Description, step: Result | Cancel | None, more: tuple[Rule, ...]) -> CompiledStep | None:
+    return CompiledStep(_request(step), _poll_judge(d, step, more)) if step else None
+
+
+def _request(step: _Step) -> RequestTemplate:
+    return RequestTemplate(
+        method=step.method,
+        path=None if step.path is None else PathTemplate(step.path, step.sources),
+        headers=HeaderTemplates(step.headers, step.sources) if step.headers else None,
+        body=None if step.body is None else BodyTemplate(step.body, step.sources),
+        connect_s=step.connect_s,
+        read_s=float("inf") if step.read_s is None else step.read_s,
+    )
+
+
+def _submit_judge(d: Description) -> Judge:
+    rules = (*d.submit.rules, *default_rules.submit_rules(d.submit.id, d.mode == "async"))
+    return Judge(
+        rules=tuple(map(compile_rule, rules)),
+        is_poll=False,
+        result=parse(d.submit.result),
+        as_text=d.submit.result_as == "text",
+        errors=error_pointers(d.submit.error),
+        id=parse(d.submit.id),
+        requires_id=d.mode != "callback",
+        echo=None,  # the id in the answer is the server's own; only the header repeats ours
+        echo_header=d.submit.echo,
+    )
+
+
+def _poll_judge(d: Description, step: StatusStep | Result | Cancel | Callback, more: tuple[Rule, ...]) -> Judge:
+    return Judge(
+        rules=tuple(map(compile_rule, (*step.rules, *more))),
+        is_poll=True,
+        result=parse(step.result),
+        as_text=step.result_as == "text",
+        errors=error_pointers(step.error),
+        id=parse(d.submit.id),
+        requires_id=False,
+        echo=parse(d.submit.id) if step.echo else None,
+        echo_header=step.echo,
+        progress=parse(step.progress) if isinstance(step, StatusStep) and step.progress is not None else None,
+    )

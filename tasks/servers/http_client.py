@@ -1,0 +1,427 @@
+"""The HTTP client of an event loop: its exchanges, and the connections that are kept for the next.
+
+An exchange is never retried, never redirected, bounded in time and size, and exact about whether the request can have
+reached the server.  A kept connection that the server has closed meanwhile is found out before anything leaves by it,
+and another is taken.
+"""
+
+import asyncio
+import math
+import re
+import socket
+import ssl
+import time
+import zlib
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+import certifi
+import requests
+from aiohappyeyeballs import start_connection
+from requests.utils import get_auth_from_url
+
+from tasks.servers import http_connection as connections
+from tasks.servers.body import ResponseBody
+from tasks.servers.call import Limits
+from tasks.servers.http_connection import HttpConnection
+from tasks.servers.responses import FailureReason, NoResponse, Response
+from tasks.servers.stream_reader import StreamReader
+
+_STREAM_GRACE_S = 0.5
+"""How long after its end a stream's connection may take to come to its own, and be used again."""
+_LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
+_OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one that does not answer
+_JUDGED_BY = 64 * 1024  # bytes of an answer that nobody waits for
+_BODILESS = frozenset({"GET", "HEAD"})
+_OURS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
+_PORTS = {"http": 80, "https": 443}
+# An address whose path is sent as it stands.  Many are one run's alone, so what is remembered is who is asked.
+_PLAIN = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
+_GZIP = 16 + zlib.MAX_WBITS
+
+Origin: TypeAlias = tuple[str, str, int]
+"""Whom a connection leads to: scheme, host and port."""
+
+
+class _Target(NamedTuple):
+    """An address as a request names it: who is asked, and the head's end of it."""
+
+    origin: Origin
+    path: str
+    fields: tuple[str, ...]
+    """Of the head: the lines that follow from the address."""
+
+
+class HttpExchange:
+    """One question under way.  `reply` is a future for an Answer, or for how it broke."""
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_deadline",
+        "_head",
+        "_reader",
+        "_is_begun",
+        "_limits",
+        "_listening",
+        "_progress_timer",
+        "_moved",
+        "_size",
+        "_status",
+        "_unpacker",
+        "_http",
+        "connecting",
+        "is_abandoned",
+        "reply",
+    )
+
+    def __init__(self, http: "HttpClient", limits: Limits, reader: StreamReader | None = None) -> None:
+        self.reply: asyncio.Future[Response | NoResponse] = http.loop.create_future()
+        self._http, self._limits, self._reader = http, limits, reader
+        self.connecting: asyncio.Task[None] | None = None
+        self._connection: HttpConnection | None = None  # From when there is one, the request may have left.
+        self._status = 0
+        self._head: Mapping[str, str] = {}
+        self._is_begun = False  # Some of the body has come.
+        self.is_abandoned = False  # Only its end matters.
+        self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
+        self._body = ResponseBody()
+        self._size = 0
+        self._moved = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
+        self._progress_timer: asyncio.TimerHandle | None = None
+        self._listening: asyncio.TimerHandle | None = None
+        self._deadline = http.loop.call_later(limits.deadline - time.monotonic(), self._be_late)
+
+    def cut_off(self) -> None:
+        """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
+        self.fail(self._reason(FailureReason.RESET))
+
+    def abandon(self, reason: FailureReason) -> None:
+        """Answer now that no reply came, and observe the end of the exchange for `listen_s` of its limits.
+
+        `reply` is then a future for that end: an Answer with the beginning of its body, or how the connection broke.
+        """
+        if not self._limits.listen_s or self._connection is None or self.reply.done():
+            self.fail(self._reason(reason))
+            return
+        waiting, self.reply = self.reply, self._http.loop.create_future()
+        self.is_abandoned, self._reader = True, None
+        self._stop_looking()
+        if self._listening is not None:
+            self._listening.cancel()
+        self._deadline.cancel()
+        self._deadline = self._http.loop.call_later(self._limits.listen_s, self.fail, FailureReason.TIMEOUT)
+        waiting.set_result(NoResponse(reason))
+
+    def send(self, connection: HttpConnection, words: "_EncodedRequest") -> None:
+        """The request leaves by this connection."""
+        self._connection = connection
+        connection.send_request(self, words.head, words.body, is_bodiless=words.is_bodiless)
+        if self._limits.read_s < self._limits.deadline - time.monotonic():
+            self._look_later(0)
+
+    def fail(self, reason: FailureReason) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self.connecting is not None:
+            self.connecting.cancel()
+        self._finish(NoResponse(reason))
+
+    # -- called by the connection ----------------------------------------------------------------------------
+
+    def on_headers(self, status: int, head: Mapping[str, str]) -> None:
+        self._status, self._head = status, head
+        if int(head.get("Content-Length") or 0) > self._limits.max_bytes and not self.is_abandoned:
+            self.fail(FailureReason.TOO_LARGE)
+        elif self._reader is not None and self._reader.accepts(status, head):
+            self._check_silence(self._reader)
+
+    def on_body(self, piece: bytes) -> None:
+        if self.is_abandoned and (self._unpacker is not None or self._size > _JUDGED_BY):
+            return
+        if not self._is_begun:
+            self._is_begun, self._unpacker = True, _unpacker(self._head.get("Content-Encoding"))
+        if self._unpacker is not None:
+            try:
+                piece = self._unpacker.decompress(piece, self._limits.max_bytes - self._size + 1)
+                if self._unpacker.unused_data:
+                    raise zlib.error("it goes on behind its end")
+            except zlib.error:
+                self.fail(FailureReason.RESET)
+                return
+        self._size += len(piece)
+        if self._size > self._limits.max_bytes:
+            self.fail(FailureReason.TOO_LARGE)
+        elif self._reader is not None and self._reader.is_stream:
+            self._hear(self._reader, piece)
+        else:
+            self._body.add(piece)
+
+    def on_complete(self) -> None:
+        if self._unpacker is not None and not self._unpacker.eof and not self.is_abandoned:
+            self.fail(FailureReason.RESET)
+        else:
+            self._finish(Response(self._status, self._head, *self._body.whole()))
+
+    def on_failure(self) -> None:
+        self.fail(FailureReason.RESET)
+
+    # -- its bounds ------------------------------------------------------------------------------------------
+
+    def _reason(self, sent: FailureReason) -> FailureReason:
+        """How it breaks: as `sent` says, or as where nothing can have left."""
+        return FailureReason.CONNECT if self._connection is None else sent
+
+    def _be_late(self) -> None:
+        self.abandon(FailureReason.TIMEOUT)
+
+    def _hear(self, reader: StreamReader, piece: bytes) -> None:
+        was_over = reader.is_finished
+        reader.feed(piece)
+        if reader.is_aborted:
+            self.fail(FailureReason.RESET)
+        elif reader.is_finished and not was_over:
+            self._stop_looking()
+            self._progress_timer = self._http.loop.call_later(_STREAM_GRACE_S, self.fail, FailureReason.RESET)
+
+    def _check_silence(self, reader: StreamReader) -> None:
+        """Give up when only signs of life come."""
+        if reader.is_silent:
+            self.fail(FailureReason.TIMEOUT)
+        elif not self.reply.done() and not reader.is_finished and reader.max_silence_s < math.inf:
+            pause_s = reader.max_silence_s / _LOOK_EVERY
+            self._listening = self._http.loop.call_later(pause_s, self._check_silence, reader)
+
+    def _look_later(self, still: int) -> None:
+        self._progress_timer = self._http.loop.call_later(
+            self._limits.read_s / _LOOK_EVERY, self._check_progress, still
+        )
+
+    def _check_progress(self, still: int) -> None:
+        """Give up when nothing has moved for `read_s`."""
+        assert self._connection is not None
+        moved = self._connection.bytes_received, self._connection.bytes_unsent
+        still, self._moved = (still + 1 if moved == self._moved else 1), moved
+        if still > _LOOK_EVERY - 1:
+            self.fail(FailureReason.TIMEOUT)
+        else:
+            self._look_later(still)
+
+    def _stop_looking(self) -> None:
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+
+    def _finish(self, reply: Response | NoResponse) -> None:
+        self._connection = None  # It may be another's from now on.
+        self._deadline.cancel()
+        self._stop_looking()
+        if self._listening is not None:
+            self._listening.cancel()
+        self._http.forget(self)
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+
+class _EncodedRequest(NamedTuple):
+    """What is sent."""
+
+    head: bytes
+    body: bytes
+    is_bodiless: bool
+    """Whether its answer is a head alone."""
+
+
+class HttpClient:
+    """All connections of one event loop, to be used by its thread alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._under_way: set[HttpExchange] = set()
+        self._open: set[HttpConnection] = set()
+        self._idle: dict[Origin, list[HttpConnection]] = defaultdict(list)  # that which was used last is the last
+        self._tidying: asyncio.TimerHandle | None = None
+        self.large_response_lock = asyncio.Lock()  # of a large answer: together they would take the memory of all
+
+    def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: Limits,
+        reader: StreamReader | None = None,
+    ) -> HttpExchange:
+        """Ask once.  The request has left, or is waiting for its connection, when this returns.
+
+        A stream is given to `hearing` as it comes.
+        """
+        exchange = HttpExchange(self, limits, reader)
+        self._under_way.add(exchange)
+        if limits.deadline <= time.monotonic():
+            exchange.fail(FailureReason.CONNECT)
+            return exchange
+        try:
+            target = _target(url)
+            words = _EncodedRequest(_head(method, target, headers, body), body or b"", method == "HEAD")
+        except (ValueError, requests.RequestException):
+            exchange.fail(FailureReason.UNSENDABLE)
+            return exchange
+        kept = self._reusable_connection(target.origin)
+        if kept is not None:
+            exchange.send(kept, words)
+        else:
+            exchange.connecting = self.loop.create_task(self._send_anew(exchange, target.origin, words, limits))
+        return exchange
+
+    def forget(self, exchange: HttpExchange) -> None:
+        """It is over."""
+        self._under_way.discard(exchange)
+
+    def close(self) -> None:
+        for exchange in list(self._under_way):
+            exchange.cut_off()
+        if self._tidying is not None:
+            self._tidying.cancel()
+        for connection in list(self._open):
+            connection.close()
+
+    # -- connections -----------------------------------------------------------------------------------------
+
+    async def _send_anew(self, exchange: HttpExchange, origin: Origin, words: _EncodedRequest, limits: Limits) -> None:
+        try:
+            async with asyncio.timeout(limits.connect_s):
+                connection = await self._connect(origin)
+        except OSError:  # a time-out and what TLS finds wrong among them
+            exchange.fail(FailureReason.CONNECT)
+        except ValueError:  # a name that cannot be one
+            exchange.fail(FailureReason.UNSENDABLE)
+        else:
+            exchange.connecting = None
+            exchange.send(connection, words)
+
+    async def _connect(self, origin: Origin) -> HttpConnection:
+        scheme, host, port = origin
+        found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        connected = await start_connection(found, happy_eyeballs_delay=_OTHER_FAMILY_S, loop=self.loop)
+        make = partial(HttpConnection, connected, partial(self._return, origin), partial(self._remove, origin))
+        tls, name = (_tls_context(), host) if scheme == "https" else (None, None)
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _, connection = await self.loop.create_connection(make, sock=connected, ssl=tls, server_hostname=name)
+        except BaseException:
+            connected.close()
+            raise
+        if connection.is_closed:  # already, by its other end
+            raise ConnectionAbortedError
+        self._open.add(connection)
+        return connection
+
+    def _reusable_connection(self, origin: Origin) -> HttpConnection | None:
+        """One that a request may leave by; those that are not fit any more are closed."""
+        idle = self._idle[origin]
+        while idle:
+            connection = idle.pop()
+            if connection.is_reusable:
+                return connection
+            connection.close()
+        return None
+
+    def _return(self, origin: Origin, connection: HttpConnection) -> None:
+        self._idle[origin].append(connection)
+        if self._tidying is None:
+            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Close what has been idle for too long."""
+        self._tidying = None
+        for origin, idle in list(self._idle.items()):
+            for connection in [it for it in idle if it.is_idle_too_long]:
+                connection.close()
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+
+    def _remove(self, origin: Origin, connection: HttpConnection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        if connection in self._idle.get(origin, ()):
+            self._idle[origin].remove(connection)
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Of all loops of this process: to load the authorities takes longer than a handshake."""
+    context = ssl.create_default_context(cafile=certifi.where())
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+@lru_cache(maxsize=256)
+def _target(url: str) -> _Target:
+    """Raises ValueError and requests' errors."""
+    plain = _PLAIN.fullmatch(url)
+    if plain is None:
+        return _any_target(url)
+    at, path = plain.groups()
+    origin, _, fields = _any_target(at)
+    return _Target(origin, path, fields)
+
+
+@lru_cache(maxsize=4096)
+def _any_target(url: str) -> _Target:
+    prepared = requests.PreparedRequest()
+    prepared.prepare_url(url, None)
+    assert prepared.url is not None
+    parts = urlsplit(prepared.url)
+    if parts.scheme not in _PORTS or parts.hostname is None:
+        raise ValueError("only servers that speak HTTP can be asked")
+    usual = _PORTS[parts.scheme]
+    port = parts.port or usual
+    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    fields = [f"Host: {name if port == usual else f'{name}:{port}'}"]
+    user, password = get_auth_from_url(prepared.url)
+    if user or password:
+        fields.append(f"Authorization: Basic {b64encode(f'{user}:{password}'.encode('latin-1')).decode()}")
+    return _Target((parts.scheme, parts.hostname, port), prepared.path_url, tuple(fields))
+
+
+def _head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """Raises ValueError: they cannot be written as a header."""
+    if not "".join(headers.values()).isprintable():
+        raise ValueError("this cannot be written as a header")
+    length = len(body or b"") if body is not None or method not in _BODILESS else None
+    form = _form(target.fields, tuple(headers), length is not None)
+    said = headers.values() if length is None else (length, *headers.values())
+    return f"{method} {target.path} HTTP/1.1\r\n{form % tuple(said)}".encode("latin-1")
+
+
+@lru_cache(maxsize=1024)
+def _form(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
+    """A head behind its first line, with places for its length, if it has one, and for the values of headers of these
+    names, in this order.  Addresses are not remembered: many are one run's alone, and may hold what its payload says.
+
+    Raises ValueError: one of them is none.
+    """
+    if not all(names) or not "".join(names).isprintable() or any(":" in name for name in names):
+        raise ValueError("this cannot be the name of a header")
+    said = {name.lower() for name in names}
+    ours = [f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said]
+    fixed = [it.replace("%", "%%") for it in (*fields, *ours)]
+    given = [f"{name.replace('%', '%%')}: %s" for name in names]
+    return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *given, "", ""])
+
+
+def _unpacker(coding: str | None) -> Any:
+    """Of a body that is packed so; None: it is taken as it comes."""
+    match (coding or "").lower():
+        case "gzip" | "x-gzip":
+            return zlib.decompressobj(_GZIP)
+        case "deflate":
+            return zlib.decompressobj()
+        case _:
+            return None

@@ -1,0 +1,245 @@
+"""A connection to a server in an event loop: HTTP/1.1, one exchange after another.
+
+httptools takes answers apart; who asks gives an Asking, and hears what comes.  A connection that has said what nobody
+asked for, or of which it is not sure where an answer ended, is closed, and never used again.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+# A server that closes an idle connection may do so in the very moment in which we send on it, and
+# then nobody can tell whether it has read the request.  What is closed already is found out before;
+# the rest is avoided by not reusing a connection that has been idle for about as long as common
+# servers allow (gunicorn 2 s, uvicorn and node 5 s).  What is left of the race is UNKNOWN.
+MAX_IDLE_S = 1.5
+# So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
+# and the slot's next job comes in that very moment.
+_CLOSE_AFTER_STATUS = 500
+_LONGEST_HEAD = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
+_LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
+_LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
+_ESTABLISHED = b"\x01"
+_SO_MEMINFO = 55  # Linux: first, what is taken by that which has come and was not read, in four bytes
+_SWITCHING_PROTOCOLS = 101  # protocols: the last head that is HTTP's
+
+
+class ResponseHandler(Protocol):
+    """Who waits for an answer.  Each is called while the connection reads, and last `answered` or `broken`."""
+
+    def on_headers(self, status: int, head: Mapping[str, str]) -> None:
+        """An answer begins."""
+
+    def on_body(self, piece: bytes) -> None:
+        """More of its body has come."""
+
+    def on_complete(self) -> None:
+        """It is whole."""
+
+    def on_failure(self) -> None:
+        """It will not be."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """`keep` is called when it has done with an exchange and may be used for another, `ended` when it is closed."""
+
+    _transport: asyncio.Transport
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        keep: Callable[["HttpConnection"], object],
+        ended: Callable[["HttpConnection"], object],
+    ) -> None:
+        self._socket, self._keep, self._ended = connected, keep, ended
+        self._asking: ResponseHandler | None = None
+        self._is_bodiless = False  # what is asked for is answered by a head alone
+        self.is_closed = False
+        self._idle_since_s = 0.0  # monotonic
+        self.bytes_received = 0  # bytes
+        self._heard_at_body = 0  # of these, when the last of a body had come, or a request left
+        self._fields: dict[bytes, bytes] = {}
+        self._forget_answer()
+        self._parser = HttpResponseParser(self)
+        # What is odd in an answer and means but one thing is understood: nobody else reads this connection.
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True,
+            lenient_chunked_length=True,
+            lenient_data_after_close=True,
+            lenient_optional_cr_before_lf=True,
+        )
+
+    def _forget_answer(self) -> None:
+        self._status = 0  # of its last head; 0: none has come
+        self._is_whole = self._is_malformed = self._keep_alive = False
+
+    @property
+    def bytes_unsent(self) -> int:
+        """Bytes of the request that the system has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def is_idle_too_long(self) -> bool:
+        """Whether it has been idle for as long as a server may take to close it."""
+        return time.monotonic() - self._idle_since_s >= MAX_IDLE_S
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
+        return not self.is_closed and not self.is_idle_too_long and _is_open_and_silent(self._socket)
+
+    def send_request(self, asking: ResponseHandler, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
+        """Send a request; `asking` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
+        self._asking, self._is_bodiless = asking, is_bodiless
+        self._heard_at_body = self.bytes_received
+        self._forget_answer()
+        if len(body) < _LARGE:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines([head, body])
+
+    def close(self) -> None:
+        """Whoever asks hears no more."""
+        self._asking = None
+        if not self.is_closed:
+            self.is_closed = True
+            self._transport.abort()
+
+    # -- called by the loop ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.bytes_received += len(data)
+        if self._asking is None:  # Nobody has asked.
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade):
+            self._is_malformed = True
+        if self._is_whole:
+            self._conclude()
+        elif self._is_malformed or self.bytes_received - self._heard_at_body > _LONGEST_HEAD:
+            self._break()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_closed = True
+        self._ended(self)
+        if error is None and self._status and not _has_length(self._fields):
+            self._conclude()  # Where it says nothing else, an answer ends with its connection.
+        else:
+            self._break()
+
+    def _conclude(self) -> None:
+        asking, self._asking = self._asking, None
+        stays = (
+            self._keep_alive
+            and not self._is_malformed
+            and not self.bytes_unsent
+            and self._status != _CLOSE_AFTER_STATUS
+        )
+        if not stays:
+            self.close()
+        if asking is None:
+            return
+        if stays:
+            self._idle_since_s = time.monotonic()
+            self._keep(self)
+        asking.on_complete()
+
+    def _break(self) -> None:
+        asking = self._asking
+        self.close()
+        if asking is not None:
+            asking.on_failure()
+
+    # -- called by the parser --------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._fields = {}
+        self._is_malformed |= self._is_whole  # More has come than was asked for.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._status:  # What follows a body is not of its head.
+            self._fields[name.strip().lower()] = value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._asking is None or (
+            status < 200 and status != _SWITCHING_PROTOCOLS
+        ):  # Others are on the way to the last.
+            return
+        self._status = status
+        self._asking.on_headers(status, Head(self._fields))
+        if self._is_bodiless or status == _SWITCHING_PROTOCOLS:
+            self._is_whole = self._is_malformed = True
+
+    def on_body(self, piece: bytes) -> None:
+        self._heard_at_body = self.bytes_received
+        if self._asking is not None and not self._is_whole:
+            self._asking.on_body(piece)
+
+    def on_message_complete(self) -> None:
+        if not self._status:  # What is on the way to an answer cannot be the last that comes.
+            self._is_malformed |= not self._parser.should_keep_alive()
+        elif not self._is_whole:
+            self._is_whole, self._keep_alive = True, self._parser.should_keep_alive()
+
+
+class Head(Mapping[str, str]):
+    """Headers by their names, however those are written.  Few of them are ever asked for."""
+
+    def __init__(self, fields: Mapping[bytes, bytes]) -> None:
+        """`fields`: their names in small letters."""
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> str:
+        return self._fields[_field(name)].decode("latin-1").strip()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self._fields.get(_field(name))
+        return default if found is None else found.decode("latin-1").strip()
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+@lru_cache(maxsize=256)
+def _field(name: str) -> bytes:
+    return name.lower().encode("latin-1")
+
+
+def _is_open_and_silent(connected: socket.socket) -> bool:
+    """Whether its other end is open, and has said nothing that was not read.
+
+    To read ahead lets go of the interpreter's lock, which another thread then keeps for longer than all of it takes.
+    """
+    try:
+        if _TCP_INFO is not None:
+            state = connected.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)
+            return state == _ESTABLISHED and not any(connected.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4))
+    except OSError:  # This system does not tell.
+        pass
+    try:
+        connected.recv(1, _LOOK_ONLY)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _has_length(fields: Mapping[bytes, bytes]) -> bool:
+    head = Head(fields)
+    return "content-length" in head or "chunked" in head.get("transfer-encoding", "").lower()

@@ -1,0 +1,333 @@
+"""Answers that come in pieces: taken apart as they come, passed on, and put together to a result.
+
+A Hearing is one such answer.  Whoever carries out the exchange gives it bytes (`take`) and asks it in the end what came
+of it (`outcome`).  What has no end of its own is none: half a text is no result.
+"""
+
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from routing.dispatch.outcome import Outcome, OutcomeKind
+from tasks.servers.default_rules import event_rules
+from tasks.servers.description import EventRule, Stream
+from tasks.servers.patterns import Pattern
+from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep
+from tasks.servers.rules import TOO_DEEP, Judge, ResponseContext
+
+MAX_PIECES = 100_000
+"""Of a list: each costs far more memory than its bytes."""
+_ENDINGS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED})
+_UNENDED = Outcome(
+    OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
+)
+_TOO_MANY = Outcome(
+    OutcomeKind.FAILED,
+    code="answer_too_large",
+    message=f"The server's stream has more than {MAX_PIECES} pieces: have the server send fewer, larger ones.",
+    server_still_running=True,
+)
+
+
+class Piece(NamedTuple):
+    """What is passed on while a run lasts.  `offset`: characters, or values, of this text that came before it; 0: the
+    text begins, or begins anew.
+    """
+
+    text: str | None = None
+    value: Any = MISSING
+    offset: int = 0
+    progress: Any = None
+
+
+OnPiece = Callable[[Piece], None]
+
+
+def ignore_piece(_: Piece) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What one event of a stream holds.  `name`: only SSE has others than "message"."""
+
+    data: bytes
+    name: str = "message"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """An EventRule, compiled."""
+
+    then: str
+    code: str | None
+    message: str | None
+    events: frozenset[str]
+    pattern: Pattern | None
+    pointer: Pointer | None
+    values: frozenset[tuple[bool, Any]] | None
+
+    def holds_for(self, event: _Event, answer: Response) -> bool:
+        if self.events and event.name not in self.events:
+            return False
+        if self.pattern is not None and not self.pattern.is_in(answer.head):
+            return False
+        return self.pointer is None or self._value_fits(answer.json, self.pointer)
+
+    def _value_fits(self, document: Any, pointer: Pointer) -> bool:
+        value = MISSING if document is NOT_JSON else resolve(document, pointer)
+        if value is MISSING or value is None or self.values is None:
+            return value is not MISSING and value is not None
+        return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
+
+
+def _compiled(rule: EventRule) -> _Rule:
+    when = rule.when
+    return _Rule(
+        rule.then,
+        rule.code,
+        rule.message,
+        frozenset(when.event),
+        Pattern(when.text) if when.text is not None else None,
+        None if when.pointer is None else parse(when.pointer),
+        frozenset((isinstance(v, bool), v) for v in when.value) or None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """A Stream, compiled."""
+
+    stream: Stream
+    rules: tuple[_Rule, ...]
+    piece: Pointer
+    progress: Pointer | None
+    keep: tuple[tuple[str, Pointer], ...]
+
+
+def compile_stream(stream: Stream) -> StreamPlan:
+    rules = (*stream.rules, *(event_rules(stream.join == "last") if stream.frames != "raw" else ()))
+    return StreamPlan(
+        stream,
+        tuple(map(_compiled, rules)),
+        parse(stream.piece),
+        None if stream.progress is None else parse(stream.progress),
+        tuple((name, parse(pointer)) for name, pointer in stream.keep.items()),
+    )
+
+
+class StreamReader:
+    """One answer that may be a stream.  `on_piece` is given its pieces as they come."""
+
+    def __init__(self, plan: StreamPlan, judge: Judge, about: Callable[[], ResponseContext], on_piece: OnPiece) -> None:
+        self._plan, self._stream = plan, plan.stream
+        self._judge, self._about, self._on_piece = judge, about, on_piece
+        self._headers: Mapping[str, str] = {}
+        self._split: Callable[[bytes], Iterator[_Event]] = _Events() if self._stream.frames == "sse" else _Lines()
+        self._decode = getincrementaldecoder("utf-8")("replace")
+        self._texts: list[str] = []
+        self._values: list[Any] = []
+        self._offset = 0
+        self._kept: dict[str, Any] = {}
+        self._last: Response | None = None
+        self._verdict: Outcome | None = None
+        self._heard_s = 0.0
+        self.is_stream = False
+
+    def accepts(self, status: int, headers: Mapping[str, str]) -> bool:
+        """Whether an answer with this head is a stream; if not, it is read when it is whole."""
+        said = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.is_stream = 200 <= status < 300 and said == self._stream.media_type
+        self._headers, self._heard_s = headers, time.monotonic()
+        return self.is_stream
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing that may still come changes what came of it."""
+        return self._verdict is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Its server may be at it still, and is not listened to any longer."""
+        return self._verdict is not None and self._verdict.server_still_running
+
+    @property
+    def max_silence_s(self) -> float:
+        """How long nothing may come that is more than a sign of life."""
+        return self._stream.silent_s or float("inf")
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._heard_s > self.max_silence_s
+
+    def feed(self, data: bytes) -> None:
+        """More of it has come."""
+        if self._stream.frames == "raw":
+            self._add_text(self._decode.decode(data))
+            return
+        for event in self._split(data):
+            if self._verdict is not None:
+                return
+            self._handle_event(event)
+
+    def outcome(self, reply: Response | NoResponse) -> Outcome | None:
+        """What came of it; `reply` is a whole answer, or how it broke."""
+        if self._verdict is not None:
+            return self._verdict
+        if isinstance(reply, NoResponse):
+            judged = self._judge.outcome(reply, self._about())
+            return (
+                judged._replace(server_still_running=True)
+                if judged and reply.reason is FailureReason.TOO_LARGE
+                else judged
+            )
+        if not _tells_its_length(reply.headers):
+            return _UNENDED
+        self._flush()
+        if self._verdict is None and self._stream.ends_by == "length":
+            return self._joined()
+        return self._verdict or _UNENDED
+
+    def _flush(self) -> None:
+        """The answer is whole, so what stands last in it is, too, though nothing follows that ends it."""
+        if self._stream.frames == "raw":
+            self._add_text(self._decode.decode(b"", final=True))
+        else:
+            self.feed(b"\n\n")
+
+    def _handle_event(self, event: _Event) -> None:
+        answer = Response(200, self._headers, event.data)
+        rule = next((it for it in self._plan.rules if it.holds_for(event, answer)), None)
+        match rule.then if rule else "piece" if event.data else "skip":
+            case "skip":
+                return
+            case "piece":
+                self._take_piece(answer, requires_json=True)
+            case "end":
+                self._take_piece(answer, requires_json=False)
+                self._last = answer if event.data else self._last
+                self._verdict = self._verdict or self._joined()
+            case _ if rule is not None:
+                self._verdict = self._judge.apply(rule, answer, self._about())
+
+    def _take_piece(self, answer: Response, *, requires_json: bool) -> None:
+        if answer.json is NOT_JSON:
+            if requires_json:
+                self._verdict = self._garbage("what stands in the stream is not JSON")
+            return
+        self._heard_s, self._last = time.monotonic(), answer
+        for name, pointer in self._plan.keep:
+            if (value := resolve(answer.json, pointer)) is not MISSING and value is not None:
+                self._kept[name] = value
+        self._pass_on_progress(answer.json)
+        value = resolve(answer.json, self._plan.piece)
+        if value is MISSING or value is None:
+            return
+        if isinstance(value, str) and self._stream.join != "list":
+            self._add_text(value)
+        elif self._stream.join == "text":
+            self._verdict = self._garbage("a piece of its text is no text")
+        else:
+            self._add_value(value)
+
+    def _pass_on_progress(self, event: Any) -> None:
+        far = MISSING if self._plan.progress is None else resolve(event, self._plan.progress)
+        if far is not MISSING and far is not None and not is_too_deep(far):
+            self._on_piece(Piece(progress=far))
+
+    def _add_text(self, text: str) -> None:
+        self._heard_s = time.monotonic()
+        if not text:
+            return
+        if self._stream.join == "text":
+            self._texts.append(text)
+        elif self._stream.join == "list":
+            self._add_value(text)
+            return
+        self._on_piece(Piece(text=text, offset=self._offset))
+        self._offset += len(text)
+
+    def _add_value(self, value: Any) -> None:
+        if is_too_deep(value):
+            self._verdict = TOO_DEEP._replace(server_still_running=True)
+            return
+        if self._stream.join == "list":
+            self._values.append(value)
+            if len(self._values) > MAX_PIECES:
+                self._verdict = _TOO_MANY
+                return
+        self._on_piece(Piece(value=value, offset=self._offset))
+        self._offset += 1
+
+    def _joined(self) -> Outcome:
+        if self._stream.join == "last":
+            judged = None if self._last is None else self._judge.outcome(self._last, self._about())
+            return judged if judged and judged.kind in _ENDINGS else self._garbage("its last event is no answer")
+        joined: Any = "".join(self._texts) if self._stream.join == "text" else self._values
+        whole = {"output": joined, **self._kept} if self._stream.keep else joined
+        return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)
+
+    def _garbage(self, message: str) -> Outcome:
+        return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message, server_still_running=True)
+
+
+def _tells_its_length(headers: Mapping[str, str]) -> bool:
+    """Whether an answer whose end is missing looks otherwise than a whole one."""
+    return headers.get("Content-Length") is not None or "chunked" in headers.get("Transfer-Encoding", "").lower()
+
+
+class _Splitter:
+    """Whole lines of what comes, whose ends are LF, CR or both; each byte is looked at once."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+        self._after_cr = False
+
+    def lines(self, data: bytes) -> list[bytes]:
+        if self._after_cr and data:
+            data = data.removeprefix(b"\n")
+            self._after_cr = False
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end:
+            self._begun.append(data)
+            return []
+        self._after_cr = data.endswith(b"\r")
+        whole = b"".join([*self._begun, data[:end]])
+        self._begun = [data[end:]]
+        return whole.splitlines()
+
+
+class _Lines(_Splitter):
+    """A JSON value in each line."""
+
+    def __call__(self, data: bytes) -> Iterator[_Event]:
+        return (_Event(line) for line in self.lines(data) if line.strip())
+
+
+class _Events(_Splitter):
+    """Server-sent events, as browsers read them; also those that have a name and no data, by which some servers end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data: list[bytes] = []
+        self._name = ""
+
+    def __call__(self, data: bytes) -> Iterator[_Event]:
+        for line in self.lines(data):
+            if line:
+                self._read(line)
+                continue
+            if self._data or self._name:
+                yield _Event(b"\n".join(self._data), self._name or "message")
+            self._data, self._name = [], ""
+
+    def _read(self, line: bytes) -> None:
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field.removeprefix(b"\xef\xbb\xbf") == b"data":
+            self._data.append(value)
+        elif field == b"event":
+            self._name = value.decode("utf-8", "replace")

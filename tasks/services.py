@@ -1,0 +1,151 @@
+"""One process's Dispatcher, put together from the settings on first use."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from routing.admission.admission import Admission
+from routing.config import RoutingSettings
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import task_runs
+from routing.progress import ProgressCommands
+from routing.queries.estimates import Estimates
+from routing.queries.forecasts import Forecasts
+from routing.queries.process_counters import ProcessCounters
+from routing.queries.process_list import ProcessList
+from routing.queue.leases import Leases
+from routing.queue.queues import Queues
+from routing.queue.slots import Slots
+from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.outbox.result_notifications import ResultNotifications
+from slotkeeper.process import singleton
+from slotkeeper.process_locks import ProcessLocks
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.rotations import SecretRotations
+from slotkeeper.state_folder import restrict_state_folder
+from tasks.aside import BackgroundTask
+from tasks.config import TaskSettings
+from tasks.security.url_guard import check_url, parse_networks
+
+if TYPE_CHECKING:
+    from tasks.results import ResultNotifier
+
+_TOGETHER_S = 0.02  # Promises of so long a time are remembered together; most jobs that wait start later.
+
+
+@singleton
+def database() -> Database:
+    """The record of this installation.  Raises RecordUnavailable where there is none: only `migrate` makes one."""
+    settings = StorageSettings()
+    url = settings.sqlalchemy_url
+    path = Path(url.removeprefix("sqlite:///"))
+    if url.startswith("sqlite:///") and not path.exists():
+        raise DatabaseUnavailable(
+            f"There is no Slotkeeper record at {path}: set SLOTKEEPER_HOME to the state folder of your installation, "
+            "or SLOTKEEPER_DATABASE_URL; for a new one run `slotkeeper migrate`."
+        )
+    restrict_state_folder(settings)
+    return Database(url)
+
+
+@singleton
+def catalog() -> Catalog:
+    return Catalog(database())
+
+
+@singleton
+def rotations() -> SecretRotations:
+    return SecretRotations(database())
+
+
+@singleton
+def scripts() -> Scripts:
+    settings = RoutingSettings()
+    return Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+
+
+@singleton
+def leases() -> Leases:
+    return Leases(scripts(), RoutingSettings(), workers().total)
+
+
+@singleton
+def workers() -> WorkerCapacity:
+    return WorkerCapacity(scripts())
+
+
+@singleton
+def lifetimes() -> ProcessLocks:
+    """Of workers, by the owner of their leases."""
+    return ProcessLocks(StorageSettings().home.absolute() / "workers")
+
+
+@singleton
+def processes() -> ProcessList:
+    return ProcessList(scripts())
+
+
+@singleton
+def last_runs() -> task_runs.TaskRunRecorder:
+    return task_runs.TaskRunRecorder(scripts())
+
+
+@singleton
+def tallies() -> ProcessCounters:
+    return ProcessCounters(scripts())
+
+
+@singleton
+def progress_scripts() -> ProgressCommands:
+    return ProgressCommands(scripts())
+
+
+@singleton
+def catalog_cache() -> CatalogCache:
+    return CatalogCache(catalog(), RoutingSettings().catalog_refresh_s)
+
+
+@singleton
+def estimates() -> Estimates:
+    forecasts = Forecasts(scripts())
+    forecasts.remember_by(BackgroundTask("promises", forecasts.remember, _TOGETHER_S).request)
+    return Estimates(catalog_cache(), forecasts)
+
+
+@singleton
+def store() -> JobStore:
+    return JobStore(database(), StorageSettings().idempotency_window_s)
+
+
+@singleton
+def result_notifier() -> "ResultNotifier":
+    from tasks.results import ResultNotifier  # Loads Celery, which not every process has a use for.
+
+    return ResultNotifier(ResultNotifications(database()), store())
+
+
+@singleton
+def dispatcher() -> Dispatcher:
+    from tasks.announce import CeleryNotifier  # As above.
+
+    settings = RoutingSettings()
+    queues = Queues(scripts(), settings, workers().total)
+    allow = parse_networks(TaskSettings().webhook_allow)
+    return Dispatcher(
+        store=store(),
+        catalog=catalog_cache(),
+        queues=queues,
+        leases=leases(),
+        slots=Slots(scripts(), settings),
+        admission=Admission(queues, catalog_cache(), estimates(), settings, tallies().count_refusal),
+        observer=estimates(),
+        settings=settings,
+        announcer=CeleryNotifier(store(), result_notifier()),
+        check_url=lambda url: check_url(url, allow),
+    )

@@ -1,0 +1,1 @@
+"""The process `webhooks`: it sends signed messages to the URLs of tenants and jobs."""

@@ -1,0 +1,87 @@
+"""What a worker does beside its runs: releases that Redis did not answer, looks at other workers, its lifetime."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+from redis.exceptions import RedisError
+
+from routing.dispatch.dispatcher import Dispatcher
+from routing.dispatch.run_steps import RunSteps, ThreadIo, run_blocking
+from routing.queue.leases import Lease
+from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.process_locks import ProcessLocks
+from tasks.aside import BackgroundTask
+
+log = structlog.get_logger(__name__)
+
+# Each lease expires by itself soon; this bounds what a process keeps that never frees anything again.
+_MOST_PENDING = 10_000
+
+
+class BackgroundTasks:
+    """The background tasks of one worker, each in a thread of its own that no run waits for.
+
+    `lifetimes`: by which the end of the process is known at once if it is killed.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: WorkerCapacity,
+        owner: str,
+        lifetimes: ProcessLocks | None,
+        ask_database: Callable[[], object],
+    ) -> None:
+        """`ask_database`: called when Redis was away."""
+        self._dispatcher, self._workers, self._owner, self._lifetimes = dispatcher, workers, owner, lifetimes
+        self._ask_database = ask_database
+        self.is_draining = False
+        self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
+        self._lock = threading.Lock()
+        self._look = BackgroundTask("room", self._refresh_workers)
+        self._tasks = BackgroundTask("chores", self.run)
+        if lifetimes is not None:
+            lifetimes.try_acquire(owner)  # before its first claim
+        workers.refresh_in_background(self._look.request)  # The loop asks for it, and must not wait.
+
+    def after_beat(self, was_away: bool) -> None:
+        """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
+        if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the database.
+            self._ask_database()
+        self._tasks.request()
+
+    def retry_release(self, lease: Lease, back: bool, cooldown_ms: int) -> None:
+        """Repeat a release that Redis did not answer, when Redis answers again."""
+        with self._lock:
+            self._pending[lease] = back, cooldown_ms
+            if len(self._pending) > _MOST_PENDING:
+                del self._pending[next(iter(self._pending))]
+
+    def run(self) -> None:
+        """Do what is pending."""
+        self._repeat_releases()
+        self._dispatcher.observer.learn()
+        if self.is_draining:  # The poller has ended, and slots that become free here are for others.
+            self._refresh_workers()
+
+    def end(self) -> None:
+        """Forget the lifetime of a worker that has no runs."""
+        if self._lifetimes is not None:
+            self._lifetimes.release(self._owner)
+
+    def _refresh_workers(self) -> None:
+        with suppress(RedisError):  # The poller says so once a second.
+            self._workers.read_total()
+
+    def _repeat_releases(self) -> None:
+        """Redis is back: free what could not be freed.  Another holder of such a lease is not disturbed (LEASE-4)."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        steps = RunSteps(self._dispatcher, ThreadIo(self._dispatcher), self.retry_release)
+        for lease, (back, cooldown_ms) in pending.items():
+            if self._pending:  # Redis is away again, and each try costs its time-out.
+                self.retry_release(lease, back, cooldown_ms)
+            else:
+                run_blocking(steps.free(lease, back=back, cooldown_ms=cooldown_ms))

@@ -1,0 +1,407 @@
+"""One run: a job is handed to its server, and watched until something final can be said about it."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+import structlog
+
+from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.queries.trace_spans import ATTEMPT
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs.values import Run
+from slotkeeper.registry.model_config import ModelConfig
+from tasks import callbacks, tracing
+from tasks.servers import Call, Health, HealthKind, ServerSession
+from tasks.worker.heartbeat import LeaseWatch
+
+log = structlog.get_logger(__name__)
+
+# How long a server must be gone without a break before a job whose fate is unknown is given up as lost.
+_DOWN_PATIENCE_S = 10.0
+_CANCEL_PATIENCE_S = 5.0
+_FIND_OUT_EVERY_S = 1.0
+_OBSERVE_S = 600.0  # for the end of a run that is given up, at most
+_POLL_DEADLINE_S = (
+    30.0  # A question takes no longer than this, and may take as long, whatever is left of the run's own time.
+)
+
+
+async def _holds_always(_: LeaseWatch) -> bool:
+    return True
+
+
+NoteRemote = Callable[[str], Awaitable[bool]]
+"""Stores the server's own id of the job; False: this run is over."""
+
+
+class ServerCall:
+    """One run while it lasts, in the event loop.  `live` None: its server was removed."""
+
+    __slots__ = (
+        "__weakref__",
+        "_answered",
+        "_asked_with",
+        "_broken_until",
+        "_cancel_until",
+        "_canceling",
+        "_config",
+        "_end",
+        "_gone_since",
+        "_has_one_slot",
+        "_is_lease_held",
+        "_cancel_frees_slot",
+        "_live",
+        "_longest_usual_ms",
+        "_may_send_again",
+        "_model_version",
+        "_note_remote",
+        "_poll_phase",
+        "_remote_id",
+        "_resumes",
+        "_run",
+        "_silent_since",
+        "_swap",
+        "_submit_unconfirmed",
+        "_watch",
+    )
+
+    def __init__(
+        self,
+        active: ActiveRun,
+        watch: LeaseWatch,
+        config: ModelConfig,
+        live: ServerSession | None,
+        note_remote: NoteRemote,
+        model_version: str = "",
+        swap: bool = True,
+        holds: Callable[[LeaseWatch], Awaitable[bool]] = _holds_always,
+        longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
+        has_one_slot: bool = False,
+    ) -> None:
+        """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end.
+
+        `has_one_slot`: its server has no other, so if that is idle, the run has ended.
+        """
+        self._run: Run = active.run
+        self._watch = watch
+        self._config = config
+        self._live = live
+        self._note_remote, self._is_lease_held = note_remote, holds
+        self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
+        self._has_one_slot = has_one_slot
+        self._end = time.monotonic() + _seconds_left(active.run, config)
+        self._asked_with: Call | None = None
+        self._resumes = watch.sent = active.run.remote_id is not None
+        self._remote_id = active.run.remote_id
+        self._submit_unconfirmed = (
+            False  # No answer to the request, and nothing since, has said that the server knows the run.
+        )
+        self._answered = False
+        self._canceling: asyncio.Task[None] | None = None
+        self._cancel_until: float | None = None
+        self._cancel_frees_slot = (
+            False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
+        )
+        self._gone_since: float | None = None
+        self._broken_until: float | None = None  # Until when a run goes on whose connection the server broke.
+        self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
+        # When in its interval it is asked: runs that began together each need a connection if asked together.
+        self._poll_phase = random.random()
+        self._may_send_again = True  # once, if the server has been there all the time
+
+    async def run(self) -> Outcome | StopReason:
+        """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises RecordUnavailable."""
+        live = self._live
+        if live is None:
+            return Outcome(OutcomeKind.UNREACHABLE, code="server_removed", message="The server was removed.")
+        self._watch.on_change(self._on_watch_change)
+        try:
+            found = await self._begin(live)
+            while isinstance(found, Outcome) and found.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
+                if not await self._store_remote_id(found.remote_id):
+                    return StopReason.LOST
+                if self._stop_reason() is None:
+                    await self._watch.sleep(self._interval_s(found))
+                found = await self._outcome_after_wait(live, found) or await self._check(live)
+        finally:
+            self._watch.clear_callback()
+        if isinstance(found, StopReason) or self._has_server_stopped(live, found):
+            return found
+        return found._replace(server_still_running=True)
+
+    def _has_server_stopped(self, live: ServerSession, outcome: Outcome) -> bool:
+        """Whether the server has let go of a run that it calls canceled: some say so and go on."""
+        sent = self._answered or self._remote_id is not None
+        return outcome.kind is not OutcomeKind.CANCELED or not sent or cancel_frees_slot(live) != "no"
+
+    async def _begin(self, live: ServerSession) -> Outcome | StopReason:
+        """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
+        if self._resumes:
+            return await self._check(live)
+        if (
+            left := self._stop_reason()
+        ) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
+            return left
+        if self._watch.cancel:
+            return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
+        if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
+            return StopReason.LOST
+        call = self._submit_call
+        if not await self._is_lease_held(self._watch):
+            return StopReason.UNSENT
+        self._watch.sent = True
+        return await self._submit(live, call)
+
+    async def _submit(self, live: ServerSession, call: Call) -> Outcome:
+        outcome = await live.submit(call)
+        self._answered, self._submit_unconfirmed = True, outcome.kind is OutcomeKind.UNKNOWN
+        crash_at("run_sent")
+        if not live.is_broken or not self._submit_unconfirmed:
+            return outcome
+        if await live.has_process_ended():
+            return _CRASHED
+        if self._longest_usual_ms is not None:
+            self._broken_until = time.monotonic() + await self._longest_usual_ms() / 1000
+        return outcome
+
+    async def _send_again(self, live: ServerSession) -> Outcome:
+        """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
+        call = self._submit_call
+        if not await self._is_lease_held(self._watch):  # The database says soon whether the run still counts.
+            return Outcome(OutcomeKind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
+        self._may_send_again = False
+        return await self._submit(live, call)
+
+    @property
+    def poll_call(self) -> Call:
+        """What all questions about the run, and its cancel, are asked with; most runs are asked nothing."""
+        if self._asked_with is None:
+            by_payload = self._live is not None and self._live.description.asks_by_payload
+            self._asked_with = self._build_call(
+                json_text.loads(self._run.payload) if by_payload else None, _POLL_DEADLINE_S
+            )
+        return self._asked_with
+
+    @property
+    def _submit_call(self) -> Call:
+        """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
+        passes_on = self._live is not None and self._live.description.sends_payload_alone
+        payload = orjson.Fragment(self._run.payload) if passes_on else json_text.loads(self._run.payload)
+        listen_s = min(self._config.max_poll_time, _OBSERVE_S)
+        return self._build_call(payload, max(self._end - time.monotonic(), 0.001), listen_s)
+
+    def _build_call(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> Call:
+        run = self._run
+        return Call(
+            job_id=run.job.id,
+            attempt=run.attempt,
+            payload=payload,
+            callback_url=callbacks.push_url(run.job.id),
+            callback_token=callbacks.push_token(run.job.id, run.attempt),
+            deadline_s=deadline_s,
+            listen_s=listen_s,
+            model=run.job.model,
+            model_version=self._model_version,
+            swap=self._swap,
+            traceparent=tracing.told(run.job.id, run.traceparent, ATTEMPT, run.attempt),
+        )
+
+    async def _store_remote_id(self, found: str | None) -> bool:
+        """The run's id at the server goes into the record, so that another worker can resume: before the first poll,
+        and where we give it, before the request.  False: this run is over.
+        """
+        if found is None or found == self._remote_id:
+            return True
+        if not await self._note_remote(found):
+            return False
+        self._remote_id = found
+        crash_at("run_remote_noted")
+        return True
+
+    def _stop_reason(self) -> StopReason | None:
+        """Why this worker shall not go on with the run."""
+        if self._watch.lost:
+            return StopReason.LOST if self._watch.sent else StopReason.UNSENT
+        return StopReason.STOPPED if self._watch.stop else None
+
+    async def _outcome_after_wait(self, live: ServerSession, last: Outcome) -> Outcome | StopReason | None:
+        """What the waiting itself has come to, if it is over."""
+        if (left := self._stop_reason()) is not None:
+            return left
+        if self._watch.cancel:
+            return self._cancel()
+        if time.monotonic() < self._end:
+            return None
+        return await self._time_out(live, last)
+
+    def _interval_s(self, last: Outcome) -> float:
+        """How long to wait before the server is asked again."""
+        every_s = self._config.poll_interval if last.kind is OutcomeKind.PENDING else _FIND_OUT_EVERY_S
+        if self._watch.cancel:  # It may have been heard while the server was being asked, and has its own patience.
+            return min(every_s, _FIND_OUT_EVERY_S)
+        every_s, self._poll_phase = every_s * self._poll_phase, 1.0
+        return max(min(every_s, self._end - time.monotonic()), 0)
+
+    def _cancel(self) -> Outcome | None:
+        """The server has been told, or is being told; watch for a moment whether it lets go."""
+        if self._cancel_frees_slot:
+            return Outcome(OutcomeKind.CANCELED, message="Canceled.")
+        if self._cancel_until is None:
+            self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
+        elif time.monotonic() > self._cancel_until:
+            return Outcome(
+                OutcomeKind.CANCELED, message="Canceled; the server did not confirm it.", server_still_running=True
+            )
+        return None
+
+    def _on_watch_change(self) -> None:
+        """A flag of the lease was raised."""
+        if self._live is None:
+            return
+        if self._stop_reason() is not None:
+            self._live.cut_off()
+        elif self._watch.cancel and self._canceling is None:
+            self._canceling = asyncio.get_running_loop().create_task(self._end_by_cancel(self._live))
+
+    async def _end_by_cancel(self, live: ServerSession) -> None:
+        """Ask the server to let go, beside the run, which may be waiting for its answer.
+
+        A server that goes on regardless is not waited for any longer.
+        """
+        self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
+        await self._send_cancel(live)
+        if not self._resumes and not self._answered:
+            await asyncio.sleep(_CANCEL_PATIENCE_S)
+            if not self._answered:
+                live.abandon()
+
+    async def _send_cancel(self, live: ServerSession) -> None:
+        said_yes = await live.cancel(self.poll_call, self._remote_id)
+        self._cancel_frees_slot = said_yes and cancel_frees_slot(live) == "immediate"
+
+    async def _time_out(self, live: ServerSession, last: Outcome) -> Outcome:
+        await self._send_cancel(live)
+        said = f" Last: {last.message}" if last.message else ""
+        deadline_ms = self._run.deadline_ms
+        if deadline_ms is not None and now_ms() >= deadline_ms:
+            said = f"The job's own deadline (ttl) passed while it ran.{said}"
+            return Outcome(
+                OutcomeKind.RETRY,
+                code="deadline_passed",
+                message=said,
+                server_still_running=not self._cancel_frees_slot,
+            )
+        return Outcome(
+            OutcomeKind.RETRY,
+            code="timed_out",
+            message=f"Exceeded max_poll_time.{said}",
+            server_still_running=not self._cancel_frees_slot,
+        )
+
+    async def _check(self, live: ServerSession) -> Outcome:
+        if live.description.mode == "callback":
+            return await self._await_push(live)
+        return await (self._check_health(live) if self._remote_id is None else self._poll(live, self._remote_id))
+
+    async def _poll(self, live: ServerSession, remote_id: str) -> Outcome:
+        outcome = await live.status(self.poll_call, remote_id)
+        if outcome.kind is OutcomeKind.LOST and self._submit_unconfirmed and self._may_send_again:
+            return await self._send_again(live)  # It has never had it.
+        if (
+            outcome.kind is OutcomeKind.PENDING and outcome.code
+        ):  # It cannot be asked: it may be down, and by this very job.
+            self._may_send_again = False
+        elif outcome.kind is OutcomeKind.PENDING:
+            self._submit_unconfirmed = False
+        return outcome
+
+    async def _await_push(self, live: ServerSession) -> Outcome:
+        """The server tells the end itself, to the door.  It is lost if the server has gone, or is well, at nothing that
+        it tells of, and silent for too long.
+        """
+        health = await live.health()
+        if (absent := self._outcome_if_down(health)) is not None:
+            return absent
+        patience_s, now = live.description.callback.silent_s, time.monotonic()
+        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self.poll_call):
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif patience_s is not None and now - self._silent_since >= patience_s:
+            said = f"The server is well, and has not told the end for {patience_s:g} s."
+            return Outcome(OutcomeKind.LOST, code="server_silent", message=said)
+        return Outcome(OutcomeKind.PENDING, remote_id=self._remote_id)
+
+    async def _check_health(self, live: ServerSession) -> Outcome:
+        """The request was sent and never answered: the server may be running it, so its slot is kept.
+
+        Only its own word, or its lasting absence, ends that.
+        """
+        health = await live.health()
+        if health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await live.refuses_connections():
+            return _CRASHED
+        if (absent := self._outcome_if_down(health)) is not None:
+            return absent
+        known = False if health.is_idle and self._has_one_slot else _knows(health, self.poll_call)
+        if known is False:
+            # A job under which servers have died may be what kills them: it is sent to one at a time.
+            if self._may_send_again and not self._run.crashes:
+                return await self._send_again(live)
+            return Outcome(OutcomeKind.LOST, code="server_lost", message="The server does not know the job any more.")
+        if known is None and self._broken_until is not None and time.monotonic() >= self._broken_until:
+            said = "The server broke the connection under the job, and has not said since that it runs it."
+            return Outcome(OutcomeKind.LOST, code="connection_lost", message=said, server_still_running=True)
+        return Outcome(OutcomeKind.UNKNOWN, message=health.message)
+
+    def _outcome_if_down(self, health: Health) -> Outcome | None:
+        """What it means that nobody answers at the server; None: somebody does."""
+        if health.kind is not HealthKind.DOWN:
+            self._gone_since = None
+            return None
+        self._may_send_again = False
+        self._gone_since = self._gone_since or time.monotonic()
+        if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
+            return Outcome(OutcomeKind.UNKNOWN, message=health.message)
+        return Outcome(
+            OutcomeKind.LOST,
+            code="server_lost",
+            message="The server went away under the job.",
+            server_still_running=True,
+        )
+
+
+_CRASHED = Outcome(
+    OutcomeKind.LOST,
+    code="server_lost",
+    message="The server's process ended under the job: its address refuses connections.",
+)
+
+
+def cancel_frees_slot(live: ServerSession) -> str:
+    cancel = live.description.cancel
+    return "no" if cancel is None else cancel.frees_slot
+
+
+def _knows(health: Health, call: Call) -> bool | None:
+    """Whether the server has the job; None: its report does not say."""
+    if health.job_ids is not None:
+        return bool({call.job_id, call.attempt_id} & health.job_ids)
+    if health.active_jobs is not None and health.running_count:
+        return None if health.active_jobs else False
+    return None
+
+
+def _seconds_left(run: Run, config: ModelConfig) -> float:
+    """What is left of the longest time that this run may take, or of the job's own deadline."""
+    began = run.sent_ms or run.started_ms
+    ends = began + config.max_poll_time * 1000
+    if run.deadline_ms is not None:
+        ends = min(ends, run.deadline_ms)
+    return max(ends - now_ms(), 0) / 1000

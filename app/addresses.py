@@ -11,7 +11,7 @@ from tasks.servers.adapter import split_endpoint
 _WRONG = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 
 
-def check_endpoint(endpoint: str, field: str = "endpoint") -> None:
+def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
     """Raises InvalidRequest unless a request can be sent there.  No credentials: a URL is shown and logged."""
     try:
         split_endpoint(endpoint)
@@ -39,7 +39,7 @@ def _is_this_api(host: str) -> bool:
     """Return whether the API listens on this host, if the port is the API's."""
     settings, name = context().settings, host.lower().rstrip(".")
     address, listening = parse_host_address(name), parse_host_address(settings.host)
-    if name in settings.own_names or f".{name}".endswith(".localhost"):
+    if name in settings.own_hostnames or f".{name}".endswith(".localhost"):
         return True
     if address is None:
         return name == socket.gethostname().lower()

@@ -8,33 +8,35 @@ from flask import Request
 from flask_openapi import RequestBody
 from pydantic import ValidationError
 
-from app.errors import ProblemError, invalid
-from app.reading import body_of, check_whole, elements, is_array, parse
-from app.schemas import BatchItem
+from app.problems import ProblemError, validation_error
+from app.request_json import elements, is_array, parse_json, read_body, require_known_length
+from app.schemas.job_schemas import BatchItem
 
-MOST = 1000
+MAX_BATCH_JOBS = 1000
 NDJSON = "application/x-ndjson"
 
 _ITEM = BatchItem.model_json_schema()
 DESCRIPTION = RequestBody.model_validate(
     {
         "content": {
-            "application/json": {"schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MOST}},
+            "application/json": {
+                "schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_BATCH_JOBS}
+            },
             NDJSON: {"schema": {"type": "string", "description": "One such object a line."}},
         }
     }
 )
 
 
-def read(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
+def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
     """The jobs asked for.  Raises ProblemError, which names the index.
 
     They are read one by one: the first that is wrong ends it, however many follow.  Each may have `longest` bytes.
     """
     request.max_content_length = most_bytes
     if request.mimetype == NDJSON:
-        check_whole(request)
-    body = body_of(request)
+        require_known_length(request)
+    body = read_body(request)
     if request.mimetype == NDJSON:
         found = _lines(body, longest)
     elif is_array(body):
@@ -43,24 +45,24 @@ def read(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
         raise _refused("The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson.")
     items = [_item(index, it) for index, it in enumerate(found)]
     if not items:
-        raise _refused(f"The batch holds no jobs; send 1 to {MOST}.")
+        raise _refused(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
     return items
 
 
 def _item(index: int, found: Any) -> BatchItem:
-    if index == MOST:
-        raise _refused(f"The batch holds more than {MOST} jobs; send them in several.")
+    if index == MAX_BATCH_JOBS:
+        raise _refused(f"The batch holds more than {MAX_BATCH_JOBS} jobs; send them in several.")
     try:
         return BatchItem.model_validate(found)
     except ValidationError as error:
-        raise invalid(error, index=index) from None
+        raise validation_error(error, index=index) from None
 
 
 def _lines(body: bytes, longest: int) -> Iterator[Any]:
     for index, line in enumerate(line for line in BytesIO(body) if line.strip()):
         if len(line) > longest:
             raise _refused(f"A line may have {longest} bytes.", index=index)
-        yield parse(line, index=index)
+        yield parse_json(line, index=index)
 
 
 def _refused(detail: str, **facts: Any) -> ProblemError:

@@ -63,7 +63,7 @@ class AppSettings(BaseSettings):
     """How long a client may read nothing of its answer."""
 
     @cached_property
-    def own_names(self) -> frozenset[str]:
+    def own_hostnames(self) -> frozenset[str]:
         """Host names under which this machine may be addressed while no keys are asked for."""
         return frozenset({self.host.lower().strip("[]"), urlsplit(TaskSettings().public_url).hostname or ""} - {""})
 
@@ -72,11 +72,11 @@ class AppSettings(BaseSettings):
         """Raises ValueError."""
         return tuple(ip_network(one.strip()) for one in self.trusted_proxies.split(",") if one.strip())
 
-    def is_proxy(self, address: str) -> bool:
+    def is_trusted_proxy(self, address: str) -> bool:
         """Whether a proxy that is trusted has this address."""
         return any(ip_address(address) in network for network in self.proxies)
 
-    def check(self) -> None:
+    def check_exposure(self) -> None:
         """Raises ValueError where the settings would open the door to strangers."""
         try:
             _ = self.proxies

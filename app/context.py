@@ -25,7 +25,7 @@ class Context:
     readiness: Readiness
 
 
-def put(app_extensions: dict[str, object], context: Context) -> None:
+def set_context(app_extensions: dict[str, object], context: Context) -> None:
     app_extensions[_EXTENSION] = context
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.context import dispatcher
-from app.errors import ProblemError, printable
+from app.problems import ProblemError, printable_text
 from tasks import server_adapters
 from tasks.server_adapters import InvalidDescription
 
 
-def described(model: str, given: Mapping[str, Any]) -> str | None:
+def validate_description(model: str, given: Mapping[str, Any]) -> str | None:
     """The description that is meant, as JSON; None: nothing is said of it.
 
     Raises ProblemError, whose `errors` name each place as a JSON pointer into the body.
@@ -17,7 +17,7 @@ def described(model: str, given: Mapping[str, Any]) -> str | None:
     return _described(given, _may_use(model), for_all=False)
 
 
-def described_for_all(given: Mapping[str, Any]) -> str | None:
+def validate_description_for_all(given: Mapping[str, Any]) -> str | None:
     """The same for any model: only secrets that are for all of them can be put in."""
     return _described(given, _may_all_use(), for_all=True)
 
@@ -28,15 +28,15 @@ def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_
     except InvalidDescription as unfit:
         errors = [
             {
-                "field": printable(it.pointer.strip("/").replace("/", ".")),
-                "pointer": printable(it.pointer),
-                "message": printable(it.message),
+                "field": printable_text(it.pointer.strip("/").replace("/", ".")),
+                "pointer": printable_text(it.pointer),
+                "message": printable_text(it.message),
             }
             for it in unfit.faults
         ]
         facts = {"field": errors[0]["field"], "errors": errors}
         raise ProblemError(
-            422, "invalid_description", "The description is not valid", printable(str(unfit)), **facts
+            422, "invalid_description", "The description is not valid", printable_text(str(unfit)), **facts
         ) from None
 
 

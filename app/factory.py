@@ -6,52 +6,55 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 from pydantic import BaseModel
 
-from app import auth, context, errors, kinds, metrics, openapi, reading, receivers, schemas, sealed
+from app import context, kinds, metrics, problems, request_json
 from app.api import (
-    audit,
+    audit_views,
     batches,
-    callback,
     defaults,
     dlq,
     docs,
     figures,
     health,
-    jobs,
+    job_views,
     ledger,
-    models,
-    presets,
+    model_views,
+    openapi,
+    preset_views,
     processes,
-    queue,
+    push_views,
     secrets,
-    servers,
-    streams,
-    tenants,
-    webhooks,
+    server_views,
+    stream_views,
+    submit_views,
+    tenant_views,
+    webhook_views,
 )
+from app.auth import access
 from app.config import AppSettings
 from app.context import Context
-from app.page import entrance, screens
+from app.page import login, screens
 from app.readiness import PROBES, Readiness
+from app.schemas import job_schemas, tenant_schemas, webhook_schemas
 from routing.queries.positions import QueuePositions
 from slotkeeper.registry.tenants import Tenants
 from tasks import services, startup
 
 _APIS: tuple[APIBlueprint, ...] = (
-    queue.api,
-    jobs.api,
+    submit_views.api,
+    job_views.api,
     batches.api,
-    streams.api,
-    webhooks.api,
-    callback.api,
-    servers.api,
-    presets.api,
-    models.api,
+    stream_views.api,
+    webhook_views.api,
+    push_views.api,
+    server_views.api,
+    preset_views.api,
+    model_views.api,
     defaults.api,
-    tenants.api,
+    tenant_views.api,
     secrets.api,
     dlq.api,
     ledger.api,
-    audit.api,
+    audit_views.api,
     health.api,
     figures.api,
     processes.api,
@@ -59,28 +62,28 @@ _APIS: tuple[APIBlueprint, ...] = (
 
 
 _BODIES: tuple[type[BaseModel], ...] = (
-    schemas.SubmitBody,
-    schemas.BatchItem,
-    schemas.RegisterBody,
-    schemas.StateBody,
-    schemas.TenantBody,
+    job_schemas.SubmitBody,
+    job_schemas.BatchItem,
+    job_schemas.RegisterBody,
+    job_schemas.StateBody,
+    job_schemas.TenantBody,
     kinds.ProbeBody,
-    sealed.SecretBody,
-    receivers.ReceiverBody,
-    receivers.ReceiverChange,
-    receivers.ReasonBody,
-    receivers.ReplayBody,
-    receivers.ReceiverQuery,
-    receivers.TriesQuery,
-    receivers.GivenUpQuery,
-    receivers.CallbacksQuery,
-    receivers.CallbacksReplayBody,
-    schemas.ListQuery,
+    tenant_schemas.SecretBody,
+    webhook_schemas.WebhookBody,
+    webhook_schemas.WebhookChange,
+    webhook_schemas.DisableBody,
+    webhook_schemas.ReplayBody,
+    webhook_schemas.WebhookQuery,
+    webhook_schemas.DeliveriesQuery,
+    webhook_schemas.GivenUpQuery,
+    webhook_schemas.CallbacksQuery,
+    webhook_schemas.CallbacksReplayBody,
+    job_schemas.ListQuery,
     batches.BatchQuery,
-    schemas.WaitQuery,
-    streams.StreamQuery,
-    audit.AuditQuery,
-    streams.JobStreamQuery,
+    job_schemas.WaitQuery,
+    stream_views.StreamQuery,
+    audit_views.AuditQuery,
+    stream_views.JobStreamQuery,
 )
 
 
@@ -90,20 +93,20 @@ def create_app(settings: AppSettings | None = None) -> Flask:
     Raises ValueError where the settings would serve the network without keys.
     """
     settings = settings or AppSettings()
-    settings.check()
-    app = with_routes()
-    equip(app, settings)
+    settings.check_exposure()
+    app = create_routes()
+    configure(app, settings)
     return app
 
 
-def with_routes() -> Flask:
+def create_routes() -> Flask:
     """All views and what stands before them, which no setting changes."""
     app = openapi.new_app(_version())
-    errors.register(app)
+    problems.register_error_handlers(app)
     for body in _BODIES:
-        errors.know_fields(body.__name__, body.model_fields)
-    app.before_request(reading.refuse_nul)
-    auth.register(app)
+        problems.know_fields(body.__name__, body.model_fields)
+    app.before_request(request_json.reject_nul)
+    access.register(app)
     for api in _APIS:
         app.register_api(api)
     docs.register(app)
@@ -111,7 +114,7 @@ def with_routes() -> Flask:
     return app
 
 
-def equip(app: Flask, settings: AppSettings) -> None:
+def configure(app: Flask, settings: AppSettings) -> None:
     """Give `app` its settings, and what its views share."""
     startup.prepare()
     dispatcher = services.dispatcher()
@@ -119,12 +122,12 @@ def equip(app: Flask, settings: AppSettings) -> None:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     estimates = services.estimates()
     places = QueuePositions(dispatcher.catalog, dispatcher.queues, estimates)
-    context.put(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
-    app.extensions["slotkeeper_metrics"] = metrics.registry(
+    context.set_context(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
+    app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
         dispatcher, services.scripts(), services.processes(), services.tallies()
     )
-    auth.equip(app, settings, Tenants(services.database()))
-    entrance.equip(app)
+    access.configure_access(app, settings, Tenants(services.database()))
+    login.equip(app)
 
 
 def _version() -> str:

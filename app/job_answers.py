@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from app.answers import GIVEN, Answer, Read, Time
+from app.schemas.base import PROVIDED, From, ResponseSchema, Time
 from routing.admission.constraints import decode_constraints
 from routing.queries import attempts, explain
 from routing.queries.interval import Estimate
@@ -39,7 +39,7 @@ def seconds(ms: int) -> float:
     return round(ms / 1000, 1)
 
 
-def start(estimate: Estimate | None) -> dict[str, Any]:
+def start_estimate(estimate: Estimate | None) -> dict[str, Any]:
     """When a job should start, seconds from now; the interval holds for nine jobs of ten."""
     return {
         "estimated_start_s": estimate and seconds(estimate.mid_ms),
@@ -47,7 +47,7 @@ def start(estimate: Estimate | None) -> dict[str, Any]:
     }
 
 
-def outlook(state: State, where: QueuePosition) -> str | None:
+def next_step(state: State, where: QueuePosition) -> str | None:
     """What comes next for a job, in one word; None: it has started or ended, as its status says."""
     match state:
         case State.DELAYED:
@@ -60,19 +60,19 @@ def outlook(state: State, where: QueuePosition) -> str | None:
             return None
 
 
-def place(state: State, where: QueuePosition) -> dict[str, Any]:
+def queue_position(state: State, where: QueuePosition) -> dict[str, Any]:
     """Where a job stands, and when it should start."""
-    return {"outlook": outlook(state, where), "position": where.position, **start(where.estimate)}
+    return {"outlook": next_step(state, where), "position": where.position, **start_estimate(where.estimate)}
 
 
-def error(it: Job) -> dict[str, Any] | None:
+def job_error(it: Job) -> dict[str, Any] | None:
     """Of a job, or of its last attempt."""
     if it.error_code is None:
         return None
     code = _DEAD_CODES.get(it.why) if it.state is State.DEAD else None
     if code is None:
-        return JobError.of(code=it.error_code, message=it.error_message, last_code=None)
-    return JobError.of(code=code, message=it.error_message, last_code=it.error_code)
+        return JobError.build(code=it.error_code, message=it.error_message, last_code=None)
+    return JobError.build(code=code, message=it.error_message, last_code=it.error_code)
 
 
 def _where(it: Job, name: str | None) -> str | None:
@@ -80,28 +80,28 @@ def _where(it: Job, name: str | None) -> str | None:
     return name if it.state is State.RUNNING or it.state in FINAL_STATES else None
 
 
-class Receipt(Answer, shows=AcceptedJob):
+class SubmitReceipt(ResponseSchema, source=AcceptedJob):
     """A job that was accepted: it is in the record."""
 
-    job_id: Annotated[str, Read("id")]
-    status: Annotated[State, Read("state")]
-    outlook: Annotated[Outlook | None, GIVEN] = _OUTLOOK
-    position: Annotated[int | None, GIVEN] = _POSITION
+    job_id: Annotated[str, From("id")]
+    status: Annotated[State, From("state")]
+    outlook: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    position: Annotated[int | None, PROVIDED] = _POSITION
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
-    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
-    notice: Annotated[str | None, GIVEN] = _NOTICE
-    links: Annotated[dict[str, str], GIVEN]
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
+    notice: Annotated[str | None, PROVIDED] = _NOTICE
+    links: Annotated[dict[str, str], PROVIDED]
 
 
-class BatchReceiptItem(Answer, shows=AcceptedJob):
-    job_id: Annotated[str, Read("id")]
-    status: Annotated[State, Read("state")]
+class BatchReceiptItem(ResponseSchema, source=AcceptedJob):
+    job_id: Annotated[str, From("id")]
+    status: Annotated[State, From("state")]
     deduplicated: bool
-    notice: Annotated[str | None, GIVEN] = _NOTICE
+    notice: Annotated[str | None, PROVIDED] = _NOTICE
 
 
-class BatchReceipt(Answer):
+class BatchReceipt(ResponseSchema):
     """All jobs of a batch were accepted, in this order."""
 
     batch: str | None = Field(
@@ -111,57 +111,57 @@ class BatchReceipt(Answer):
     jobs: list[BatchReceiptItem]
 
 
-class JobError(Answer):
+class JobError(ResponseSchema):
     code: str
     message: str | None
     last_code: str | None = Field(None, description="Of the last attempt, where `code` says why there is no further.")
 
 
-class JobView(Answer, shows=Job):
+class JobView(ResponseSchema, source=Job):
     """A job as it stands."""
 
-    job_id: Annotated[str, Read("id")]
+    job_id: Annotated[str, From("id")]
     model: str
-    status: Annotated[State, Read("state")]
+    status: Annotated[State, From("state")]
     why: str = Field(description="Of its last transition.")
     priority: int
-    constraints: Annotated[dict[str, Any], Read(lambda it: decode_constraints(it.constraints))]
+    constraints: Annotated[dict[str, Any], From(lambda it: decode_constraints(it.constraints))]
     tenant: str
     batch: str | None = Field(description="The batch that it came in; null: it came alone.")
     attempts: int = Field(description="Runs that a server took up.")
     failures: int = Field(description="Counts against max_retries.")
     crashes: int = Field(description="Counts against max_crashes.")
-    server: Annotated[str | None, Read(lambda it: _where(it, it.server))]
-    slot: Annotated[str | None, Read(lambda it: _where(it, it.slot))]
-    error: Annotated[JobError | None, Read(lambda it: error(it) if it.state in FINAL_STATES else None)] = Field(
+    server: Annotated[str | None, From(lambda it: _where(it, it.server))]
+    slot: Annotated[str | None, From(lambda it: _where(it, it.slot))]
+    error: Annotated[JobError | None, From(lambda it: job_error(it) if it.state in FINAL_STATES else None)] = Field(
         description="Why it ended without a result."
     )
-    last_error: Annotated[JobError | None, Read(lambda it: None if it.state in FINAL_STATES else error(it))] = Field(
-        description="Of the last attempt of a job that has not ended."
+    last_error: Annotated[JobError | None, From(lambda it: None if it.state in FINAL_STATES else job_error(it))] = (
+        Field(description="Of the last attempt of a job that has not ended.")
     )
-    cancel_requested: Annotated[bool, Read(lambda it: it.cancel_requested_ms is not None)]
-    callback_url: Annotated[str | None, Read(lambda it: it.callback_url and mask_url(it.callback_url))] = Field(
+    cancel_requested: Annotated[bool, From(lambda it: it.cancel_requested_ms is not None)]
+    callback_url: Annotated[str | None, From(lambda it: it.callback_url and mask_url(it.callback_url))] = Field(
         description="Without a user, a password and the values of its query, which may be keys."
     )
     created_at: Time
     started_at: Time | None
-    completed_at: Annotated[Time | None, Read("finished_ms")]
-    not_before: Annotated[Time | None, Read("due_ms")] = Field(description="delayed: when it is queued.")
+    completed_at: Annotated[Time | None, From("finished_ms")]
+    not_before: Annotated[Time | None, From("due_ms")] = Field(description="delayed: when it is queued.")
     deadline: Time | None
 
 
 class JobDetail(JobView):
     """A job with its place or its result."""
 
-    outlook: Annotated[Outlook | None, GIVEN] = _OUTLOOK
-    position: Annotated[int | None, GIVEN] = _POSITION
-    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
+    outlook: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    position: Annotated[int | None, PROVIDED] = _POSITION
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
     # It is handed on as the text that it is.
-    result: Annotated[Any, Read(lambda it: None if it.result is None else orjson.Fragment(it.result))]
+    result: Annotated[Any, From(lambda it: None if it.result is None else orjson.Fragment(it.result))]
 
 
-class Blocker(Answer, shows=explain.Blocker):
+class BlockerView(ResponseSchema, source=explain.Blocker):
     """One thing that a job waits for."""
 
     code: str = Field(description="A stable word for programs.")
@@ -170,13 +170,13 @@ class Blocker(Answer, shows=explain.Blocker):
     until: Time | None = Field(description="When it may be over.")
 
 
-class Explanation(Answer, shows=explain.Explanation):
+class ExplanationView(ResponseSchema, source=explain.Explanation):
     """What a job waits for."""
 
-    job_id: Annotated[str, GIVEN]
-    status: Annotated[State, GIVEN]
+    job_id: Annotated[str, PROVIDED]
+    status: Annotated[State, PROVIDED]
     sentence: str = Field(description="All of it in one sentence.")
-    waits_for: list[Blocker]
+    waits_for: list[BlockerView]
     ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
     before: list[str] = Field(
         description="Up to five jobs of its tenant and priority that come just before it; the last is the nearest."
@@ -186,86 +186,86 @@ class Explanation(Answer, shows=explain.Explanation):
         description="Jobs accepted up to so many seconds after it may come before it; null: there is no bound."
     )
     servers: Annotated[
-        dict[str, str | None], Read(lambda it: {name: why or None for name, why in it.servers.items()})
+        dict[str, str | None], From(lambda it: {name: why or None for name, why in it.servers.items()})
     ] = Field(description="Each server of its model, and what keeps it from taking this job now; null: nothing does.")
-    estimated_start_s: Annotated[float | None, GIVEN] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, GIVEN] = _BETWEEN
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
 
 
-class JobList(Answer):
+class JobList(ResponseSchema):
     jobs: list[JobView]
     next_cursor: str | None = Field(description="null: this was the last page.")
 
 
-class Attempt(Answer, shows=attempts.Attempt):
+class AttemptView(ResponseSchema, source=attempts.Attempt):
     attempt: int
     server: str | None
     slot: str | None
     started_at: Time
     ended_at: Time | None
     outcome: str | None = Field(description="The reason of the transition that ended it; null: it is running.")
-    error: Annotated[JobError | None, Read(lambda it: it.error and JobError.of(**it.error, last_code=None))]
+    error: Annotated[JobError | None, From(lambda it: it.error and JobError.build(**it.error, last_code=None))]
 
 
-class AttemptList(Answer):
+class AttemptList(ResponseSchema):
     job_id: str
-    attempts: list[Attempt]
+    attempts: list[AttemptView]
 
 
-class CancelAnswer(Answer):
+class CancelResult(ResponseSchema):
     job_id: str
     status: Literal["canceled", "canceling"]
 
 
-class PushAnswer(Answer):
+class PushResult(ResponseSchema):
     status: str = Field(description="The job's state now; `ignored`: the push does not tell the end of the run.")
 
 
-class RetryAllAnswer(Answer):
+class RetryAllResult(ResponseSchema):
     retried: int
     more: bool = Field(description="There are dead jobs left: ask again.")
 
 
-class Ledger(Answer, shows=ledger.Ledger):
+class LedgerView(ResponseSchema, source=ledger.Ledger):
     """Every accepted job, in the state in which it stands or in which it was removed."""
 
     accepted: int
     by_state: dict[str, int]
-    purged: Annotated[dict[str, int], Read(lambda it: {str(name): count for name, count in it.purged.items() if count})]
+    purged: Annotated[dict[str, int], From(lambda it: {str(name): count for name, count in it.purged.items() if count})]
     balanced: bool
 
 
-class Part(Answer):
+class PartStatus(ResponseSchema):
     ok: bool
     why: str | None
 
 
-class Health(Answer):
+class ReadinessView(ResponseSchema):
     status: Literal["ok", "degraded", "unavailable"]
-    parts: dict[str, Part]
+    parts: dict[str, PartStatus]
 
 
-class Alive(Answer):
+class LivenessView(ResponseSchema):
     status: Literal["ok"]
 
 
-class StreamEvent(Answer, shows=OutboxEvent):
-    job_id: Annotated[str, Read("event.job_id")]
+class JobEvent(ResponseSchema, source=OutboxEvent):
+    job_id: Annotated[str, From("event.job_id")]
     model: str
     tenant: str
     priority: int
     server: str | None = Field(description="Of that attempt; null before the first.")
-    attempt: Annotated[int, Read("event.attempt")] = Field(description="Starts so far.")
-    why: Annotated[str, Read(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")
-    at: Annotated[Time, Read("event.at_ms")]
-    retry_in_ms: Annotated[int | None, Read(lambda it: it.event.data.get("retry_in_ms"))] = Field(
+    attempt: Annotated[int, From("event.attempt")] = Field(description="Starts so far.")
+    why: Annotated[str, From(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")
+    at: Annotated[Time, From("event.at_ms")]
+    retry_in_ms: Annotated[int | None, From(lambda it: it.event.data.get("retry_in_ms"))] = Field(
         None, description="Only of a job that waits for its next attempt."
     )
 
 
-def happened(it: OutboxEvent) -> dict[str, Any]:
+def event_data(it: OutboxEvent) -> dict[str, Any]:
     """StreamEvent, without what it has nothing to say of."""
-    told = StreamEvent.of(it)
+    told = JobEvent.build(it)
     if told["retry_in_ms"] is None:
         del told["retry_in_ms"]
     return told

@@ -1,13 +1,13 @@
-"""What is read and written about kinds of servers, and about what a server says of itself; see app.schemas."""
+"""What is read and written about kinds of servers, and about what a server says of itself; see app.schemas.job_schemas."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from app.answers import GIVEN, Answer, Read, Time
-from app.openapi import Model
-from app.schemas import MODEL_NAME, Asked
+from app.api.openapi import Schema
+from app.schemas.base import PROVIDED, From, ResponseSchema, Time
+from app.schemas.job_schemas import MODEL_NAME, BodySchema
 from routing.dispatch.outcome import Outcome
 from routing.queries import explain
 from slotkeeper.registry import catalog
@@ -15,19 +15,19 @@ from slotkeeper.registry.values import Server
 from tasks.servers import Health, HealthKind, presets, probe
 
 
-class HealthReport(Answer, shows=Health):
+class HealthReport(ResponseSchema, source=Health):
     """What a server says of itself, asked just now."""
 
     kind: str = Field(description="up, busy, down, foreign, garbage, unknown")
     active_jobs: int | None = Field(description="null: it did not say.")
-    job_ids: Annotated[list[str] | None, Read(lambda it: None if it.job_ids is None else sorted(it.job_ids))]
+    job_ids: Annotated[list[str] | None, From(lambda it: None if it.job_ids is None else sorted(it.job_ids))]
     message: str
 
 
-class PresetView(Answer, shows=presets.PresetInfo):
+class PresetView(ResponseSchema, source=presets.PresetInfo):
     """A kind of inference server that is known by name."""
 
-    name: Annotated[str, GIVEN]
+    name: Annotated[str, PROVIDED]
     title: str
     servers: str = Field(description="Which servers and releases it fits.")
     evidence: Literal["live", "recorded", "documented"] = Field(
@@ -41,29 +41,29 @@ class PresetView(Answer, shows=presets.PresetInfo):
     payload: dict[str, Any] = Field(description="An example.")
 
 
-class Behind(Answer, shows=catalog.Model):
+class OutdatedPreset(ResponseSchema, source=catalog.Model):
     """A model whose configuration was stored with an older form of its preset."""
 
-    model: Annotated[str, Read("name")]
-    preset: Annotated[str, Read("config.preset")]
+    model: Annotated[str, From("name")]
+    preset: Annotated[str, From("config.preset")]
 
 
-class PresetList(Answer):
+class PresetList(ResponseSchema):
     presets: list[PresetView]
-    behind: list[Behind] = Field(description="Models whose copy of their preset is older than this release's.")
+    behind: list[OutdatedPreset] = Field(description="Models whose copy of their preset is older than this release's.")
 
 
 class PresetDetail(PresetView):
-    description: Annotated[dict[str, Any], GIVEN] = Field(
+    description: Annotated[dict[str, Any], PROVIDED] = Field(
         description="What a model's `description` would say in its place."
     )
 
 
-class PresetPath(Model):
+class PresetPath(Schema):
     preset: str
 
 
-class ProbeBody(Asked):
+class ProbeBody(BodySchema):
     """An address at which an inference server answers, perhaps with a job to try."""
 
     url: str = Field(max_length=2048, examples=["http://10.0.0.4:8000"])
@@ -75,7 +75,7 @@ class ProbeBody(Asked):
     patience: float = Field(10.0, gt=0, le=25, description="Seconds for that job.")
 
 
-class Exchange(Answer, shows=probe.ProbedExchange):
+class ExchangeView(ResponseSchema, source=probe.ProbedExchange):
     """One request to the server, and its answer.  Headers are not told, secrets are masked."""
 
     step: Literal["look", "health", "submit", "status", "result", "cancel"]
@@ -88,33 +88,33 @@ class Exchange(Answer, shows=probe.ProbedExchange):
     means: str | None
 
 
-class Candidate(Answer, shows=probe.Candidate):
+class PresetCandidate(ResponseSchema, source=probe.Candidate):
     preset: str
     weight: int = Field(description="The heavier, the surer.")
     because: str
 
 
-class TrialView(Answer, shows=Outcome):
+class ProbeOutcome(ResponseSchema, source=Outcome):
     """What came of the job."""
 
     kind: str
     code: str
     message: str
-    result: Annotated[str | None, GIVEN] = Field(description="Its beginning.")
+    result: Annotated[str | None, PROVIDED] = Field(description="Its beginning.")
 
 
-class ProbeView(Answer, shows=probe.Recognition):
-    reachable: Annotated[bool, Read("is_there")]
-    candidates: list[Candidate]
-    preset: Annotated[str | None, GIVEN] = Field(description="The one that was asked for, or is proposed.")
-    endpoint: Annotated[str | None, GIVEN] = Field(description="What to register.")
+class ProbeView(ResponseSchema, source=probe.Recognition):
+    reachable: Annotated[bool, From("is_there")]
+    candidates: list[PresetCandidate]
+    preset: Annotated[str | None, PROVIDED] = Field(description="The one that was asked for, or is proposed.")
+    endpoint: Annotated[str | None, PROVIDED] = Field(description="What to register.")
     model: str | None = Field(description="What the server calls its model, if it tells.")
-    health: Annotated[HealthReport | None, GIVEN]
-    outcome: Annotated[TrialView | None, GIVEN]
-    exchanges: Annotated[list[Exchange], GIVEN]
+    health: Annotated[HealthReport | None, PROVIDED]
+    outcome: Annotated[ProbeOutcome | None, PROVIDED]
+    exchanges: Annotated[list[ExchangeView], PROVIDED]
 
 
-class IdleReason(Answer, shows=explain.Blocker):
+class IdleReason(ResponseSchema, source=explain.Blocker):
     """One thing that keeps a server from getting jobs.  `code` is stable."""
 
     code: str
@@ -123,7 +123,7 @@ class IdleReason(Answer, shows=explain.Blocker):
     until: Time | None = Field(description="When it may be over.")
 
 
-class ServerCheck(Answer):
+class ServerCheck(ResponseSchema):
     """Why a server gets no jobs.  `reasons` is empty: nothing keeps it from them."""
 
     server: str
@@ -140,21 +140,21 @@ _AILING = {
 }
 
 
-def server_check(it: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:
+def check_result(it: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:
     """ServerCheck."""
     found = list(reasons)
     if health is not None and health.kind in _AILING:
         found.insert(0, explain.Blocker(f"health_{health.kind}", _AILING[health.kind], it.name))
     said = f"{it.name}: " + "; ".join(one.sentence for one in found) if found else "Nothing keeps it from jobs."
-    return ServerCheck.of(
+    return ServerCheck.build(
         server=it.name,
         sentence=said,
-        reasons=[IdleReason.of(one) for one in found],
-        health=health and HealthReport.of(health),
+        reasons=[IdleReason.build(one) for one in found],
+        health=health and HealthReport.build(health),
     )
 
 
-class DescriptionSchema(Model):
+class DescriptionSchema(Schema):
     """A JSON schema (2020-12)."""
 
     model_config = ConfigDict(extra="allow")

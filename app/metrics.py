@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 _BY_PRIORITY = ("model", "priority")
 
 
-class Figures(Collector):
+class MetricsCollector(Collector):
     """Collects at each scrape.  Never fails: what cannot be read is left out, and `up` of it is 0."""
 
     def __init__(
@@ -81,8 +81,8 @@ class Figures(Collector):
             "slotkeeper_invariant_findings", "Differences that the latest check of invariants found.", ["check"], checks
         )
         if difference is not None:
-            told = "Jobs accepted and not accounted for, at the latest check; 0 is right."
-            yield GaugeMetricFamily("slotkeeper_ledger_difference", told, difference)
+            help_text = "Jobs accepted and not accounted for, at the latest check; 0 is right."
+            yield GaugeMetricFamily("slotkeeper_ledger_difference", help_text, difference)
 
     def _history(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
@@ -109,18 +109,18 @@ class Figures(Collector):
         database = self._dispatcher.store.database
         owed = standings.count_pending_webhooks(database, now_ms())
         yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are still owed.", owed.pending)
-        told = "By how much the oldest message that is due is late."
-        yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", told, owed.late_ms / 1000)
+        help_text = "By how much the oldest message that is due is late."
+        yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, owed.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
-        told = "Age of the oldest event that a sink has not got."
-        yield _gauge("slotkeeper_event_lag_seconds", told, ["sink"], ((it.sink, it.seconds) for it in sinks))
+        help_text = "Age of the oldest event that a sink has not got."
+        yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
         withheld = standings.count_quarantined_slots(database)
         named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in withheld.items():
             by_model[(named(model), reason)] += count
-        told = "Slots withheld until their server lets go of a run that has ended here."
-        yield _gauge("slotkeeper_slots_withheld", told, ["model", "reason"], by_model.items())
+        help_text = "Slots withheld until their server lets go of a run that has ended here."
+        yield _gauge("slotkeeper_slots_withheld", help_text, ["model", "reason"], by_model.items())
 
     # -- from Redis --------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class Figures(Collector):
         models = [catalog.models[name] for name in sorted(catalog.models)[:MAX_MODEL_LABELS]]
         found = model_overview.read_breakers(self._dispatcher, models)
         open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in found.items()}
-        told = "Whether the model's own breaker is open: nothing of it is started."
-        return _gauge("slotkeeper_model_breaker_open", told, ["model"], open_.items())
+        help_text = "Whether the model's own breaker is open: nothing of it is started."
+        return _gauge("slotkeeper_model_breaker_open", help_text, ["model"], open_.items())
 
     def _lanes(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
@@ -162,21 +162,21 @@ class Figures(Collector):
         yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", _BY_PRIORITY, waiting.items())
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
-        told = "Since when the first job in line was accepted."
-        yield _gauge("slotkeeper_oldest_job_age_seconds", told, _BY_PRIORITY, ages)
+        help_text = "Since when the first job in line was accepted."
+        yield _gauge("slotkeeper_oldest_job_age_seconds", help_text, _BY_PRIORITY, ages)
 
     def _tasks(self) -> Iterator[Metric]:
         runs = task_runs.read_task_runs(self._scripts)
         ended = ((name, it.ended_ms / 1000) for name, it in runs.items())
-        told = "When a task of maintenance last came to its end, s since the epoch."
-        yield _gauge("slotkeeper_task_last_run_timestamp_seconds", told, ["task"], ended)
+        help_text = "When a task of maintenance last came to its end, s since the epoch."
+        yield _gauge("slotkeeper_task_last_run_timestamp_seconds", help_text, ["task"], ended)
         took = ((name, it.took_s) for name, it in runs.items())
         yield _gauge("slotkeeper_task_last_run_seconds", "How long that took.", ["task"], took)
 
     def _counts(self) -> Iterator[Metric]:
         refused = self._tallies.counts(REFUSED)
-        told = "Jobs refused, by the limit that refused them."
-        yield _counter("slotkeeper_jobs_refused", told, ["limit"], refused.items())
+        help_text = "Jobs refused, by the limit that refused them."
+        yield _counter("slotkeeper_jobs_refused", help_text, ["limit"], refused.items())
         yield _histogram(
             "slotkeeper_handoff_seconds",
             "From a server's answer to the next request for its slot, where a job waited.",
@@ -190,23 +190,23 @@ class Figures(Collector):
         roles = Counter(it.role for it in found)
         yield _gauge("slotkeeper_processes", "Processes that live, by role.", ["role"], roles.items())
         workers = [it for it in found if it.role == "worker"]
-        told = "Runs that workers have in flight."
-        yield _gauge("slotkeeper_worker_runs", told, ["host"], _by_host(workers, "runs").items())
-        told = "Runs that workers may have in flight."
-        yield _gauge("slotkeeper_worker_capacity", told, ["host"], _by_host(workers, "capacity").items())
+        help_text = "Runs that workers have in flight."
+        yield _gauge("slotkeeper_worker_runs", help_text, ["host"], _by_host(workers, "runs").items())
+        help_text = "Runs that workers may have in flight."
+        yield _gauge("slotkeeper_worker_capacity", help_text, ["host"], _by_host(workers, "capacity").items())
         slowest = {it.host: 0.0 for it in workers[:MAX_MODEL_LABELS] if it.facts.get("canary_ms") is not None}
         for it in workers:
             if it.host in slowest:
                 slowest[it.host] = max(slowest[it.host], float(it.facts.get("canary_ms") or 0) / 1000)
-        told = "How long the last canary took through the slowest worker: broker, loop, Redis, record."
-        yield _gauge("slotkeeper_canary_seconds", told, ["host"], slowest.items())
+        help_text = "How long the last canary took through the slowest worker: broker, loop, Redis, record."
+        yield _gauge("slotkeeper_canary_seconds", help_text, ["host"], slowest.items())
 
 
 def _sums(found: JobCounters) -> Iterator[Metric]:
     yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], found.accepted.items())
     yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], found.ended.items())
-    told = "Attempts that have ended, by reason."
-    yield _counter("slotkeeper_attempts_ended", told, ["model", "reason"], found.attempts.items())
+    help_text = "Attempts that have ended, by reason."
+    yield _counter("slotkeeper_attempts_ended", help_text, ["model", "reason"], found.attempts.items())
 
 
 def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
@@ -265,15 +265,15 @@ def _texts(labels: Labels) -> list[str]:
     return [labels] if isinstance(labels, str) else list(labels)
 
 
-def _gauge(name: str, told: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
-    family = GaugeMetricFamily(name, told, labels=labels)
+def _gauge(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=labels)
     for its, value in values:
         family.add_metric(_texts(its), value)
     return family
 
 
-def _counter(name: str, told: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
-    family = CounterMetricFamily(name, told, labels=labels)
+def _counter(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=labels)
     for its, value in values:
         family.add_metric(_texts(its), value)
     return family
@@ -281,21 +281,21 @@ def _counter(name: str, told: str, labels: Sequence[str], values: Iterable[tuple
 
 def _histogram(
     name: str,
-    told: str,
+    help_text: str,
     labels: Sequence[str],
     bounds_s: Sequence[float],
     values: Mapping[tuple[str, ...], tuple[Sequence[int], float]],
 ) -> Metric:
-    family = HistogramMetricFamily(name, told, labels=labels)
+    family = HistogramMetricFamily(name, help_text, labels=labels)
     edges = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
     for its, (parts, sum_s) in values.items():
         family.add_metric(list(its), list(zip(edges, accumulate(parts), strict=True)), sum_s)
     return family
 
 
-def registry(
+def metrics_registry(
     dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counted: ProcessCounters
 ) -> CollectorRegistry:
     made = CollectorRegistry(auto_describe=False)
-    made.register(Figures(dispatcher, scripts, processes, counted))
+    made.register(MetricsCollector(dispatcher, scripts, processes, counted))
     return made

@@ -30,7 +30,7 @@ _BROKER_TIMEOUT_S = 2
 _right_schemas: set[str] = set()
 
 
-def database() -> str | None:
+def probe_database() -> str | None:
     """It answers, and has the schema that this release needs."""
     try:
         catalog().get_version()
@@ -40,7 +40,7 @@ def database() -> str | None:
         return "The database does not answer, or has no tables yet."
 
 
-def redis() -> str | None:
+def probe_redis() -> str | None:
     """It answers, is a single Redis, and throws nothing away."""
     try:
         return explain_unsuitable(scripts().redis)
@@ -49,7 +49,7 @@ def redis() -> str | None:
         return "Redis does not answer; jobs are accepted, and start when it is back."
 
 
-def broker() -> str | None:
+def probe_broker() -> str | None:
     try:
         with celery.connection_for_write(connect_timeout=_BROKER_TIMEOUT_S) as connection:
             connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_TIMEOUT_S)
@@ -59,7 +59,7 @@ def broker() -> str | None:
     return None
 
 
-def maintenance() -> str | None:
+def probe_maintenance() -> str | None:
     """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
     try:
         if not task_runs.has_sweep_stopped(scripts()):
@@ -72,7 +72,7 @@ def maintenance() -> str | None:
     )
 
 
-def workers() -> str | None:
+def probe_workers() -> str | None:
     """Some can take jobs, and none has fallen silent."""
     try:
         return ready.workers_problem(processes().read_all())
@@ -80,7 +80,7 @@ def workers() -> str | None:
         return None  # It is said elsewhere.
 
 
-def secret() -> str | None:
+def probe_secret() -> str | None:
     """All processes have the same."""
     try:
         found = processes().read_all()
@@ -92,7 +92,7 @@ def secret() -> str | None:
     return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."
 
 
-def clocks() -> str | None:
+def probe_clocks() -> str | None:
     """This host's clock, and Redis', go with the record's."""
     if abs(clock.skew_ms) > MAX_SKEW_MS:
         return f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
@@ -114,13 +114,13 @@ def _schema_problem(url: str) -> str | None:
 
 
 PROBES: Mapping[str, Callable[[], str | None]] = {
-    "database": database,
-    "redis": redis,
-    "broker": broker,
-    "maintenance": maintenance,
-    "workers": workers,
-    "secret": secret,
-    "clocks": clocks,
+    "database": probe_database,
+    "redis": probe_redis,
+    "broker": probe_broker,
+    "maintenance": probe_maintenance,
+    "workers": probe_workers,
+    "secret": probe_secret,
+    "clocks": probe_clocks,
 }
 
 
@@ -150,11 +150,11 @@ class Readiness:
         """
         with self._lock:
             if self._clock() >= self._until:
-                self._found = self._look()
+                self._found = self._probe()
                 self._until = self._clock() + FRESH_S
             return self._found
 
-    def _look(self) -> dict[str, str | None]:
+    def _probe(self) -> dict[str, str | None]:
         for name, probe in self._probes.items():
             if name not in self._looks:
                 self._looks[name] = self._threads.submit(probe)

@@ -1,15 +1,15 @@
-"""What is read and written when models and servers are removed; see app.schemas."""
+"""What is read and written when models and servers are removed; see app.schemas.job_schemas."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.answers import Answer, Read
-from app.openapi import Model
+from app.api.openapi import Schema
+from app.schemas.base import From, ResponseSchema
 from slotkeeper.registry.catalog_removal import Removal
 
 
-class RemovalQuery(Model):
+class RemovalQuery(Schema):
     """What is done about jobs that have not ended."""
 
     drain: bool = Field(False, description="Take nothing new, and go when they have ended.")
@@ -19,11 +19,11 @@ class ServerRemovalQuery(RemovalQuery):
     force: bool = Field(False, description="Go at once: what runs there ends at no cost, and runs again elsewhere.")
 
 
-class RemovalView(Answer, shows=Removal):
+class RemovalView(ResponseSchema, source=Removal):
     """How far a removal has come."""
 
     name: str
-    state: Annotated[Literal["done", "leaving"], Read(lambda it: "done" if it.is_over else "leaving")] = Field(
+    state: Annotated[Literal["done", "leaving"], From(lambda it: "done" if it.is_over else "leaving")] = Field(
         description="leaving: it goes when what is left has ended."
     )
     left: dict[str, int] = Field(description="Jobs that have not ended, by state.")

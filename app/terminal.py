@@ -21,7 +21,7 @@ _WIDE = 200  # columns for a table that goes into a file or a pipe
 _ASCII = re.compile(r"[\n\t -~]*")
 
 
-def plain(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with visible escapes (\\x1b) for all that is no letter, mark, figure, sign or blank.
 
     Line ends and tabs stay.
@@ -31,9 +31,9 @@ def plain(text: str) -> str:
     return "".join(ch if _is_plain(ch) or ch in "\n\t" else _escape(ch) for ch in text)
 
 
-def one_line(text: str) -> str:
+def escape_line(text: str) -> str:
     """As `plain`, and line ends and tabs are escaped, too: for a name, a cell, a field."""
-    return plain(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _is_plain(ch: str) -> bool:
@@ -47,7 +47,7 @@ def _escape(ch: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def safe_json(value: Any, indent: int | None = None) -> str:
     """JSON that reads the same to programs, and in which a terminal finds nothing to obey."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     if _ASCII.fullmatch(text):
@@ -60,9 +60,9 @@ def _json_escape(ch: str) -> str:
     return "".join(f"\\u{units[n] << 8 | units[n + 1]:04x}" for n in range(0, len(units), 2))
 
 
-def say(text: str = "", err: bool = False) -> None:
+def echo(text: str = "", err: bool = False) -> None:
     """Print a line, or some."""
-    click.echo(plain(text), err=err)
+    click.echo(escape_controls(text), err=err)
 
 
 def console(stderr: bool = False) -> "Console":
@@ -72,7 +72,7 @@ def console(stderr: bool = False) -> "Console":
 
     class Plain(Console):
         def render_str(self, text: str, *, style: Any = "", **wishes: Any) -> Text:
-            return Text(plain(text), style, justify=wishes.get("justify"), overflow=wishes.get("overflow"))
+            return Text(escape_controls(text), style, justify=wishes.get("justify"), overflow=wishes.get("overflow"))
 
     stream = sys.stderr if stderr else sys.stdout
     return Plain(file=stream, width=None if stream.isatty() else _WIDE, highlight=False, markup=False, emoji=False)
@@ -82,7 +82,7 @@ def styled(text: str, style: str) -> "Text":
     """A text in a style, for the console."""
     from rich.text import Text
 
-    return Text(plain(text), style)
+    return Text(escape_controls(text), style)
 
 
 class SafeGroup(click.Group):
@@ -92,5 +92,5 @@ class SafeGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.message = plain(str(error.message))  # type: ignore[misc]
+            error.message = escape_controls(str(error.message))  # type: ignore[misc]
             raise

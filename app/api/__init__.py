@@ -4,7 +4,7 @@
 servers; `servers`, `models`, `defaults`, `presets`, `tenants`, `secrets`, `dlq`, `ledger` and `processes` are for
 administrators, `audit` for whoever has that right, `health` and `figures` for whoever watches.
 
-To add a view: write it in the module of its heading, and its answer as a class (app/answers.py) in the module of
+To add a view: write it in the module of its heading, and its answer as a class (app/schemas/base.py) in the module of
 answers that it belongs to; tests/house/test_openapi.py says what is missing.  A view parses, calls one use case, and
 answers.
 """

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.answers import Answer, Read, Time
-from app.auth import tenant
+from app.api.openapi import Schema, blueprint, problem_responses
+from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.openapi import Model, blueprint, problems
-from app.paging import BATCH, of_batch
+from app.schemas.base import From, ResponseSchema, Time
+from app.schemas.cursors import BATCH, batch_filter
 from routing.queries import batches
 from routing.queries.batches import Batch
 from slotkeeper.errors import Conflict, JobNotFound, NotFound
@@ -20,40 +20,40 @@ api = blueprint("batches", "Batches", "/queue/batches")
 _NAMED: Any = {"pattern": f"^{BATCH}$"}
 
 
-class BatchQuery(Model):
+class BatchQuery(Schema):
     limit: int = Field(20, ge=1, le=50)
     cursor: str | None = Field(
         None, max_length=36, description="next_cursor of the page before.", json_schema_extra=_NAMED
     )
 
 
-class BatchPath(Model):
+class BatchPath(Schema):
     batch: str = Field(json_schema_extra=_NAMED)
 
 
-class BatchView(Answer, shows=Batch):
+class BatchView(ResponseSchema, source=Batch):
     """How a batch stands.  Jobs that have been removed, by retention or by hand, count no more."""
 
-    batch: Annotated[str, Read("id")]
+    batch: Annotated[str, From("id")]
     tenant: str
-    status: Annotated[Literal["active", "ended"], Read(lambda it: "ended" if it.ended == it.jobs else "active")] = (
+    status: Annotated[Literal["active", "ended"], From(lambda it: "ended" if it.ended == it.jobs else "active")] = (
         Field(description="ended: all of its jobs have.")
     )
     jobs: int
     ended: int
     by_state: dict[str, int] = Field(description="How many jobs stand in each; states without any are left out.")
     created_at: Time
-    completed_at: Annotated[Time | None, Read("finished_ms")] = Field(
+    completed_at: Annotated[Time | None, From("finished_ms")] = Field(
         description="When the last of its jobs ended; null: not all have."
     )
 
 
-class BatchList(Answer):
+class BatchList(ResponseSchema):
     batches: list[BatchView]
     next_cursor: str | None
 
 
-class BatchCanceled(Answer):
+class BatchCancelResult(ResponseSchema):
     """What came of its jobs that had not ended."""
 
     batch: str
@@ -61,22 +61,22 @@ class BatchCanceled(Answer):
     canceling: int = Field(description="Running jobs whose servers were asked to stop.")
 
 
-@api.get("", responses={200: BatchList, **problems(422)})
+@api.get("", responses={200: BatchList, **problem_responses(422)})
 def list_batches(query: BatchQuery) -> dict[str, Any]:
     """List batches, the newest first, with how far each has come."""
-    before = of_batch(query.cursor, "cursor")
+    before = batch_filter(query.cursor, "cursor")
     found = batches.newest_batches(database(), _whose(), before, query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
-    return BatchList.of(batches=[BatchView.of(it) for it in found], next_cursor=cursor)
+    return BatchList.build(batches=[BatchView.build(it) for it in found], next_cursor=cursor)
 
 
-@api.get("/<batch>", responses={200: BatchView, **problems(404)})
+@api.get("/<batch>", responses={200: BatchView, **problem_responses(404)})
 def get_batch(path: BatchPath) -> dict[str, Any]:
     """Show how far a batch has come.  Its jobs: `GET /queue/jobs?batch=…`."""
-    return BatchView.of(_own(path.batch))
+    return BatchView.build(_own(path.batch))
 
 
-@api.post("/<batch>/cancel", responses={200: BatchCanceled, **problems(404, 409, 415)})
+@api.post("/<batch>/cancel", responses={200: BatchCancelResult, **problem_responses(404, 409, 415)})
 def cancel_batch(path: BatchPath) -> dict[str, Any]:
     """Cancel all jobs of a batch that have not ended.  One all of whose jobs have ended is 409."""
     batch = _own(path.batch)
@@ -84,7 +84,7 @@ def cancel_batch(path: BatchPath) -> dict[str, Any]:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
     ended = [_canceled(job_id) for job_id in batches.unfinished_jobs(database(), batch.id, _whose())]
     canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
-    return BatchCanceled.of(batch=batch.id, canceled=canceled, canceling=canceling)
+    return BatchCancelResult.build(batch=batch.id, canceled=canceled, canceling=canceling)
 
 
 def _canceled(job_id: str) -> State | None:
@@ -105,5 +105,5 @@ def _own(batch: str) -> Batch:
 
 def _whose() -> str | None:
     """Return the tenant whose jobs this request may see; None: those of all."""
-    mine = tenant()
+    mine = current_tenant()
     return None if mine.admin else mine.name

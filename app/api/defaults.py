@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from app.admin import admin_blueprint, bring_to_redis
-from app.auth import tenant
+from app.api.catalog_changes import admin_blueprint, refresh_redis
+from app.api.openapi import problem_responses
+from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.defaults import DefaultsBody, DefaultsView, KindList, KindPath, shown_kind
-from app.describing import described_for_all
-from app.openapi import problems
+from app.describing import validate_description_for_all
+from app.schemas.model_schemas import DefaultsBody, DefaultsView, KindList, KindPath, kind_view
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
@@ -20,10 +20,10 @@ api = admin_blueprint("defaults", "Defaults", "/admin")
 @api.get("/defaults", responses={200: DefaultsView})
 def get_defaults() -> dict[str, Any]:
     """Show what holds for all models that do not say otherwise, and what of it is built in."""
-    return DefaultsView.of(_known(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
+    return DefaultsView.build(_known(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
 
 
-@api.put("/defaults", responses={200: DefaultsView, **problems(400, 413, 415, 422)})
+@api.put("/defaults", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
 def put_defaults(body: DefaultsBody) -> dict[str, Any]:
     """Replace them: what the body leaves out is as it is built in.
 
@@ -38,19 +38,19 @@ def list_kinds() -> dict[str, Any]:
     """List kinds of models, what holds for each, and which models are of it."""
     found = dispatcher().catalog.refresh()
     kinds = [it for name, it in sorted(found.defaults.items()) if name != INSTALLATION]
-    return KindList.of(kinds=[shown_kind(it, found) for it in kinds])
+    return KindList.build(kinds=[kind_view(it, found) for it in kinds])
 
 
-@api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problems(404)})
+@api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(404)})
 def get_kind(path: KindPath) -> dict[str, Any]:
     """Show what holds for the models of a kind that do not say otherwise."""
     found = _known(path.kind)
     if found is None:
         raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
-    return DefaultsView.of(found)
+    return DefaultsView.build(found)
 
 
-@api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problems(400, 413, 415, 422)})
+@api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
 def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
     """Add a kind, or replace what holds for its models.  A model is of a kind by its field `kind`.
 
@@ -60,7 +60,7 @@ def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
     return _set(path.kind, body)
 
 
-@api.delete("/kinds/<path:kind>", responses={204: None, **problems(404, 409, 415)})
+@api.delete("/kinds/<path:kind>", responses={204: None, **problem_responses(404, 409, 415)})
 def remove_kind(path: KindPath) -> tuple[str, int]:
     """Forget a kind of which no model is any more."""
     catalog().remove_kind(path.kind)
@@ -70,9 +70,11 @@ def remove_kind(path: KindPath) -> tuple[str, int]:
 
 def _set(kind: str, body: DefaultsBody) -> dict[str, Any]:
     overrides = body.model_dump(exclude_unset=True)
-    it = catalog().set_defaults(kind, overrides, now_ms(), tenant().name, described_for_all(overrides))
-    bring_to_redis(*dispatcher().catalog.refresh().fleets())
-    return DefaultsView.of(it)
+    it = catalog().set_defaults(
+        kind, overrides, now_ms(), current_tenant().name, validate_description_for_all(overrides)
+    )
+    refresh_redis(*dispatcher().catalog.refresh().fleets())
+    return DefaultsView.build(it)
 
 
 def _known(kind: str) -> Defaults | None:

@@ -4,13 +4,13 @@ from typing import Any
 
 from pydantic import Field
 
-from app.admin import admin_blueprint
-from app.api.jobs import own_job
+from app.api.catalog_changes import admin_blueprint
+from app.api.job_views import visible_job
+from app.api.openapi import Schema, problem_responses
 from app.context import dispatcher
-from app.job_answers import JobList, JobView, RetryAllAnswer
-from app.openapi import Model, problems
-from app.paging import after, before, limits
-from app.schemas import MODEL_NAME, DlqQuery, JobPath
+from app.job_answers import JobList, JobView, RetryAllResult
+from app.schemas.cursors import decode_job_cursor, encode_job_cursor, model_filter
+from app.schemas.job_schemas import MODEL_NAME, DlqQuery, JobPath
 from routing.queries import job_list
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
@@ -19,7 +19,7 @@ from slotkeeper.outbox import retention
 api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
 
 
-class RetryAllQuery(Model):
+class RetryAllQuery(Schema):
     model: str | None = Field(None, description="Only its jobs.", json_schema_extra=MODEL_NAME)
 
 
@@ -27,41 +27,41 @@ class RetryAllQuery(Model):
 _AT_ONCE = 500
 
 
-@api.get("", responses={200: JobList, **problems(422)})
+@api.get("", responses={200: JobList, **problem_responses(422)})
 def list_dead(query: DlqQuery) -> dict[str, Any]:
     """List dead jobs, the newest first, each with its last error.  Attempts stand at the job."""
     found = job_list.find_jobs(
         dispatcher().store.database,
         state=State.DEAD,
-        model=limits(query.model),
-        before_seq=before(query.cursor),
+        model=model_filter(query.model),
+        before_seq=decode_job_cursor(query.cursor),
         limit=query.limit,
     )
-    return JobList.of(jobs=[JobView.of(job) for job in found], next_cursor=after(found, query.limit))
+    return JobList.build(jobs=[JobView.build(job) for job in found], next_cursor=encode_job_cursor(found, query.limit))
 
 
-@api.post("/<job_id>/retry", responses={200: JobView, **problems(404, 409, 415)})
+@api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(404, 409, 415)})
 def retry_dead(path: JobPath) -> dict[str, Any]:
     """Queue a dead job again, at its own place and with fresh budgets."""
-    job = own_job(path.job_id)
+    job = visible_job(path.job_id)
     dispatcher().revive(job.id)
-    return JobView.of(own_job(job.id))
+    return JobView.build(visible_job(job.id))
 
 
-@api.post("/retry-all", responses={200: RetryAllAnswer, **problems(415, 422)})
+@api.post("/retry-all", responses={200: RetryAllResult, **problem_responses(415, 422)})
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
     """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again."""
     found = job_list.find_jobs(
-        dispatcher().store.database, state=State.DEAD, model=limits(query.model), limit=_AT_ONCE + 1
+        dispatcher().store.database, state=State.DEAD, model=model_filter(query.model), limit=_AT_ONCE + 1
     )
     oldest_first = found[:_AT_ONCE][::-1]
-    return RetryAllAnswer.of(retried=sum(_revived(job.id) for job in oldest_first), more=len(found) > _AT_ONCE)
+    return RetryAllResult.build(retried=sum(_revived(job.id) for job in oldest_first), more=len(found) > _AT_ONCE)
 
 
-@api.delete("/<job:job_id>", responses={204: None, **problems(404, 409, 415)})
+@api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
 def delete_dead(path: JobPath) -> tuple[str, int]:
     """Remove a dead job for good.  The ledger keeps count of it."""
-    job = own_job(path.job_id)
+    job = visible_job(path.job_id)
     if not retention.delete_dead_job(dispatcher().store.database, job.id):
         raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
     return "", 204

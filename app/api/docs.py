@@ -6,9 +6,9 @@ import orjson
 from flask import Flask, Response, current_app, redirect
 from flask_openapi_swagger.plugins import RegisterPlugin
 
-from app.auth import public
+from app.api.openapi import openapi_document
+from app.auth.access import public
 from app.context import asked
-from app.openapi import document
 
 _DOCUMENT = "/openapi.json"
 _PAGE = "/docs"
@@ -23,7 +23,7 @@ def register(app: Flask) -> None:
     for endpoint in [name for name in app.view_functions if name.startswith(f"{swagger.name}.")]:
         app.view_functions[endpoint] = _opened(app.view_functions[endpoint])
     app.add_url_rule(_DOCUMENT, "document", public(_tell_document))
-    app.after_request(_fence)
+    app.after_request(_security_headers)
     app.add_url_rule(_PAGE, "docs", public(lambda: redirect(f"{_PAGE}/{swagger.name}")))
 
 
@@ -32,7 +32,7 @@ def _tell_document() -> Response:
     kept = current_app.extensions
     with _MAKING:  # flask-openapi shows others what it has made of it so far.
         if _TEXT not in kept:
-            kept[_TEXT] = orjson.dumps(document(current_app))
+            kept[_TEXT] = orjson.dumps(openapi_document(current_app))
     return Response(kept[_TEXT], content_type="application/json")
 
 
@@ -53,7 +53,7 @@ def _fenced(allowed: str) -> list[tuple[str, str]]:
 _FENCES = {allowed: _fenced(allowed) for allowed in (_OF_PAGE, _OF_SCREENS, _NOTHING)}
 
 
-def _fence(response: Response) -> Response:
+def _security_headers(response: Response) -> Response:
     """No page of another site shows ours inside it, and ours loads nothing from others."""
     seen = asked()
     allowed = _OF_PAGE if seen.path.startswith(_PAGE) else _NOTHING

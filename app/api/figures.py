@@ -7,19 +7,19 @@ from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from redis.exceptions import RedisError
 
-from app.admin import queue_counts
-from app.answers import Answer
-from app.auth import figures
+from app.api.catalog_changes import queue_counts
+from app.api.openapi import blueprint, problem_responses
+from app.auth.access import metrics_access
 from app.context import dispatcher
-from app.openapi import blueprint, problems
-from app.schemas import ModelPath
+from app.schemas.base import ResponseSchema
+from app.schemas.job_schemas import ModelPath
 from routing.queries import standings
 from slotkeeper.errors import NotFound
 
 api = blueprint("figures", "Operation")
 
 
-class ModelStats(Answer):
+class ModelStats(ResponseSchema):
     """A model's load.  `active` is `queued` and `running` together."""
 
     model: str
@@ -29,16 +29,18 @@ class ModelStats(Answer):
     slots: int
 
 
-@api.get("/metrics", responses={200: {"description": "Figures", "content": {"text/plain": {}}}, **problems(403)})
-@figures
+@api.get(
+    "/metrics", responses={200: {"description": "Figures", "content": {"text/plain": {}}}, **problem_responses(403)}
+)
+@metrics_access
 def metrics() -> Response:
     """Give figures in Prometheus' text format.  What cannot be reached is left out, and `slotkeeper_up` says so."""
     registry: CollectorRegistry = current_app.extensions["slotkeeper_metrics"]
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
 
 
-@api.get("/models/<path:model>/stats", responses={200: ModelStats, **problems(403, 404)})
-@figures
+@api.get("/models/<path:model>/stats", responses={200: ModelStats, **problem_responses(403, 404)})
+@metrics_access
 def stats(path: ModelPath) -> dict[str, Any]:
     """Give a model's load in flat numbers: `active` is what KEDA's metrics-api scaler can go by."""
     catalog = dispatcher().catalog.get()
@@ -52,4 +54,4 @@ def stats(path: ModelPath) -> dict[str, Any]:
     if waiting is not None:
         queued = waiting.waiting.get(model.name, 0)
     slots = catalog.count_slots(model.name)
-    return ModelStats.of(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)
+    return ModelStats.build(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)

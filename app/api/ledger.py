@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from app.admin import admin_blueprint
+from app.api.catalog_changes import admin_blueprint
 from app.context import dispatcher
-from app.job_answers import Ledger
+from app.job_answers import LedgerView
 from slotkeeper.jobs import ledger
 
 api = admin_blueprint("ledger", "Operation", "/admin")
 
 
-@api.get("/ledger", responses={200: Ledger})
+@api.get("/ledger", responses={200: LedgerView})
 def get_ledger() -> dict[str, Any]:
     """Show the balance: accepted = the jobs in each state + those removed after their end."""
-    return Ledger.of(ledger.read(dispatcher().store.database))
+    return LedgerView.build(ledger.read(dispatcher().store.database))

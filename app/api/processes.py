@@ -2,20 +2,20 @@
 
 from typing import Annotated, Any
 
-from app.admin import admin_blueprint
-from app.answers import Answer, Read, Time, time
+from app.api.catalog_changes import admin_blueprint
+from app.schemas.base import From, ResponseSchema, Time, iso_time
 from routing.queries.process_list import Process
 from tasks.services import processes
 
 api = admin_blueprint("processes", "Operation", "/admin")
 
 
-def _said(fact: str) -> Read:
+def _said(fact: str) -> From:
     """What a process says of itself; null: nothing."""
-    return Read(lambda it: it.facts.get(fact))
+    return From(lambda it: it.facts.get(fact))
 
 
-class ProcessView(Answer, shows=Process):
+class ProcessView(ResponseSchema, source=Process):
     """`silent_s`: since it last said that it lives.  Of workers also: runs under way, of `capacity`; how long the last
     canary took, and how long ago it came."""
 
@@ -24,22 +24,22 @@ class ProcessView(Answer, shows=Process):
     host: str
     pid: Annotated[int | None, _said("pid")]
     version: Annotated[str | None, _said("version")]
-    since: Annotated[Time | None, Read(lambda it: time(it.facts.get("since_ms")))]
+    since: Annotated[Time | None, From(lambda it: iso_time(it.facts.get("since_ms")))]
     lives: bool
-    silent_s: Annotated[float, Read(lambda it: it.age_ms / 1000)]
+    silent_s: Annotated[float, From(lambda it: it.age_ms / 1000)]
     runs: Annotated[int | None, _said("runs")]
     capacity: Annotated[int | None, _said("capacity")]
     canary_ms: Annotated[float | None, _said("canary_ms")]
     canary_age_s: Annotated[
-        float | None, Read(lambda it: None if it.canary_age_ms is None else it.canary_age_ms / 1000)
+        float | None, From(lambda it: None if it.canary_age_ms is None else it.canary_age_ms / 1000)
     ]
 
 
-class ProcessList(Answer):
+class ProcessList(ResponseSchema):
     processes: list[ProcessView]
 
 
 @api.get("/processes", responses={200: ProcessList})
 def list_processes() -> dict[str, Any]:
     """List the processes that have said in the last minute that they live, and how they fare."""
-    return ProcessList.of(processes=[ProcessView.of(it) for it in processes().read_all()])
+    return ProcessList.build(processes=[ProcessView.build(it) for it in processes().read_all()])

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from app.admin import admin_blueprint
-from app.auth import tenant
+from app.api.catalog_changes import admin_blueprint
+from app.api.openapi import no_store, problem_responses, response_of
+from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.openapi import described, kept_out_of_caches, problems
-from app.sealed import SecretBody, SecretList, SecretPath, SecretView
+from app.schemas.tenant_schemas import SecretBody, SecretList, SecretPath, SecretView
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
@@ -17,19 +17,19 @@ from tasks import server_adapters
 from tasks.security import vault
 from tasks.services import catalog
 
-api = kept_out_of_caches(admin_blueprint("secrets", "Secrets", "/admin"))
+api = no_store(admin_blueprint("secrets", "Secrets", "/admin"))
 
 
 @api.get("/secrets", responses={200: SecretList})
 def list_secrets() -> dict[str, Any]:
     """List the secrets that descriptions of servers may name.  Nobody is shown their values."""
     found = dispatcher().catalog.refresh().secrets
-    return SecretList.of(secrets=[SecretView.of(found[name]) for name in sorted(found)])
+    return SecretList.build(secrets=[SecretView.build(found[name]) for name in sorted(found)])
 
 
 @api.put(
     "/secrets/<name>",
-    responses={200: SecretView, 201: described(SecretView, "New"), **problems(400, 409, 413, 415, 422)},
+    responses={200: SecretView, 201: response_of(SecretView, "New"), **problem_responses(400, 409, 413, 415, 422)},
 )
 def set_secret(path: SecretPath, body: SecretBody) -> tuple[dict[str, Any], int]:
     """Set a secret, or replace it: requests have the new value within two seconds.
@@ -41,14 +41,14 @@ def set_secret(path: SecretPath, body: SecretBody) -> tuple[dict[str, Any], int]
         check_name(model)
     known = dispatcher().catalog.refresh().secrets.get(path.name)
     models = None if body.models is None else frozenset(body.models)
-    secret = Secret(path.name, models, vault.seal(path.name, body.value), tenant().name, now_ms())
+    secret = Secret(path.name, models, vault.seal(path.name, body.value), current_tenant().name, now_ms())
     _check_unused(path.name, secret)
     catalog().set_secret(secret)
     dispatcher().catalog.refresh()
-    return SecretView.of(secret), 201 if known is None else 200
+    return SecretView.build(secret), 201 if known is None else 200
 
 
-@api.delete("/secrets/<name>", responses={204: None, **problems(404, 409, 415)})
+@api.delete("/secrets/<name>", responses={204: None, **problem_responses(404, 409, 415)})
 def remove_secret(path: SecretPath) -> tuple[str, int]:
     """Forget a secret.  409 while a description names it."""
     if path.name not in dispatcher().catalog.refresh().secrets:

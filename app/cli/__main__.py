@@ -2,10 +2,22 @@
 
 import click
 
-from app.cli import admin, audit, batches, defaults, doctor, health, jobs, local, presets, secrets, webhooks
-from app.cli.conform import conform
+from app.cli import (
+    audit,
+    doctor,
+    health,
+    job_commands,
+    local_commands,
+    model_commands,
+    presets,
+    server_commands,
+    submit_commands,
+    tenant_commands,
+    webhook_commands,
+)
+from app.cli.conform_command import conform
 from app.cli.drill import drill
-from app.cli.simulate import simulate
+from app.cli.simulate_command import simulate
 from app.terminal import SafeGroup
 
 
@@ -19,7 +31,19 @@ def main() -> None:
     """
 
 
-_GROUPS = (local, jobs, batches, admin, defaults, audit, doctor, health, webhooks, secrets, presets)
+_GROUPS = (
+    local_commands,
+    submit_commands,
+    job_commands,
+    server_commands,
+    model_commands,
+    audit,
+    doctor,
+    health,
+    webhook_commands,
+    tenant_commands,
+    presets,
+)
 for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, drill, simulate):
     main.add_command(command)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from app.cli.common import client, json_option, limit_option, print_json, print_table
-from app.terminal import say
+from app.cli.output import api_client, json_option, limit_option, print_json, print_table
+from app.terminal import echo
 
 _EVERYTHING = 1 << 40
 
@@ -31,11 +31,11 @@ def audit(limit: int, as_json: bool, export: Path | None, **wanted: str | None) 
     slotkeeper audit --export acts.jsonl
     """
     most = limit if export is None else _EVERYTHING
-    found = client().iter_pages("/admin/audit", "acts", most, **wanted)
+    found = api_client().iter_pages("/admin/audit", "acts", most, **wanted)
     if export is not None:
         with export.open("w", encoding="utf-8") as file:
             count = sum(file.write(json.dumps(one, ensure_ascii=False) + "\n") > 0 for one in found)
-        say(f"{count} acts are in {export}.")
+        echo(f"{count} acts are in {export}.")
         return
     acts = list(found)
     if as_json:

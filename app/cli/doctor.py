@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.cli.common import json_option, print_json
-from app.terminal import console, say
+from app.cli.output import json_option, print_json
+from app.terminal import console, echo
 
 if TYPE_CHECKING:
-    from app.cli.checkup import Finding
+    from app.cli.doctor_checks import Finding
 
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
@@ -24,29 +24,29 @@ def doctor(as_json: bool) -> None:
     are down: no part is waited for longer than ten seconds, and all are asked at once.  Exit status: 1 if anything
     fails.
     """
-    from app.cli import checkup
+    from app.cli import doctor_checks
     from slotkeeper import logs
 
     logs.configure("CRITICAL")
     found = []
     with console(stderr=True).status("asking ...") as status:
-        for finding in checkup.examine(checkup.all_checks()):
+        for finding in doctor_checks.run_checks(doctor_checks.all_checks()):
             found.append(finding)
             status.update(f"asking ... {finding.part} has answered")
             if not as_json:
                 _print(finding)
-    level = checkup.worst(found)
+    level = doctor_checks.worst_level(found)
     if as_json:
         print_json({"level": level, "findings": [asdict(it) for it in found]})
     else:
-        say({"ok": "All is well.", "warn": "It works; see the warnings.", "fail": "Something does not work."}[level])
+        echo({"ok": "All is well.", "warn": "It works; see the warnings.", "fail": "Something does not work."}[level])
     sys.exit(1 if level == "fail" else 0)
 
 
 def _print(finding: "Finding") -> None:
-    say(f"{_MARKS[finding.level]}  {finding.part:<12} {finding.said}")
+    echo(f"{_MARKS[finding.level]}  {finding.part:<12} {finding.said}")
     if finding.remedy:
-        say(f"{'':<18}{finding.remedy}")
+        echo(f"{'':<18}{finding.remedy}")
 
 
 COMMANDS = (doctor,)

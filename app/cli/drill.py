@@ -9,14 +9,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from app.terminal import say
+from app.terminal import echo
 
 
 class _Kinds(click.ParamType):
     name = "kinds"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        from tools.drill.schedule import Kind
+        from tools.drill.fault_schedule import Kind
 
         if isinstance(value, tuple):
             return value
@@ -99,8 +99,8 @@ def drill(
 
     from app.terminal import console
     from app.up.errors import Stopped
-    from tools.drill.launcher import Wishes
-    from tools.drill.launcher import drill as run
+    from tools.drill.drill import DrillOptions
+    from tools.drill.drill import drill as run
 
     faults = _possible(faults, database)
     if kills is not None and not faults:
@@ -109,7 +109,7 @@ def drill(
         seed = secrets.randbelow(1_000_000)
     out = console()
     command = _again(click.get_current_context(), seed)
-    wishes = Wishes(
+    wishes = DrillOptions(
         jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots, database, command
     )
     try:
@@ -125,11 +125,11 @@ def drill(
 
 def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
     """Those that can happen here; says why the others cannot."""
-    from tools.drill.setting import hindrance
+    from tools.drill.setting import unavailable_reason
 
-    hindered = {kind: why for kind in kinds if (why := hindrance(kind, database)) is not None}
+    hindered = {kind: why for kind in kinds if (why := unavailable_reason(kind, database)) is not None}
     for kind, why in hindered.items():
-        say(f"Without {kind}: {why}.", err=True)
+        echo(f"Without {kind}: {why}.", err=True)
     return tuple(kind for kind in kinds if kind not in hindered)
 
 

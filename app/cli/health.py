@@ -4,8 +4,8 @@ import sys
 
 import click
 
-from app.cli.common import age, client, json_option, print_json, print_table
-from app.terminal import say
+from app.cli.output import age, api_client, json_option, print_json, print_table
+from app.terminal import echo
 
 _ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
 
@@ -23,16 +23,16 @@ def health(role: str, live: bool) -> None:
 
     why = ready.liveness_problem(role) if live else ready.readiness_problem(role)
     if why is not None:
-        say(why, err=True)
+        echo(why, err=True)
         sys.exit(1)
-    say("live" if live else "ready")
+    echo("live" if live else "ready")
 
 
 @click.command()
 @json_option
 def processes(as_json: bool) -> None:
     """List the processes of this installation that live, on all hosts, and how they fare."""
-    found = client().get("/admin/processes")["processes"]
+    found = api_client().get("/admin/processes")["processes"]
     if as_json:
         print_json(found)
         return

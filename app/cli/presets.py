@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
-from app.cli.admin import servers
-from app.cli.common import client, json_option, print_facts, print_json, print_table, quoted, read_json
-from app.terminal import json_text, one_line, say
+from app.cli.output import api_client, json_option, path_segment, print_fields, print_json, print_table, read_json
+from app.cli.server_commands import servers
+from app.terminal import echo, escape_line, safe_json
 
 
 @click.command()
@@ -20,33 +20,35 @@ def presets(name: str | None, as_json: bool) -> None:
     slotkeeper presets cog
     slotkeeper models configure flux preset=cog
     """
-    answer = client().get("/admin/presets" if name is None else f"/admin/presets/{quoted(name)}")
+    answer = api_client().get("/admin/presets" if name is None else f"/admin/presets/{path_segment(name)}")
     if as_json:
         print_json(answer)
     elif name is None:
         rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
         print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
         for it in answer["behind"]:
-            say(f"{one_line(it['model'])} was configured with an older form of {it['preset']}; to renew it, say again:")
-            say(f"  slotkeeper models configure {quoted(it['model'])} preset={it['preset']}")
+            echo(
+                f"{escape_line(it['model'])} was configured with an older form of {it['preset']}; to renew it, say again:"
+            )
+            echo(f"  slotkeeper models configure {path_segment(it['model'])} preset={it['preset']}")
     else:
         _print_preset(answer)
 
 
 def _print_preset(it: dict[str, Any]) -> None:
-    print_facts({key: it[key] for key in ("name", "title", "servers", "evidence", "checked")})
+    print_fields({key: it[key] for key in ("name", "title", "servers", "evidence", "checked")})
     for note in it["notes"]:
-        say(f"- {one_line(note)}")
-    say()
-    say(json_text(it["description"], indent=2))
-    say()
+        echo(f"- {escape_line(note)}")
+    echo()
+    echo(safe_json(it["description"], indent=2))
+    echo()
     _print_commands("MODEL", "SERVER", it["name"], it["endpoint"], it["slots"])
-    say(f"slotkeeper submit MODEL {_quoted(json_text(it['payload']))}")
+    echo(f"slotkeeper submit MODEL {_quoted(safe_json(it['payload']))}")
 
 
 def _print_commands(model: str, server: str, preset: str, endpoint: str, slots: int) -> None:
-    say(f"slotkeeper models configure {model} preset={preset}")
-    say(f"slotkeeper servers register {model} {server} {_quoted(endpoint)} --slots {slots}")
+    echo(f"slotkeeper models configure {model} preset={preset}")
+    echo(f"slotkeeper servers register {model} {server} {_quoted(endpoint)} --slots {slots}")
 
 
 def _quoted(text: str) -> str:
@@ -77,7 +79,7 @@ def probe(url: str, preset: str | None, payload: str | None, model: str | None, 
     body = {key: value for key, value in body.items() if value is not None}
     if payload is not None:
         body["payload"] = read_json(payload, "payload")
-    found = client().post("/admin/servers/probe", body)
+    found = api_client().post("/admin/servers/probe", body)
     if as_json:
         print_json(found)
     else:
@@ -90,27 +92,27 @@ def _print_probe(found: dict[str, Any], model: str) -> None:
     for one in found["exchanges"]:
         _print_exchange(one)
     if not found["reachable"]:
-        say("Nobody answers there.")
+        echo("Nobody answers there.")
         return
     for one in found["candidates"]:
-        say(one_line(f"{one['preset']}: {one['because']} (weight {one['weight']})"))
+        echo(escape_line(f"{one['preset']}: {one['because']} (weight {one['weight']})"))
     if not found["candidates"]:
-        say("No preset's signs were met.  If it answers a POST at once with the result, generic-sync fits.")
+        echo("No preset's signs were met.  If it answers a POST at once with the result, generic-sync fits.")
     if found["health"]:
         said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
-        say(one_line(f"health: {json_text(said)}"))
+        echo(escape_line(f"health: {safe_json(said)}"))
     if found["outcome"]:
-        say(one_line(f"the job: {json_text(found['outcome'])}"))
+        echo(escape_line(f"the job: {safe_json(found['outcome'])}"))
     if (found["outcome"] or {"kind": "done"})["kind"] == "done":
-        say()
+        echo()
         _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
 
 
 def _print_exchange(one: dict[str, Any]) -> None:
     answer = f"{one['status']} {one['answer']}" if one["status"] is not None else one["answer"]
-    say(one_line(f"{one['step']}  {one['request']}  {one['took_ms']} ms  ->  {answer}"))
+    echo(escape_line(f"{one['step']}  {one['request']}  {one['took_ms']} ms  ->  {answer}"))
     if one["rule"]:
-        say(one_line(f"    {one['means']}, by {one['rule']}"))
+        echo(escape_line(f"    {one['means']}, by {one['rule']}"))
 
 
 @servers.command("check")
@@ -118,17 +120,17 @@ def _print_exchange(one: dict[str, Any]) -> None:
 @json_option
 def check(server: str, as_json: bool) -> None:
     """Say why a server gets no jobs.  Exit status 1: something keeps it from them."""
-    found = client().get(f"/admin/servers/{quoted(server)}/check")
+    found = api_client().get(f"/admin/servers/{path_segment(server)}/check")
     if as_json:
         print_json(found)
     elif not found["reasons"]:
-        say(one_line(found["sentence"]))
+        echo(escape_line(found["sentence"]))
     else:
         rows = ((one["code"], one["until"], one["sentence"]) for one in found["reasons"])
         print_table(("reason", "until", ""), rows, "")
         if found["health"]:
             said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
-            say(one_line(f"It says of itself: {json_text(said)}"))
+            echo(escape_line(f"It says of itself: {safe_json(said)}"))
     if any(one["code"] != "nothing_waits" for one in found["reasons"]):
         sys.exit(1)
 

@@ -5,33 +5,33 @@ from typing import Any
 
 import click
 
-from app.cli.common import client, print_json, quoted
-from app.terminal import one_line, say
+from app.cli.output import api_client, path_segment, print_json
+from app.terminal import echo, escape_line
 
 
 def remove(kind: str, name: str, params: Mapping[str, str]) -> dict[str, Any]:
-    answer: dict[str, Any] = client().request("DELETE", f"/admin/{kind}/{quoted(name)}", params=params)
+    answer: dict[str, Any] = api_client().request("DELETE", f"/admin/{kind}/{path_segment(name)}", params=params)
     return answer
 
 
-def say_removal(it: Mapping[str, Any], as_json: bool) -> None:
+def print_removal(it: Mapping[str, Any], as_json: bool) -> None:
     """How far it has come."""
     if as_json:
         print_json(it)
         return
     if it["state"] == "leaving":
         withheld = f", {it['withheld']} slots withheld" if it["withheld"] else ""
-        remaining = f"{left(it['left'])}{withheld}"
-        say(one_line(f"{it['name']} takes nothing new, and will be removed when this has ended: {remaining}."))
+        remaining = f"{format_counts(it['left'])}{withheld}"
+        echo(escape_line(f"{it['name']} takes nothing new, and will be removed when this has ended: {remaining}."))
         return
-    say(one_line(f"{it['name']} is removed."))
+    echo(escape_line(f"{it['name']} is removed."))
     if it["lost"]:
-        say(one_line(f"Lost runs, whose jobs run again elsewhere: {', '.join(it['lost'])}."))
+        echo(escape_line(f"Lost runs, whose jobs run again elsewhere: {', '.join(it['lost'])}."))
     if it["idle"]:
-        say(one_line(f"Servers that serve no model any more: {', '.join(it['idle'])}."))
+        echo(escape_line(f"Servers that serve no model any more: {', '.join(it['idle'])}."))
 
 
-def left(by_state: Mapping[str, int] | None) -> str:
+def format_counts(by_state: Mapping[str, int] | None) -> str:
     """Jobs that have not ended."""
     return ", ".join(f"{count} {state}" for state, count in sorted((by_state or {}).items())) or "nothing"
 
@@ -42,7 +42,7 @@ def keep_command(kind: str) -> click.Command:
     @click.argument("name", metavar=kind.upper())
     def keep(name: str) -> None:
         """Call its removal off."""
-        client().request("DELETE", f"/admin/{kind}s/{quoted(name)}/removal")
-        say(one_line(f"{name} stays."))
+        api_client().request("DELETE", f"/admin/{kind}s/{path_segment(name)}/removal")
+        echo(escape_line(f"{name} stays."))
 
     return click.command("keep")(keep)

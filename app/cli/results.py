@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from app.terminal import one_line, say
+from app.terminal import echo, escape_line
 
 output_option = click.option(
     "--output",
@@ -38,7 +38,7 @@ def _write(place: Path, content: bytes) -> None:
         place.write_bytes(content)
     except OSError as error:
         raise click.ClickException(f"{place} cannot be written: {error.strerror}") from error
-    say(one_line(f"{place}: {len(content)} bytes"), err=True)
+    echo(escape_line(f"{place}: {len(content)} bytes"), err=True)
 
 
 def without_files(result: Any) -> Any:

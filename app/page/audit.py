@@ -4,18 +4,18 @@ from typing import Any
 
 from flask import request
 
-from app.api import audit as audit_api
-from app.api.audit import AuditQuery
-from app.page.entrance import screen
-from app.page.render import rendered
+from app.api import audit_views as audit_api
+from app.api.audit_views import AuditQuery
+from app.page.login import page_view
+from app.page.rendering import render_page
 from slotkeeper.audit.acts import ACTIONS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 
 
-@screen("/page/audit", audit=True)
+@page_view("/page/audit", audit=True)
 def audit() -> Any:
     wanted = {name: request.args.get(name, "").strip() for name in _FILTERS}
     asked = {name: value for name, value in wanted.items() if value}
     query = AuditQuery(**asked, limit=100, cursor=request.args.get("cursor") or None)
-    return rendered("audit.html", found=audit_api.list_acts(query), wanted=wanted, acts=sorted(ACTIONS))
+    return render_page("audit.html", found=audit_api.list_acts(query), wanted=wanted, acts=sorted(ACTIONS))

@@ -5,33 +5,33 @@ from typing import Any
 from flask import redirect, request
 
 from app.api import batches as batches_api
-from app.api import jobs as jobs_api
+from app.api import job_views as jobs_api
 from app.api.batches import BatchPath, BatchQuery
-from app.page.entrance import screen
-from app.page.render import rendered, segment
-from app.schemas import ListQuery
+from app.page.login import page_view
+from app.page.rendering import render_page, segment
+from app.schemas.job_schemas import ListQuery
 
 
-@screen("/page/batches")
+@page_view("/page/batches")
 def batches() -> Any:
     found = batches_api.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
-    return rendered("batches.html", batches=found["batches"], next=found["next_cursor"])
+    return render_page("batches.html", batches=found["batches"], next=found["next_cursor"])
 
 
-@screen("/page/batches/<batch>")
+@page_view("/page/batches/<batch>")
 def batch(batch: str) -> Any:
     told = batches_api.get_batch(BatchPath(batch=batch))
     wanted = {name: request.args.get(name) or None for name in ("status", "cursor")}
     found = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **wanted}))
-    return rendered("batch.html", batch=told, jobs=found["jobs"], next=found["next_cursor"], status=wanted["status"])
+    return render_page("batch.html", batch=told, jobs=found["jobs"], next=found["next_cursor"], status=wanted["status"])
 
 
-@screen("/page/batches/<batch>/cancel")
+@page_view("/page/batches/<batch>/cancel")
 def ask_to_cancel_batch(batch: str) -> Any:
-    return rendered("cancel_batch.html", batch=batches_api.get_batch(BatchPath(batch=batch)))
+    return render_page("cancel_batch.html", batch=batches_api.get_batch(BatchPath(batch=batch)))
 
 
-@screen("/page/batches/<batch>/cancel", method="POST")
+@page_view("/page/batches/<batch>/cancel", method="POST")
 def cancel_batch(batch: str) -> Any:
     batches_api.cancel_batch(BatchPath(batch=batch))
     return redirect(f"/page/batches/{segment(batch)}?said=batch-canceled", 303)

@@ -5,30 +5,30 @@ from typing import Any
 from flask import redirect, request
 
 from app.api import dlq as dlq_api
-from app.page.entrance import screen
-from app.page.render import rendered
+from app.page.login import page_view
+from app.page.rendering import render_page
 from app.page.visitor import form
-from app.schemas import DlqQuery, JobPath
+from app.schemas.job_schemas import DlqQuery, JobPath
 from slotkeeper.errors import Conflict, JobNotFound
 
 _PAGE = 100
 
 
-@screen("/page/dead", admin=True)
+@page_view("/page/dead", admin=True)
 def dead() -> Any:
     model, cursor = request.args.get("model", "").strip() or None, request.args.get("cursor") or None
     found = dlq_api.list_dead(DlqQuery(model=model, limit=_PAGE, cursor=cursor))
-    return rendered("dead.html", jobs=found["jobs"], next=found["next_cursor"], model=model)
+    return render_page("dead.html", jobs=found["jobs"], next=found["next_cursor"], model=model)
 
 
-@screen("/page/dead/retry", method="POST", admin=True)
+@page_view("/page/dead/retry", method="POST", admin=True)
 def retry_chosen() -> Any:
     """Those whose boxes are checked; one that somebody else has retried or removed meanwhile is passed over."""
     chosen = form().getlist("job")[:_PAGE]
     return redirect(f"/page/dead?said={sum(_retried(job_id) for job_id in chosen)}-retried", 303)
 
 
-@screen("/page/dead/retry-all", method="POST", admin=True)
+@page_view("/page/dead/retry-all", method="POST", admin=True)
 def retry_all() -> Any:
     answer = dlq_api.retry_all_dead(dlq_api.RetryAllQuery(model=form().get("model") or None))
     return redirect(f"/page/dead?said={answer['retried']}-{'left' if answer['more'] else 'retried'}", 303)

@@ -17,7 +17,7 @@ class Plot:
     height: int = HEIGHT
 
 
-def of_use(use: Sequence[float], ended: Sequence[int]) -> Plot:
+def slot_use_plot(use: Sequence[float], ended: Sequence[int]) -> Plot:
     """Share of slots in use, minute by minute, the newest at the right."""
     if not any(use):
         return Plot("", "", f"Slot use over the last hour: none. {sum(ended)} jobs ended.")

@@ -6,14 +6,14 @@ from typing import Any
 from flask import redirect
 from pydantic import ValidationError
 
-from app.api import models as models_api
-from app.api import servers as servers_api
+from app.api import model_views as models_api
+from app.api import server_views as servers_api
 from app.context import dispatcher
-from app.page.entrance import screen, told_of
-from app.page.render import rendered, segment
+from app.page.login import page_view, problem_of
+from app.page.rendering import render_page, segment
 from app.page.visitor import form
 from app.removal import RemovalQuery, ServerRemovalQuery
-from app.schemas import ModelPath, ServerPath
+from app.schemas.job_schemas import ModelPath, ServerPath
 from slotkeeper.errors import NotFound, SlotkeeperError
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry import catalog_removal
@@ -22,16 +22,16 @@ from tasks.services import database
 # -- models ------------------------------------------------------------------------------------------------
 
 
-@screen("/page/remove/models/<path:model>", admin=True)
+@page_view("/page/remove/models/<path:model>", admin=True)
 def ask_to_remove_model(model: str, wrong: str = "") -> Any:
     told = models_api.get_model(ModelPath(model=model))
     catalog = dispatcher().catalog.get()
     idle = {name for name in told["servers"] if set(catalog.servers[name].endpoints) == {model}}
     left = catalog_removal.count_active_jobs(database(), model)
-    return rendered("remove_model.html", model=told, left=left, idle=idle, wrong=wrong)
+    return render_page("remove_model.html", model=told, left=left, idle=idle, wrong=wrong)
 
 
-@screen("/page/remove/models/<path:model>", method="POST", admin=True)
+@page_view("/page/remove/models/<path:model>", method="POST", admin=True)
 def remove_model(model: str) -> Any:
     def act() -> Any:
         answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_says("drain")))
@@ -40,7 +40,7 @@ def remove_model(model: str) -> Any:
     return _done(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
 
 
-@screen("/page/keep/models/<path:model>", method="POST", admin=True)
+@page_view("/page/keep/models/<path:model>", method="POST", admin=True)
 def keep_model(model: str) -> Any:
     models_api.keep_model(ModelPath(model=model))
     return redirect(f"{_of_model(model)}?said=kept", 303)
@@ -49,16 +49,16 @@ def keep_model(model: str) -> Any:
 # -- servers -----------------------------------------------------------------------------------------------
 
 
-@screen("/page/remove/servers/<path:server>", admin=True)
+@page_view("/page/remove/servers/<path:server>", admin=True)
 def ask_to_remove_server(server: str, wrong: str = "") -> Any:
     catalog = dispatcher().catalog.get()
     others = {name for it in catalog.servers.values() if it.name != server for name in it.endpoints}
     told = _server(server)
     bereft = set(told["models"]) - others
-    return rendered("remove_server.html", server=told, runs=_runs(server), bereft=bereft, wrong=wrong)
+    return render_page("remove_server.html", server=told, runs=_runs(server), bereft=bereft, wrong=wrong)
 
 
-@screen("/page/remove/servers/<path:server>", method="POST", admin=True)
+@page_view("/page/remove/servers/<path:server>", method="POST", admin=True)
 def remove_server(server: str) -> Any:
     def act() -> Any:
         asked = ServerRemovalQuery(drain=_says("drain"), force=_says("force"))
@@ -69,7 +69,7 @@ def remove_server(server: str) -> Any:
     return _done(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
 
 
-@screen("/page/keep/servers/<path:server>", method="POST", admin=True)
+@page_view("/page/keep/servers/<path:server>", method="POST", admin=True)
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
     return redirect(f"{_of_server(server)}?said=kept", 303)
@@ -97,7 +97,7 @@ def _done(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
     except NotFound:
         raise
     except (SlotkeeperError, ValidationError) as error:
-        status, _, detail = told_of(error)
+        status, _, detail = problem_of(error)
         answer = ask_again(detail)
         answer.status_code = status
         return answer

@@ -6,19 +6,31 @@ from app.page import (
     audit,
     batches,
     dead,
-    entrance,
-    jobs,
-    models,
-    overview,
+    job_pages,
+    login,
+    model_pages,
+    overview_pages,
     removal,
-    servers,
+    server_pages,
     settings,
     tenants,
-    webhooks,
+    webhook_pages,
 )
 
-SCREENS = (overview, models, servers, removal, jobs, batches, dead, tenants, webhooks, audit, settings)
+SCREENS = (
+    overview_pages,
+    model_pages,
+    server_pages,
+    removal,
+    job_pages,
+    batches,
+    dead,
+    tenants,
+    webhook_pages,
+    audit,
+    settings,
+)
 
 
 def register(app: Flask) -> None:
-    entrance.register(app)
+    login.register(app)

@@ -9,8 +9,8 @@ from sqlalchemy.exc import ArgumentError
 
 from app.api import ledger as ledger_api
 from app.config import AppSettings
-from app.page.entrance import screen
-from app.page.render import rendered
+from app.page.login import page_view
+from app.page.rendering import render_page
 from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import TaskSettings
@@ -26,19 +26,19 @@ _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"
 
 
-@screen("/page/settings", admin=True)
+@page_view("/page/settings", admin=True)
 def settings() -> Any:
     chapters = [(title, [_shown(kind(), kind, name) for name in kind.model_fields]) for title, kind in _CHAPTERS]
-    return rendered("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
+    return render_page("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
 
 
 def _shown(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
     value, prefix = getattr(now, name), str(kind.model_config.get("env_prefix", ""))
     default = kind.model_fields[name].default
-    return {"name": f"{prefix}{name}".upper(), "value": shown(name, value), "is_default": value == default}
+    return {"name": f"{prefix}{name}".upper(), "value": display_setting(name, value), "is_default": value == default}
 
 
-def shown(name: str, value: Any) -> str:
+def display_setting(name: str, value: Any) -> str:
     """A setting's value, as somebody may read it over another's shoulder."""
     if value in ("", None):
         return "empty"

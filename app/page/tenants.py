@@ -4,25 +4,25 @@ from typing import Any
 
 from flask import redirect
 
-from app.api import tenants as tenants_api
+from app.api import tenant_views as tenants_api
 from app.context import dispatcher
-from app.page.entrance import screen
-from app.page.render import rendered
+from app.page.login import page_view
+from app.page.rendering import render_page
 from app.page.visitor import form, state_body
-from app.schemas import TenantBody, TenantPath
+from app.schemas.job_schemas import TenantBody, TenantPath
 
 
-@screen("/page/tenants", admin=True)
+@page_view("/page/tenants", admin=True)
 def tenants() -> Any:
     models = dispatcher().catalog.refresh().models.values()
-    return rendered(
+    return render_page(
         "tenants.html",
         tenants=tenants_api.list_tenants()["tenants"],
         limits=[it for it in sorted(models, key=lambda it: it.name) if _is_limited(it.config)],
     )
 
 
-@screen("/page/tenants/state", method="POST", admin=True)
+@page_view("/page/tenants/state", method="POST", admin=True)
 def change_tenant() -> Any:
     tenants_api.change_tenant(
         TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())

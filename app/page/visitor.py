@@ -3,27 +3,26 @@
 from flask import g, request
 from werkzeug.datastructures import MultiDict
 
-from app import auth
-from app.auth import tenant
-from app.page import sessions
-from app.schemas import StateBody
+from app.auth import access, session_cookie
+from app.auth.access import current_tenant
+from app.schemas.job_schemas import StateBody
 from tasks.security.keyring import session_keys
 
 THEME_COOKIE = "slotkeeper_theme"
 THEMES = ("light", "dark", "auto")
 
 
-def asks_for_keys() -> bool:
-    return auth.keys() is not None
+def keys_required() -> bool:
+    return access.keys() is not None
 
 
-def is_known() -> bool:
+def is_logged_in() -> bool:
     """Whether it is known who asks."""
     return getattr(g, "flask_httpauth_user", None) is not None
 
 
 def may_audit() -> bool:
-    return tenant().admin or tenant().audits
+    return current_tenant().admin or current_tenant().audits
 
 
 def theme() -> str:
@@ -34,7 +33,7 @@ def theme() -> str:
 
 def form_token() -> str:
     """What a form of this visit brings along."""
-    return sessions.form_token(g.visit, next(session_keys()))
+    return session_cookie.form_token(g.visit, next(session_keys()))
 
 
 def form() -> MultiDict[str, str]:

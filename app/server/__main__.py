@@ -12,12 +12,12 @@ import structlog
 import uvicorn
 import uvloop
 
+from app.auth.api_keys import KeyCache
+from app.auth.session_cookie import SessionKeys
 from app.config import AppSettings
 from app.factory import create_app
-from app.page.sessions import Visited
-from app.server.application import Application
-from app.server.connection import Connection
-from app.server.owners import Owners
+from app.server.application import WebApplication
+from app.server.http_protocol import LimitedHttpProtocol
 from routing.progress import ProgressFollower
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.garbage import tune_garbage_collection
@@ -42,9 +42,11 @@ def main() -> NoReturn:
     tune_garbage_collection()
     living = liveness.start_reporting("web", services.processes())
     record = services.database()
-    owners = Owners(Tenants(record) if settings.require_keys else None, Visited(settings.port, RevokedSessions(record)))
+    owners = KeyCache(
+        Tenants(record) if settings.require_keys else None, SessionKeys(settings.port, RevokedSessions(record))
+    )
     watching = ProgressFollower(services.scripts())
-    web = Application(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
+    web = WebApplication(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.
     uvloop.run(serve(web, uvicorn.Server(configuration(web, settings))))
@@ -55,12 +57,12 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def configuration(web: Application, settings: AppSettings) -> uvicorn.Config:
+def configuration(web: WebApplication, settings: AppSettings) -> uvicorn.Config:
     return uvicorn.Config(
         web,
         settings.host,
         settings.port,
-        http=Connection,
+        http=LimitedHttpProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -76,9 +78,9 @@ def configuration(web: Application, settings: AppSettings) -> uvicorn.Config:
     )
 
 
-async def serve(web: Application, server: uvicorn.Server) -> None:
+async def serve(web: WebApplication, server: uvicorn.Server) -> None:
     """Serve until a signal says to stop."""
-    keeping_time = asyncio.create_task(web.keep_time())
+    keeping_time = asyncio.create_task(web.run_timeouts())
     keeping_time.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it nothing has an end.
     log.info("web_listens", host=server.config.host, port=server.config.port)
     await server.serve()

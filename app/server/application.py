@@ -9,14 +9,14 @@ from typing import Any
 
 import structlog
 
+from app.auth.api_keys import KeyCache, Owner, OwnerKind
 from app.config import AppSettings
-from app.later import TAKES_OVER, Following, UntilEnded
-from app.server.connection import EXTENSION, Capacity, Connection
-from app.server.feed import Feed
-from app.server.owners import Kind, Owner, Owners
-from app.server.stream import Stream
-from app.server.threads import FairPool, Full, Gone
-from app.server.wsgi import Refusal, Response, Wsgi, call, environ_of
+from app.deferred import CAN_DEFER, FollowEvents, WaitForJob
+from app.server.event_feed import EventFeed
+from app.server.event_stream import EventStream
+from app.server.fair_pool import ClientGone, FairPool, QueueFull
+from app.server.http_protocol import EXTENSION, ConnectionLimits, LimitedHttpProtocol
+from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import SlotkeeperError
@@ -32,7 +32,7 @@ _KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)  # The log-in is
 _MOST_FORM_BYTES = 256 << 10
 
 
-class Places:
+class PlaceLimit:
     """Places that are bounded for each owner, and for all together."""
 
     def __init__(self, most: int, share: int) -> None:
@@ -51,7 +51,7 @@ class Places:
             self.taken += Counter()  # Owners that hold none are forgotten.
 
 
-class Request:
+class HttpRequest:
     """One request, and what has come of it."""
 
     owner: Owner
@@ -59,9 +59,9 @@ class Request:
     def __init__(
         self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
     ) -> None:
-        self.connection: Connection = scope["extensions"][EXTENSION]["connection"]
+        self.connection: LimitedHttpProtocol = scope["extensions"][EXTENSION]["connection"]
         self.receive, self._send = receive, send
-        self.environ, self.version = environ_of(scope), scope["http_version"]
+        self.environ, self.version = build_environ(scope), scope["http_version"]
         self.path: str = self.environ["PATH_INFO"]
         self.length = int(self.environ.get("CONTENT_LENGTH") or 0)
         self.body = bytearray()
@@ -83,76 +83,78 @@ class Request:
             pass
 
 
-class Application:
+class WebApplication:
     """Called by uvicorn, in the event loop's thread only."""
 
     def __init__(
         self,
         wsgi: Wsgi,
         settings: AppSettings,
-        owners: Owners,
+        owners: KeyCache,
         most_connections: int,
         database: Database,
         watching: ProgressFollower,
     ) -> None:
         """`watching`: the progress of jobs, for those who follow one."""
         self.settings, self._wsgi, self._owners, self.watching = settings, wsgi, owners, watching
-        self.capacity = Capacity(settings, most_connections, self.stop)
+        self.capacity = ConnectionLimits(settings, most_connections, self.stop)
         self.stopping = False
-        self.feed = Feed(database)
+        self.feed = EventFeed(database)
         # Without keys all clients are one owner.  With keys one tenant has a quarter of the threads, as each of them
         # competes with the loop for the interpreter, and half of the places.
         threads, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
         has_keys = settings.require_keys
-        self.waiting = Places(waiting, waiting // 2 if has_keys else waiting)
-        self.streams = Places(streams, settings.max_tenant_streams if has_keys else streams)
+        self.waiting = PlaceLimit(waiting, waiting // 2 if has_keys else waiting)
+        self.streams = PlaceLimit(streams, settings.max_tenant_streams if has_keys else streams)
         self.general = FairPool("web", threads, threads // 4 if has_keys else threads)
         self._history = FairPool("history", 2, 1, streams)
         self._operators = FairPool("operators", 4, 4)
         self._heavy = FairPool("heavy", 1, 1)  # The JSON parser keeps all other threads waiting.
         self._pushes = FairPool("pushes", 8, 6)
         self._strangers = FairPool("strangers", 2, 1)
-        self._open: dict[Stream, tuple[Request, asyncio.Task[None]]] = {}
+        self._open: dict[EventStream, tuple[HttpRequest, asyncio.Task[None]]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        request = Request(scope, receive, send)
+        request = HttpRequest(scope, receive, send)
         try:
             try:
                 await self._answer(request)
             except Refusal as refusal:
                 await self._respond(request, refusal.response(request.path))
         except Exception as error:
-            if not isinstance(error, Gone):
+            if not isinstance(error, ClientGone):
                 log.error("connection_failed", path=request.path, exc_info=error)
             if not request.connection.is_refused:
                 request.connection.abort()
             await request.disconnected()
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: HttpRequest) -> None:
         request.owner = await self._owners.owner_of(request.environ)
-        if request.owner.kind in (Kind.OPERATOR, Kind.TENANT):
-            self.capacity.touch(request.connection, trusted=True)
+        if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
+            self.capacity.mark_active(request.connection, trusted=True)
         await self._receive(request)
-        request.environ[TAKES_OVER] = request.environ["REQUEST_METHOD"] == "GET"
+        request.environ[CAN_DEFER] = request.environ["REQUEST_METHOD"] == "GET"
         if request.path == "/health/live":
             response = self._call(request)()  # It reads nothing, and waits for no thread that others keep busy.
         else:
             response = await self._ask(self._pool_of(request), request)
-        if isinstance(response.goes_on, Following):
+        if isinstance(response.goes_on, FollowEvents):
             await self._stream(request, response, response.goes_on)
-        elif isinstance(response.goes_on, UntilEnded):
+        elif isinstance(response.goes_on, WaitForJob):
             await self._respond(request, await self._wait(request, response, response.goes_on))
         else:
             await self._respond(request, response)
 
     # -- with a thread ---------------------------------------------------------------------------------------------
 
-    async def _receive(self, request: Request) -> None:
+    async def _receive(self, request: HttpRequest) -> None:
         """Read the body, or as much as it takes to refuse it.  Raises Refusal, and Gone."""
         settings, owner, began = self.settings, request.owner, asyncio.get_running_loop().time()
         limit, request.close = self._limit_of(request.path), not request.complete
         wants_key = settings.require_keys and not request.path.startswith(_KEYLESS)
-        request.whole = request.complete or not ((wants_key and owner.kind is Kind.STRANGER) or request.length > limit)
+        request.whole = request.complete or not (
+            (wants_key and owner.kind is OwnerKind.ANONYMOUS) or request.length > limit
+        )
         while request.whole and not request.complete:
             earned_s = len(request.body) / settings.body_min_rate
             try:
@@ -163,9 +165,9 @@ class Application:
                     408, "request_too_slow", "The request did not arrive in time; nothing was done."
                 ) from None
             if message["type"] == "http.disconnect":
-                raise Gone
-            size, is_local = len(message["body"]), owner.kind is Kind.LOCAL
-            if not self.capacity.hold(request.connection, owner.account, size, whole=is_local):
+                raise ClientGone
+            size, is_local = len(message["body"]), owner.kind is OwnerKind.LOCAL
+            if not self.capacity.reserve_bytes(request.connection, owner.account, size, whole=is_local):
                 told = "You send too much at once; let what you have begun end first."
                 raise Refusal(429, "too_many_bytes", told, 1)
             request.body += message["body"]
@@ -185,33 +187,35 @@ class Application:
             return min(_MOST_FORM_BYTES, self.settings.max_body_bytes)
         return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
 
-    def _pool_of(self, request: Request) -> FairPool:
+    def _pool_of(self, request: HttpRequest) -> FairPool:
         if request.path.startswith(_PUSH):
             return self._pushes
-        if request.owner.kind is Kind.STRANGER:
+        if request.owner.kind is OwnerKind.ANONYMOUS:
             return self._strangers
         if len(request.body) > _HEAVY:
             return self._heavy
-        return self._operators if request.owner.kind is Kind.OPERATOR and not self.general.has_room else self.general
+        return (
+            self._operators if request.owner.kind is OwnerKind.OPERATOR and not self.general.has_room else self.general
+        )
 
-    async def _ask(self, pool: FairPool, request: Request) -> Response:
+    async def _ask(self, pool: FairPool, request: HttpRequest) -> Response:
         """Have a thread call Flask.  Raises Refusal, and Gone."""
         try:
             asked = self._call(request)
-            return await pool.run(request.owner.account, asked, lambda: not request.connection.has_left)
-        except Full:
+            return await pool.run(request.owner.account, asked, lambda: not request.connection.has_disconnected)
+        except QueueFull:
             request.close = True  # Else the next that has come on this connection would be refused at once, too.
             raise Refusal(429, "too_many_requests", "Too many of your requests wait already.", 1) from None
 
-    def _call(self, request: Request) -> Callable[[], Response]:
+    def _call(self, request: HttpRequest) -> Callable[[], Response]:
         body = bytes(request.body)
         request.body.clear()
-        return partial(call, self._wsgi, request.environ, body, whole=request.whole)
+        return partial(call_wsgi, self._wsgi, request.environ, body, whole=request.whole)
 
-    async def _respond(self, request: Request, response: Response) -> None:
-        self.capacity.release(request.connection)
-        if not self.capacity.hold(request.connection, request.owner.account, len(response.body), whole=True):
-            raise Gone
+    async def _respond(self, request: HttpRequest, response: Response) -> None:
+        self.capacity.release_bytes(request.connection)
+        if not self.capacity.reserve_bytes(request.connection, request.owner.account, len(response.body), whole=True):
+            raise ClientGone
         await request.start(response)
         await request.write(response.body)
         if not request.complete:
@@ -220,31 +224,31 @@ class Application:
                     while (await request.receive()).get("more_body"):
                         pass
         await request.write(b"", more=False)
-        self.capacity.release(request.connection)
+        self.capacity.release_bytes(request.connection)
 
     # -- without -----------------------------------------------------------------------------------------------------
 
-    async def _wait(self, request: Request, response: Response, until: UntilEnded) -> Response:
+    async def _wait(self, request: HttpRequest, response: Response, until: WaitForJob) -> Response:
         """Ask Flask once more when the job has ended, or the time is over."""
         with self.waiting.take(request.owner.account) as has_place:
             if not has_place or self.stopping:
                 return response
-            request.connection.parked = True
+            request.connection.waits_for_event = True
             either = [
-                asyncio.create_task(self.feed.wait_for(until.job_id)),
+                asyncio.create_task(self.feed.wait_for_end(until.job_id)),
                 asyncio.create_task(request.disconnected()),
             ]
             await asyncio.wait(either, timeout=until.seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in either:
                 task.cancel()
-            request.connection.parked = False
-        request.environ[TAKES_OVER] = False
+            request.connection.waits_for_event = False
+        request.environ[CAN_DEFER] = False
         try:
             return await self._ask(self.general, request)
         except Refusal:
             return response
 
-    async def _stream(self, request: Request, response: Response, following: Following) -> None:
+    async def _stream(self, request: HttpRequest, response: Response, following: FollowEvents) -> None:
         """Send events until the job has ended, the client has left, its key was removed, or the process stops."""
         account, connection = request.owner.account, request.connection
         with self.streams.take(account) as has_place:
@@ -254,9 +258,11 @@ class Application:
             if request.version == "1.0":
                 raise Refusal(505, "http_version", "HTTP/1.0 cannot tell a stream's end; ask by HTTP/1.1.")
             response.headers = [it for it in response.headers if it[0].lower() != b"content-length"]
-            request.close = connection.parked = True
+            request.close = connection.waits_for_event = True
             await request.start(response)
-            stream = Stream(following, self.feed, self.watching, partial(self._history.run, account), connection.abort)
+            stream = EventStream(
+                following, self.feed, self.watching, partial(self._history.run, account), connection.abort
+            )
             sending = asyncio.create_task(_send(request, stream))
             left = asyncio.create_task(request.disconnected())
             self._open[stream] = request, sending
@@ -266,18 +272,18 @@ class Application:
             del self._open[stream]
             await asyncio.wait((sending,))
             if not sending.cancelled() and (error := sending.exception()) is not None:
-                raise Gone if isinstance(error, SlotkeeperError) else error  # Its client comes again.
+                raise ClientGone if isinstance(error, SlotkeeperError) else error  # Its client comes again.
         await request.write(b"", more=False)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    async def keep_time(self) -> None:
+    async def run_timeouts(self) -> None:
         """Close what takes too long, and read the keys now and then."""
         keys_due, evicted = self.capacity.now(), 0
         while True:
             now = self.capacity.now()
             for connection in self.capacity.connections():
-                connection.check_time(now)
+                connection.check_timeouts(now)
             for stream in self._open:
                 stream.check_time(now)
             if self.capacity.evicted > evicted:
@@ -292,20 +298,20 @@ class Application:
         """A stream may last for days: it ends when its key is none any more."""
         await self._owners.refresh()
         for request, sending in self._open.values():
-            if not self._owners.is_still(request.owner, request.environ):
+            if not self._owners.is_still_valid(request.owner, request.environ):
                 sending.cancel()
 
     def stop(self) -> None:
         """Begin no more waiting, and end what waits; what is begun is answered."""
         if not self.stopping:
             self.stopping = True
-            self.feed.end_waiting()
+            self.feed.wake_waiters()
             self.watching.stop()
             for _, sending in self._open.values():
                 sending.cancel()
 
 
-async def _send(request: Request, stream: Stream) -> None:
-    async with aclosing(stream.texts()) as texts:
+async def _send(request: HttpRequest, stream: EventStream) -> None:
+    async with aclosing(stream.chunks()) as texts:
         async for text in texts:
             await request.write(text)

@@ -10,8 +10,8 @@ from urllib.parse import unquote_to_bytes
 
 import orjson
 
-from app.later import GOES_ON, Following, UntilEnded
-from app.reading import WHOLE
+from app.deferred import DEFERRED, FollowEvents, WaitForJob
+from app.request_json import BODY_COMPLETE
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Headers = list[tuple[bytes, bytes]]
@@ -27,11 +27,11 @@ class Response:
     status: int
     headers: Headers
     body: bytes
-    goes_on: UntilEnded | Following | None = None
+    goes_on: WaitForJob | FollowEvents | None = None
 
 
 class Refusal(Exception):
-    """A response that Flask is not asked for, in its words (app.errors)."""
+    """A response that Flask is not asked for, in its words (app.problems)."""
 
     def __init__(self, status: int, code: str, detail: str, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
@@ -55,7 +55,7 @@ class Refusal(Exception):
 LARGE_HEAD = 431, "head_too_large", f"A head may have {_MOST_HEADERS} headers, and {LONGEST_HEAD} bytes."
 
 
-def check_head(version: str, target: bytes, headers: Headers) -> int:
+def validate_head(version: str, target: bytes, headers: Headers) -> int:
     """Return the length of the body, or 0 where it comes in chunks.  Raises Refusal for what the parser lets pass."""
     if len(target) > _LONGEST_TARGET:
         raise Refusal(414, "address_too_long", f"An address may have {_LONGEST_TARGET} bytes.")
@@ -75,7 +75,7 @@ def check_head(version: str, target: bytes, headers: Headers) -> int:
     return next((int(value) for name, value in headers if name == b"content-length"), 0)
 
 
-def environ_of(scope: Any) -> dict[str, Any]:
+def build_environ(scope: Any) -> dict[str, Any]:
     """The WSGI environment, but for the body."""
     client, server = scope["client"] or ("", 0), scope["server"]
     environ: dict[str, Any] = {
@@ -104,9 +104,9 @@ def environ_of(scope: Any) -> dict[str, Any]:
     return environ
 
 
-def call(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, whole: bool) -> Response:
+def call_wsgi(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, whole: bool) -> Response:
     """Ask Flask.  `whole`: `body` is all there is; else it is left out, and refused by its length."""
-    given = {**environ, "wsgi.input": BytesIO(body), WHOLE: whole}
+    given = {**environ, "wsgi.input": BytesIO(body), BODY_COMPLETE: whole}
     started: list[Any] = []
     result = wsgi(given, lambda status, headers, exc_info=None: started.extend((int(status[:3]), headers)))
     try:
@@ -119,7 +119,7 @@ def call(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, whole: bool) -> Re
     headers = [_encoded(*header) for header in told if is_head or header[0].lower() != "content-length"]
     if not is_head and status not in _BODILESS:
         headers.append((b"content-length", b"%d" % len(content)))
-    return Response(status, headers, content, given.get(GOES_ON))
+    return Response(status, headers, content, given.get(DEFERRED))
 
 
 def _encoded(name: str, value: str) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
 """What if: days of a load in seconds, on routing's own scripts.
 
 outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
-figures(outcome).waits.p99
+summarize(outcome).waits.p99
 
     plan         what is asked for, in few words            scenario     what is simulated, and what came of it
     load         arrivals by a seed                         recorded     or as they were, by history
@@ -10,8 +10,8 @@ figures(outcome).waits.p99
     figures      what it comes to                           show, plots  for people
 """
 
-from app.simulate.engine import run
-from app.simulate.figures import Figures, figures, jain
-from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Wrong
+from app.simulate.outcome_statistics import Summary, jain, summarize
+from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, SimulationError
+from app.simulate.simulation import run
 
-__all__ = ["Arrival", "Figures", "Job", "Outage", "Outcome", "Scenario", "Wrong", "figures", "jain", "run"]
+__all__ = ["Arrival", "Job", "Outage", "Outcome", "Scenario", "SimulationError", "Summary", "jain", "run", "summarize"]

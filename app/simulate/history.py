@@ -17,7 +17,7 @@ from slotkeeper.jobs.tables import jobs
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastJob:
     """A job that has started or ended, as far as order and placement are concerned.  `started_ms`: its last start."""
 
     model: str
@@ -37,7 +37,7 @@ _SLACK_MS = 3_600_000
 _ENDS = select(select(func.min(jobs.c.seq)).scalar_subquery(), select(func.max(jobs.c.seq)).scalar_subquery())
 _NEXT = select(jobs.c.created_ms).where(jobs.c.seq >= bindparam("p_seq")).order_by(jobs.c.seq).limit(1)
 _PAST = (
-    select(*(jobs.c[name] for name in Past.__dataclass_fields__))
+    select(*(jobs.c[name] for name in PastJob.__dataclass_fields__))
     .where(
         jobs.c.seq >= bindparam("p_first"),
         jobs.c.seq < bindparam("p_behind"),
@@ -49,7 +49,7 @@ _PAST = (
 )
 
 
-def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[Past]:
+def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[PastJob]:
     """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
 
     Read page by page, so that millions take no more memory than one page; close the iterator, or exhaust it,
@@ -82,7 +82,7 @@ def _first_number(connection: Connection, at_ms: int) -> int:
     return low
 
 
-def _past(row: Any) -> Past:
+def _past(row: Any) -> PastJob:
     *facts, state = row
     told: list[Any] = [*facts, State(state)]
-    return Past(*told)
+    return PastJob(*told)

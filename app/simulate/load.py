@@ -11,7 +11,7 @@ from heapq import merge
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from app.simulate.plan import ModelPlan, Plan
+from app.simulate.load_plan import ModelPlan, Plan
 from app.simulate.scenario import Arrival, Outage
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from app.simulate.figures import Figures, distribution, doubling
-from app.simulate.scenario import Outcome, Wrong
+from app.simulate.outcome_statistics import Summary, distribution, doubling
+from app.simulate.scenario import Outcome, SimulationError
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 74, 46
@@ -80,7 +80,7 @@ class Axis:
         return max(log(max(value, low) / low) / log(self.highest / low), 0.0)
 
 
-def write(folder: Path, found: Sequence[Figures], outcomes: Sequence[Outcome]) -> list[Path]:
+def write(folder: Path, found: Sequence[Summary], outcomes: Sequence[Outcome]) -> list[Path]:
     """Draw everything into a folder, which is made if need be; answers the files.  Raises Wrong."""
     drawings = {
         "waits": waits_over_time(found),
@@ -93,11 +93,13 @@ def write(folder: Path, found: Sequence[Figures], outcomes: Sequence[Outcome]) -
         for name, drawing in drawings.items():
             (folder / f"{name}.svg").write_text(drawing, "utf-8")
     except OSError as error:
-        raise Wrong(f"--plots {folder}: it cannot be written ({error.strerror}); name another folder.") from None
+        raise SimulationError(
+            f"--plots {folder}: it cannot be written ({error.strerror}); name another folder."
+        ) from None
     return [folder / f"{name}.svg" for name in drawings]
 
 
-def waits_over_time(found: Sequence[Figures]) -> str:
+def waits_over_time(found: Sequence[Summary]) -> str:
     lines = []
     for colour, it in enumerate(found):
         lines.append(Line(it.name, _middles(it), it.series.wait_p90, colour))
@@ -106,7 +108,7 @@ def waits_over_time(found: Sequence[Figures]) -> str:
     return _drawing("Waits", "90 % of the jobs that arrive then wait less", _hours(found), _spans(lines), lines)
 
 
-def waiting_over_time(found: Sequence[Figures]) -> str:
+def waiting_over_time(found: Sequence[Summary]) -> str:
     lines = [Line(it.name, it.series.hours, it.series.waiting, colour) for colour, it in enumerate(found)]
     highest = max((y for line in lines for y in line.ys if y is not None), default=1) or 1
     ticks = _ticks(highest)
@@ -114,13 +116,13 @@ def waiting_over_time(found: Sequence[Figures]) -> str:
     return _drawing("Waiting jobs", "over time", _hours(found), axis, lines)
 
 
-def use_over_time(found: Sequence[Figures]) -> str:
+def use_over_time(found: Sequence[Summary]) -> str:
     lines = [Line(f"{it.name}, {it.use:.0%}", _middles(it), it.series.use, n) for n, it in enumerate(found)]
     axis = Axis("of the slots' time", [(tick / 100, f"{tick} %") for tick in range(0, 101, 20)], 1.0)
     return _drawing("Slot use", "over time", _hours(found), axis, lines)
 
 
-def waits_spread(found: Sequence[Figures], outcomes: Sequence[Outcome]) -> str:
+def waits_spread(found: Sequence[Summary], outcomes: Sequence[Outcome]) -> str:
     longest = max((it.waits.longest for it in found), default=0.0)
     at = doubling(longest)
     ticks = [(0.1, "0.1 s"), *((value, label) for value, label in _DECADES_S if value < longest * 1.5)]
@@ -133,12 +135,12 @@ def waits_spread(found: Sequence[Figures], outcomes: Sequence[Outcome]) -> str:
     return _drawing("Waits", "share of jobs that started within", x, y, lines)
 
 
-def _middles(figures: Figures) -> list[float]:
+def _middles(figures: Summary) -> list[float]:
     half = figures.series.hours[0] / 2
     return [hour - half for hour in figures.series.hours]
 
 
-def _hours(found: Sequence[Figures]) -> Axis:
+def _hours(found: Sequence[Summary]) -> Axis:
     hours = found[0].hours
     if hours <= 2:
         ticks = _ticks(hours * 60)

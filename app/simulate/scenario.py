@@ -10,7 +10,7 @@ from slotkeeper.jobs.values import PRIORITY_DEFAULT
 from slotkeeper.registry.catalog import CatalogSnapshot
 
 
-class Wrong(ValueError):
+class SimulationError(ValueError):
     """This cannot be simulated; the text is one sentence that says why and what to do."""
 
 

@@ -14,10 +14,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as NotConnected
 from redis.retry import Retry
 
-from app.simulate.scenario import Wrong
+from app.simulate.scenario import SimulationError
 from app.up.guardian import Guardian
 from app.up.signals import STOPPING
-from app.up.valkey import find
+from app.up.valkey_server import find_valkey
 
 _START_S = 20.0
 _LONGEST_FOLDER = 75  # of the 103 bytes and more that a system takes for the path of a socket
@@ -26,7 +26,7 @@ _LONGEST_FOLDER = 75  # of the 103 bytes and more that a system takes for the pa
 @contextmanager
 def private_valkey() -> Iterator[Redis]:
     """A client of a new, empty server.  Raises UpError if there is no program, Wrong if it does not start."""
-    program = find()
+    program = find_valkey()
     with Guardian() as guardian:
         with _in_peace():
             folder = tempfile.TemporaryDirectory(prefix="slotkeeper-", dir=_short_folder())
@@ -73,7 +73,7 @@ def _connected(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
             return redis
         except NotConnected:
             time.sleep(0.005)
-    raise Wrong("The simulator's own Valkey did not start: see whether `slotkeeper up` runs on this machine.")
+    raise SimulationError("The simulator's own Valkey did not start: see whether `slotkeeper up` runs on this machine.")
 
 
 def _short_folder() -> str | None:

@@ -25,17 +25,17 @@ class Role:
     """A line for the shell."""
     port: int | None = None
     """It has begun when it listens there; None: when it shows so by a file (tasks/process_files.py)."""
-    stop_s: float = 5.0
+    stop_timeout_s: float = 5.0
     """How long it may take to end after SIGTERM, before it is killed."""
-    turn: int = 0
+    stop_order: int = 0
     """Those with the lowest are stopped first; the next ones when these have ended."""
-    keeps_state: bool = False
+    stops_last: bool = False
     """It gets its time to end even when a second signal asks for haste."""
-    completes: bool = False
+    exits: bool = False
     """It has something to do and ends; others stay until they are stopped."""
 
 
-class Child:
+class ManagedProcess:
     """The process of a role: started, looked at, ended, started again."""
 
     def __init__(self, role: Role, environment: Mapping[str, str], folder: Path, log: Path) -> None:
@@ -65,7 +65,7 @@ class Child:
             )
         return self._process.pid
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         """Its exit status if it has ended since the last look; negative: the signal that killed it.
 
         What it leaves behind in its group is killed first, while its number cannot yet be another's.
@@ -96,7 +96,7 @@ class Child:
                 shutil.copyfile(self.log, older)
                 os.truncate(self.log, 0)
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """The line of its log that most likely says why it ended, for an error of one line."""
         with suppress(OSError), open(self.log, "rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))

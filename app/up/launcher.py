@@ -9,12 +9,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from app.up import ports, valkey
+from app.up import ports, valkey_server
 from app.up.children import Role
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
-from app.up.home import Home, flower_password, note_where, redis_password
-from app.up.plan import Plan, read_plan, short
+from app.up.installation_folder import InstallationFolder, flower_password, redis_password, write_addresses
+from app.up.roles import UpPlan, read_plan, short_path
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor
 from tasks import process_files
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class UpOptions:
     """What the command line asks for."""
 
     demo: bool = True
@@ -36,16 +36,16 @@ class Wishes:
     exit_after_demo: bool = False
 
 
-def up(wishes: Wishes, say: Say) -> int:
+def run_up(wishes: UpOptions, say: Say) -> int:
     """Start everything, and stay until Ctrl-C; the exit status.  Raises UpError when it cannot be started."""
     began = time.monotonic()
     plan = read_plan(wishes.demo)
-    program = "" if plan.redis_url else valkey.find()
+    program = "" if plan.redis_url else valkey_server.find_valkey()
     with ExitStack() as stack:
-        home = stack.enter_context(Home(plan.home))
-        ports.check(plan.ports())
+        home = stack.enter_context(InstallationFolder(plan.home))
+        ports.check_ports(plan.ports())
         if plan.redis_url:
-            valkey.check_remote(plan.redis_url)
+            valkey_server.check_remote(plan.redis_url)
         if plan.broker_url:
             _check_broker(plan.broker_url)
         stop = threading.Event()
@@ -58,33 +58,35 @@ def up(wishes: Wishes, say: Say) -> int:
             _start(plan, program, supervisor)
             say(_welcome(plan, time.monotonic() - began))
             if wishes.demo:
-                status = supervisor.aside(lambda: _demonstrate(plan, wishes, say, stop), stop.set)
+                status = supervisor.run_beside(lambda: _demonstrate(plan, wishes, say, stop), stop.set)
                 if wishes.exit_after_demo:
                     return status
             say("Ctrl-C stops everything.")
-            supervisor.watch()
+            supervisor.supervise()
         except Stopped:
             say("")
             return 1 if wishes.exit_after_demo else 0
 
 
-def _start(plan: Plan, program: str, supervisor: Supervisor) -> None:
+def _start(plan: UpPlan, program: str, supervisor: Supervisor) -> None:
     """Raises UpError, Stopped."""
-    note_where(plan.home, plan.url, plan.redis_port if program else None)
+    write_addresses(plan.home, plan.url, plan.redis_port if program else None)
     if program:
         password = redis_password(plan.home)
-        supervisor.start(valkey.role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password))
+        supervisor.start(
+            valkey_server.valkey_role(program, plan.redis_port, plan.home / "valkey", _LAST_TURN, password)
+        )
     if (migration := plan.migration()) is not None:
-        supervisor.complete(migration)
+        supervisor.run_to_end(migration)
     if program:
-        supervisor.wait(lambda: valkey.answers(plan.redis_port, password), _START_S, "Valkey did not answer")
+        supervisor.wait(lambda: valkey_server.is_ready(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
-    start_in_turn(plan.roles(), supervisor, _processors())
+    start_staggered(plan.roles(), supervisor, _processors())
     supervisor.wait(_look_at(plan.url), _START_S, "The API did not become ready")
-    supervisor.steady = True
+    supervisor.restarts = True
 
 
-def start_in_turn(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -> None:
+def start_staggered(roles: Sequence[Role], supervisor: Supervisor, at_once: int) -> None:
     """Start these, and return when all have begun.  Raises UpError, Stopped.
 
     A process that begins loads for most of a second, and keeps a processor busy meanwhile.  So no more of them do so at
@@ -167,8 +169,8 @@ def _stop(supervisor: Supervisor, say: Say) -> None:
     say(f"{took}  These took too long and were killed: {', '.join(killed)}." if killed else took)
 
 
-def _welcome(plan: Plan, took_s: float) -> str:
-    home = short(plan.home)
+def _welcome(plan: UpPlan, took_s: float) -> str:
+    home = short_path(plan.home)
     lines = [
         f"Slotkeeper is up, after {took_s:.1f} s.",
         "",
@@ -186,18 +188,18 @@ def _welcome(plan: Plan, took_s: float) -> str:
     return "\n".join([*lines, ""])
 
 
-def _demonstrate(plan: Plan, wishes: Wishes, say: Say, stop: threading.Event) -> int:
+def _demonstrate(plan: UpPlan, wishes: UpOptions, say: Say, stop: threading.Event) -> int:
     """Register the demo servers and run jobs on them; 0: all ended well."""
-    from app.up import demo
+    from app.up import demonstration
     from slotkeeper.client import Client, ClientError
 
-    with demo.key_for(plan.app) as key:
+    with demonstration.demo_key(plan.app) as key:
         client = Client(plan.url, key)
         try:
-            demo.register(client, plan.demo)
+            demonstration.register(client, plan.demo)
             if wishes.demo_jobs:
-                return demo.run_jobs(client, wishes.demo_jobs, stop)
-            return demo.run_first(client, plan.command(), say, stop)
+                return demonstration.run_jobs(client, wishes.demo_jobs, stop)
+            return demonstration.run_first_job(client, plan.command(), say, stop)
         except ClientError as error:
             if not stop.is_set():
                 say(f"The demonstration did not work: {error}")

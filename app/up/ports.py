@@ -23,7 +23,7 @@ class Port:
     host: str = _HERE
 
 
-def check(ports: Iterable[Port]) -> None:
+def check_ports(ports: Iterable[Port]) -> None:
     """Raises UpError for the first port that cannot be had, or that two of them want."""
     wanted: dict[int, Port] = {}
     for port in ports:

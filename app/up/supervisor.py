@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from app.up.children import Child, Role
+from app.up.children import ManagedProcess, Role
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
 from app.up.signals import STOPPING, Signals
@@ -65,12 +65,12 @@ class Supervisor:
         self._say = say
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ManagedProcess] = {}
         self._restarts: dict[str, deque[float]] = {}
         self._due: dict[str, float] = {}  # when to start what has ended
         self._logs_due = 0.0
         self._stopping = False
-        self.steady = False
+        self.restarts = False
         """False: a child that ends is an error.  True: it is started again."""
 
     @property
@@ -79,7 +79,7 @@ class Supervisor:
 
     def start(self, role: Role) -> None:
         """Raises UpError when it cannot even be started."""
-        child = Child(role, self._environment, self._folder, self._logs / f"{role.name}.log")
+        child = ManagedProcess(role, self._environment, self._folder, self._logs / f"{role.name}.log")
         child.trim_log()
         self._children[role.name] = child
         self._restarts[role.name] = deque(maxlen=_RESTARTS_A_MINUTE)
@@ -92,7 +92,7 @@ class Supervisor:
         """None: it does not run."""
         return self._children[role.name].pid
 
-    def complete(self, role: Role) -> None:
+    def run_to_end(self, role: Role) -> None:
         """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""
         self.start(role)
         while self._children[role.name].pid is not None:
@@ -106,7 +106,7 @@ class Supervisor:
                 raise UpError(f"{what} within {timeout_s:.0f} s: see the logs in {self._logs}.")
             self._turn(_TURN_S)
 
-    def aside(self, function: Callable[[], T], on_stop: Callable[[], object] | None = None) -> T:
+    def run_beside(self, function: Callable[[], T], on_stop: Callable[[], object] | None = None) -> T:
         """Run `function` in a thread and look after the children meanwhile; its result, or what it raised.
 
         Raises Stopped when we shall stop.  Then `on_stop` tells the thread so; it has a moment to leave things tidy.
@@ -130,22 +130,22 @@ class Supervisor:
             raise
         return future.result()
 
-    def watch(self) -> NoReturn:
+    def supervise(self) -> NoReturn:
         """Look after the children until we shall stop.  Raises Stopped."""
         while True:
             self._turn(min([_LOGS_EVERY_S, *(at - time.monotonic() for at in self._due.values())]))
 
     def stop(self) -> list[str]:
-        """End all children, the lowest `Role.turn` first, and answer which of them had to be killed.
+        """End all children, the lowest `Role.stop_order` first, and answer which of them had to be killed.
 
         A second signal, a while after the first, asks for haste: everything but what keeps state is killed.
         """
         began, self._stopping, killed = time.monotonic(), True, []
         self._due.clear()
         running = [child for child in self._children.values() if child.pid is not None]
-        running.sort(key=lambda child: child.role.turn)
+        running.sort(key=lambda child: child.role.stop_order)
         haste = False
-        for _, turn in groupby(running, key=lambda child: child.role.turn):
+        for _, turn in groupby(running, key=lambda child: child.role.stop_order):
             children = list(turn)
             for child in children:
                 child.terminate()
@@ -156,8 +156,8 @@ class Supervisor:
                 self._look()
                 now = time.monotonic()
                 for child in left:
-                    late = now - since > child.role.stop_s
-                    if child.pid is not None and (late or (haste and not child.role.keeps_state)):
+                    late = now - since > child.role.stop_timeout_s
+                    if child.pid is not None and (late or (haste and not child.role.stops_last)):
                         child.kill()
                         killed.append(child.role.name)
         self._selector.close()
@@ -181,16 +181,18 @@ class Supervisor:
             pid = child.pid
             if pid is None:
                 continue
-            status = child.look()
+            status = child.poll()
             if status is not None:
                 self._guardian.drop(pid)
                 self._ended(name, child, status)
 
-    def _ended(self, name: str, child: Child, status: int) -> None:
-        if self._stopping or (child.role.completes and status == 0):
+    def _ended(self, name: str, child: ManagedProcess, status: int) -> None:
+        if self._stopping or (child.role.exits and status == 0):
             return
-        if not self.steady:
-            raise UpError(f"{name} ended ({how_it_ended(status)}) while it started: {child.last_words()} ({child.log})")
+        if not self.restarts:
+            raise UpError(
+                f"{name} ended ({how_it_ended(status)}) while it started: {child.last_log_line()} ({child.log})"
+            )
         now = time.monotonic()
         delay_s = restart_delay_s(self._restarts[name], now)
         self._due[name] = now + delay_s

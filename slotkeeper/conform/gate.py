@@ -11,7 +11,7 @@ ARRIVAL_S = 10.0
 """How long a run is waited for."""
 
 
-class Held:
+class HeldRun:
     """One run that waits at the gate."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -36,17 +36,17 @@ class Gate:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
         self._listener = socket.create_server(("127.0.0.1" if host == "127.0.0.1" else "", 0), backlog=64)
-        self._held: list[Held] = []
+        self._held: list[HeldRun] = []
 
     @property
     def address(self) -> str:
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
-    def arrival(self, timeout_s: float | None = None) -> Held:
+    def arrival(self, timeout_s: float | None = None) -> HeldRun:
         """Wait for the next run to start.  Raises TimeoutError; with 0 seconds BlockingIOError."""
         self._listener.settimeout(ARRIVAL_S if timeout_s is None else timeout_s)
         line, _ = self._listener.accept()
-        held = Held(line)
+        held = HeldRun(line)
         self._held.append(held)
         return held
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import IO
 from urllib.parse import urlsplit
 
-from slotkeeper.conform.stage import Served
+from slotkeeper.conform.check_context import ServerUnderTest
 
 GATED = "slotkeeper.serve.gated:model"
 
@@ -19,7 +19,7 @@ class ServerProcess:
     """What it writes to stderr goes to a file: a pipe that nobody reads would fill, and hold the server up."""
 
     command: list[str]
-    served: Served
+    served: ServerUnderTest
     log: IO[str]
     child: "subprocess.Popen[str]"
 
@@ -48,7 +48,7 @@ def started(target: str, *options: str) -> Iterator[ServerProcess]:
     """A reference server around a function, on a free port, killed at the end."""
     command = [sys.executable, "-m", "slotkeeper.serve", target, *options]
     with tempfile.TemporaryFile("w+") as log:
-        served = Served("", "async" if "--async" in options else "sync")
+        served = ServerUnderTest("", "async" if "--async" in options else "sync")
         process = ServerProcess(command, served, log, _start([*command, "--port", "0"], log))
         served.restart = process.restart
         try:

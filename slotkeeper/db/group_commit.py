@@ -340,11 +340,11 @@ class Database:
 
     def _hand_over_lead(self) -> None:
         with self._lock:
-            heir = self._waiting[0] if self._waiting else None
-            self._has_leader = heir is not None
-            if heir is not None:
-                heir.leads = True
-                heir.wake()
+            next_run = self._waiting[0] if self._waiting else None
+            self._has_leader = next_run is not None
+            if next_run is not None:
+                next_run.leads = True
+                next_run.wake()
 
     def _sync_and_wake(self, batch: Sequence[_Entry[Any]]) -> None:
         """Whoever was promised something is answered when it is on the disk."""

@@ -7,7 +7,7 @@ written, `exact` reads numbers of any length, and writes `files` as JSON.
   Imports nothing of jobs, routing, tasks or app (setup.cfg, importlinter).
 """
 
-from slotkeeper.serve.model import Canceled, Context, InvalidRequest
+from slotkeeper.serve.served_function import Canceled, Context, InvalidRequest
 from slotkeeper.serve.server import ReferenceServer, ServeConfig, ServeError, serve
 
 __all__ = ["Canceled", "Context", "InvalidRequest", "ReferenceServer", "ServeConfig", "ServeError", "serve"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from slotkeeper.serve.engine import Memory
+from slotkeeper.serve.run_scheduler import ResultRetention
 from slotkeeper.serve.server import ServeConfig, ServeError, serve
 
 
@@ -64,7 +64,7 @@ def main(
             endpoint=endpoint,
             model=model,
             max_direct_queue=max_direct_queue,
-            memory=Memory(runs=recent_results, age_s=recent_age),
+            memory=ResultRetention(runs=recent_results, age_s=recent_age),
             max_body_bytes=max_body,
             push=push,
             journal=journal,

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from slotkeeper.serve.model import Context, InvalidRequest
+from slotkeeper.serve.served_function import Context, InvalidRequest
 
 Payload = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from slotkeeper.serve.files import written_file
+from slotkeeper.serve.json_results import written_file
 
 _LONG = re.compile(rb"[0-9]{19}")  # Fewer digits surely are within 64 bits.
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
@@ -23,7 +23,7 @@ def loads(text: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-class Unwritable(ValueError):
+class NotJsonSerializable(ValueError):
     """A value has no form in JSON.  A second run would return such a value again."""
 
 
@@ -47,12 +47,14 @@ def _dumps(value: Any) -> bytes:
     return orjson.dumps(value, default=written_file, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _unwritable(error: TypeError) -> Unwritable | OSError:
+def _unwritable(error: TypeError) -> NotJsonSerializable | OSError:
     cause = error.__cause__  # why an image or a file has no JSON form
     if isinstance(cause, OSError):
         return cause
     said = str(cause or error) if cause is None or isinstance(cause, TypeError) else f"{type(cause).__name__}: {cause}"
-    return Unwritable(f"the result cannot be written as JSON ({said}); return JSON values, bytes, an image or a file")
+    return NotJsonSerializable(
+        f"the result cannot be written as JSON ({said}); return JSON values, bytes, an image or a file"
+    )
 
 
 def _written(value: Any) -> Any:

@@ -15,7 +15,7 @@ import contextlib
 import socket
 from typing import Any
 
-from slotkeeper.serve.model import Context, InvalidRequest
+from slotkeeper.serve.served_function import Context, InvalidRequest
 
 _LOOK_FOR_CANCEL_S = 0.02
 

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from slotkeeper.serve import answers
+from slotkeeper.serve import protocol_responses
 from slotkeeper.serve.http_server import Request, Response
 
 _JSON = "application/json"
 
 
-class Guard:
+class HostGuard:
     """`names`: host names under which the server may be called, besides addresses and, on loopback, this machine's."""
 
     def __init__(self, host: str, names: Collection[str]) -> None:
@@ -26,13 +26,13 @@ class Guard:
         """Why a request is not let in; None: it is."""
         host = request.headers.get("host", "")
         if not self._is_own(host):
-            return answers.refused(421, "the Host is no name of this server; allow it by --allow-host")
+            return protocol_responses.refused(421, "the Host is no name of this server; allow it by --allow-host")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
         if (origin is not None and origin.partition("://")[2] != host) or site not in ("none", "same-origin"):
-            return answers.refused(403, "another site's page sent this")
+            return protocol_responses.refused(403, "another site's page sent this")
         kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
         if request.method == "POST" and request.body and kind != _JSON:
-            return answers.refused(415, f"the body must be JSON, with Content-Type: {_JSON}")
+            return protocol_responses.refused(415, f"the body must be JSON, with Content-Type: {_JSON}")
         return None
 
     def _is_own(self, host: str) -> bool:

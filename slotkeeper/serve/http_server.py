@@ -14,7 +14,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from slotkeeper.serve.logs import failed
+from slotkeeper.serve.logs import log_failure
 
 IDLE_S = 600.0  # long: a client that reuses a connection just as it is closed cannot tell whether its job runs
 _LINGER_S = 2.0
@@ -107,7 +107,7 @@ class HttpServer(ThreadingHTTPServer):
         """Log what went wrong, unless the client went away: what it started goes on, and can be asked for again."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
-            failed("a connection", error)
+            log_failure("a connection", error)
 
 
 class _Connection(BaseHTTPRequestHandler):
@@ -157,7 +157,7 @@ class _Connection(BaseHTTPRequestHandler):
             try:
                 response = self.server.handle(request)
             except Exception as error:
-                failed(f"{request.method!r} {request.path!r}", error)
+                log_failure(f"{request.method!r} {request.path!r}", error)
                 response = self.server.refuse(500, "the server has a bug; its log says more")
             self._send(response)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import orjson
 
-from slotkeeper.serve.engine import Ending, Run, State
+from slotkeeper.serve.run_scheduler import Run, RunEnd, State
 
 
 class Journal:
@@ -20,7 +20,7 @@ class Journal:
         # Unbuffered and in append mode: a line is one write, whole even between processes, and there after a kill.
         self._file = path.open("ab", buffering=0)
 
-    def note(self, run: Run, ending: Ending, started: tuple[int, int]) -> None:
+    def note(self, run: Run, ending: RunEnd, started: tuple[int, int]) -> None:
         self._file.write(
             orjson.dumps(
                 {
@@ -43,7 +43,7 @@ class Journal:
         self._file.close()
 
 
-def outcome(ending: Ending) -> str:
+def outcome(ending: RunEnd) -> str:
     if ending.state is State.FAILED:
         return "error" if ending.retryable else "invalid"
     return str(ending.state)

@@ -6,7 +6,7 @@ import traceback
 log = logging.getLogger("reference_server")
 
 
-def failed(what: str, error: BaseException) -> None:
+def log_failure(what: str, error: BaseException) -> None:
     """Say that `what` failed; with DEBUG, in full.  `what`: nothing that a terminal obeys."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slotkeeper.serve import answers
-from slotkeeper.serve.door import Door
-from slotkeeper.serve.engine import Engine, Memory
-from slotkeeper.serve.guard import Guard
+from slotkeeper.serve import protocol_responses
+from slotkeeper.serve.guard import HostGuard
 from slotkeeper.serve.http_server import HttpServer
 from slotkeeper.serve.journal import Journal
-from slotkeeper.serve.model import Function, TargetError, adapt, load, streams, takes_context
-from slotkeeper.serve.push import Pusher
-from slotkeeper.serve.runner import Runner
+from slotkeeper.serve.protocol_routes import ProtocolRoutes
+from slotkeeper.serve.result_push import Pusher
+from slotkeeper.serve.run_executor import RunExecutor
+from slotkeeper.serve.run_scheduler import ResultRetention, RunScheduler
+from slotkeeper.serve.served_function import Function, TargetError, adapt, load, streams, takes_context
 
 CANCEL_GRACE_S = 1.0  # after the grace, for runs that heed a cancel
 RESERVED = re.compile(r"/(health$|status(/|$)|cancel(/|$))")
@@ -47,7 +47,7 @@ class ServeConfig:
     """Name shown in /health; None: the function's own."""
     max_direct_queue: int = 10
     """Direct calls that may wait in the direct queue."""
-    memory: Memory = field(default_factory=Memory)
+    memory: ResultRetention = field(default_factory=ResultRetention)
     """What is kept of runs that have ended."""
     max_body_bytes: int = 16 << 20
     allow_hosts: tuple[str, ...] = ()
@@ -79,13 +79,13 @@ class ReferenceServer:
     def __init__(self, function: Function, config: ServeConfig) -> None:
         self.config = config
         self.model_name = config.model or str(getattr(function, "__name__", type(function).__name__))
-        self.engine = Engine(config.slots, config.max_direct_queue, config.memory)
-        self._guard = Guard(config.host, config.allow_hosts)
+        self.engine = RunScheduler(config.slots, config.max_direct_queue, config.memory)
+        self._guard = HostGuard(config.host, config.allow_hosts)
         self._http = self._listen()
         self._journal = _open_journal(config.journal)
         self._pusher = Pusher() if config.push else None
-        self._runner = Runner(self.engine, adapt(function), self._journal, self._pusher)
-        self._door = Door(
+        self._runner = RunExecutor(self.engine, adapt(function), self._journal, self._pusher)
+        self._door = ProtocolRoutes(
             self.engine,
             self._runner,
             endpoint=config.endpoint,
@@ -130,7 +130,7 @@ class ReferenceServer:
                 config.host,
                 config.port,
                 lambda request: self._guard.refusal(request) or self._door.handle(request),
-                answers.refused,
+                protocol_responses.refused,
                 config.max_body_bytes,
             )
         except OSError as error:

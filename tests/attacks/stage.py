@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from app.up.plan import procfile
+from app.up.roles import read_procfile
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
@@ -66,8 +66,8 @@ def staged(home: Path, **env: str) -> Iterator[Stage]:
     settings = {"SLOTKEEPER_REQUIRE_KEYS": "true", "SLOTKEEPER_MAX_CONNECTIONS": str(PLACES), **env}
     with Stack(home, settings) as stack:
         stack.env["PATH"] = f"{BIN}:{stack.env['PATH']}"
-        web = stack.start("web", ["sh", "-c", f"exec {procfile()['web']}"])
-        web.shows(lambda: stack.answers("/health/live"), "it answers")
+        web = stack.start("web", ["sh", "-c", f"exec {read_procfile()['web']}"])
+        web.source(lambda: stack.answers("/health/live"), "it answers")
         stage = Stage(stack, _keys(home))
         answer = stage.ask("operator", "PUT", "/admin/model-configs/zimg", {})
         assert answer.ok, answer.text

@@ -110,7 +110,7 @@ def test_the_command_line_exports_all_of_them(api: Api, monkeypatch: pytest.Monk
         def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Any:
             return iter(api.client.get(path).json[items][:limit])
 
-    monkeypatch.setattr("app.cli.audit.client", Asked)
+    monkeypatch.setattr("app.cli.audit.api_client", Asked)
     file = tmp_path / "acts.jsonl"
     done = CliRunner().invoke(audit, ["--export", str(file)])
     assert done.exit_code == 0, done.output

@@ -53,7 +53,7 @@ def test_with_keys_a_proxy_may_stand_before_it(api: Api, settings: dict[str, str
 
 def test_a_setting_that_names_no_proxy_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="SLOTKEEPER_TRUSTED_PROXIES"):
-        AppSettings(trusted_proxies="nginx").check()
+        AppSettings(trusted_proxies="nginx").check_exposure()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.reading import WHOLE
+from app.request_json import BODY_COMPLETE
 from routing.maintenance import reconcile
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
@@ -332,7 +332,7 @@ def test_a_body_of_unannounced_length_is_refused_and_not_cut_short(api: Api, pat
     api.model()
     line = _raw() + b"\n"
     body = line.ljust(16 * MIB if "batch" in path else 2 * MIB) + line
-    chunked = CHUNKED | {WHOLE: True}
+    chunked = CHUNKED | {BODY_COMPLETE: True}
     answer = api.client.post(path, content_type=kind, input_stream=io.BytesIO(body), environ_overrides=chunked)
     assert answer.status_code == 413
     assert api.stored() == NOTHING
@@ -400,7 +400,7 @@ def test_a_body_that_broke_off_is_refused_whole(api: Api, path: str, kind: str, 
 def test_lines_of_which_nobody_knows_the_end_are_refused(api: Api) -> None:
     """A batch that breaks off between two lines looks like a shorter one."""
     api.model()
-    for seen, status in (({}, 411), ({WHOLE: True}, 202)):
+    for seen, status in (({}, 411), ({BODY_COMPLETE: True}, 202)):
         answer = api.client.post(
             "/queue/submit-batch",
             content_type="application/x-ndjson",

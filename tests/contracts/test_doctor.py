@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from app.cli import checkup
+from app.cli import doctor_checks
 from app.cli.__main__ import main
-from app.cli.checkup import Finding
+from app.cli.doctor_checks import Finding
 from app.up.ports import free_port
 from routing.maintenance import task_runs
 from slotkeeper.config import StorageSettings
@@ -26,7 +26,7 @@ from tests.support.ends import cool_down
 
 
 def _said(part: str) -> list[Finding]:
-    return checkup._of(part, checkup.all_checks()[part])
+    return doctor_checks._of(part, doctor_checks.all_checks()[part])
 
 
 # -- how they are asked ----------------------------------------------------------------------------------------
@@ -40,7 +40,9 @@ def test_a_part_that_hangs_holds_up_no_other_and_is_told() -> None:
         yield Finding("silent", "ok", "late")
 
     began = time.monotonic()
-    found = list(checkup.examine({"silent": silent, "well": lambda: iter([Finding("well", "ok", "yes")])}, 0.2))
+    found = list(
+        doctor_checks.run_checks({"silent": silent, "well": lambda: iter([Finding("well", "ok", "yes")])}, 0.2)
+    )
     took_s = time.monotonic() - began
     hangs.set()
     assert took_s < 4
@@ -53,7 +55,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
         raise OSError("no route")
         yield
 
-    (found,) = list(checkup.examine({"broken": broken}))
+    (found,) = list(doctor_checks.run_checks({"broken": broken}))
     assert (found.level, "no route" in found.said) == ("fail", True)
 
 
@@ -61,7 +63,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     "levels, worst", [((), "ok"), (("ok", "ok"), "ok"), (("ok", "warn"), "warn"), (("fail", "warn"), "fail")]
 )
 def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
-    assert checkup.worst([Finding("x", level, "") for level in levels]) == worst
+    assert doctor_checks.worst_level([Finding("x", level, "") for level in levels]) == worst
 
 
 # -- what they find --------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
     found = json.loads(done.stdout)
     assert (done.exit_code, found["level"]) == (1, "fail")
     by_part = {it["part"]: it for it in found["findings"]}
-    assert by_part.keys() == checkup.all_checks().keys()
+    assert by_part.keys() == doctor_checks.all_checks().keys()
     for part in ("database", "redis", "workers", "maintenance"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
 
@@ -209,8 +211,8 @@ def test_one_slow_write_on_a_busy_host_is_no_finding(monkeypatch: pytest.MonkeyP
     def write() -> None:
         now[0] += next(took)
 
-    monkeypatch.setattr(checkup.time, "monotonic", lambda: now[0])
-    assert checkup._best_s(write) == pytest.approx(0.01)
+    monkeypatch.setattr(doctor_checks.time, "monotonic", lambda: now[0])
+    assert doctor_checks._best_s(write) == pytest.approx(0.01)
 
 
 # -- inference servers -----------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) ->
 
 
 def test_a_server_that_never_answers_holds_up_no_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "_SERVERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(doctor_checks, "_SERVERS_WITHIN_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api.register(endpoint=f"http://127.0.0.1:{free_port()}/generate")
         api.register(server="gpu2", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/generate")

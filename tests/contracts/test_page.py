@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.page import sessions
+from app.auth import session_cookie
 from app.page.attempts import Attempts
-from app.page.settings import shown
+from app.page.settings import display_setting
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.tenants import Tenant, Tenants
@@ -82,8 +82,8 @@ def test_a_visit_ends_with_its_key(api: Api, settings: dict[str, str], operator:
 def test_a_visit_ends_when_its_time_is_over(
     api: Api, settings: dict[str, str], operator: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later = sessions.now_ms() + 12 * 3_600_000
-    monkeypatch.setattr(sessions, "now_ms", lambda: later)
+    later = session_cookie.now_ms() + 12 * 3_600_000
+    monkeypatch.setattr(session_cookie, "now_ms", lambda: later)
     assert operator.get("/").status_code == 303
 
 
@@ -91,7 +91,7 @@ def test_a_visit_ends_when_its_time_is_over(
 def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, settings: dict[str, str]) -> None:
     key = key_of(api, "root", admin=True)
     hashed = next(hashed for hashed, it in Tenants(api.database).list_by_hash().items() if it.name == "root")
-    forged = sessions.written(sessions.new_visit(hashed, 3600), b"not our key")
+    forged = session_cookie.encode_session(session_cookie.new_session(hashed, 3600), b"not our key")
     stranger = visitor(api)
     stranger.client.set_cookie("slotkeeper_8000", forged)
     assert stranger.get("/").status_code == 303
@@ -186,7 +186,7 @@ def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
     cookie = operator.client.get_cookie("slotkeeper_8000")
     assert cookie is not None
     visits = RevokedSessions(api.database)
-    visited, header = sessions.Visited(8000, visits), f"slotkeeper_8000={cookie.decoded_value}"
+    visited, header = session_cookie.SessionKeys(8000, visits), f"slotkeeper_8000={cookie.decoded_value}"
     assert visited(header)
     operator.post("/page/log-out")
     visited.read()
@@ -347,8 +347,8 @@ def test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline(api:
     ],
 )
 def test_settings_are_shown_without_what_is_secret_in_them(name: str, value: str) -> None:
-    assert "hunter2" not in shown(name, value)
-    assert shown(name, "") == "empty"
+    assert "hunter2" not in display_setting(name, value)
+    assert display_setting(name, "") == "empty"
 
 
 def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:

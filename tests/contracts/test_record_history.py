@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import event
 
 from app.simulate import history
-from app.simulate.history import Past
+from app.simulate.history import PastJob
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.outbox import retention
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_queued_job, a_running_job, an_ended_job
@@ -20,7 +20,7 @@ STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})
 def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
     job = a_job_in(store, state, model="flux", priority=2, tenant="acme", constraints="gpu=A100")
     finished_ms = None if state is State.RUNNING else T0
-    told = Past("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, state)
+    told = PastJob("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, state)
     assert list(history.read(store.database, T0, T0 + 1)) == [told]
     assert job.state is state
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from pytest_httpserver import HTTPServer
 from werkzeug import Response
 
-from app.cli import webhooks as commands
+from app.cli import webhook_commands as commands
 from app.cli.__main__ import main
 from slotkeeper.client import Client
 from slotkeeper.clock import now_ms
@@ -43,7 +43,7 @@ class _Direct:
 
 @pytest.fixture
 def run(api: Api, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(commands, "client", lambda: _Direct(api))
+    monkeypatch.setattr(commands, "api_client", lambda: _Direct(api))
 
     def command(*words: str, status: int = 0) -> Result:
         done = CliRunner().invoke(main, ["webhooks", *words])

@@ -119,7 +119,7 @@ def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
         stack.web()
         process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         assert requests.put(f"{stack.url}/admin/model-configs/zimg", json={}, timeout=10).ok
-        process.shows(lambda: _answers(flower), "it answers")
+        process.source(lambda: _answers(flower), "it answers")
         ports = {"api": stack.port, "server": int(server.url.rpartition(":")[2]), "flower": flower}
         with _stranger(ports) as (port, told), _visiting(f"http://evil.test:{port}/", tmp_path / "profile"):
             eventually(lambda: told, "the page has tried everything", 200)

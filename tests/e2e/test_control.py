@@ -32,17 +32,17 @@ def test_inspect_shows_each_run_of_a_worker_also_one_that_no_message_brought(tow
     model, first, second = town.model(1), town.gate(), town.gate()
     jobs = [town.submit(model, first), town.submit(model, second)]
 
-    def shows(job: str) -> dict[str, Any]:
+    def source(job: str) -> dict[str, Any]:
         def found() -> Any:
             return next((it for it in worker("active") or [] if it["id"] == job), None)
 
         return eventually(found, f"inspect active shows {job}")
 
-    brought = shows(jobs[0])
+    brought = source(jobs[0])
     assert (brought["name"], brought["args"], brought["server"]) == ("infer", [model], model)
     assert brought["hostname"].startswith("worker") and brought["time_start"] > 0
     first.open()
-    handed_on = shows(jobs[1])
+    handed_on = source(jobs[1])
     assert handed_on["slot"] == brought["slot"], "the slot that the first run has left"
     # The end of the first run is stored behind the start of the second.
     eventually(lambda: [it["id"] for it in worker("active") or []] == [jobs[1]], "the first run is over")

@@ -28,7 +28,7 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tupl
     with Stack(home, {"SLOTKEEPER_FLOWER_PORT": str(port)}) as stack:
         process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         url = f"http://127.0.0.1:{port}"
-        process.shows(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
+        process.source(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
         yield url, ("slotkeeper", Path(home, "flower-password").read_text().strip())
 
 
@@ -71,7 +71,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, Ca
         flower = town.stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
         town.crew(1)
         url = f"http://127.0.0.1:{port}"
-        flower.shows(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
+        flower.source(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
         who = ("slotkeeper", Path(home, "flower-password").read_text().strip())
         eventually(lambda: _receives(town), "Flower receives task events")
         town.stack.relay()
@@ -95,18 +95,18 @@ def test_flower_shows_a_job_from_when_it_is_accepted_to_its_end(
     model, gate = town.model(1), town.gate()
     running, waiting = town.submit(model, gate), town.submit(model, 0)
 
-    def shows(job_id: str, state: str) -> dict[str, Any]:
+    def source(job_id: str, state: str) -> dict[str, Any]:
         return eventually(lambda: (it := told(job_id)).get("state") == state and it, f"Flower shows {state}")
 
-    begun = shows(running, "STARTED")
+    begun = source(running, "STARTED")
     assert (begun["name"], begun["args"]) == ("infer", f"({model!r},)")
     assert begun["worker"].startswith("worker"), "the worker that runs it"
-    assert shows(waiting, "PENDING")["routing_key"] == f"gpu.{model}"
+    assert source(waiting, "PENDING")["routing_key"] == f"gpu.{model}"
 
     gate.open()
-    ended = shows(running, "SUCCESS")
+    ended = source(running, "SUCCESS")
     assert ended["runtime"] > 0 and ended["result"]
-    shows(waiting, "SUCCESS")
+    source(waiting, "SUCCESS")
 
 
 def test_flower_shows_how_a_job_fails_is_tried_again_waits_for_its_time_and_is_canceled(

@@ -12,7 +12,7 @@ def test_each_line_of_workers_and_beat_is_json(tmp_path: Path) -> None:
         programs = [stack.worker(), stack.maintenance(), stack.beat()]
         for program in programs[:2]:
             ready(program)
-        programs[2].shows(lambda: "Starting" in programs[2].log, "it is beat")
+        programs[2].source(lambda: "Starting" in programs[2].log, "it is beat")
         for program in programs:
             program.kill()
             for line in program.log.splitlines():

@@ -130,9 +130,9 @@ class Up:
 
     def says(self, words: str) -> None:
         """Wait until it has said this."""
-        self.shows(lambda: words in self.printed, words)
+        self.source(lambda: words in self.printed, words)
 
-    def shows(self, condition: Callable[[], Any], what: str) -> None:
+    def source(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until this is so, and no longer than it runs."""
         until(lambda: condition() or self.process.poll() is not None, what)
         assert condition(), self.printed
@@ -398,7 +398,7 @@ def test_a_taken_port_is_named_and_nothing_is_started(installation: Installation
 def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installation, number: int) -> None:
     with installation.up("--no-demo") as up:
         up.says("Starting ...")
-        up.shows(lambda: installation.pid_of("worker@"), "the worker's process")
+        up.source(lambda: installation.pid_of("worker@"), "the worker's process")
         assert up.stop(number) < STOPPED_WITHIN_S
         assert installation.processes() == {}
 

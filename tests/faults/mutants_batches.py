@@ -56,7 +56,7 @@ BATCHES = [
     Mutant(
         "a tenant is removed without a question",
         "tenants",
-        "app/cli/local.py",
+        "app/cli/local_commands.py",
         "    if not yes:",
         "    if yes and not yes:",
         ("tests/contracts/test_tenants.py::test_a_removal_says_what_the_tenant_has_and_asks",),

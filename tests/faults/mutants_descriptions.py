@@ -31,7 +31,7 @@ DESCRIPTIONS = [
     Mutant(
         "a probe asks any address",
         "requests are sent to inference servers alone",
-        "app/api/presets.py",
+        "app/api/preset_views.py",
         'check_endpoint(body.url, "url")',
         "pass",
         (f"{PRESETS}test_what_cannot_be_probed_is_refused_by_its_field",),
@@ -76,7 +76,7 @@ DESCRIPTIONS = [
     Mutant(
         "a preset whose try has found nothing is proposed",
         "operators",
-        "app/api/presets.py",
+        "app/api/preset_views.py",
         """if told["outcome"] is None or told["outcome"]["code"] != "misconfigured":""",
         "if told:",
         (f"{PRESETS}test_a_preset_whose_try_finds_nothing_gives_way_to_the_next",),

@@ -43,7 +43,7 @@ DOOR = [
     Mutant(
         "a body that broke off passes for a whole one",
         "all or none",
-        "app/reading.py",
+        "app/request_json.py",
         "if announced is not None and len(body) != announced:",
         "if False:",
         (f"{ASKED}test_a_body_that_broke_off_is_refused_whole",),
@@ -52,7 +52,7 @@ DOOR = [
     Mutant(
         "lines are taken without knowing their end",
         "all or none",
-        "app/reading.py",
+        "app/request_json.py",
         "if request.content_length is None and not request.environ.get(WHOLE):",
         "if False:",
         (f"{ASKED}test_lines_of_which_nobody_knows_the_end_are_refused",),
@@ -70,7 +70,7 @@ DOOR = [
     Mutant(
         "a job of a batch has no end",
         "linear cost",
-        "app/reading.py",
+        "app/request_json.py",
         "if len(text) - at <= longest:",
         "if True:",
         (f"{ASKED}test_a_job_of_a_batch_is_no_longer_than_one_alone_may_be",),
@@ -79,7 +79,7 @@ DOOR = [
     Mutant(
         "each unknown field costs a sentence",
         "linear cost",
-        "app/schemas.py",
+        "app/schemas/job_schemas.py",
         "if not isinstance(given, dict) or len(given) <= len(known) + _MOST_UNKNOWN:",
         "if True:",
         ("tests/unit/app/test_schemas.py::test_of_very_many_unknown_fields_only_a_few_are_looked_at",),
@@ -88,7 +88,7 @@ DOOR = [
     Mutant(
         "an owner takes all threads",
         "turns",
-        "app/server/threads.py",
+        "app/server/fair_pool.py",
         "if self.has_room and self._held[owner] < self.share and owner not in self._waiting:",
         "if self.has_room and owner not in self._waiting:",
         (f"{THREADS}test_no_owner_holds_more_than_its_share",),
@@ -97,7 +97,7 @@ DOOR = [
     Mutant(
         "who has waited once is always next",
         "turns",
-        "app/server/threads.py",
+        "app/server/fair_pool.py",
         "                self._waiting[owner] = waiting\n",
         "                self._waiting = OrderedDict({owner: waiting, **self._waiting})\n",
         (f"{THREADS}test_those_who_wait_get_turns_one_after_the_other",),
@@ -106,7 +106,7 @@ DOOR = [
     Mutant(
         "connections wait without bound",
         "bounds",
-        "app/server/threads.py",
+        "app/server/fair_pool.py",
         "if len(self._waiting.get(owner, ())) >= self.most_waiting:",
         "if False:",
         (f"{THREADS}test_of_one_owner_only_so_many_wait",),
@@ -115,7 +115,7 @@ DOOR = [
     Mutant(
         "whoever speaks is not remembered",
         "bounds",
-        "app/server/connection.py",
+        "app/server/http_protocol.py",
         "            del self._strangers[connection]\n",
         "",
         (f"{CAPACITY}test_the_connection_that_was_silent_for_longest_gives_way",),
@@ -124,7 +124,7 @@ DOOR = [
     Mutant(
         "strangers send those away who have a key",
         "bounds",
-        "app/server/connection.py",
+        "app/server/http_protocol.py",
         "reversed(parts) if len(self._strangers) >= self.most_connections // 2 else parts",
         "parts",
         (f"{CAPACITY}test_strangers_do_not_send_those_away_who_have_shown_a_key",),
@@ -133,7 +133,7 @@ DOOR = [
     Mutant(
         "an owner holds all bytes",
         "bounds",
-        "app/server/connection.py",
+        "app/server/http_protocol.py",
         "self.most_bytes if whole else self.most_bytes // _SHARE",
         "self.most_bytes",
         (f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",),
@@ -151,7 +151,7 @@ DOOR = [
     Mutant(
         "what a proxy passes on is this machine's",
         "keyless",
-        "app/auth.py",
+        "app/auth/access.py",
         "    _refuse_forwarded(environ, remote)\n",
         "",
         (f"{ACCESS}test_without_keys_what_a_proxy_passes_on_is_refused_with_the_remedy",),
@@ -169,7 +169,7 @@ DOOR = [
     Mutant(
         "requests are read before their turn",
         "bounds",
-        "app/server/connection.py",
+        "app/server/http_protocol.py",
         "piece = bytes(self._ahead[: max(_PIECE, self._missing)])",
         "piece = bytes(self._ahead)",
         (f"{CONNECTION}test_of_very_many_requests_that_come_together_few_are_read_before_their_turn",),
@@ -178,7 +178,7 @@ DOOR = [
     Mutant(
         "who has gone is worked for",
         "bounds",
-        "app/server/threads.py",
+        "app/server/fair_pool.py",
         "            if not wanted():\n",
         "            if False:\n",
         (f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",),
@@ -250,7 +250,7 @@ DOOR = [
     Mutant(
         "made-up keys are in the way of good ones",
         "turns",
-        "app/server/owners.py",
+        "app/auth/api_keys.py",
         "if shown and shown not in self._owners:",
         "if shown:",
         (f"{CONNECTION}test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time",),
@@ -268,7 +268,7 @@ DOOR = [
     Mutant(
         "an answer that waited for its client keeps the next waiting",
         "bounds",
-        "app/server/connection.py",
+        "app/server/http_protocol.py",
         "transport.set_write_buffer_limits(high=1, low=0)",
         "pass",
         (f"{CONNECTION}test_when_all_of_an_answer_is_sent_the_next_request_is_read",),

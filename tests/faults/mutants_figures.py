@@ -47,7 +47,7 @@ FIGURES = [
     Mutant(
         "no metrics key is a key that everybody has",
         "door",
-        "app/auth.py",
+        "app/auth/access.py",
         "    return bool(key) and keys() is not None",
         "    return keys() is not None",
         (f"{_FIGURES}test_where_there_is_no_metrics_key_an_empty_one_is_none",),
@@ -101,7 +101,7 @@ FIGURES = [
     Mutant(
         "the doctor waits for a part that hangs",
         "doctor",
-        "app/cli/checkup.py",
+        "app/cli/doctor_checks.py",
         "            part, findings = found.get(timeout=max(until - time.monotonic(), 0.001))",
         "            part, findings = found.get(timeout=5)",
         (f"{_DOCTOR}test_a_part_that_hangs_holds_up_no_other_and_is_told",),
@@ -110,7 +110,7 @@ FIGURES = [
     Mutant(
         "the doctor's checks import in their threads what Celery loads on first use",
         "doctor",
-        "app/cli/checkup.py",
+        "app/cli/doctor_checks.py",
         "        celery.connection_for_write().release()",
         "        _ = celery",
         (f"{_DOCTOR}test_no_check_imports_a_module_for_the_first_time_in_its_thread",),
@@ -176,7 +176,7 @@ FIGURES = [
     Mutant(
         "the doctor does not ask the inference servers",
         "doctor",
-        "app/cli/checkup.py",
+        "app/cli/doctor_checks.py",
         "        if health.kind is HealthKind.DOWN:",
         "        if False:",
         (f"{_DOCTOR}test_a_server_that_nobody_answers_for_is_named_with_its_address",),
@@ -185,7 +185,7 @@ FIGURES = [
     Mutant(
         "the doctor does not mind who can read the secret",
         "doctor",
-        "app/cli/checkup.py",
+        "app/cli/doctor_checks.py",
         "stat.S_IMODE(found.st_mode) & 0o077:",
         "False:",
         (f"{_DOCTOR}test_a_secret_that_others_can_read_is_told",),
@@ -194,7 +194,7 @@ FIGURES = [
     Mutant(
         "the metrics key opens every view",
         "door",
-        "app/auth.py",
+        "app/auth/access.py",
         '    if getattr(view, "figures", False):',
         '    if getattr(view, "figures", False) or _has_metrics_key():',
         (f"{_FIGURES}test_the_metrics_key_opens_nothing_else",),

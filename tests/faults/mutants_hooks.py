@@ -75,7 +75,7 @@ PACED = [
     Mutant(
         "a NUL in an address reaches the record",
         "door",
-        "app/reading.py",
+        "app/request_json.py",
         "    for field, text in (seen.view_args or {}).items():\n",
         "    for field, text in {}.items():\n",
         (f"{ERRORS}test_a_nul_in_a_name_is_refused_before_the_record_is_asked",),
@@ -84,7 +84,7 @@ PACED = [
     Mutant(
         "a NUL in a query reaches the record",
         "door",
-        "app/reading.py",
+        "app/request_json.py",
         "    for field, texts in seen.args.lists():\n        refuse_nul_in(field, *texts)\n",
         "",
         (f"{ERRORS}test_a_nul_in_a_query_is_refused_by_name_before_the_record_is_asked",),
@@ -93,7 +93,7 @@ PACED = [
     Mutant(
         "a copied cookie outlives its log-out",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "    if visit is not None and visit.key and Visits(database()).has_ended(visit.id):\n",
         "    if False:\n",
         (f"{PAGE_TESTS}test_a_copied_cookie_opens_nothing_after_log_out",),
@@ -102,7 +102,7 @@ PACED = [
     Mutant(
         "a stream goes on after the log-out of its visit",
         "page",
-        "app/page/sessions.py",
+        "app/auth/session_cookie.py",
         "if visit is not None and visit.id not in self._ended else",
         "if visit is not None else",
         (f"{PAGE_TESTS}test_turns_are_given_to_no_visit_that_a_log_out_has_ended",),

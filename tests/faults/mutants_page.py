@@ -10,7 +10,7 @@ PAGE = [
     Mutant(
         "a file of a result runs in the page",
         "nothing of a job becomes markup",
-        "app/page/jobs.py",
+        "app/page/job_pages.py",
         'file.media_type if file.is_picture else "application/octet-stream"',
         "file.media_type",
         (f"{FILES}test_what_a_browser_could_run_is_only_offered_to_be_saved",),
@@ -37,7 +37,7 @@ PAGE = [
     Mutant(
         "the page is shown without a log-in",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "            if not open_to_all and not is_known():\n                return redirect(LOG_IN, 303)\n",
         "            if not open_to_all and not is_known():\n                come_in(LOCAL)\n",
         (f"{PAGE_TESTS}test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere",),
@@ -46,7 +46,7 @@ PAGE = [
     Mutant(
         "a tenant may open what is for operators",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "            if admin and not tenant().admin:\n",
         "            if admin and not tenant():\n",
         (f"{PAGE_TESTS}test_what_a_key_may_not_do_is_not_shown_and_is_refused",),
@@ -55,7 +55,7 @@ PAGE = [
     Mutant(
         "a form of somebody else is taken for ours",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "        _refuse_foreign_forms(g.visit)\n",
         "",
         (
@@ -67,7 +67,7 @@ PAGE = [
     Mutant(
         "one visit's token is good for another's form",
         "page",
-        "app/page/sessions.py",
+        "app/auth/session_cookie.py",
         '    return _signed(key, "form", visit.id)\n',
         '    return _signed(key, "form", "")\n',
         (f"{PAGE_TESTS}test_a_form_without_the_visits_token_does_nothing",),
@@ -76,7 +76,7 @@ PAGE = [
     Mutant(
         "a cookie's signature is not looked at",
         "page",
-        "app/page/sessions.py",
+        "app/auth/session_cookie.py",
         '_signed(key, "visit", body).encode(), signature.encode()) for key in keys)',
         "body.encode(), body.encode()) and body for key in keys)",
         (f"{PAGE_TESTS}test_a_cookie_that_was_written_by_somebody_else_opens_nothing",),
@@ -85,7 +85,7 @@ PAGE = [
     Mutant(
         "a visit never ends",
         "page",
-        "app/page/sessions.py",
+        "app/auth/session_cookie.py",
         "    return visit if now_ms() < visit.until_ms else None\n",
         "    return visit\n",
         (f"{PAGE_TESTS}test_a_visit_ends_when_its_time_is_over",),
@@ -94,7 +94,7 @@ PAGE = [
     Mutant(
         "a visit outlives its key",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "keys.of_hashed(visit.key) if visit.key else None\n",
         "LOCAL if visit.key else None\n",
         (f"{PAGE_TESTS}test_a_visit_ends_with_its_key",),
@@ -103,7 +103,7 @@ PAGE = [
     Mutant(
         "a log-in goes on with the visit that was there",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "    g.visit, g.is_new_visit = sessions.new_visit(hashed, _settings().session_s), True\n",
         "    g.visit, g.is_new_visit = sessions.Visit(g.visit.id, hashed, g.visit.until_ms), True\n",
         (f"{PAGE_TESTS}test_a_log_in_begins_a_visit_of_its_own",),
@@ -112,7 +112,7 @@ PAGE = [
     Mutant(
         "what others wrote becomes markup",
         "page",
-        "app/page/render.py",
+        "app/page/rendering.py",
         "        autoescape=True,\n",
         "        autoescape=False,\n",
         (f"{PAGE_TESTS}test_nothing_that_others_wrote_becomes_markup",),
@@ -121,7 +121,7 @@ PAGE = [
     Mutant(
         "a form leads to another site",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         'path.startswith("/") and not path.startswith(("//", "/\\\\")) and path.isprintable()',
         'path.startswith("/")',
         (f"{PAGE_TESTS}test_a_form_leads_to_no_other_site",),
@@ -148,7 +148,7 @@ PAGE = [
     Mutant(
         "who has logged in waits among strangers",
         "page",
-        "app/server/owners.py",
+        "app/auth/api_keys.py",
         'self._visits(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""',
         '""',
         ("tests/unit/web/test_owners.py::test_who_has_logged_in_to_the_page_is_known_by_the_visit",),
@@ -157,7 +157,7 @@ PAGE = [
     Mutant(
         "everybody sees who did what",
         "page",
-        "app/page/entrance.py",
+        "app/page/login.py",
         "            if audit and not may_audit():\n",
         "            if audit and not tenant():\n",
         (f"{PAGE_TESTS}test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_it",),

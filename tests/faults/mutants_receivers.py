@@ -193,7 +193,7 @@ RECEIVERS = [
     Mutant(
         "any address is stored",
         "inside",
-        "app/api/webhooks.py",
+        "app/api/webhook_views.py",
         "    if problem is not None:\n",
         "    if False:\n",
         (f"{API}test_an_address_inside_or_one_that_hides_something_is_refused_when_it_is_stored",),
@@ -202,7 +202,7 @@ RECEIVERS = [
     Mutant(
         "what answers inside is quoted to everybody",
         "inside",
-        "app/receivers.py",
+        "app/schemas/webhook_schemas.py",
         "answer=it.answer if shows_inside or not it.inside else None",
         "answer=it.answer",
         (f"{API}test_what_answers_inside_is_quoted_to_administrators_alone",),

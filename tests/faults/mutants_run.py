@@ -723,7 +723,7 @@ RUN = [
     Mutant(
         "a push of a run that was given up frees no slot",
         "SLOT-2",
-        "app/api/callback.py",
+        "app/api/push_views.py",
         "    if job.state in FINAL:",
         "    if False:",
         ("tests/contracts/test_api_callback.py::test_a_push_of_a_run_that_was_given_up_frees_its_slot",),

@@ -74,7 +74,7 @@ SECRETS = [
     Mutant(
         "a template is stored that no worker can compile",
         "results",
-        "app/schemas.py",
+        "app/schemas/job_schemas.py",
         '        for_model("async", template, id_field)\n',
         "",
         (f"{MISCONFIGURED}test_a_template_that_cannot_be_compiled_is_refused_with_its_place",),
@@ -166,7 +166,7 @@ SECRETS = [
     Mutant(
         "the embedded Valkey serves everybody on the machine",
         "home",
-        "app/up/valkey.py",
+        "app/up/valkey_server.py",
         '        "requirepass": password,\n',
         "",
         (f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",),

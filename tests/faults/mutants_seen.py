@@ -10,7 +10,7 @@ SEEN = [
         "a stream outlives its key",
         "tenants",
         "app/server/application.py",
-        "if not self._owners.is_still(request.owner, request.environ):",
+        "if not self._owners.is_still_valid(request.owner, request.environ):",
         "if False:",
         (f"{STREAMS}test_a_stream_ends_when_its_key_is_removed_and_no_other_does",),
         still=f"{STREAMS}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",
@@ -18,7 +18,7 @@ SEEN = [
     Mutant(
         "who administers no more goes on following all",
         "tenants",
-        "app/server/owners.py",
+        "app/auth/api_keys.py",
         "return found is not None and (found.kind is Kind.OPERATOR or owner.kind is not Kind.OPERATOR)",
         "return found is not None",
         (f"{STREAMS}test_who_may_stay_is_known_by_the_keys_that_were_read_last",),

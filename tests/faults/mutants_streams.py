@@ -50,7 +50,7 @@ STREAMS = [
     Mutant(
         "a tenant follows all",
         "tenants are apart",
-        "app/api/streams.py",
+        "app/api/stream_views.py",
         "Wanted(None if mine.admin else mine.name,",
         "Wanted(None,",
         (f"{STREAM}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",),
@@ -59,7 +59,7 @@ STREAMS = [
     Mutant(
         "what is seen before its turn is told before its turn",
         "no event is passed over",
-        "app/server/stream.py",
+        "app/server/event_stream.py",
         "it for it in events if it.number <= target and",
         "it for it in events if",
         (f"{STREAM}test_what_is_seen_before_its_turn_is_not_told_before_its_turn",),
@@ -69,7 +69,7 @@ STREAMS = [
     Mutant(
         "what happened while the record was read is forgotten",
         "no event is passed over",
-        "app/server/stream.py",
+        "app/server/event_stream.py",
         "        self._target = None\n        yield await self._kept_text()",
         "        self._target = None\n        self._kept = []",
         (f"{STREAM}test_what_happens_while_the_record_is_read_is_told_once_and_in_order",),
@@ -87,7 +87,7 @@ STREAMS = [
     Mutant(
         "who does not read is sent more and more",
         "bounds",
-        "app/server/stream.py",
+        "app/server/event_stream.py",
         "if self._target is None and self._unsent > _MOST_UNSENT:",
         "if False:",
         (f"{STREAM}test_who_does_not_read_is_closed_and_others_are_not_kept",),
@@ -108,7 +108,7 @@ STREAMS = [
     Mutant(
         "a job that ended before anybody waited is waited for",
         "waiting ends with the job",
-        "app/server/feed.py",
+        "app/server/event_feed.py",
         "        self._asked.add(job_id)\n",
         "",
         (f"{STREAM}test_a_job_that_ended_just_before_is_not_waited_for",),

@@ -76,7 +76,7 @@ TOKENS = [
     Mutant(
         "a job's end is told before its last words",
         "order",
-        "app/server/stream.py",
+        "app/server/event_stream.py",
         "if it.ends and self._watcher is not None:",
         "if False:",
         (f"{WATCHED}test_all_that_was_said_is_told_before_the_end",),

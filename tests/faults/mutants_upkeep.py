@@ -136,7 +136,7 @@ UPKEEP = [
     Mutant(
         "to resume a server leaves its breaker open",
         "SLOT-2",
-        "app/api/servers.py",
+        "app/api/server_views.py",
         '        close_breaker(known.fleet, "server", known.name)',
         "        pass",
         (f"{_STANDING}test_to_resume_a_server_closes_its_breaker",),

@@ -18,7 +18,7 @@ from app.up.ports import free_port
 from routing.queries import job_list
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
-from tools.drill import postgres
+from tools.cluster import postgres_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.postgres, pytest.mark.timeout(240)]
 
@@ -30,8 +30,8 @@ class Pair:
     """A primary and its standby, each in a folder and on a port of its own."""
 
     def __init__(self, folder: Path, ends: ExitStack) -> None:
-        self._programs = postgres.prepare(folder)
-        account = postgres.runs_as()
+        self._programs = postgres_server.prepare(folder)
+        account = postgres_server.runs_as()
         self._as_account: dict[str, Any] = account.popen if account is not None else {}
         self._folder, self._ends = folder, ends
         self.ports = (free_port(), free_port())
@@ -51,7 +51,7 @@ class Pair:
         """Of whichever of the two is the primary."""
         ports = ",".join(map(str, self.ports))
         options = "target_session_attrs=read-write&sslmode=disable&gssencmode=disable&connect_timeout=2"
-        return f"postgresql+psycopg://{postgres.USER}@/postgres?host=127.0.0.1,127.0.0.1&port={ports}&{options}"
+        return f"postgresql+psycopg://{postgres_server.USER}@/postgres?host=127.0.0.1,127.0.0.1&port={ports}&{options}"
 
     def fail_over(self) -> None:
         os.killpg(self.primary.pid, signal.SIGKILL)
@@ -61,7 +61,7 @@ class Pair:
             admin.execute("SELECT pg_promote(), pg_reload_conf()")
 
     def _start(self, data: str, port: int) -> "subprocess.Popen[bytes]":
-        settings = postgres.SETTINGS | _STANDBY | {"listen_addresses": "127.0.0.1", "port": str(port)}
+        settings = postgres_server.SETTINGS | _STANDBY | {"listen_addresses": "127.0.0.1", "port": str(port)}
         words = [str(self._programs / "postgres"), "-D", str(self._folder / data), "-k", str(self._folder)]
         words += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         with (self._folder.parent / f"{data}.log").open("wb") as log:
@@ -84,11 +84,11 @@ class Pair:
 
     @staticmethod
     def _where(port: int) -> dict[str, Any]:
-        return {"host": "127.0.0.1", "port": port, "user": postgres.USER, "dbname": "postgres"}
+        return {"host": "127.0.0.1", "port": port, "user": postgres_server.USER, "dbname": "postgres"}
 
     @staticmethod
     def _at(port: int) -> tuple[str, ...]:
-        return "-h", "127.0.0.1", "-p", str(port), "-U", postgres.USER
+        return "-h", "127.0.0.1", "-p", str(port), "-U", postgres_server.USER
 
     def _run(self, program: str, *words: str) -> None:
         command = [str(self._programs / program), *words]

@@ -7,7 +7,7 @@ import textwrap
 from pydantic_settings import BaseSettings
 
 from app.config import AppSettings
-from app.up.plan import UpSettings
+from app.up.roles import UpSettings
 from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import EventSettings, TaskSettings

@@ -120,7 +120,7 @@ def test_the_protocols_headers_are_those_that_are_sent(call: str) -> None:
 
 def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:
     push = _PROTOCOL.read_text("utf-8").split("\n## Push\n", 1)[1].split("\n## ", 1)[0]
-    read = set(re.findall(r'headers\.get\("([\w-]+)"', (REPO / "app/api/callback.py").read_text("utf-8")))
+    read = set(re.findall(r'headers\.get\("([\w-]+)"', (REPO / "app/api/push_views.py").read_text("utf-8")))
     assert read == {"Authorization", "X-Callback-Token"}
     assert all(re.search(rf"\b{name}\b", push) for name in read)
 

@@ -12,7 +12,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from app import api as headings
 from app.api import docs
-from app.openapi import document
+from app.api.openapi import openapi_document
 from tests.support.api import Api
 
 # For people and for tools that read the document, not part of what it describes.
@@ -22,7 +22,7 @@ METHODS = {"get", "post", "put", "patch", "delete"}
 
 @pytest.fixture
 def described(api: Api) -> dict[str, Any]:
-    return document(api.client.application)
+    return openapi_document(api.client.application)
 
 
 def _operations(described: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -59,7 +59,7 @@ def test_the_document_is_made_once_though_others_ask_for_it_meanwhile(
         return {}
 
     others = Thread(target=ask)
-    monkeypatch.setattr(docs, "document", make)
+    monkeypatch.setattr(docs, "openapi_document", make)
     ask()
     others.join()
     assert len(made) == 1

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from slotkeeper.conform.checks import CHECKS
+from slotkeeper.conform.protocol_checks import CHECKS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/slot-protocol.md").read_text("utf-8")
 _MARK = re.compile(r"\[`([a-z-]+)`\](?!\()")

@@ -10,9 +10,9 @@ import requests
 from click.testing import CliRunner
 
 from app.cli.__main__ import main
-from slotkeeper.conform.checks import CHECKS, Check
-from slotkeeper.conform.run import Ended, Unfit, Verdict, conform, judge
-from slotkeeper.conform.stage import Served
+from slotkeeper.conform.check_context import ServerUnderTest
+from slotkeeper.conform.check_runner import CannotTest, CheckResult, CheckStatus, conform, run_check
+from slotkeeper.conform.protocol_checks import CHECKS, Check
 from slotkeeper.serve import ReferenceServer, ServeConfig, gated
 from tests.support.scripted import Scripted, Seen, answer
 
@@ -20,7 +20,7 @@ Edit = Callable[[str, int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
 @contextmanager
-def lying(edit: Edit, **options: Any) -> Iterator[Served]:
+def lying(edit: Edit, **options: Any) -> Iterator[ServerUnderTest]:
     """The reference server, whose answers are changed on their way: edit(path, status, body)."""
 
     def says(seen: Seen) -> bytes:
@@ -33,7 +33,7 @@ def lying(edit: Edit, **options: Any) -> Iterator[Served]:
 
     config = ServeConfig(port=0, **{"slots": 2, **options})
     with Scripted(says) as proxy, ReferenceServer(gated.model, config) as server:
-        yield Served(proxy.url, "async" if options.get("asynchronous") else "sync")
+        yield ServerUnderTest(proxy.url, "async" if options.get("asynchronous") else "sync")
 
 
 def the(name: str) -> Check:
@@ -67,22 +67,22 @@ LIES = [
 @pytest.mark.parametrize(("name", "lie", "options"), LIES, ids=[name for name, *_ in LIES])
 def test_a_clause_that_is_not_kept_is_found(name: str, lie: Edit, options: dict[str, Any]):
     with lying(lie, **options) as served:
-        verdict = judge(the(name), served)
-    assert verdict.ended is Ended.FAILED
+        verdict = run_check(the(name), served)
+    assert verdict.ended is CheckStatus.FAILED
     assert verdict.why
 
 
 def test_what_was_seen_is_told():
     with lying(busy_is(429)) as served:
-        verdict = judge(the("busy-when-full"), served)
+        verdict = run_check(the("busy-when-full"), served)
     assert verdict.why == "the answer of a full server is (429, 'busy'), not (503, 'busy')"
 
 
 def test_what_a_server_is_said_to_be_without_is_left_out():
     with lying(in_health()) as served:
         served.without = frozenset({"cancel"})
-        verdict = judge(the("cancel-of-what-runs"), served)
-    assert verdict == Verdict(verdict.check, Ended.SKIPPED, "this server is said to be without cancel")
+        verdict = run_check(the("cancel-of-what-runs"), served)
+    assert verdict == CheckResult(verdict.check, CheckStatus.SKIPPED, "this server is said to be without cancel")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_a_server_is_said_to_be_without_is_left_out():
     ],
 )
 def test_a_server_that_cannot_be_put_to_it_is_told_so_before_anything_is_tried(lie: Edit, why: str):
-    with lying(lie) as served, pytest.raises(Unfit, match=why):
+    with lying(lie) as served, pytest.raises(CannotTest, match=why):
         list(conform(served))
 
 
@@ -102,14 +102,14 @@ def test_a_server_that_does_not_wrap_the_model_is_unfit(monkeypatch: pytest.Monk
     monkeypatch.setattr("slotkeeper.conform.gate.ARRIVAL_S", 0.5)
     with (
         ReferenceServer(lambda payload: {"echo": payload}, ServeConfig(port=0)) as server,
-        pytest.raises(Unfit, match="must wrap the model"),
+        pytest.raises(CannotTest, match="must wrap the model"),
     ):
-        list(conform(Served(server.url, "sync")))
+        list(conform(ServerUnderTest(server.url, "sync")))
 
 
 def test_a_server_that_is_not_there_is_unfit():
-    with pytest.raises(Unfit, match="cannot be asked"):
-        list(conform(Served("http://127.0.0.1:1", "sync")))
+    with pytest.raises(CannotTest, match="cannot be asked"):
+        list(conform(ServerUnderTest("http://127.0.0.1:1", "sync")))
 
 
 def test_the_command_tells_each_clause_and_ends_with_its_exit_status():

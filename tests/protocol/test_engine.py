@@ -9,24 +9,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slotkeeper.serve.engine import (
+from slotkeeper.serve.run_scheduler import (
+    AlreadyKnown,
     Busy,
     Call,
     Callback,
-    Ending,
-    Engine,
-    Known,
-    Memory,
     Queued,
     QueueFull,
+    ResultRetention,
     Run,
+    RunEnd,
+    RunScheduler,
     Started,
     State,
     Stopping,
 )
 
-DONE = Ending(State.COMPLETED, result=b'{"n":1}')
-ERROR = Ending(State.FAILED, error="RuntimeError: no", retryable=True)
+DONE = RunEnd(State.COMPLETED, result=b'{"n":1}')
+ERROR = RunEnd(State.FAILED, error="RuntimeError: no", retryable=True)
 
 
 def direct(key: str | None = None) -> Call:
@@ -37,13 +37,13 @@ def dispatched(job_id: str | None = None, attempt: int | None = None, key: str |
     return Call({}, dispatcher=True, job_id=job_id, attempt=attempt, key=key)
 
 
-def started(engine: Engine, call: Call) -> Run:
+def started(engine: RunScheduler, call: Call) -> Run:
     decision = engine.submit(call)
     assert isinstance(decision, Started)
     return decision.run
 
 
-def queued(engine: Engine, call: Call | None = None) -> Run:
+def queued(engine: RunScheduler, call: Call | None = None) -> Run:
     decision = engine.submit(call or direct())
     assert isinstance(decision, Queued)
     return decision.run
@@ -53,7 +53,7 @@ def queued(engine: Engine, call: Call | None = None) -> Run:
 
 
 def test_every_run_has_a_slot_number_of_its_own_and_the_number_comes_back():
-    engine = Engine(slots=3)
+    engine = RunScheduler(slots=3)
     runs = [started(engine, dispatched()) for _ in range(3)]
     assert [run.slot for run in runs] == [0, 1, 2]
     engine.finish(runs[1], DONE)
@@ -61,7 +61,7 @@ def test_every_run_has_a_slot_number_of_its_own_and_the_number_comes_back():
 
 
 def test_dispatcher_traffic_never_waits():
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     started(engine, dispatched())
     assert engine.submit(dispatched()) == Busy()
     assert engine.health().direct_queue == 0
@@ -69,7 +69,7 @@ def test_dispatcher_traffic_never_waits():
 
 def test_a_freed_slot_goes_to_the_direct_call_in_the_same_step():
     """DIRECT-1: there is no moment at which dispatcher traffic could take it."""
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     run = started(engine, dispatched())
     waiting = queued(engine)
     assert engine.finish(run, DONE) is waiting
@@ -82,7 +82,7 @@ def test_a_freed_slot_goes_to_the_direct_call_in_the_same_step():
 @pytest.mark.parametrize(("call", "expected"), [(dispatched(), Busy), (direct(), Queued)])
 def test_nobody_overtakes_a_direct_call_that_waits(call: Call, expected: type):
     """DIRECT-1 where a slot is free too.  The hand-over above never lets that be, so the test reaches inside."""
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     started(engine, dispatched())
     queued(engine)
     engine._free.append(1)
@@ -91,7 +91,7 @@ def test_nobody_overtakes_a_direct_call_that_waits(call: Call, expected: type):
 
 def test_the_direct_queue_takes_no_more_than_its_bound():
     """DIRECT-2"""
-    engine = Engine(slots=1, max_direct_queue=2)
+    engine = RunScheduler(slots=1, max_direct_queue=2)
     run = started(engine, direct())
     first, second = queued(engine), queued(engine)
     assert engine.submit(direct()) == QueueFull()
@@ -102,7 +102,7 @@ def test_the_direct_queue_takes_no_more_than_its_bound():
 
 
 def test_a_queue_of_none_refuses_at_once():
-    engine = Engine(slots=1, max_direct_queue=0)
+    engine = RunScheduler(slots=1, max_direct_queue=0)
     started(engine, direct())
     assert engine.submit(direct()) == QueueFull()
 
@@ -111,7 +111,7 @@ def test_a_queue_of_none_refuses_at_once():
 
 
 def test_a_direct_caller_cannot_take_a_name_of_the_dispatchers():
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     real = started(engine, dispatched("a", 1))
     claimed = started(engine, Call({}, job_id="a", attempt=1))
     assert claimed.id != real.id
@@ -120,7 +120,7 @@ def test_a_direct_caller_cannot_take_a_name_of_the_dispatchers():
 
 
 def test_without_an_attempt_the_id_is_random_and_the_job_is_still_found():
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a"))
     assert run.id != "a"
     assert engine.find("a") is engine.find(run.id) is run
@@ -128,7 +128,7 @@ def test_without_an_attempt_the_id_is_random_and_the_job_is_still_found():
 
 def test_two_live_runs_never_share_an_id():
     """The same attempt under two keys is a mistake of the caller, but both can be found."""
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     one, other = started(engine, dispatched("a", 1, key="x")), started(engine, dispatched("a", 1, key="y"))
     assert one.id == "a.1"
     assert other.id != one.id
@@ -140,31 +140,31 @@ def test_two_live_runs_never_share_an_id():
 
 def test_one_key_runs_once_at_a_time():
     """IDEM-1"""
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a", 1, key="k"))
-    assert engine.submit(dispatched("a", 2, key="k")) == Known(run)
+    assert engine.submit(dispatched("a", 2, key="k")) == AlreadyKnown(run)
     assert engine.health().active == 1
 
 
 def test_an_attempt_without_a_key_is_its_own_key():
     """A request sent twice by a proxy or a retrying client runs once."""
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a", 1))
-    assert engine.submit(dispatched("a", 1)) == Known(run)
+    assert engine.submit(dispatched("a", 1)) == AlreadyKnown(run)
     started(engine, dispatched("a", 2))
 
 
 def test_a_completed_run_is_known_before_anybody_can_see_its_end():
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     run = started(engine, dispatched(key="k"))
     engine.finish(run, DONE)
     assert run.done.is_set()
-    assert engine.submit(dispatched(key="k")) == Known(run)
+    assert engine.submit(dispatched(key="k")) == AlreadyKnown(run)
 
 
-@pytest.mark.parametrize("ending", [ERROR, Ending(State.FAILED), Ending(State.CANCELED)])
-def test_only_a_completed_run_is_remembered_by_its_key(ending: Ending):
-    engine = Engine(slots=1)
+@pytest.mark.parametrize("ending", [ERROR, RunEnd(State.FAILED), RunEnd(State.CANCELED)])
+def test_only_a_completed_run_is_remembered_by_its_key(ending: RunEnd):
+    engine = RunScheduler(slots=1)
     run = started(engine, dispatched("a", 1, key="k"))
     engine.finish(run, ending)
     assert engine.find("a.1") is run
@@ -172,32 +172,32 @@ def test_only_a_completed_run_is_remembered_by_its_key(ending: Ending):
 
 
 def test_the_end_of_an_old_run_does_not_take_the_key_from_a_newer_one():
-    engine = Engine(slots=1, memory=Memory(runs=1))
+    engine = RunScheduler(slots=1, memory=ResultRetention(runs=1))
     first = started(engine, dispatched("a", 1, key="k"))
     engine.finish(first, ERROR)
     second = started(engine, dispatched("a", 1, key="k"))
     engine.finish(second, DONE)  # the first is forgotten here
     assert engine.find("a.1") is second
-    assert engine.submit(dispatched("a", 2, key="k")) == Known(second)
+    assert engine.submit(dispatched("a", 2, key="k")) == AlreadyKnown(second)
 
 
 def test_dispatcher_and_direct_callers_do_not_meet_under_one_key():
-    engine = Engine(slots=2)
+    engine = RunScheduler(slots=2)
     started(engine, dispatched(key="k"))
     started(engine, direct(key="k"))
 
 
 def test_a_repeated_direct_call_does_not_wait_twice():
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     started(engine, direct())
     waiting = queued(engine, direct(key="k"))
-    assert engine.submit(direct(key="k")) == Known(waiting)
+    assert engine.submit(direct(key="k")) == AlreadyKnown(waiting)
     assert engine.health().direct_queue == 1
 
 
 def test_the_newest_caller_gets_the_push():
     """After a crash of the dispatcher the token of the first attempt is worth nothing."""
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     run = started(engine, Call({}, key="k", callback=Callback("http://a/", "old")))
     engine.submit(Call({}, key="k", callback=Callback("http://a/", "new")))
     engine.submit(direct(key="k"))
@@ -216,7 +216,7 @@ class Clock:
 
 def test_what_has_ended_is_forgotten_after_its_time():
     clock = Clock()
-    engine = Engine(slots=1, memory=Memory(age_s=60), clock=clock)
+    engine = RunScheduler(slots=1, memory=ResultRetention(age_s=60), clock=clock)
     engine.finish(started(engine, dispatched("a", 1, key="k")), DONE)
     clock.now += 60
     assert engine.find("a.1")
@@ -227,37 +227,37 @@ def test_what_has_ended_is_forgotten_after_its_time():
 
 def test_a_run_under_way_is_not_forgotten_however_long_it_takes():
     clock = Clock()
-    engine = Engine(slots=1, memory=Memory(age_s=60), clock=clock)
+    engine = RunScheduler(slots=1, memory=ResultRetention(age_s=60), clock=clock)
     run = started(engine, dispatched("a", 1, key="k"))
     clock.now += 10_000
     assert engine.find("a.1") is run
-    assert engine.submit(dispatched("a", 2, key="k")) == Known(run)
+    assert engine.submit(dispatched("a", 2, key="k")) == AlreadyKnown(run)
 
 
 def test_only_so_many_are_remembered_the_newest():
-    engine = Engine(slots=1, memory=Memory(runs=2))
+    engine = RunScheduler(slots=1, memory=ResultRetention(runs=2))
     for name in ("a", "b", "c"):
         engine.finish(started(engine, dispatched(name, 1)), DONE)
     assert [engine.find(name) is not None for name in ("a", "b", "c")] == [False, True, True]
 
 
 def test_results_are_forgotten_by_their_size_but_never_the_newest():
-    engine = Engine(slots=1, memory=Memory(result_bytes=100))
+    engine = RunScheduler(slots=1, memory=ResultRetention(result_bytes=100))
     for name in ("a", "b"):
-        engine.finish(started(engine, dispatched(name, 1)), Ending(State.COMPLETED, result=b"x" * 200))
+        engine.finish(started(engine, dispatched(name, 1)), RunEnd(State.COMPLETED, result=b"x" * 200))
     assert engine.find("a") is None
     assert engine.find("b")
 
 
 def test_nothing_is_left_of_what_was_forgotten():
-    engine = Engine(slots=1, memory=Memory(runs=1))
+    engine = RunScheduler(slots=1, memory=ResultRetention(runs=1))
     for number in range(50):
         engine.finish(started(engine, dispatched(f"job-{number}", 1, key=f"key-{number}")), DONE)
     assert (len(engine._names), len(engine._keys), engine._ended_bytes) == (2, 1, len(DONE.result))
 
 
 def test_the_payload_is_not_kept_after_the_end():
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     run = started(engine, Call({"image": "…"}))
     engine.finish(run, DONE)
     assert run.payload is None
@@ -267,7 +267,7 @@ def test_the_payload_is_not_kept_after_the_end():
 
 
 def test_a_cancel_drops_what_waits_and_only_tells_what_runs():
-    engine = Engine(slots=1)
+    engine = RunScheduler(slots=1)
     running, waiting = started(engine, dispatched("a", 1)), queued(engine)
     assert engine.cancel(waiting.id) is waiting
     assert waiting.state is State.CANCELED
@@ -276,15 +276,15 @@ def test_a_cancel_drops_what_waits_and_only_tells_what_runs():
     assert running.cancel.is_set()
     assert running.state is State.PROCESSING
     assert engine.health().active == 1
-    assert engine.finish(running, Ending(State.CANCELED)) is None
+    assert engine.finish(running, RunEnd(State.CANCELED)) is None
 
 
 def test_a_cancel_of_nothing_is_none():
-    assert Engine(slots=1).cancel("x") is None
+    assert RunScheduler(slots=1).cancel("x") is None
 
 
 def test_a_stopping_engine_starts_nothing_and_still_answers_for_what_it_did():
-    engine = Engine(slots=2, memory=Memory())
+    engine = RunScheduler(slots=2, memory=ResultRetention())
     done = started(engine, dispatched(key="k"))
     engine.finish(done, DONE)
     running = [started(engine, dispatched()), started(engine, dispatched())]
@@ -292,7 +292,7 @@ def test_a_stopping_engine_starts_nothing_and_still_answers_for_what_it_did():
     engine.close()
     assert waiting.state is State.CANCELED
     assert engine.submit(dispatched()) == engine.submit(direct()) == Stopping()
-    assert engine.submit(dispatched(key="k")) == Known(done)
+    assert engine.submit(dispatched(key="k")) == AlreadyKnown(done)
     assert not engine.wait_idle(0)
     for run in running:
         engine.finish(run, DONE)
@@ -304,7 +304,7 @@ def test_a_stopping_engine_starts_nothing_and_still_answers_for_what_it_did():
 
 def test_slots_hold_under_threads():
     """SLOT-1: while a thread has a slot number, nobody else gets it."""
-    engine, taken, trouble = Engine(slots=3), [threading.Lock() for _ in range(3)], SimpleQueue()
+    engine, taken, trouble = RunScheduler(slots=3), [threading.Lock() for _ in range(3)], SimpleQueue()
 
     def work() -> None:
         for _ in range(500):
@@ -331,7 +331,7 @@ class Sequences(RuleBasedStateMachine):
 
     @initialize(slots=st.integers(1, 3), room=st.integers(0, 3))
     def begin(self, slots: int, room: int) -> None:
-        self.engine, self.slots, self.room = Engine(slots, room), slots, room
+        self.engine, self.slots, self.room = RunScheduler(slots, room), slots, room
         self.running: list[Run] = []
         self.waiting: list[Run] = []
         self.completed: set[tuple[bool, str]] = set()
@@ -350,7 +350,7 @@ class Sequences(RuleBasedStateMachine):
                 assert not dispatcher
                 self.waiting.append(run)
                 assert position == len(self.waiting) <= self.room
-            case Known(run):
+            case AlreadyKnown(run):
                 assert run in self.running + self.waiting or run.key in self.completed
             case Busy():
                 assert full
@@ -361,13 +361,13 @@ class Sequences(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(index=st.integers(0, 99), ending=st.sampled_from([DONE, ERROR]))
-    def end(self, index: int, ending: Ending) -> None:
+    def end(self, index: int, ending: RunEnd) -> None:
         run = self.running.pop(index % len(self.running))
         if ending is DONE and run.key:
             self.completed.add(run.key)
-        heir = self.engine.finish(run, ending)
-        assert heir is (self.waiting[0] if self.waiting else None)
-        if heir:
+        next_run = self.engine.finish(run, ending)
+        assert next_run is (self.waiting[0] if self.waiting else None)
+        if next_run:
             self.running.append(self.waiting.pop(0))
 
     @precondition(lambda self: self.waiting)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import requests
 
-from slotkeeper.serve.exact import Unwritable, dumps, loads
+from slotkeeper.serve.exact import NotJsonSerializable, dumps, loads
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
 
 
@@ -25,7 +25,7 @@ def test_what_no_number_of_python_can_be_is_refused(text: bytes) -> None:
 
 @pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, {(1,): 2**70}])
 def test_what_has_no_place_in_json_is_unwritable(value: object) -> None:
-    with pytest.raises(Unwritable, match="return JSON values, bytes, an image or a file"):
+    with pytest.raises(NotJsonSerializable, match="return JSON values, bytes, an image or a file"):
         dumps(value)
 
 

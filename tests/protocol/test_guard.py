@@ -2,7 +2,7 @@
 
 import pytest
 
-from slotkeeper.serve.guard import Guard
+from slotkeeper.serve.guard import HostGuard
 from slotkeeper.serve.http_server import Request
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
 
@@ -36,7 +36,7 @@ def _request(host: str, origin: str | None, site: str | None, kind: str | None) 
 @pytest.mark.parametrize("case", CASES)
 def test_who_is_let_in(case: str) -> None:
     *given, status = CASES[case]
-    refused = Guard("127.0.0.1", ()).refusal(_request(*given))  # type: ignore[arg-type]
+    refused = HostGuard("127.0.0.1", ()).refusal(_request(*given))  # type: ignore[arg-type]
     assert (refused and refused.status) == status
 
 
@@ -51,7 +51,7 @@ def test_who_is_let_in(case: str) -> None:
     ],
 )
 def test_names_of_the_network_can_be_told(bound: str, names: tuple[str, ...], host: str, let_in: bool) -> None:
-    assert (Guard(bound, names).refusal(_request(host, None, None, JSON)) is None) is let_in
+    assert (HostGuard(bound, names).refusal(_request(host, None, None, JSON)) is None) is let_in
 
 
 def test_the_guard_stands_before_everything() -> None:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from slotkeeper.conform.checks import CHECKS, Check
-from slotkeeper.conform.run import Ended, judge
-from slotkeeper.conform.stage import Served
+from slotkeeper.conform.check_context import ServerUnderTest
+from slotkeeper.conform.check_runner import CheckStatus, run_check
+from slotkeeper.conform.protocol_checks import CHECKS, Check
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
-def test_the_server_keeps_the_clause(served: Served, check: Check):
-    verdict = judge(check, served)
-    if verdict.ended is Ended.SKIPPED:
+def test_the_server_keeps_the_clause(served: ServerUnderTest, check: Check):
+    verdict = run_check(check, served)
+    if verdict.ended is CheckStatus.SKIPPED:
         pytest.skip(verdict.why)
-    assert verdict.ended is Ended.PASSED, verdict.why
+    assert verdict.ended is CheckStatus.PASSED, verdict.why

@@ -14,22 +14,22 @@ import pytest
 import requests
 from pytest_httpserver import HTTPServer
 
+from slotkeeper.conform.check_context import CheckContext, ServerUnderTest, wait_until
 from slotkeeper.conform.gate import Gate
 from slotkeeper.conform.reference import started as process
-from slotkeeper.conform.stage import Served, Stage, until
 from slotkeeper.serve import ReferenceServer, ServeConfig, ServeError, gated
 from slotkeeper.serve.demo import flux, zimg
-from slotkeeper.serve.model import TargetError, load
+from slotkeeper.serve.served_function import TargetError, load
 from tests.protocol import gates
 
 ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def embedded(function: Callable, **options) -> Iterator[Served]:
+def embedded(function: Callable, **options) -> Iterator[ServerUnderTest]:
     """The server inside this process, where that makes no difference."""
     with ReferenceServer(function, ServeConfig(port=0, **options)) as server:
-        yield Served(server.url, "async" if options.get("asynchronous") else "sync")
+        yield ServerUnderTest(server.url, "async" if options.get("asynchronous") else "sync")
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -104,10 +104,10 @@ def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
 
 def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
     with closing(Gate()) as gate, process("slotkeeper.serve.gated:model", "--slots", "2") as started:
-        stage = Stage(started.served, gate)
+        stage = CheckContext(started.served, gate)
         run = stage.begin()
         started.child.terminate()
-        until(lambda: started.served.health()["status"] == "stopping", "the stop")
+        wait_until(lambda: started.served.health()["status"] == "stopping", "the stop")
         refused = started.served.dispatch(stage.payload())
         assert (refused.status_code, refused.json()["status"]) == (503, "busy")
         assert run.finish()["status"] == "completed"
@@ -116,7 +116,7 @@ def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
 
 def test_after_the_grace_runs_are_canceled():
     with closing(Gate()) as gate, process("slotkeeper.serve.gated:model", "--grace", "0") as started:
-        run = Stage(started.served, gate).begin()
+        run = CheckContext(started.served, gate).begin()
         started.child.terminate()
         assert run.outcome()["status"] == "canceled"
         assert started.child.wait(timeout=5) == 0
@@ -124,11 +124,11 @@ def test_after_the_grace_runs_are_canceled():
 
 def test_a_second_signal_ends_it_at_once():
     with closing(Gate()) as gate, process("slotkeeper.serve.gated:deaf") as started:
-        stage = Stage(started.served, gate)
+        stage = CheckContext(started.served, gate)
         stage.later(lambda: stage.served.dispatch(stage.payload()))
         gate.arrival()
         started.child.terminate()
-        until(lambda: started.served.health()["status"] == "stopping", "the stop")
+        wait_until(lambda: started.served.health()["status"] == "stopping", "the stop")
         started.child.terminate()
         assert started.child.wait(timeout=5) == 128 + signal.SIGTERM
 
@@ -181,7 +181,7 @@ def test_the_end_is_pushed_to_the_callback(httpserver: HTTPServer, asynchronous:
     headers = {"X-Callback-Url": httpserver.url_for("/callback/a"), "X-Callback-Token": "secret"}
     with embedded(gated.model, push=True, asynchronous=asynchronous) as served:
         served.dispatch(payload, job="a", **headers)
-        until(lambda: httpserver.log, "the push")
+        wait_until(lambda: httpserver.log, "the push")
         request, _ = httpserver.log[0]
         assert request.get_json() == served.status("a").json()
         assert (request.get_json()["status"], request.get_json()["job_id"]) == (word, "a.1")
@@ -195,7 +195,7 @@ def test_a_push_that_is_not_taken_is_tried_again_and_a_refused_one_is_not(httpse
     assert server._pusher
     server._pusher._pause_s = 0.001
     with server:
-        Served(server.url, "sync").dispatch({}, **headers)
+        ServerUnderTest(server.url, "sync").dispatch({}, **headers)
         assert server._pusher.wait(10)
     assert [response.status_code for _, response in httpserver.log] == [500, 503, 404]
 
@@ -263,7 +263,7 @@ def test_a_coroutine_can_be_served():
 
 def test_a_model_that_cannot_hear_a_cancel_is_not_said_to_be_canceling():
     with closing(Gate()) as gate, embedded(gated.deaf) as served:
-        stage = Stage(served, gate)
+        stage = CheckContext(served, gate)
         answer = stage.later(lambda: served.dispatch(stage.payload(), job="a"))
         held = gate.arrival()
         assert served.cancel("a").json()["status"] == "processing"
@@ -292,7 +292,7 @@ def test_a_function_that_tries_to_exit_only_ends_its_run():
 def test_health_tells_the_most_that_ever_ran_and_what_is_served():
     with closing(Gate()) as gate, embedded(gated.model, slots=3, model="zimg", endpoint="/run") as served:
         served.endpoint = "/run"
-        stage = Stage(served, gate)
+        stage = CheckContext(served, gate)
         for run in [stage.begin(), stage.begin()]:
             run.finish()
         now = served.health()
@@ -304,13 +304,13 @@ def test_health_tells_the_most_that_ever_ran_and_what_is_served():
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Served]:
+def small() -> Iterator[ServerUnderTest]:
     """A server that takes bodies of at most 1000 bytes."""
     with embedded(gated.model, max_body_bytes=1000) as served:
         yield served
 
 
-def say(served: Served, *pieces: bytes) -> bytes:
+def say(served: ServerUnderTest, *pieces: bytes) -> bytes:
     """Send the pieces, then listen until the server hangs up."""
     host, _, port = served.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as line, line.makefile("rb") as answers:
@@ -348,18 +348,18 @@ def test_a_request_that_cannot_be_read_is_refused_in_json_and_ends_the_connectio
     assert json.loads(body)["status"] == "failed"
 
 
-def test_a_body_of_exactly_the_bound_is_read(small: Served):
+def test_a_body_of_exactly_the_bound_is_read(small: ServerUnderTest):
     payload = {"x": "y" * (1000 - len('{"x": ""}'))}
     assert small.dispatch(payload).status_code == 200
 
 
-def test_a_large_body_is_refused_and_the_answer_arrives(small: Served):
+def test_a_large_body_is_refused_and_the_answer_arrives(small: ServerUnderTest):
     """Without reading on for a moment the system resets the connection under the client that still sends."""
     answer = say(small, POST + b"Content-Length: 5000000\r\n\r\n", b"x" * 5_000_000)
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
-def test_requests_sent_in_one_piece_or_in_many_are_answered_in_order(small: Served):
+def test_requests_sent_in_one_piece_or_in_many_are_answered_in_order(small: ServerUnderTest):
     request = POST + b'Content-Length: 7\r\n\r\n{"a":1}' + CLOSE
     whole = say(small, request)
     pieces = say(small, *(request[at : at + 1] for at in range(len(request))))
@@ -368,7 +368,7 @@ def test_requests_sent_in_one_piece_or_in_many_are_answered_in_order(small: Serv
         assert answers.index(b'"echo"') < answers.index(b'"active_jobs"')
 
 
-def test_a_client_that_asks_before_it_sends_is_told_to_go_on(small: Served):
+def test_a_client_that_asks_before_it_sends_is_told_to_go_on(small: ServerUnderTest):
     host, _, port = small.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as line, line.makefile("rb") as answers:
         line.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
@@ -377,7 +377,7 @@ def test_a_client_that_asks_before_it_sends_is_told_to_go_on(small: Served):
         assert b'"success"' in answers.read()
 
 
-def test_an_old_client_is_answered_and_hung_up_on(small: Served):
+def test_an_old_client_is_answered_and_hung_up_on(small: ServerUnderTest):
     assert b'"active_jobs"' in say(small, b"GET /health HTTP/1.0\r\n\r\n")
 
 
@@ -392,25 +392,25 @@ def test_an_old_client_is_answered_and_hung_up_on(small: Served):
         ("GET", "/", 404),
     ],
 )
-def test_a_wrong_door_is_named_in_json(small: Served, method: str, path: str, status: int):
+def test_a_wrong_door_is_named_in_json(small: ServerUnderTest, method: str, path: str, status: int):
     answer = requests.request(method, small.url + path, timeout=5)
     assert (answer.status_code, answer.json()["status"]) == (status, "failed")
 
 
 @pytest.mark.parametrize("body", ["[]", "1", "null", '"text"'])
-def test_a_payload_that_is_no_object_is_refused(small: Served, body: str):
+def test_a_payload_that_is_no_object_is_refused(small: ServerUnderTest, body: str):
     assert requests.post(small.url + "/generate", data=body, timeout=5).status_code == 400
 
 
 @pytest.mark.parametrize("name", ["X-Job-Id", "Idempotency-Key"])
 @pytest.mark.parametrize("value", ["x" * 201, "gr\xfc\xdf"])
-def test_an_id_that_could_not_stand_in_a_path_is_refused(small: Served, name: str, value: str):
+def test_an_id_that_could_not_stand_in_a_path_is_refused(small: ServerUnderTest, name: str, value: str):
     answer = requests.post(
         small.url + "/generate", data="{}", headers={name: value.encode("latin-1"), "X-Source": "dispatcher"}, timeout=5
     )
     assert answer.status_code == 400
 
 
-def test_an_id_is_found_however_its_path_is_written(small: Served):
+def test_an_id_is_found_however_its_path_is_written(small: ServerUnderTest):
     small.dispatch(job="a/b c")
     assert small.status("a%2Fb%20c").json()["job_id"] == "a/b c.1"

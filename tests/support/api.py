@@ -24,7 +24,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
-from app.openapi import document
+from app.api.openapi import openapi_document
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
@@ -130,7 +130,7 @@ def _document(client: FlaskClient) -> dict[str, Any]:
     """Made once for all tests: it differs only by whether keys are asked for."""
     keyed = _asks_for_keys(client)
     if keyed not in _documents:
-        _documents[keyed] = document(client.application)
+        _documents[keyed] = openapi_document(client.application)
     return _documents[keyed]
 
 
@@ -263,9 +263,9 @@ class TimedApi(Api):
 @cache
 def _routes() -> Flask:
     """Made once for all tests: no setting changes them, and they take longer than most tests."""
-    from app.factory import with_routes
+    from app.factory import create_routes
 
-    app = with_routes()
+    app = create_routes()
     app.test_client_class = CheckedClient
     assert app.jinja_env  # Now, so that templates are read once too.
     return app
@@ -274,13 +274,13 @@ def _routes() -> Flask:
 def _an_app() -> Flask:
     """As `create_app` makes it from the settings of this moment, but with the routes of all tests."""
     from app.config import AppSettings
-    from app.factory import equip
+    from app.factory import configure
 
     settings = AppSettings()
-    settings.check()
+    settings.check_exposure()
     app = copy(_routes())
     app.extensions, app.config = {}, copy(app.config)
-    equip(app, settings)
+    configure(app, settings)
     return app
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slotkeeper.serve.demo import zimg
-from slotkeeper.serve.model import Context
+from slotkeeper.serve.served_function import Context
 
 _LOOK_EVERY_S = 0.01
 

@@ -21,13 +21,13 @@ import psycopg
 from sqlalchemy import URL, make_url
 
 from app.up.errors import UpError
-from tools.drill import postgres
+from tools.cluster import postgres_server
 
 ENVIRONMENT = "SLOTKEEPER_TEST_POSTGRES_URL"
 _START_S = 30
 # Nothing here has to survive a power cut.
 _SETTINGS = {
-    **postgres.SETTINGS,
+    **postgres_server.SETTINGS,
     "synchronous_commit": "off",
     "listen_addresses": "",
     "autovacuum": "off",
@@ -98,14 +98,16 @@ def running_postgres() -> Iterator[Postgres]:
     try:
         binaries = _prepared(folder)
         with _served(binaries, folder):
-            yield Postgres(URL.create("postgresql", postgres.USER, database="postgres", query={"host": str(folder)}))
+            yield Postgres(
+                URL.create("postgresql", postgres_server.USER, database="postgres", query={"host": str(folder)})
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepared(folder: Path) -> Path:
     try:
-        return postgres.prepare(folder)
+        return postgres_server.prepare(folder)
     except UpError as error:
         raise NoPostgres(f"{error.message} Or set {ENVIRONMENT}.") from None
 
@@ -116,7 +118,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _served(binaries: Path, folder: Path) -> Iterator[None]:
-    account = postgres.runs_as()
+    account = postgres_server.runs_as()
     server = [str(binaries / "postgres"), "-D", str(folder / "data"), "-k", str(folder)]
     server += [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
     with open(folder / "log", "w") as log:
@@ -141,7 +143,7 @@ def _wait_until_up(folder: Path, watcher: "subprocess.Popen[bytes]") -> None:
     until = time.monotonic() + _START_S
     while True:
         try:
-            psycopg.connect(host=str(folder), user=postgres.USER, dbname="postgres").close()
+            psycopg.connect(host=str(folder), user=postgres_server.USER, dbname="postgres").close()
             return
         except psycopg.OperationalError as error:
             if watcher.poll() is not None or time.monotonic() > until:

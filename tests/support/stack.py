@@ -47,7 +47,7 @@ class Process:
             self.command, env=env, cwd=REPO, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
 
-    def shows(self, condition: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
+    def source(self, condition: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
         """Wait until this is so.  Raises AssertionError with its log's end: it has ended, or not within this time."""
         try:
             eventually(lambda: condition() or self.popen.poll() is not None, what, within_s)
@@ -135,7 +135,7 @@ class Stack:
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
         server = RefServer(name, port, slots, journal, process)
-        process.shows(lambda: listens(port), "it listens")
+        process.source(lambda: listens(port), "it listens")
         return server
 
     def worker(self, name: str = "worker", threads: int = 64, level: str = "info") -> Process:
@@ -156,7 +156,7 @@ class Stack:
 
     def web(self) -> Process:
         process = self.start("web", [sys.executable, "-m", "app.server"])
-        process.shows(lambda: self.answers("/health/live"), "it answers")
+        process.source(lambda: self.answers("/health/live"), "it answers")
         return process
 
     def celery(self, *words: str) -> list[str]:

@@ -178,11 +178,11 @@ class Town:
         command = server.process.command
         server.process = self.stack.start(server.name, command)
         url = server.endpoint.replace("/generate", "/health")
-        server.process.shows(lambda: _answers(url), "it answers again")
+        server.process.source(lambda: _answers(url), "it answers again")
 
 
 def ready(process: Process, within_s: float = 60) -> None:
-    process.shows(lambda: re.search(r"@\S+ ready\.", process.log), "it is ready", within_s)
+    process.source(lambda: re.search(r"@\S+ ready\.", process.log), "it is ready", within_s)
 
 
 def freeze(process: Process) -> None:

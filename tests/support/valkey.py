@@ -21,7 +21,7 @@ from redis.retry import Retry
 
 from app.up.errors import UpError
 from app.up.ports import free_port
-from app.up.valkey import find
+from app.up.valkey_server import find_valkey
 
 _START_S = 10.0
 _STOP_S = 10.0
@@ -142,6 +142,6 @@ class Valkey:
 def find_binary() -> str:
     """The path of a server.  Raises NoValkey."""
     try:
-        return find()
+        return find_valkey()
     except UpError as error:
         raise NoValkey(str(error)) from error

@@ -11,8 +11,8 @@ import uvicorn
 import uvloop
 
 from app.server.__main__ import configuration, serve
-from app.server.application import Application
-from app.server.connection import Connection
+from app.server.application import WebApplication
+from app.server.http_protocol import LimitedHttpProtocol
 from tests.support.stack import eventually
 
 
@@ -20,7 +20,7 @@ from tests.support.stack import eventually
 class Web:
     """One that serves."""
 
-    application: Application
+    application: WebApplication
     server: uvicorn.Server
     loop: asyncio.AbstractEventLoop
 
@@ -30,7 +30,7 @@ class Web:
         return found
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[LimitedHttpProtocol]:
         return self.application.capacity.connections()
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
@@ -43,7 +43,7 @@ class Web:
 
 
 @contextmanager
-def serving(application: Application) -> Iterator[Web]:
+def serving(application: WebApplication) -> Iterator[Web]:
     config = configuration(application, application.settings)
     config.port, config.timeout_graceful_shutdown = 0, 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

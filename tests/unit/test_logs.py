@@ -51,7 +51,7 @@ def test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly(said: Callable[
 def test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals(
     said: Callable[[], list[str]], how: str
 ) -> None:
-    log = structlog.get_logger("app.errors")
+    log = structlog.get_logger("app.problems")
     try:
         _fail(PLANTED)
     except ValueError as error:

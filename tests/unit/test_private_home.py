@@ -13,9 +13,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from app.up import valkey
+from app.up import valkey_server
 from app.up.errors import UpError
-from app.up.home import Home, flower_password, redis_password
+from app.up.installation_folder import InstallationFolder, flower_password, redis_password
 from app.up.launcher import _without_password
 from app.up.ports import free_port
 from migrations import migrate
@@ -34,7 +34,7 @@ FIRST = {
     "beat": ["-c", "from tasks.extensions import signal_handlers as signals; signals._begin()"],
     "Flower's password": [
         "-c",
-        "from pathlib import Path; from app.up.home import flower_password as f; import os;"
+        "from pathlib import Path; from app.up.installation_folder import flower_password as f; import os;"
         'f(Path(os.environ["SLOTKEEPER_HOME"]))',
     ],
 }
@@ -77,7 +77,7 @@ def test_what_an_older_release_left_open_is_closed(tmp_path: Path) -> None:
     (folder / "logs").mkdir()
     for name in ("record.db", "record.db-wal", "logs/web.log", "valkey/appendonlydir/a.aof", "up.lock"):
         (folder / name).touch(0o666)
-    with Home(folder):
+    with InstallationFolder(folder):
         assert _too_open(folder) == {}
 
 
@@ -101,7 +101,7 @@ def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -
     shared.chmod(mode)
     with pytest.raises(StateFolderNotPrivate, match=r"set SLOTKEEPER_HOME .*chmod 700"):
         make_private_folder(shared)
-    with pytest.raises(UpError, match="chmod 700"), Home(shared):
+    with pytest.raises(UpError, match="chmod 700"), InstallationFolder(shared):
         pass
     assert stat.S_IMODE(shared.stat().st_mode) == mode, "what is not ours is left as it is"
 
@@ -167,12 +167,12 @@ def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
 def running(tmp_path: Path) -> Iterator[tuple[int, str, "subprocess.Popen[bytes]"]]:
     port, password = free_port(), redis_password(tmp_path)
     folder = make_private_folder(tmp_path / 'valkey "x"')
-    role = valkey.role(valkey.find(), port, folder, 1, password)
+    role = valkey_server.valkey_role(valkey_server.find_valkey(), port, folder, 1, password)
     assert password not in role.command
     process = subprocess.Popen(["/bin/sh", "-c", f"exec {role.command}"], stdout=subprocess.DEVNULL, umask=0o077)
     try:
         for _ in range(2000):
-            if valkey.answers(port, password):
+            if valkey_server.is_ready(port, password):
                 break
             process.poll()
             assert process.returncode is None
@@ -189,7 +189,7 @@ def test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else(
     port, password, process = running
     with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
         stranger.ping()
-    assert not valkey.answers(port, "guessed")
+    assert not valkey_server.is_ready(port, "guessed")
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     monkeypatch.setenv("SLOTKEEPER_REDIS_PORT", str(port))
     with Redis.from_url(RoutingSettings().effective_redis_url) as ours:
@@ -214,7 +214,7 @@ def test_an_error_about_a_redis_of_ones_own_does_not_repeat_its_password(url: st
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UpError, match="SLOTKEEPER_REDIS_URL") as refused:
-        valkey.check_remote(url.format(port=port))
+        valkey_server.check_remote(url.format(port=port))
     assert "hush" not in refused.value.message
 
 

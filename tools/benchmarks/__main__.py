@@ -69,13 +69,15 @@ def _run_bare(slots: int, seconds: float, jobs: int) -> float:
         server = stack.server("bare-server", slots, "--max-direct-queue", "10")
         assert stack.valkey is not None
         stack.env["BENCH_BROKER"] = os.environ["BENCH_BROKER"] = stack.valkey.url
-        from tools.benchmarks.bare import app, call
+        from tools.benchmarks.bare_celery import app, call
 
         app.conf.broker_url = stack.valkey.url
         for _ in range(jobs):
             call.delay(server.endpoint, {"seconds": seconds})
         bare = Path(sys.executable).parent / "celery"
-        stack.start("bare", [str(bare), "-A", "tools.benchmarks.bare", "worker", "-c", str(slots), "-l", "warning"])
+        stack.start(
+            "bare", [str(bare), "-A", "tools.benchmarks.bare_celery", "worker", "-c", str(slots), "-l", "warning"]
+        )
         eventually(lambda: len(_journal(server)) >= jobs, "all calls have been made", 300, 0.2)
         return _rate(_journal(server))
 

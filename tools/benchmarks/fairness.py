@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from app.simulate import Arrival, Job, Outcome, Scenario, jain, run
-from app.simulate.figures import percentile, slot_seconds
+from app.simulate.outcome_statistics import percentile, slot_seconds
 from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.values import Server

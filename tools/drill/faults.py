@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tools.drill.acts import ACTS, Mend, NotNow
-from tools.drill.schedule import Fault, Kind
-from tools.drill.stack import Stack
+from tools.cluster.cluster import Cluster
+from tools.drill.fault_injection import ACTS, NotApplicable, Undo
+from tools.drill.fault_schedule import Fault, Kind
 
 _LOOK_EVERY_S = 0.2
 
 
 @dataclass(slots=True)
-class Struck:
+class InjectedFault:
     """A fault that has happened: on the monotonic clock, and on the wall's."""
 
     fault: Fault
@@ -31,22 +31,22 @@ class Struck:
     """What should have ended by itself had to be killed."""
 
 
-class Saboteur(threading.Thread):
+class FaultInjector(threading.Thread):
     """Has the stack for itself while it runs; in the end everything that it stopped has been started again."""
 
-    def __init__(self, stack: Stack, faults: Sequence[Fault], tell: Callable[[Fault], None]) -> None:
+    def __init__(self, stack: Cluster, faults: Sequence[Fault], tell: Callable[[Fault], None]) -> None:
         super().__init__(name="saboteur", daemon=True)
         self._stack, self._tell = stack, tell
         acts = [(fault.at_s, 0, fault) for fault in faults]
         acts += [(fault.at_s + fault.lasts_s, 1, fault) for fault in faults]
         self._acts = sorted(acts, key=lambda act: act[:2])
         self._told = threading.Event()
-        self._struck: dict[Fault, Struck] = {}
-        self._mends: dict[Fault, Mend] = {}
+        self._struck: dict[Fault, InjectedFault] = {}
+        self._mends: dict[Fault, Undo] = {}
         self.error: Exception | None = None
 
     @property
-    def struck(self) -> list[Struck]:
+    def struck(self) -> list[InjectedFault]:
         """In the order of their times."""
         return sorted(self._struck.values(), key=lambda it: it.at_ns)
 
@@ -70,10 +70,10 @@ class Saboteur(threading.Thread):
             self._stack.look()
 
     def _strike(self, fault: Fault) -> None:
-        self._struck[fault] = Struck(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
+        self._struck[fault] = InjectedFault(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
         try:
             self._mends[fault] = ACTS[fault.kind](self._stack, fault)
-        except NotNow:
+        except NotApplicable:
             del self._struck[fault]
             return
         self._struck[fault].effect_ns = time.monotonic_ns()

@@ -18,7 +18,7 @@ _PRIORITIES = (5, 5, 5, 1, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PlannedJob:
     """One job to submit, not before `at_s`."""
 
     number: int
@@ -36,7 +36,7 @@ class Order:
         return float(self.payload["seconds"])
 
 
-def orders(
+def plan_jobs(
     seed: int,
     count: int,
     models: Sequence[str],
@@ -45,7 +45,7 @@ def orders(
     burst: float,
     long: bool = True,
     hooks: bool = False,
-) -> list[Order]:
+) -> list[PlannedJob]:
     """`burst` of them (0 … 1) at once, the others evenly until four fifths of the time are over.
 
     Runs take 20 to 200 ms, or longer in proportion if all would be over before the faults are.  One in a hundred
@@ -65,13 +65,13 @@ def orders(
             payload["fails"] = 1
         late = max(number - at_once, 0) / max(count - at_once, 1)
         hooked = hooks and number % _HOOKED_EVERY == 0
-        found.append(Order(number, round(late * seconds * 0.8, 3), model, priority, payload, hooked))
+        found.append(PlannedJob(number, round(late * seconds * 0.8, 3), model, priority, payload, hooked))
     return found
 
 
-def masses(
+def plan_deadline_bursts(
     seed: int, first: int, moments: Iterable[tuple[float, float]], size: int, models: Sequence[str], hooks: bool = False
-) -> list[Order]:
+) -> list[PlannedJob]:
     """For each moment (when, until when), seconds from the start, `size` jobs with the same deadline.
 
     `first`: the number of the first.  They are the most urgent, or they would be refused as hopeless, and take too long
@@ -79,7 +79,7 @@ def masses(
     """
     chance = random.Random(f"{seed} masses")
     return [
-        Order(
+        PlannedJob(
             number=first + mass * size + one,
             at_s=at_s,
             model=chance.choice(models),

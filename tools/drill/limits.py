@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from tools.drill.accounts import Limit
-from tools.drill.faults import Struck
-from tools.drill.schedule import Change, Kind
-from tools.drill.stack import ServerPlan, operated
+from tools.cluster.cluster import ServerSpec, operated
+from tools.drill.conduct_checks import Limit
+from tools.drill.fault_schedule import Change, Kind
+from tools.drill.faults import InjectedFault
 
 
-def limits(struck: Iterable[Struck], servers: Sequence[ServerPlan]) -> list[Limit]:
+def limits(struck: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
     """What may not be exceeded, and when; a change of policy forbids nothing."""
     found = []
     for one in struck:
@@ -21,7 +21,7 @@ def limits(struck: Iterable[Struck], servers: Sequence[ServerPlan]) -> list[Limi
     return found
 
 
-def _limit(change: Change, server: ServerPlan, servers: Sequence[ServerPlan]) -> tuple[int | None, list[str]]:
+def _limit(change: Change, server: ServerSpec, servers: Sequence[ServerSpec]) -> tuple[int | None, list[str]]:
     of_model = [it.name for it in servers if it.model == server.model]
     match change:
         case Change.SLOTS:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.drill import clocks
-from tools.drill.schedule import OUTSIDE, Kind
+from tools.drill.fault_schedule import OUTSIDE, Kind
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DrillSetup:
     """What stands there."""
 
     workers: int = 2
@@ -46,7 +46,7 @@ class Setting:
         return Kind.CLOCK in self.kinds
 
 
-def hindrance(kind: Kind, database: str) -> str | None:
+def unavailable_reason(kind: Kind, database: str) -> str | None:
     """Why this kind of fault cannot happen here; None: it can."""
     match kind:
         case Kind.COMMITS if database == SQLITE:

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from tools.drill.stack import ServerPlan
+from tools.cluster.cluster import ServerSpec
 
 _SLOTS_KEY = FLEET_KEYS.index("slots")  # slot -> job
 _TIMEOUT_S = 2.0
@@ -17,10 +17,10 @@ _TIMEOUT_S = 2.0
 Held = set[tuple[str, str]]  # (server, job)
 
 
-class Truth:
+class LeaseComparison:
     """Looks at both sides."""
 
-    def __init__(self, redis_url: str, servers: Sequence[ServerPlan]) -> None:
+    def __init__(self, redis_url: str, servers: Sequence[ServerSpec]) -> None:
         self._redis = Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
         self._keys = Keys(RoutingSettings.model_fields["redis_prefix"].default)
         self._servers = servers
@@ -54,6 +54,6 @@ class Truth:
         return None if before is None else now & before
 
 
-def _report(server: ServerPlan) -> list[str]:
+def _report(server: ServerSpec) -> list[str]:
     jobs: list[str] = requests.get(f"{server.url}/health", timeout=_TIMEOUT_S).json()["job_ids"]
     return jobs

@@ -5,10 +5,10 @@ from typing import Annotated, NamedTuple
 import pytest
 from pydantic import Field
 
-from app.answers import GIVEN, Answer, Read, Time, time
-from app.job_answers import error, outlook
-from app.paging import after, before
-from app.registry_answers import plain
+from app.job_answers import job_error, next_step
+from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
+from app.schemas.cursors import decode_job_cursor, encode_job_cursor
+from app.schemas.server_schemas import attribute_value
 from routing.admission.constraints import parse_attributes
 from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidRequest
@@ -18,41 +18,41 @@ from tests.support.builders import T0
 
 @pytest.mark.parametrize("at_ms", [0, 1, 999, T0, T0 + 1, 253_402_300_799_999])
 def test_a_time_can_be_read_back_to_the_millisecond(at_ms):
-    text = time(at_ms)
+    text = iso_time(at_ms)
     assert text.endswith("Z")
     when = datetime.fromisoformat(text)
     assert int(when.timestamp()) * 1000 + when.microsecond // 1000 == at_ms
 
 
 def test_no_time_is_null():
-    assert time(None) is None
+    assert iso_time(None) is None
 
 
 def test_a_cursor_comes_back_as_it_went():
     class Row:
         seq = 2**63 - 1
 
-    assert before(after([Row()], 1)) == Row.seq
-    assert after([Row()], 2) is None
-    assert after([], 1) is None
+    assert decode_job_cursor(encode_job_cursor([Row()], 1)) == Row.seq
+    assert encode_job_cursor([Row()], 2) is None
+    assert encode_job_cursor([], 1) is None
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "s", "s0", "s-1", "s1 ", "12", "ü", "s" + "1" * 20])
 def test_what_is_no_cursor_is_refused(cursor):
     with pytest.raises(InvalidRequest) as refused:
-        before(cursor)
+        decode_job_cursor(cursor)
     assert refused.value.field == "cursor"
 
 
 @pytest.mark.parametrize("given", ["A100", 80.0, "fast,testnet"])
 def test_an_attribute_is_shown_as_it_was_declared(given):
-    shown = plain(given)
+    shown = attribute_value(given)
     assert parse_attributes({"it": shown}) == {"it": given}
 
 
 @pytest.mark.parametrize("state", sorted(State))
 def test_every_state_has_an_outlook_or_needs_none(state):
-    words = {outlook(state, place) for place in (QueuePosition(), QueuePosition(1), QueuePosition(offered=True))}
+    words = {next_step(state, place) for place in (QueuePosition(), QueuePosition(1), QueuePosition(offered=True))}
     expected = {State.QUEUED: {"unknown", "waiting", "starting"}, State.DELAYED: {"later"}}
     assert words == expected.get(state, {None})
 
@@ -63,8 +63,8 @@ def test_a_dead_job_that_crashed_and_one_that_was_retried_in_vain_have_codes_of_
         (Reason.RETRIES_EXHAUSTED, "max_retries_exceeded"),
         (Reason.CRASHES_EXHAUSTED, "max_crashes_exceeded"),
     ):
-        assert error(replace(dead, why=why)) == {"code": code, "message": "x", "last_code": "boom"}
-    assert error(replace(dead, state=State.FAILED, why=Reason.INVALID_REQUEST))["code"] == "boom"
+        assert job_error(replace(dead, why=why)) == {"code": code, "message": "x", "last_code": "boom"}
+    assert job_error(replace(dead, state=State.FAILED, why=Reason.INVALID_REQUEST))["code"] == "boom"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,16 @@ class Thing:
     counts: dict[State, int]
 
 
-class ThingView(Answer, shows=Thing):
-    thing: Annotated[str, Read("id")]
+class ThingView(ResponseSchema, source=Thing):
+    thing: Annotated[str, From("id")]
     created_at: Time
     ended_at: Time | None
     counts: dict[str, int]
-    letters: Annotated[int, Read(lambda it: len(it.id))]
-    notice: Annotated[str | None, GIVEN]
+    letters: Annotated[int, From(lambda it: len(it.id))]
+    notice: Annotated[str | None, PROVIDED]
 
 
-class ThingList(Answer):
+class ThingList(ResponseSchema):
     things: list[ThingView]
 
 
@@ -92,9 +92,9 @@ THING = Thing("ab", T0, None, {State.QUEUED: 1})
 
 
 def test_an_answer_has_each_field_from_where_its_class_says():
-    assert ThingView.of(THING, notice="x") == {
+    assert ThingView.build(THING, notice="x") == {
         "thing": "ab",
-        "created_at": time(T0),
+        "created_at": iso_time(T0),
         "ended_at": None,
         "counts": {"queued": 1},
         "letters": 2,
@@ -107,31 +107,31 @@ class Pair(NamedTuple):
     rest: tuple[Thing, ...]
 
 
-class PlainView(Answer, shows=Thing):
+class PlainView(ResponseSchema, source=Thing):
     id: str
 
 
-class PairView(Answer, shows=Pair):
+class PairView(ResponseSchema, source=Pair):
     first: PlainView | None
     rest: list[PlainView]
 
 
 def test_an_answer_within_an_answer_is_shown_by_its_own_class():
-    assert PairView.of(Pair(None, (THING,))) == {"first": None, "rest": [{"id": "ab"}]}
-    assert PairView.of(Pair(THING, ())) == {"first": {"id": "ab"}, "rest": []}
+    assert PairView.build(Pair(None, (THING,))) == {"first": None, "rest": [{"id": "ab"}]}
+    assert PairView.build(Pair(THING, ())) == {"first": {"id": "ab"}, "rest": []}
 
 
 def test_what_a_view_must_give_and_does_not_is_an_error():
-    with pytest.raises(TypeError, match=r"ThingView\.of must be given notice"):
-        ThingView.of(THING)
+    with pytest.raises(TypeError, match=r"ThingView\.build must be given notice"):
+        ThingView.build(THING)
     with pytest.raises(TypeError, match="ThingList has no thing"):
-        ThingList.of(things=[], thing=1)
+        ThingList.build(things=[], thing=1)
 
 
 def test_a_field_that_is_nowhere_read_is_found_when_its_class_is_made():
     with pytest.raises(TypeError, match="Thing has no attribute name"):
 
-        class Wrong(Answer, shows=Thing):
+        class Wrong(ResponseSchema, source=Thing):
             name: str
 
 
@@ -142,5 +142,5 @@ def a_field() -> str:
 def test_a_field_does_not_hide_the_function_of_its_name_unnoticed():
     with pytest.raises(TypeError, match="a_field is read by something that is no function"):
 
-        class Wrong(Answer, shows=Thing):
-            a_field: Annotated[str, Read(a_field)] = Field(description="x")
+        class Wrong(ResponseSchema, source=Thing):
+            a_field: Annotated[str, From(a_field)] = Field(description="x")

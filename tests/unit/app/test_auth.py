@@ -1,4 +1,4 @@
-from app.auth import _MOST_CACHED, Keys
+from app.auth.access import _MOST_CACHED, Keys
 from slotkeeper.registry.tenants import Tenant, hash_key
 
 ACME = Tenant("acme", admin=False)

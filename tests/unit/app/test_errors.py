@@ -3,7 +3,7 @@ import json
 import pytest
 from flask import Flask
 
-from app import errors
+from app import problems
 from slotkeeper import errors as job_errors
 from slotkeeper.errors import Conflict, InvalidRequest, JobNotFound, SlotkeeperError, TooManyRequests
 
@@ -11,7 +11,7 @@ from slotkeeper.errors import Conflict, InvalidRequest, JobNotFound, SlotkeeperE
 @pytest.fixture
 def app():
     made = Flask("test", static_folder=None)
-    errors.register(made)
+    problems.register_error_handlers(made)
     return made
 
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from app.errors import ProblemError
-from app.reading import _first_twice, elements, parse
+from app.problems import ProblemError
+from app.request_json import _first_twice, elements, parse_json
 from slotkeeper import json_text
 
 
@@ -12,16 +12,16 @@ from slotkeeper import json_text
     [(b'{"a":[1,2.5,null,true,"\xc3\xbc"]}', {"a": [1, 2.5, None, True, "ü"]}), (b" 7 ", 7), (b'"x"', "x")],
 )
 def test_json_is_read(text, value):
-    assert parse(text) == value
+    assert parse_json(text) == value
 
 
 @pytest.mark.parametrize("text", [b"18446744073709551617", b"9" * 100_000])
 def test_whole_numbers_stay_whole_however_long(text):
-    assert json_text.dumps(parse(text)) == text
+    assert json_text.dumps(parse_json(text)) == text
 
 
 def test_what_overflows_is_left_to_the_check_of_the_payload():
-    assert math.isinf(parse(b"1e999"))
+    assert math.isinf(parse_json(b"1e999"))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_overflows_is_left_to_the_check_of_the_payload():
 )
 def test_what_is_not_json_is_said_where(text, said):
     with pytest.raises(ProblemError) as refused:
-        parse(text, index=3)
+        parse_json(text, index=3)
     assert (refused.value.status, refused.value.code) == (400, "malformed_json")
     assert said in refused.value.detail
     assert refused.value.facts == {"index": 3}

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from app.schemas import BatchItem, ConfigBody, RegisterBody, StateBody, SubmitBody
+from app.schemas.job_schemas import BatchItem, ConfigBody, RegisterBody, StateBody, SubmitBody
 
 BODIES = [SubmitBody, BatchItem, RegisterBody, StateBody, ConfigBody]
 

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.cli.common import client
-from app.up import home as home_module
-from app.up import valkey
-from app.up.demo import mixed_jobs
+from app.cli.output import api_client
+from app.up import installation_folder as home_module
+from app.up import valkey_server
+from app.up.demonstration import mixed_jobs
 from app.up.errors import UpError
-from app.up.home import Home, flower_password, note_where
+from app.up.installation_folder import InstallationFolder, flower_password, write_addresses
 from app.up.launcher import _welcome
-from app.up.plan import procfile, read_plan, read_settings
-from app.up.ports import Port, check, free_port, is_open
+from app.up.ports import Port, check_ports, free_port, is_open
+from app.up.roles import read_plan, read_procfile, read_settings
 from routing.config import RoutingSettings
 
 
@@ -38,12 +38,12 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPa
 
 def test_a_taken_port_is_named_with_the_variable_to_change(taken: int) -> None:
     with pytest.raises(UpError, match=rf"Port {taken} for Flower is taken .* set SLOTKEEPER_FLOWER_PORT"):
-        check([Port(taken, "Flower", "SLOTKEEPER_FLOWER_PORT")])
+        check_ports([Port(taken, "Flower", "SLOTKEEPER_FLOWER_PORT")])
 
 
 def test_a_free_port_is_no_obstacle() -> None:
     port = free_port()
-    check([Port(port, "the API", "SLOTKEEPER_PORT")])
+    check_ports([Port(port, "the API", "SLOTKEEPER_PORT")])
     assert not is_open("127.0.0.1", port)
 
 
@@ -72,25 +72,25 @@ def test_a_port_that_was_in_use_a_moment_ago_can_be_had_again(taken: int) -> Non
         client = socket.create_connection(("127.0.0.1", port))
         server.accept()[0].close()  # The side that closes first waits in TIME_WAIT.
         client.close()
-    check([Port(port, "the API", "SLOTKEEPER_PORT")])
+    check_ports([Port(port, "the API", "SLOTKEEPER_PORT")])
 
 
 def test_one_port_for_two_roles_is_refused() -> None:
     port = free_port()
     with pytest.raises(UpError, match="set SLOTKEEPER_PORT or SLOTKEEPER_REDIS_PORT to another one"):
-        check([Port(port, "the API", "SLOTKEEPER_PORT"), Port(port, "Valkey", "SLOTKEEPER_REDIS_PORT")])
+        check_ports([Port(port, "the API", "SLOTKEEPER_PORT"), Port(port, "Valkey", "SLOTKEEPER_REDIS_PORT")])
 
 
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(UpError, match="SLOTKEEPER_HOST"):
-        check([Port(free_port(), "the API", "SLOTKEEPER_PORT", "192.0.2.1")])
+        check_ports([Port(free_port(), "the API", "SLOTKEEPER_PORT", "192.0.2.1")])
 
 
 def test_a_second_one_on_the_same_folder_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
-    second = Home(tmp_path / "home")
-    with Home(tmp_path / "home"), pytest.raises(UpError, match=rf"pid {os.getpid()}\) runs on"):
+    second = InstallationFolder(tmp_path / "home")
+    with InstallationFolder(tmp_path / "home"), pytest.raises(UpError, match=rf"pid {os.getpid()}\) runs on"):
         second.__enter__()
-    with Home(tmp_path / "home"):  # and free again afterwards
+    with InstallationFolder(tmp_path / "home"):  # and free again afterwards
         pass
 
 
@@ -98,25 +98,25 @@ def test_a_lock_file_that_was_left_behind_is_no_obstacle(tmp_path: Path) -> None
     home = tmp_path / "home"
     home.mkdir()
     (home / "up.lock").write_text("1\n")
-    with Home(home):
+    with InstallationFolder(home):
         assert (home / "up.lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UpError, match=r"file/home cannot be used .*set SLOTKEEPER_HOME") as raised:
-        Home(tmp_path / "file" / "home").__enter__()
+        InstallationFolder(tmp_path / "file" / "home").__enter__()
     assert "\n" not in raised.value.message
 
 
 def test_a_full_disk_is_named_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
-    with pytest.raises(UpError, match="Only 3 MB are free"), Home(tmp_path / "home"):
+    with pytest.raises(UpError, match="Only 3 MB are free"), InstallationFolder(tmp_path / "home"):
         pass
 
 
 def test_the_folder_is_closed_to_others(tmp_path: Path) -> None:
-    with Home(tmp_path / "home"):
+    with InstallationFolder(tmp_path / "home"):
         assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
 
 
@@ -187,13 +187,13 @@ def test_the_state_folder_tells_where_everything_listens(settings: pytest.Monkey
     settings.setenv("SLOTKEEPER_HOME", str(tmp_path))
     for name in ("PORT", "URL", "REDIS_PORT", "REDIS_URL"):
         settings.delenv(f"SLOTKEEPER_{name}", raising=False)
-    note_where(tmp_path, "http://127.0.0.1:8123", 7123)
+    write_addresses(tmp_path, "http://127.0.0.1:8123", 7123)
     assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:7123/0"
-    assert client().url == "http://127.0.0.1:8123"
+    assert api_client().url == "http://127.0.0.1:8123"
     settings.setenv("SLOTKEEPER_REDIS_PORT", "7200")
     settings.setenv("SLOTKEEPER_PORT", "8200")
     assert RoutingSettings().effective_redis_url == "redis://127.0.0.1:7200/0"
-    assert client().url == "http://127.0.0.1:8200"
+    assert api_client().url == "http://127.0.0.1:8200"
 
 
 def test_demo_servers_stand_on_the_ports_that_are_asked_for(settings: pytest.MonkeyPatch) -> None:
@@ -204,13 +204,13 @@ def test_demo_servers_stand_on_the_ports_that_are_asked_for(settings: pytest.Mon
 
 
 def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings: pytest.MonkeyPatch) -> None:
-    turns = {role.name: role.turn for role in read_plan(demo=True).roles()}
+    turns = {role.name: role.stop_order for role in read_plan(demo=True).roles()}
     assert turns["web"] < turns["worker"] == turns["maintenance"]
     assert turns["worker"] < turns["flower"] == turns["zimg-api1"]
 
 
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
-    assert set(procfile()) == {"web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"}
+    assert set(read_procfile()) == {"web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"}
     root = Path(__file__).parents[3]
     assert (root / "Procfile").read_text() == (root / "local" / "Procfile").read_text()
 
@@ -228,30 +228,30 @@ def test_a_record_that_has_its_schema_is_not_migrated(settings: pytest.MonkeyPat
 
 def test_one_machine_runs_each_role_once_two_of_them_as_threads_of_others() -> None:
     roles = {role.name: role.command for role in read_plan(demo=False).roles()}
-    assert set(procfile()) - set(roles) == {"beat", "relay"}
+    assert set(read_procfile()) - set(roles) == {"beat", "relay"}
     assert "--embedded-beat" in roles["maintenance"]
     assert "--embedded-relay" in roles["webhooks"]
 
 
 def test_no_password_stands_in_the_procfile() -> None:
-    assert "auth" not in " ".join(procfile().values()).lower()
+    assert "auth" not in " ".join(read_procfile().values()).lower()
 
 
 def test_a_valkey_on_the_path_stands_in_for_the_bundled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(valkey, "_bundled", lambda: None)
+    monkeypatch.setattr(valkey_server, "_bundled", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UpError, match="install one, or name a running one in SLOTKEEPER_REDIS_URL"):
-        valkey.find()
+        valkey_server.find_valkey()
     _program(tmp_path / "redis-server", "echo Redis server v=6.0.16 sha=0")
     with pytest.raises(UpError, match=r"7\.0 or newer"):
-        valkey.find()
+        valkey_server.find_valkey()
     _program(tmp_path / "valkey-server", "echo Server v=8.1.1 sha=0")
-    assert valkey.find() == str(tmp_path / "valkey-server")
+    assert valkey_server.find_valkey() == str(tmp_path / "valkey-server")
 
 
 def test_a_redis_that_does_not_answer_is_named() -> None:
     with pytest.raises(UpError, match="SLOTKEEPER_REDIS_URL does not answer"):
-        valkey.check_remote(f"redis://127.0.0.1:{free_port()}/0")
+        valkey_server.check_remote(f"redis://127.0.0.1:{free_port()}/0")
 
 
 def test_the_command_line_does_not_load_what_it_does_not_need() -> None:

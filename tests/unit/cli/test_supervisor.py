@@ -15,7 +15,7 @@ import pytest
 from app.up import launcher
 from app.up.children import Role
 from app.up.errors import Stopped, UpError
-from app.up.launcher import start_in_turn
+from app.up.launcher import start_staggered
 from app.up.ports import free_port, is_open
 from app.up.supervisor import how_it_ended, restart_delay_s
 from tasks import process_files
@@ -32,7 +32,7 @@ def pids(bench: Bench, name: str) -> list[int]:
 
 def test_children_are_stopped_turn_by_turn(bench: Bench) -> None:
     for name, turn in (("valkey", 3), ("worker", 1), ("web", 0), ("flower", 2)):
-        bench.start(name, STAYS.format(name), turn=turn)
+        bench.start(name, STAYS.format(name), stop_order=turn)
     bench.until(lambda: all(pids(bench, name) for name in ("valkey", "worker", "web", "flower")))
     assert bench.supervisor.stop() == []
     assert bench.lines("ended") == ["web", "worker", "flower", "valkey"]
@@ -41,7 +41,9 @@ def test_children_are_stopped_turn_by_turn(bench: Bench) -> None:
 
 def test_a_child_that_does_not_end_in_time_is_killed_with_all_that_it_started(bench: Bench) -> None:
     bench.start(
-        "deaf", 'sh -c "trap \\"\\" TERM; echo \\$\\$ >> deaf.pids; sleep 60" & ' + DEAF.format("deaf"), stop_s=0.2
+        "deaf",
+        'sh -c "trap \\"\\" TERM; echo \\$\\$ >> deaf.pids; sleep 60" & ' + DEAF.format("deaf"),
+        stop_timeout_s=0.2,
     )
     bench.until(lambda: len(pids(bench, "deaf")) == 2)
     assert bench.supervisor.stop() == ["deaf"]
@@ -51,7 +53,7 @@ def test_a_child_that_does_not_end_in_time_is_killed_with_all_that_it_started(be
 def test_a_child_that_dies_is_started_again_and_it_is_said(bench: Bench) -> None:
     bench.start("worker", STAYS.format("worker"))
     bench.until(lambda: pids(bench, "worker"))
-    bench.supervisor.steady = True
+    bench.supervisor.restarts = True
     os.kill(pids(bench, "worker")[0], signal.SIGKILL)
     bench.until(lambda: len(pids(bench, "worker")) == 2, "the restart")
     assert lives(pids(bench, "worker")[1])
@@ -59,9 +61,9 @@ def test_a_child_that_dies_is_started_again_and_it_is_said(bench: Bench) -> None
 
 
 def test_what_completes_is_waited_for_and_never_started_again(bench: Bench) -> None:
-    bench.supervisor.complete(Role("migrate", "echo once >> done", completes=True))
+    bench.supervisor.run_to_end(Role("migrate", "echo once >> done", exits=True))
     assert bench.lines("done") == ["once"] and bench.supervisor.running == []
-    bench.supervisor.steady = True
+    bench.supervisor.restarts = True
     bench.start("worker", STAYS.format("worker"))
     bench.until(lambda: pids(bench, "worker"))
     assert bench.lines("done") == ["once"] and bench.said == []
@@ -69,13 +71,13 @@ def test_what_completes_is_waited_for_and_never_started_again(bench: Bench) -> N
 
 def test_what_does_not_complete_well_is_an_error_with_its_last_words(bench: Bench) -> None:
     with pytest.raises(UpError, match=r"migrate ended \(exit status 1\).*Error: no such file"):
-        bench.supervisor.complete(Role("migrate", 'sh -c "echo Error: no such file; exit 1"', completes=True))
+        bench.supervisor.run_to_end(Role("migrate", 'sh -c "echo Error: no such file; exit 1"', exits=True))
 
 
 def test_what_a_dead_child_has_left_running_is_ended_before_it_starts_again(bench: Bench) -> None:
     bench.start("web", "sleep 60 & echo $! >> left.pids; " + STAYS.format("web"))
     bench.until(lambda: pids(bench, "web"))
-    bench.supervisor.steady = True
+    bench.supervisor.restarts = True
     os.kill(pids(bench, "web")[0], signal.SIGKILL)
     bench.until(lambda: len(pids(bench, "web")) == 2)
     until(lambda: not lives(pids(bench, "left")[0]))
@@ -125,7 +127,7 @@ def test_no_more_processes_begin_at_a_time_than_there_are_processors(
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    start_in_turn(roles, bench.supervisor, at_once=2)
+    start_staggered(roles, bench.supervisor, at_once=2)
     thread.join()
     assert [set(begun) for begun in waits] == [set(names[:2]), set(names[:3]), set(names), set(names)]
     assert bench.supervisor.running == names
@@ -144,34 +146,34 @@ def test_a_process_is_not_taken_for_one_of_its_number_that_was_killed_and_is_nam
     monkeypatch.setattr(bench.supervisor, "start", start_after_another)
     monkeypatch.setattr(launcher, "_START_S", 0.2)
     with pytest.raises(UpError, match="worker did not begin within"):
-        start_in_turn([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
+        start_staggered([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
 
 
 def test_who_has_a_port_has_begun_when_it_listens_there(bench: Bench) -> None:
     port = free_port()
     listens = "import socket, time; it = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
     role = Role("flower", f'"{sys.executable}" -c "{listens.format(port=port)}"', port)
-    start_in_turn([role], bench.supervisor, at_once=1)
+    start_staggered([role], bench.supervisor, at_once=1)
     assert is_open("127.0.0.1", port)
 
 
 def test_a_stop_while_processes_begin_is_heard(bench: Bench, begins: Callable[[str], str]) -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(Stopped):
-        start_in_turn([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
+        start_staggered([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_watch(bench: Bench, number: int) -> None:
     threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
     with pytest.raises(Stopped):
-        bench.supervisor.watch()
+        bench.supervisor.supervise()
 
 
 def test_a_signal_that_came_before_the_watch_stops_it_too(bench: Bench) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Stopped):
-        bench.supervisor.watch()
+        bench.supervisor.supervise()
 
 
 def test_a_signal_is_heard_while_threads_keep_the_interpreter_busy(bench: Bench) -> None:
@@ -187,22 +189,22 @@ def test_a_signal_is_heard_while_threads_keep_the_interpreter_busy(bench: Bench)
     try:
         threading.Timer(0.1, signal.pthread_kill, (threads[0].ident, signal.SIGTERM)).start()
         with pytest.raises(Stopped):
-            bench.supervisor.watch()
+            bench.supervisor.supervise()
     finally:
         done.set()
 
 
 def test_work_beside_it_brings_its_result_or_its_error(bench: Bench) -> None:
-    assert bench.supervisor.aside(lambda: 42) == 42
+    assert bench.supervisor.run_beside(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
-        bench.supervisor.aside(lambda: 1 // 0)
+        bench.supervisor.run_beside(lambda: 1 // 0)
 
 
 def test_work_beside_it_does_not_delay_a_stop(bench: Bench) -> None:
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
     began = time.monotonic()
     with pytest.raises(Stopped):
-        bench.supervisor.aside(lambda: threading.Event().wait(20))
+        bench.supervisor.run_beside(lambda: threading.Event().wait(20))
     assert time.monotonic() - began < 10
 
 
@@ -210,8 +212,8 @@ def test_a_second_signal_asks_for_haste_but_what_keeps_state_gets_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.up.supervisor._HASTE_AFTER_S", 0.1)
-    bench.start("worker", DEAF.format("worker"), turn=1, stop_s=60)
-    bench.start("valkey", STAYS.format("valkey"), turn=2, keeps_state=True)
+    bench.start("worker", DEAF.format("worker"), stop_order=1, stop_timeout_s=60)
+    bench.start("valkey", STAYS.format("valkey"), stop_order=2, stops_last=True)
     bench.until(lambda: pids(bench, "worker") and pids(bench, "valkey"))
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert bench.supervisor.stop() == ["worker"]
@@ -252,7 +254,7 @@ with Signals() as signals, Guardian() as guardian:
     supervisor = Supervisor(signals, guardian, os.environ, folder, folder, print)
     supervisor.start(Role("child", "sh -c 'echo $$ > pid; sleep 60 & wait'"))
     (folder / "started").touch()
-    supervisor.watch()
+    supervisor.supervise()
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:

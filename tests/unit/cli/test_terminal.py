@@ -12,9 +12,9 @@ from rich.console import Console
 from werkzeug import Request, Response
 
 from app.cli.__main__ import main
-from app.terminal import console, json_text, one_line, plain
-from app.up import demo
-from tools.drill.card import Card
+from app.terminal import console, escape_controls, escape_line, safe_json
+from app.up import demonstration
+from tools.drill.score_card import ScoreCard
 
 HOSTILE = {
     "an escape": "\x1b[31mred\x1b[2J",
@@ -185,7 +185,7 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from app.cli.admin import _picture
+    from app.cli.server_commands import _picture
     from slotkeeper.client import Client
 
     for path, body in {
@@ -207,40 +207,40 @@ def _printed(*values: Any) -> str:
 
 
 def test_the_demonstration_and_the_drill_print_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = _printed(demo._table([JOB]), demo._error_of(JOB), demo._compact(JOB["result"]))
+    printed = _printed(demonstration._table([JOB]), demonstration._error_of(JOB), demonstration._compact(JOB["result"]))
     _assert_harmless(printed)
-    monkeypatch.setattr(Card, "_rows", lambda self: [(TEXT, TEXT, True), ("x", TEXT, False), ("y", TEXT, None)])
-    monkeypatch.setattr(Card, "details", lambda self: [TEXT])
-    monkeypatch.setattr(Card, "passed", True)
-    monkeypatch.setattr(Card, "command", TEXT, raising=False)
+    monkeypatch.setattr(ScoreCard, "_rows", lambda self: [(TEXT, TEXT, True), ("x", TEXT, False), ("y", TEXT, None)])
+    monkeypatch.setattr(ScoreCard, "details", lambda self: [TEXT])
+    monkeypatch.setattr(ScoreCard, "passed", True)
+    monkeypatch.setattr(ScoreCard, "command", TEXT, raising=False)
     screen = console()
     screen.file = StringIO()
-    Card.show(object.__new__(Card), screen)
+    ScoreCard.show(object.__new__(ScoreCard), screen)
     _assert_harmless(screen.file.getvalue())
     assert "[/INST]" in printed + screen.file.getvalue()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_text_is_shown_with_visible_escapes(kind: str) -> None:
-    _assert_harmless(plain(HOSTILE[kind]))
+    _assert_harmless(escape_controls(HOSTILE[kind]))
     _assert_harmless(_printed(HOSTILE[kind]))
-    assert plain(plain(HOSTILE[kind])) == plain(HOSTILE[kind])
+    assert escape_controls(escape_controls(HOSTILE[kind])) == escape_controls(HOSTILE[kind])
 
 
 @pytest.mark.parametrize(
     "text", ["Größe 10 €", "日本語 ひらがな", "🎨 עברית عربي", "a\u00a0b", "two\nlines\tand a tab", ""]
 )
 def test_what_can_be_read_is_left_as_it_is(text: str) -> None:
-    assert plain(text) == text
-    assert json.loads(json_text(text)) == text
+    assert escape_controls(text) == text
+    assert json.loads(safe_json(text)) == text
 
 
 def test_a_field_stays_in_its_line() -> None:
-    assert one_line("a\nb\tc") == "a\\nb\\tc"
+    assert escape_line("a\nb\tc") == "a\\nb\\tc"
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_json_text_is_the_same_value(kind: str) -> None:
-    written = json_text({HOSTILE[kind]: [HOSTILE[kind]]}, indent=2)
+    written = safe_json({HOSTILE[kind]: [HOSTILE[kind]]}, indent=2)
     _assert_harmless(written)
     assert json.loads(written) == {HOSTILE[kind]: [HOSTILE[kind]]}

@@ -10,7 +10,7 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 from app.cli.__main__ import main
-from app.cli.conditions import plain, read_attributes, read_constraints
+from app.cli.arguments import parse_number, read_attributes, read_constraints
 from tests.support.api import clear_wiring
 
 RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}
@@ -112,12 +112,12 @@ def test_attributes_are_read_as_they_are_said() -> None:
 
 @pytest.mark.parametrize("text", ["1.0", "12.10", "007", "1e3", "1_000", "inf", "nan", "9" * 20, "-0", "A100"])
 def test_what_would_not_be_shown_as_it_was_written_stays_a_text(text: str) -> None:
-    assert plain(text) == text
+    assert parse_number(text) == text
 
 
 @pytest.mark.parametrize("text, number", [("80", 80), ("-1", -1), ("40.5", 40.5), ("0", 0)])
 def test_a_number_is_a_number(text: str, number: float) -> None:
-    assert plain(text) == number
+    assert parse_number(text) == number
 
 
 # -- submit, explain -----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.drill.sockets import Listener
-from tools.drill.proxy import Proxy
+from tools.cluster.tcp_proxy import Proxy
 
 
 @pytest.fixture

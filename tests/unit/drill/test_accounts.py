@@ -6,20 +6,20 @@ import pytest
 
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Event
-from tools.drill.accounts import (
-    Conduct,
+from tools.drill.conduct_checks import (
+    ConductReport,
     Limit,
-    Owed,
-    Sight,
+    PendingMessage,
+    Snapshot,
     StuckWatch,
     doubled,
     over_limits,
-    undeserved,
     undue_crashes,
     undue_retries,
+    unexpected_ends,
     webhooks,
 )
-from tools.drill.checker import Run
+from tools.drill.history_checks import Run
 from tools.drill.receivers import Delivery
 
 S = 1_000_000_000
@@ -98,13 +98,13 @@ def test_an_end_that_is_no_crash_needs_no_death() -> None:
 
 @pytest.mark.parametrize("state", [State.FAILED, State.DEAD])
 def test_no_job_of_the_drill_deserves_to_fail(state: State) -> None:
-    assert undeserved({"j": state}, {"j"}, {"j"}) == [f"j is {state}"]
+    assert unexpected_ends({"j": state}, {"j"}, {"j"}) == [f"j is {state}"]
 
 
 def test_only_a_revoked_job_is_canceled_and_only_a_mortal_one_expires() -> None:
     states = {"canceled": State.CANCELED, "expired": State.EXPIRED, "completed": State.COMPLETED, "on": State.RUNNING}
-    assert undeserved(states, {"canceled"}, {"expired"}) == []
-    assert undeserved(states, {"expired"}, {"canceled"}) == ["canceled is canceled", "expired is expired"]
+    assert unexpected_ends(states, {"canceled"}, {"expired"}) == []
+    assert unexpected_ends(states, {"expired"}, {"canceled"}) == ["canceled is canceled", "expired is expired"]
 
 
 def test_an_order_that_became_two_jobs_is_doubled() -> None:
@@ -139,10 +139,10 @@ def told(job_id: str = "j", id_: str = "w", status: str = "completed") -> Delive
     return Delivery(id_, job_id, status, 0)
 
 
-DELIVERED = Owed("w", "j", "delivered")
+DELIVERED = PendingMessage("w", "j", "delivered")
 
 
-def wrong(deliveries: list[Delivery], *rows: Owed, state: State | None = State.COMPLETED) -> set[str]:
+def wrong(deliveries: list[Delivery], *rows: PendingMessage, state: State | None = State.COMPLETED) -> set[str]:
     return {name for name, those in webhooks({"j": state}, deliveries, rows).items() if those}
 
 
@@ -159,16 +159,16 @@ def test_an_ended_job_is_told_whatever_the_record_says() -> None:
 
 
 def test_a_webhook_that_is_still_to_be_tried_again_is_not_missing_unless_it_is_overdue() -> None:
-    assert wrong([], Owed("w", "j", "pending")) == set()
-    assert wrong([], Owed("w", "j", "pending", overdue=True)) == {"webhooks not told"}
+    assert wrong([], PendingMessage("w", "j", "pending")) == set()
+    assert wrong([], PendingMessage("w", "j", "pending", overdue=True)) == {"webhooks not told"}
 
 
 def test_a_webhook_that_waits_for_longer_than_it_may_is_put_off() -> None:
-    assert wrong([], Owed("w", "j", "pending", put_off=True)) == {"webhooks put off"}
+    assert wrong([], PendingMessage("w", "j", "pending", put_off=True)) == {"webhooks put off"}
 
 
 def test_a_webhook_that_was_given_up_is_a_fault_of_ours() -> None:
-    assert wrong([told()], Owed("w", "j", "given_up")) == {"webhooks given up"}
+    assert wrong([told()], PendingMessage("w", "j", "given_up")) == {"webhooks given up"}
 
 
 def test_a_webhook_tells_the_state_in_which_the_job_ended() -> None:
@@ -183,15 +183,15 @@ def test_nothing_is_told_of_a_job_that_goes_on() -> None:
 # -- stuck -------------------------------------------------------------------------------------------------
 
 
-def watched(*sights: Sight) -> dict[str, str]:
+def watched(*sights: Snapshot) -> dict[str, str]:
     watch = StuckWatch(patience_s=5)
     for n, sight in enumerate(sights):
         watch.see(sight, n * 2.5)
     return watch.stuck
 
 
-WAITS = Sight({"j": "m"}, {}, {"m": {"other"}}, {"m": 2})
-GOES_ON = Sight({}, {"j": "m"}, {"m": {"j"}}, {"m": 2})
+WAITS = Snapshot({"j": "m"}, {}, {"m": {"other"}}, {"m": 2})
+GOES_ON = Snapshot({}, {"j": "m"}, {"m": {"j"}}, {"m": 2})
 
 
 def test_a_job_that_waits_beside_a_free_slot_for_long_is_stuck() -> None:
@@ -205,22 +205,22 @@ def test_a_job_that_moves_in_between_is_not_stuck() -> None:
 
 def test_a_job_that_waits_while_others_of_its_model_are_started_is_not_stuck() -> None:
     """Far behind them, and a slot is free whenever one of them has just ended."""
-    looks = [Sight({"j": "m"}, {}, {"m": {f"other{n}"}}, {"m": 2}) for n in range(5)]
+    looks = [Snapshot({"j": "m"}, {}, {"m": {f"other{n}"}}, {"m": 2}) for n in range(5)]
     assert watched(*looks) == {}
     assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {"j": "waits beside a free slot"}
 
 
 def test_a_job_that_waits_for_a_taken_slot_is_not_stuck() -> None:
-    full = Sight({"j": "m"}, {}, {"m": {"one", "other"}}, {"m": 2})
+    full = Snapshot({"j": "m"}, {}, {"m": {"one", "other"}}, {"m": 2})
     assert watched(full, full, full) == {}
 
 
 def test_a_job_that_is_said_to_run_where_no_server_knows_it_is_stuck() -> None:
-    ghost = Sight({}, {"j": "m"}, {"m": set()}, {"m": 2})
+    ghost = Snapshot({}, {"j": "m"}, {"m": set()}, {"m": 2})
     assert watched(ghost, ghost, ghost) == {"j": "is said to run, and no server knows it"}
     assert watched(GOES_ON, GOES_ON, GOES_ON) == {}
 
 
 def test_conduct_is_clean_only_without_any_finding() -> None:
-    assert Conduct({"lies": [], "stuck": []}).clean
-    assert not Conduct({"lies": [], "stuck": ["j"]}).clean
+    assert ConductReport({"lies": [], "stuck": []}).clean
+    assert not ConductReport({"lies": [], "stuck": ["j"]}).clean

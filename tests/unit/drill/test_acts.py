@@ -18,17 +18,17 @@ from werkzeug import Request, Response
 from app.up.guardian import Guardian
 from tests.support.valkey import Valkey
 from tests.unit.drill.sockets import Listener, hears_nothing
-from tools.drill import acts
-from tools.drill.acts import ACTS, NotNow
-from tools.drill.faults import Saboteur, Struck
+from tools.cluster.cluster import Cluster, ServerSpec
+from tools.cluster.tcp_proxy import Proxy
+from tools.drill import fault_injection
+from tools.drill.fault_injection import ACTS, NotApplicable
+from tools.drill.fault_schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
+from tools.drill.faults import FaultInjector, InjectedFault
 from tools.drill.limits import limits
-from tools.drill.proxy import Proxy
-from tools.drill.schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
-from tools.drill.setting import Setting
-from tools.drill.stack import ServerPlan, Stack
+from tools.drill.setting import DrillSetup
 
 S = 1_000_000_000
-SERVER = ServerPlan("a", "zimg", 4, 9001, False)
+SERVER = ServerSpec("a", "zimg", 4, 9001, False)
 
 
 def fault(kind: Kind, target: str, how: str = "", lasts_s: float = 1.0) -> Fault:
@@ -50,10 +50,10 @@ def test_every_kind_has_an_act() -> None:
 
 
 @pytest.fixture
-def doors(proxy: Proxy, listener: Listener) -> Stack:
+def doors(proxy: Proxy, listener: Listener) -> Cluster:
     """A stack of doors alone."""
     names = ("redis", "receivers")
-    return cast(Stack, SimpleNamespace(doors={name: proxy.open(name, listener.address) for name in names}))
+    return cast(Cluster, SimpleNamespace(doors={name: proxy.open(name, listener.address) for name in names}))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def doors(proxy: Proxy, listener: Listener) -> Stack:
         fault(Kind.RECEIVERS, "receivers", DEAD),
     ],
 )
-def test_silence_lasts_until_it_is_mended(doors: Stack, listener: Listener, one: Fault) -> None:
+def test_silence_lasts_until_it_is_mended(doors: Cluster, listener: Listener, one: Fault) -> None:
     talk = listener.reached_by(doors.doors[one.target].port)
     mend = ACTS[one.kind](doors, one)
     talk.client.sendall(b"hello")
@@ -75,10 +75,10 @@ def test_silence_lasts_until_it_is_mended(doors: Stack, listener: Listener, one:
 
 @pytest.mark.parametrize("one", [fault(Kind.DELAYS, "redis"), fault(Kind.RECEIVERS, "receivers", SLOW)])
 def test_delays_end_when_they_are_mended(
-    doors: Stack, listener: Listener, one: Fault, monkeypatch: pytest.MonkeyPatch
+    doors: Cluster, listener: Listener, one: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acts, "_DELAY_S", 0.05)
-    monkeypatch.setattr(acts, "_SLOW_S", 0.05)
+    monkeypatch.setattr(fault_injection, "_DELAY_S", 0.05)
+    monkeypatch.setattr(fault_injection, "_SLOW_S", 0.05)
     talk = listener.reached_by(doors.doors[one.target].port)
     mend = ACTS[one.kind](doors, one)
     began = time.monotonic()
@@ -89,7 +89,7 @@ def test_delays_end_when_they_are_mended(
     assert talk.says(b"again") == b"again"
 
 
-def test_a_cut_is_over_at_once(doors: Stack, listener: Listener) -> None:
+def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
     door = doors.doors["redis"]
     talk = listener.reached_by(door.port)
     talk.says(b"hello")
@@ -103,10 +103,10 @@ def test_a_cut_is_over_at_once(doors: Stack, listener: Listener) -> None:
 
 
 @pytest.fixture
-def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Stack]:
+def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
     """A stack with nothing but its Valkeys."""
     with Guardian() as guardian:
-        stack = Stack(tmp_path, guardian, proxy, Setting(kinds=(Kind.STALE,)))
+        stack = Cluster(tmp_path, guardian, proxy, DrillSetup(kinds=(Kind.STALE,)))
         try:
             stack.start_stores()
             yield stack
@@ -114,7 +114,7 @@ def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Stack]:
             stack.end()
 
 
-def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Stack) -> None:
+def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Cluster) -> None:
     one = fault(Kind.STALE, "redis")
     for key in ("first", "second"):  # there and back again
         with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
@@ -128,14 +128,14 @@ def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Stack
             assert room.set("new", "1")
 
 
-def _struck(stack: Stack, one: Fault) -> acts.Mend:
+def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
     """Once the replica has heard all."""
-    found: list[acts.Mend] = []
+    found: list[fault_injection.Undo] = []
 
     def strikes() -> bool:
         try:
             found.append(ACTS[one.kind](stack, one))
-        except NotNow:
+        except NotApplicable:
             return False
         return True
 
@@ -146,21 +146,21 @@ def _struck(stack: Stack, one: Fault) -> acts.Mend:
     return found[0]
 
 
-def test_a_replica_is_no_place_to_write(stores: Stack) -> None:
+def test_a_replica_is_no_place_to_write(stores: Cluster) -> None:
     with stores._valkey("replica") as replica:
         wait_until(lambda: replica.info("replication")["role"] == "slave")
         with pytest.raises(ReadOnlyError):
             replica.set("a", 1)
 
 
-def test_what_redis_forgot_is_forgotten(stores: Stack) -> None:
+def test_what_redis_forgot_is_forgotten(stores: Cluster) -> None:
     with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
         room.set("a", "1")
         ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
         assert room.get("a") is None
 
 
-def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Stack) -> None:
+def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Cluster) -> None:
     with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
         mend = ACTS[Kind.FULL](stores, fault(Kind.FULL, "redis"))
         with pytest.raises(OutOfMemoryError):
@@ -173,13 +173,13 @@ def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Stack) -> None:
 
 
 def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acts, "_going_on", lambda _: ["j1", "j2"])
+    monkeypatch.setattr(fault_injection, "_going_on", lambda _: ["j1", "j2"])
     with Valkey(tmp_path) as broker, broker.client() as client:
         stack = SimpleNamespace(broker_url=broker.url, revoked=set())
         with client.pubsub() as worker:
             worker.psubscribe("*celery.pidbox*")
             assert worker.get_message(timeout=5)
-            ACTS[Kind.REVOKES](cast(Stack, stack), fault(Kind.REVOKES, "jobs"))()
+            ACTS[Kind.REVOKES](cast(Cluster, stack), fault(Kind.REVOKES, "jobs"))()
             heard: list[Any] = []
             wait_until(lambda: heard or heard.extend(filter(None, [worker.get_message(timeout=0.1)])))
         assert b"j1" in base64.b64decode(orjson.loads(heard[0]["data"])["body"])
@@ -187,9 +187,9 @@ def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_nobody_is_revoked_when_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acts, "_going_on", lambda _: [])
-    with pytest.raises(NotNow):
-        ACTS[Kind.REVOKES](cast(Stack, SimpleNamespace()), fault(Kind.REVOKES, "jobs"))
+    monkeypatch.setattr(fault_injection, "_going_on", lambda _: [])
+    with pytest.raises(NotApplicable):
+        ACTS[Kind.REVOKES](cast(Cluster, SimpleNamespace()), fault(Kind.REVOKES, "jobs"))
 
 
 class Api:
@@ -216,9 +216,9 @@ def httpserver() -> Iterator[HTTPServer]:
 
 
 @pytest.fixture
-def stack(httpserver: HTTPServer, tmp_path: Path, proxy: Proxy) -> Iterator[Stack]:
+def stack(httpserver: HTTPServer, tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
     with Guardian() as guardian:
-        stack = Stack(tmp_path, guardian, proxy, Setting())
+        stack = Cluster(tmp_path, guardian, proxy, DrillSetup())
         stack.url, stack.servers = httpserver.url_for("").rstrip("/"), [SERVER]
         yield stack
 
@@ -242,7 +242,7 @@ SERVERS, MODEL, CONFIG = "/admin/servers/a", "/admin/models/zimg", "/admin/model
     ],
 )
 def test_an_operator_changes_something_and_undoes_it(
-    stack: Stack, api: Api, change: Change, does: tuple[Any, ...], undoes: tuple[Any, ...]
+    stack: Cluster, api: Api, change: Change, does: tuple[Any, ...], undoes: tuple[Any, ...]
 ) -> None:
     mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", change))
     assert _asked(api, does)
@@ -256,20 +256,20 @@ def _asked(api: Api, for_: tuple[str, str, str | None, Any]) -> bool:
     return any((it[0], it[1]) == (method, path) and (field is None or it[2].get(field) == value) for it in api.asked)
 
 
-def test_a_policy_is_another_one_and_then_that_of_before(stack: Stack, api: Api) -> None:
+def test_a_policy_is_another_one_and_then_that_of_before(stack: Cluster, api: Api) -> None:
     mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.POLICY))
     assert api.asked[-1][2]["policy"] in ("fifo", "aging", "fair")
     mend()
     assert "policy" not in api.asked[-1][2]
 
 
-def test_a_change_that_is_refused_has_not_happened(stack: Stack, api: Api) -> None:
+def test_a_change_that_is_refused_has_not_happened(stack: Cluster, api: Api) -> None:
     api.away = 1
-    with pytest.raises(NotNow):
+    with pytest.raises(NotApplicable):
         ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
 
 
-def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Stack, api: Api) -> None:
+def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Cluster, api: Api) -> None:
     mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
     api.away = 2
     mend()
@@ -281,13 +281,15 @@ def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Stack, api: 
     [(Change.SLOTS, 2), (Change.REMOVAL, 0), (Change.DRAIN, 0), (Change.PAUSE, 0), (Change.LIMIT, 1)],
 )
 def test_a_change_limits_runs_for_as_long_as_it_lasts(change: Change, most: int) -> None:
-    struck = Struck(fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S)
+    struck = InjectedFault(
+        fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S
+    )
     (limit,) = limits([struck], [SERVER])
     assert (limit.most, limit.from_ns, limit.until_ns, limit.servers) == (most, 2 * S, 9 * S, {"a"})
 
 
 def test_a_change_of_policy_limits_nothing() -> None:
-    struck = Struck(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
+    struck = InjectedFault(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
     assert limits([struck], [SERVER]) == []
 
 
@@ -297,15 +299,15 @@ def test_a_change_of_policy_limits_nothing() -> None:
 def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     mended: list[str] = []
 
-    def act(_: Stack, one: Fault) -> acts.Mend:
+    def act(_: Cluster, one: Fault) -> fault_injection.Undo:
         if one.target == "busy":
-            raise NotNow
+            raise NotApplicable
         return lambda: mended.append(one.target)
 
-    monkeypatch.setitem(cast(dict[Kind, acts.Act], ACTS), Kind.BEAT, act)
-    stack = cast(Stack, SimpleNamespace(look=lambda: None))
+    monkeypatch.setitem(cast(dict[Kind, fault_injection.Act], ACTS), Kind.BEAT, act)
+    stack = cast(Cluster, SimpleNamespace(look=lambda: None))
     faults = [fault(Kind.BEAT, name, lasts_s=0.01) for name in ("busy", "beat")]
-    saboteur = Saboteur(stack, faults, lambda _: None)
+    saboteur = FaultInjector(stack, faults, lambda _: None)
     saboteur.start()
     saboteur.join(10)
     assert saboteur.error is None

@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 
 from slotkeeper.jobs.states import State
-from tools.drill.accounts import Conduct
-from tools.drill.card import Card
-from tools.drill.checker import Findings, Overlap, Overtaken, Run
+from tools.drill.conduct_checks import ConductReport
+from tools.drill.history_checks import Findings, Overlap, Overtaken, Run
+from tools.drill.score_card import ScoreCard
 
 RUN = Run("j", 1, "a", 0, 0, 10)
-CLEAN = Card(
+CLEAN = ScoreCard(
     seed=7,
     command="slotkeeper drill --seed 7",
     findings=Findings(1, {State.COMPLETED: 1}, [], [], {}, [], [], []),
-    conduct=Conduct({"stuck": [], "lies": []}),
+    conduct=ConductReport({"stuck": [], "lies": []}),
     disordered=[],
     faults=[],
     stalled=False,
@@ -42,7 +42,7 @@ BREACHES: dict[str, dict[str, Any]] = {
     "overlap": {"findings": replace(CLEAN.findings, overlaps=[Overlap("slot a-slot0", RUN, RUN)])},
     "reversed": {"findings": replace(CLEAN.findings, reversals=["j"])},
     "order": {"disordered": [Overtaken("j", "k", 1, 2)]},
-    "stuck": {"conduct": Conduct({"stuck": ["j waits beside a free slot"], "lies": []})},
+    "stuck": {"conduct": ConductReport({"stuck": ["j waits beside a free slot"], "lies": []})},
     "left over": {"left": ["a: j"]},
     "stalled": {"stalled": True},
     "does not balance": {"balanced": False},
@@ -51,7 +51,7 @@ BREACHES: dict[str, dict[str, Any]] = {
 }
 
 
-def shown(card: Card) -> str:
+def shown(card: ScoreCard) -> str:
     out = StringIO()
     card.show(Console(file=out, width=150))
     return out.getvalue()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from slotkeeper.jobs.states import State
-from tools.drill.checker import (
+from tools.drill.history_checks import (
     Disturbance,
     Evidence,
     Findings,

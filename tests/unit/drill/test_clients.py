@@ -8,11 +8,11 @@ import pytest
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from tools.drill import clients
-from tools.drill.clients import Clients
-from tools.drill.jobs import Order
+from tools.drill import workload
+from tools.drill.jobs import PlannedJob
+from tools.drill.workload import Clients
 
-ORDER = Order(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
+ORDER = PlannedJob(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
 GONE = {"title": "The database cannot be reached", "detail": "Nothing was stored, try again."}
 OPEN = {"title": "The database cannot be reached", "detail": "Whether the job was stored is not known."}
 
@@ -31,7 +31,7 @@ def said(status: int, body: dict[str, Any], **headers: str) -> Response:
     return Response(orjson.dumps(body), status, headers or {"Retry-After": "0"}, content_type="application/json")
 
 
-def submitted(api: HTTPServer, *answers: Response, orders: tuple[Order, ...] = (ORDER,)) -> Clients:
+def submitted(api: HTTPServer, *answers: Response, orders: tuple[PlannedJob, ...] = (ORDER,)) -> Clients:
     """A client that has got these answers, one after the other."""
     for answer in answers:
         api.expect_ordered_request("/queue/submit", "POST").respond_with_response(answer)
@@ -62,12 +62,12 @@ def test_who_says_that_it_is_not_known_does_not_lie(api: HTTPServer, others: tup
 
 
 def test_an_id_for_two_orders_is_noted(api: HTTPServer) -> None:
-    second = Order(1, 0.0, "zimg", 5, {"number": 1, "seconds": 0.1})
+    second = PlannedJob(1, 0.0, "zimg", 5, {"number": 1, "seconds": 0.1})
     assert submitted(api, accepted(), accepted(), orders=(ORDER, second)).doubled == ["j"]
 
 
 def test_an_answer_that_takes_too_long_is_noted(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_LATE_S", 0.0)
+    monkeypatch.setattr(workload, "_LATE_S", 0.0)
     assert len(submitted(api, accepted()).late) == 1
 
 
@@ -83,7 +83,7 @@ def test_all_tries_of_a_job_with_a_deadline_and_a_receiver_say_the_same(api: HTT
         return accepted() if len(bodies) > 1 else said(503, GONE)
 
     api.expect_request("/queue/submit").respond_with_handler(look)
-    mortal = Order(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, hooked=True, expires_s=5.0)
+    mortal = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, hooked=True, expires_s=5.0)
     submitted(api, orders=(mortal,))
     assert bodies[0] == bodies[1]
     assert bodies[0]["callback_url"] == "http://hook/3"
@@ -91,7 +91,7 @@ def test_all_tries_of_a_job_with_a_deadline_and_a_receiver_say_the_same(api: HTT
 
 
 def test_a_deadline_may_be_refused_as_hopeless_and_nothing_else_may(api: HTTPServer) -> None:
-    mortal = Order(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, expires_s=5.0)
+    mortal = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, expires_s=5.0)
     done = submitted(api, said(422, {}), said(422, {}), orders=(mortal, ORDER))
     assert done.answers == {"422 hopeless": 1, "422": 1}
     assert (done.refusals, done.gave_up) == ({"422": 1}, [0])

@@ -10,9 +10,9 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import messages
 from slotkeeper.jobs.values import Event
 from tests.support.builders import an_ended_job
-from tools.drill.accounts import Owed
-from tools.drill.checker import Run
-from tools.drill.journals import owed, recorded, server_runs, trails
+from tools.drill.conduct_checks import PendingMessage
+from tools.drill.evidence import job_events, owed, recorded, server_runs
+from tools.drill.history_checks import Run
 
 
 def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:
@@ -33,7 +33,7 @@ def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: JobStore) ->
     job = an_ended_job(store).id
     ledger.store_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
     assert [event.type for event in store.list_events(job)][-1] == "invariant.broken"
-    assert [event.type for event in trails(store.database)[job]][-1] == "job.completed"
+    assert [event.type for event in job_events(store.database)[job]][-1] == "job.completed"
 
 
 def test_a_run_that_ended_is_told_once(tmp_path: Path) -> None:
@@ -92,4 +92,4 @@ def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is
     row = {"receiver": "j", "event": 11, "job_id": "j", "type": "job.completed", "at_ms": 0, "owed_ms": 0}
     row |= {"tries": tries, "next_ms": 1_000_000 + next_in_s * 1000}
     database.write(lambda tx: tx.connection.execute(messages.insert(), row))
-    assert owed(database, 1_000_000) == [Owed("msg_j_1_completed", "j", "pending", overdue, put_off)]
+    assert owed(database, 1_000_000) == [PendingMessage("msg_j_1_completed", "j", "pending", overdue, put_off)]

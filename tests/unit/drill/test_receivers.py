@@ -1,6 +1,6 @@
 import requests
 
-from tools.drill.proxy import Proxy
+from tools.cluster.tcp_proxy import Proxy
 from tools.drill.receivers import Receiver
 
 

@@ -1,16 +1,16 @@
 from slotkeeper.jobs.values import Event
-from tools.drill.checker import Receipt, Run
-from tools.drill.faults import Struck
-from tools.drill.recovery import placed, rerun_after, slot_recovery, summary
-from tools.drill.schedule import Fault, Kind
-from tools.drill.stack import ServerPlan
+from tools.cluster.cluster import ServerSpec
+from tools.drill.fault_schedule import Fault, Kind
+from tools.drill.faults import InjectedFault
+from tools.drill.history_checks import Receipt, Run
+from tools.drill.recovery_times import placed, rerun_after, slot_recovery, summary
 
 S = 1_000_000_000
-SERVERS = [ServerPlan("a", "zimg", 1, 0, False), ServerPlan("b", "zimg", 1, 0, False)]
+SERVERS = [ServerSpec("a", "zimg", 1, 0, False), ServerSpec("b", "zimg", 1, 0, False)]
 
 
-def struck(kind: Kind, at_s: int, target: str = "worker-1") -> Struck:
-    return Struck(Fault(at_s, kind, target, 0.5), at_s * S, at_s * 1000, at_s * S)
+def struck(kind: Kind, at_s: int, target: str = "worker-1") -> InjectedFault:
+    return InjectedFault(Fault(at_s, kind, target, 0.5), at_s * S, at_s * 1000, at_s * S)
 
 
 def run(job_id: str, server: str, start_s: float, end_s: float) -> Run:
@@ -46,7 +46,7 @@ def test_a_slot_for_which_no_job_waited_tells_nothing() -> None:
 
 def test_a_slot_is_the_one_that_the_record_names() -> None:
     """The server put both runs into its own slot 0."""
-    servers = [ServerPlan("a", "zimg", 2, 0, False)]
+    servers = [ServerSpec("a", "zimg", 2, 0, False)]
     runs = [run("1", "a", 1, 2), run("2", "a", 3, 4), run("3", "a", 5, 6), run("4", "a", 7, 8)]
     events = {
         name: [Event(1, name, "job.started", 0, 1, {"slot": f"a-slot{slot}"})]

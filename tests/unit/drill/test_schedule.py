@@ -7,13 +7,14 @@ from click.testing import CliRunner
 from app.cli.drill import drill
 from app.up import ports
 from app.up.errors import Stopped
-from tools.drill import clocks, launcher
-from tools.drill.jobs import masses, orders
-from tools.drill.launcher import Wishes
-from tools.drill.proxy import Proxy
-from tools.drill.schedule import Change, Kind, schedule, targets
-from tools.drill.setting import Setting, hindrance
-from tools.drill.stack import Stack
+from tools.cluster.cluster import Cluster
+from tools.cluster.tcp_proxy import Proxy
+from tools.drill import clocks
+from tools.drill import drill as drill_module
+from tools.drill.drill import DrillOptions
+from tools.drill.fault_schedule import Change, Kind, schedule, targets
+from tools.drill.jobs import plan_deadline_bursts, plan_jobs
+from tools.drill.setting import DrillSetup, unavailable_reason
 
 AMONG = targets(
     ["worker-1", "worker-2"], ["a", "b", "c"], ["zimg", "flux"], doors=["redis", "broker", "database", "a", "b", "c"]
@@ -85,30 +86,30 @@ def test_a_fault_with_several_manners_shows_all_of_them() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.COMMITS, Kind.DATABASE])
 def test_what_only_postgresql_can_suffer_is_left_out_on_sqlite_with_a_sentence(kind: Kind) -> None:
-    assert "--database postgresql" in str(hindrance(kind, "sqlite"))
-    assert hindrance(kind, "postgresql") is None
+    assert "--database postgresql" in str(unavailable_reason(kind, "sqlite"))
+    assert unavailable_reason(kind, "postgresql") is None
 
 
 def test_a_database_of_somebody_else_is_not_killed() -> None:
-    assert hindrance(Kind.DATABASE, "postgresql://somewhere/else") is not None
-    assert hindrance(Kind.COMMITS, "postgresql://somewhere/else") is None
+    assert unavailable_reason(Kind.DATABASE, "postgresql://somewhere/else") is not None
+    assert unavailable_reason(Kind.COMMITS, "postgresql://somewhere/else") is None
 
 
 def test_clocks_are_left_out_with_a_sentence_where_libfaketime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "library", lambda: None)
-    assert "apt-get install faketime" in str(hindrance(Kind.CLOCK, "sqlite"))
+    assert "apt-get install faketime" in str(unavailable_reason(Kind.CLOCK, "sqlite"))
 
 
 def test_a_proxy_stands_between_only_where_a_fault_needs_one() -> None:
-    assert not Setting(kinds=(Kind.WORKER, Kind.CLOCK)).has_doors
-    assert Setting(kinds=(Kind.WORKER, Kind.SILENCE)).has_doors
+    assert not DrillSetup(kinds=(Kind.WORKER, Kind.CLOCK)).has_doors
+    assert DrillSetup(kinds=(Kind.WORKER, Kind.SILENCE)).has_doors
 
 
 def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:
     from app.up.guardian import Guardian
 
     with Guardian() as guardian, Proxy() as proxy:
-        stack = Stack(tmp_path, guardian, proxy, Setting(workers=4, slots=18))
+        stack = Cluster(tmp_path, guardian, proxy, DrillSetup(workers=4, slots=18))
     assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
     assert [server.slots for server in stack.servers] == [4, 4, 10]
 
@@ -121,36 +122,36 @@ def test_kills_without_a_kind_of_fault_are_refused() -> None:
 
 def test_the_same_seed_brings_the_same_jobs() -> None:
     def some(seed: int) -> object:
-        return orders(seed, 300, ["a", "b"], 8, 40, 0.5)
+        return plan_jobs(seed, 300, ["a", "b"], 8, 40, 0.5)
 
     assert some(3) == some(3)
     assert some(3) != some(4)
 
 
 def test_a_share_of_the_jobs_comes_at_once_and_the_rest_while_faults_go_on() -> None:
-    times = [order.at_s for order in orders(3, 300, ["a"], 8, 40, 0.5)]
+    times = [order.at_s for order in plan_jobs(3, 300, ["a"], 8, 40, 0.5)]
     assert times.count(0) in (150, 151)
     assert times == sorted(times)
     assert 25 < times[-1] < 32
 
 
 def test_runs_are_short_unless_all_would_be_over_before_the_faults_are() -> None:
-    many = [order.seconds for order in orders(3, 10_000, ["a"], 8, 40, 0.5, long=False)]
-    few = [order.seconds for order in orders(3, 100, ["a"], 8, 40, 0.5, long=False)]
+    many = [order.seconds for order in plan_jobs(3, 10_000, ["a"], 8, 40, 0.5, long=False)]
+    few = [order.seconds for order in plan_jobs(3, 100, ["a"], 8, 40, 0.5, long=False)]
     assert min(many) >= 0.02 and max(many) <= 0.2
     assert sum(few) > 0.5 * 8 * 40
 
 
 def test_a_mass_has_one_deadline_and_numbers_of_its_own() -> None:
-    found = masses(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
+    found = plan_deadline_bursts(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
     assert [order.number for order in found] == list(range(1000, 1100))
     assert {(order.at_s, order.expires_s) for order in found} == {(5.0, 8.0), (20.0, 24.0)}
-    assert found == masses(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
+    assert found == plan_deadline_bursts(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
 
 
 def test_a_quarter_of_the_jobs_is_told_to_a_receiver_if_there_is_one() -> None:
-    assert sum(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5, hooks=True)) == 100
-    assert not any(order.hooked for order in orders(3, 400, ["a"], 8, 40, 0.5))
+    assert sum(order.hooked for order in plan_jobs(3, 400, ["a"], 8, 40, 0.5, hooks=True)) == 100
+    assert not any(order.hooked for order in plan_jobs(3, 400, ["a"], 8, 40, 0.5))
 
 
 def test_the_command_that_repeats_a_drill_names_the_seed_and_what_is_no_default(
@@ -158,11 +159,11 @@ def test_the_command_that_repeats_a_drill_names_the_seed_and_what_is_no_default(
 ) -> None:
     told: list[str] = []
 
-    def stop(wishes: Wishes, _: object) -> None:
+    def stop(wishes: DrillOptions, _: object) -> None:
         told.append(wishes.command)
         raise Stopped
 
-    monkeypatch.setattr(launcher, "drill", stop)
+    monkeypatch.setattr(drill_module, "drill", stop)
     CliRunner().invoke(drill, ["--faults", "worker,web", "--seconds", "30", "--seed", "4", "--keep"])
     assert told == ["slotkeeper drill --seed 4 --seconds 30.0 --faults worker,web"]
 

@@ -15,12 +15,12 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
 from app.up import ports
-from app.up.children import Child
+from app.up.children import ManagedProcess
 from app.up.errors import UpError
 from tests.support.valkey import Valkey
-from tools.drill import postgres
-from tools.drill.proxy import Cut, Proxy, Way
-from tools.drill.wire import LostCommits, Mail, Twist
+from tools.cluster import postgres_server
+from tools.cluster.protocol_filters import BrokerMessages, LostCommits, MessageFault
+from tools.cluster.tcp_proxy import Cut, Direction, Proxy
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def plan() -> LostCommits:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, size: int) -> None:
-    plan.lose(Way.ANSWERS, 1.0)
+    plan.lose(Direction.ANSWERS, 1.0)
     sieve = plan.sieve(lambda *_: None)
     sent, told = startup() + COMMIT, message(b"C", b"INSERT 0 1\0") + COMMITTED
     assert b"".join(sieve.requests(sent[n : n + size]) for n in range(0, len(sent), size)) == sent
@@ -56,7 +56,7 @@ def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, 
 
 
 def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
-    plan.lose(Way.REQUESTS, 1.0)
+    plan.lose(Direction.REQUESTS, 1.0)
     for commit in (COMMIT, message(b"Q", b"COMMIT\0"), message(b"Q", b"commit\0")):
         sieve = plan.sieve(lambda *_: None)
         assert sieve.requests(startup()) == startup()
@@ -66,7 +66,7 @@ def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
 
 
 def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> None:
-    plan.lose(Way.ANSWERS, 1.0)
+    plan.lose(Direction.ANSWERS, 1.0)
     other = message(b"C", b"ROLLBACK\0")
     assert plan.sieve(lambda *_: None).answers(other) == other
     plan.stop()
@@ -74,12 +74,12 @@ def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> Non
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize(("way", "stored"), [(Way.ANSWERS, 1), (Way.REQUESTS, 0)])
+@pytest.mark.parametrize(("way", "stored"), [(Direction.ANSWERS, 1), (Direction.REQUESTS, 0)])
 def test_what_a_lost_commit_wrote_is_there_if_only_its_answer_was_lost(
-    a_postgres: int, proxy: Proxy, plan: LostCommits, way: Way, stored: int
+    a_postgres: int, proxy: Proxy, plan: LostCommits, way: Direction, stored: int
 ) -> None:
     door = proxy.open("database", ("127.0.0.1", a_postgres)).screen(plan.sieve)
-    direct, by_door = create_engine(postgres.url(a_postgres)), create_engine(postgres.url(door.port))
+    direct, by_door = create_engine(postgres_server.url(a_postgres)), create_engine(postgres_server.url(door.port))
     with direct.begin() as connection:
         connection.execute(text("CREATE TABLE IF NOT EXISTS t (n INTEGER)"))
         connection.execute(text("DELETE FROM t"))
@@ -98,15 +98,15 @@ class Database:
 
     def __init__(self, home: Path) -> None:
         self.port = ports.free_port()
-        programs = postgres.prepare(home / "postgres")
-        role = postgres.role(programs, home / "postgres", self.port, 1)
-        self.child = Child(role, os.environ, Path.cwd(), home / "log")
+        programs = postgres_server.prepare(home / "postgres")
+        role = postgres_server.role(programs, home / "postgres", self.port, 1)
+        self.child = ManagedProcess(role, os.environ, Path.cwd(), home / "log")
 
     def start(self) -> None:
         self.child.start()
         until = time.monotonic() + 30
-        while not postgres.answers(self.port):
-            assert self.child.look() is None and time.monotonic() < until, self.child.last_words()
+        while not postgres_server.answers(self.port):
+            assert self.child.poll() is None and time.monotonic() < until, self.child.last_log_line()
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ class Database:
         self._wait()
 
     def _wait(self) -> None:
-        while self.child.look() is None:
+        while self.child.poll() is None:
             time.sleep(0.02)
 
 
@@ -146,7 +146,9 @@ def a_postgres(a_database: Database) -> int:
 @pytest.mark.postgres
 def test_what_was_committed_survives_the_death_of_the_database(a_database: Database) -> None:
     """Or a drill that kills it would find losses that it has made itself."""
-    with closing(psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres.USER} dbname=postgres")) as it:
+    with closing(
+        psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres_server.USER} dbname=postgres")
+    ) as it:
         it.execute("CREATE TABLE kept (n INTEGER)")
         it.commit()
         for n in range(20):
@@ -154,7 +156,9 @@ def test_what_was_committed_survives_the_death_of_the_database(a_database: Datab
             it.commit()
         a_database.kill()
     a_database.start()
-    with closing(psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres.USER} dbname=postgres")) as it:
+    with closing(
+        psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres_server.USER} dbname=postgres")
+    ) as it:
         assert it.execute("SELECT count(*) FROM kept").fetchone() == (20,)
 
 
@@ -168,12 +172,12 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 
 @pytest.fixture
-def mail() -> Mail:
-    return Mail(random.Random(1))
+def mail() -> BrokerMessages:
+    return BrokerMessages(random.Random(1))
 
 
 @pytest.fixture
-def client(broker: Valkey, proxy: Proxy, mail: Mail) -> Iterator[Redis]:
+def client(broker: Valkey, proxy: Proxy, mail: BrokerMessages) -> Iterator[Redis]:
     broker.flush()
     door = proxy.open("broker", ("127.0.0.1", broker.port)).screen(mail.sieve)
     with Redis(port=door.port, socket_timeout=5) as client:
@@ -192,36 +196,36 @@ def test_mail_passes_as_it_is_while_nothing_is_twisted(client: Redis) -> None:
     assert client.lrange("gpu.zimg", 0, -1) == [b"m" * 100_000]
 
 
-def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, mail: Mail) -> None:
-    mail.twist(Twist.LOST, 1.0, 0.0)
+def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, mail: BrokerMessages) -> None:
+    mail.twist(MessageFault.LOST, 1.0, 0.0)
     with client.pipeline() as pipe:
         assert pipe.set("a", 1).lpush("gpu.zimg", "m").get("a").execute() == [True, 0, b"1"]
     assert client.llen("gpu.zimg") == 0
     assert mail.twisted == 1
 
 
-def test_a_doubled_message_comes_twice(client: Redis, mail: Mail) -> None:
-    mail.twist(Twist.DOUBLED, 1.0, 0.1)
+def test_a_doubled_message_comes_twice(client: Redis, mail: BrokerMessages) -> None:
+    mail.twist(MessageFault.DOUBLED, 1.0, 0.1)
     client.lpush("gpu.zimg", "m")
     waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m", b"m"])
 
 
-def test_a_delayed_message_comes_later_even_when_the_fault_is_over(client: Redis, mail: Mail) -> None:
-    mail.twist(Twist.DELAYED, 1.0, 0.4)
+def test_a_delayed_message_comes_later_even_when_the_fault_is_over(client: Redis, mail: BrokerMessages) -> None:
+    mail.twist(MessageFault.DELAYED, 1.0, 0.4)
     assert client.lpush("gpu.zimg", "m") == 0
     mail.stop()
     waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m"])
 
 
-def test_what_is_no_message_passes(client: Redis, mail: Mail) -> None:
-    mail.twist(Twist.LOST, 1.0, 0.0)
+def test_what_is_no_message_passes(client: Redis, mail: BrokerMessages) -> None:
+    mail.twist(MessageFault.LOST, 1.0, 0.0)
     assert client.lpush("something-else", "m") == 1
     assert client.rpush("gpu.zimg", "m") == 1
     assert mail.twisted == 0
 
 
-def test_about_the_share_that_was_asked_for_is_lost(client: Redis, mail: Mail) -> None:
-    mail.twist(Twist.LOST, 0.5, 0.0)
+def test_about_the_share_that_was_asked_for_is_lost(client: Redis, mail: BrokerMessages) -> None:
+    mail.twist(MessageFault.LOST, 0.5, 0.0)
     for _ in range(200):
         client.lpush("webhooks", "m")
     assert 70 < client.llen("webhooks") < 130

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
-from app.cli.simulate import _stoppable
+from app.cli.simulate_command import _stoppable
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from app.simulate import Arrival, Outage, Wrong, run
+from app.simulate import Arrival, Outage, SimulationError, run
 from app.simulate.scenario import Job
 from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
@@ -162,7 +162,7 @@ def test_a_server_that_is_paused_gets_nothing(play):
     ],
 )
 def test_what_cannot_be_played_is_said_in_one_sentence(change, says):
-    with pytest.raises(Wrong, match=says) as refused:
+    with pytest.raises(SimulationError, match=says) as refused:
         run(replace(a_scenario([at(0)]), **change))
     assert "\n" not in str(refused.value)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from app.simulate import Outage, Outcome, figures, jain, plots
-from app.simulate.figures import entitlement, overtaken, percentile, slot_seconds, swaps, tenant_classes
-from app.simulate.scenario import Job, Wrong
-from app.simulate.show import line, pair, span
+from app.simulate import Outage, Outcome, jain, plots, summarize
+from app.simulate.outcome_statistics import entitlement, overtaken, percentile, slot_seconds, swaps, tenant_classes
+from app.simulate.scenario import Job, SimulationError
+from app.simulate.terminal_report import duration, duration_pair, sparkline
 from tests.unit.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, poisson
 
 
@@ -61,9 +61,9 @@ def test_tenants_are_classed_by_their_demand():
 
 def test_use_is_the_share_of_the_slots_time_without_outages():
     outcome = an_outcome(a_job(1, 0, 0, 900), a_job(2, 0, 3000, 900), catalog=a_catalog(2))
-    assert figures(outcome).use == pytest.approx(1500 / 7200)
+    assert summarize(outcome).use == pytest.approx(1500 / 7200)
     out = [Outage("gpu1", T0 + 1_800_000, T0 + 9_000_000)]
-    assert figures(an_outcome(*outcome.jobs, catalog=a_catalog(2), outages=out)).use == pytest.approx(1500 / 3600)
+    assert summarize(an_outcome(*outcome.jobs, catalog=a_catalog(2), outages=out)).use == pytest.approx(1500 / 3600)
 
 
 def test_entitlement_counts_tenants_with_a_backlog_by_their_weights():
@@ -80,7 +80,7 @@ def test_entitlement_counts_tenants_with_a_backlog_by_their_weights():
 def test_a_tenant_without_a_backlog_is_entitled_to_nothing():
     jobs = [a_job(n, n * 10, n * 10, tenant="ab"[n % 2]) for n in range(1, 300)]
     assert entitlement(an_outcome(*jobs)) == {}
-    assert figures(an_outcome(*jobs)).jain is None
+    assert summarize(an_outcome(*jobs)).jain is None
 
 
 def test_waits_are_grouped_by_priority_model_and_class_of_tenant():
@@ -89,14 +89,14 @@ def test_waits_are_grouped_by_priority_model_and_class_of_tenant():
         a_job(2, 0, 30, priority=9),
         a_job(3, 0, 50, priority=9, start_ms=None, end_ms=None),
     ]
-    found = figures(an_outcome(*jobs))
+    found = summarize(an_outcome(*jobs))
     assert (found.waits.jobs, found.waits.never, found.waits.mean, found.waits.longest) == (3, 1, 20, 30)
     assert (found.priorities[1].p50, found.priorities[9].jobs, found.priorities[9].never) == (10, 2, 1)
 
 
 def test_what_happens_over_time_is_cut_into_slices():
     jobs = [a_job(n, 0, n * 36) for n in range(100)]
-    series = figures(an_outcome(*jobs)).series
+    series = summarize(an_outcome(*jobs)).series
     assert {len(it) for it in (series.hours, series.use, series.waiting, series.wait_p90)} == {96}
     assert series.hours[-1] == 1
     assert series.waiting[0] == 98 and series.waiting[-1] == 0
@@ -105,7 +105,7 @@ def test_what_happens_over_time_is_cut_into_slices():
 
 
 def test_figures_of_nothing_are_zero():
-    found = figures(an_outcome())
+    found = summarize(an_outcome())
     assert (found.waits.jobs, found.waits.longest, found.use, found.jain) == (0, 0, 0, None)
 
 
@@ -123,16 +123,16 @@ def test_figures_of_nothing_are_zero():
     ],
 )
 def test_lengths_of_time_are_shown_in_a_unit_that_suits_them(seconds, text):
-    assert span(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_two_lengths_of_time_share_their_unit():
-    assert (pair(0.5, 12), pair(30, 600)) == ("0.5 / 12 s", "30 s / 10 min")
+    assert (duration_pair(0.5, 12), duration_pair(30, 600)) == ("0.5 / 12 s", "30 s / 10 min")
 
 
 def test_a_line_of_blocks_shows_the_highest_of_what_it_puts_together():
-    assert line([0, 8, 1, None, None, None], 8, width=3) == "█▂ "
-    assert line([0.0, 0.0], 0, width=2) == "▁▁"
+    assert sparkline([0, 8, 1, None, None, None], 8, width=3) == "█▂ "
+    assert sparkline([0.0, 0.0], 0, width=2) == "▁▁"
 
 
 # -- drawings --------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_a_line_of_blocks_shows_the_highest_of_what_it_puts_together():
 def test_drawings_are_svg_with_an_axis_and_a_line_for_each_variant(tmp_path, hours):
     jobs = [a_job(n, n * hours * 36, n * hours * 37) for n in range(100)]
     outcomes = [an_outcome(*jobs, hours=hours, name=name) for name in ("fifo", "<b>&")]
-    written = plots.write(tmp_path / "new", [figures(it) for it in outcomes], outcomes)
+    written = plots.write(tmp_path / "new", [summarize(it) for it in outcomes], outcomes)
     assert [path.name for path in written] == ["waits.svg", "waiting.svg", "use.svg", "distribution.svg"]
     for path in written:
         drawing = xml.fromstring(path.read_text())
@@ -155,19 +155,19 @@ def test_drawings_are_svg_with_an_axis_and_a_line_for_each_variant(tmp_path, hou
 
 def test_drawings_of_nothing_are_drawn(tmp_path):
     outcome = an_outcome()
-    for path in plots.write(tmp_path, [figures(outcome)], [outcome]):
+    for path in plots.write(tmp_path, [summarize(outcome)], [outcome]):
         xml.fromstring(path.read_text())
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(Wrong, match="cannot be written"):
-        plots.write(tmp_path / "file", [figures(an_outcome())], [an_outcome()])
+    with pytest.raises(SimulationError, match="cannot be written"):
+        plots.write(tmp_path / "file", [summarize(an_outcome())], [an_outcome()])
 
 
 def test_a_real_outcome_adds_up(play):
     outcome = play(a_scenario(poisson(8, 2000, 0.5, 10, tenants=5, priorities=3), a_catalog(6)))
-    found = figures(outcome)
+    found = summarize(outcome)
     assert sum(it.jobs for it in found.priorities.values()) == sum(it.jobs for it in found.tenants.values()) == 2000
     assert found.use == pytest.approx(sum(found.series.use) / 96, rel=0.01)
     assert found.waits.p50 <= found.waits.p90 <= found.waits.p99 <= found.waits.longest

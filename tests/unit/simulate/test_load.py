@@ -6,8 +6,8 @@ from statistics import mean, pstdev
 import pytest
 
 from app.simulate import load
-from app.simulate.plan import Plan, read
-from app.simulate.scenario import Wrong
+from app.simulate.load_plan import Plan, read
+from app.simulate.scenario import SimulationError
 
 HOUR_MS = 3_600_000
 
@@ -137,11 +137,11 @@ def test_a_file_describes_a_load_and_options_change_it(tmp_path, name):
 def test_a_file_that_is_wrong_is_refused_with_its_name_and_the_field(tmp_path, text, says):
     file = tmp_path / "load.toml"
     file.write_text(text)
-    with pytest.raises(Wrong) as refused:
+    with pytest.raises(SimulationError) as refused:
         read(file, {})
     assert says in str(refused.value) and str(file) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(Wrong, match="cannot be read"):
+    with pytest.raises(SimulationError, match="cannot be read"):
         read(tmp_path / "load.toml", {})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from app.simulate import Arrival, Job, Scenario, jain
-from app.simulate.figures import percentile, slot_seconds
+from app.simulate.outcome_statistics import percentile, slot_seconds
 from tests.unit.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, at, poisson
 
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from app.simulate import Wrong, figures, recorded
+from app.simulate import SimulationError, recorded_load, summarize
 from app.simulate.scenario import Scenario
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason, State
@@ -38,7 +38,7 @@ def ran(store: JobStore, created: int, started: int, seconds: int, **fields) -> 
 
 
 def read(database: Database, **window: int):
-    return recorded.read(database, window.get("since", T0), window.get("until", T0 + HOUR_MS), seed=1)
+    return recorded_load.read(database, window.get("since", T0), window.get("until", T0 + HOUR_MS), seed=1)
 
 
 def test_what_the_record_knows_comes_back_as_arrivals(database, store):
@@ -63,7 +63,7 @@ def test_a_day_played_again_as_it_was_waits_as_it_did(database, store, play):
     found = read(database)
     outcome = play(Scenario(found.arrivals, found.catalog, T0, T0 + HOUR_MS))
     assert [job.wait_ms / 1000 for job in outcome.jobs] == waits
-    assert figures(outcome).use == pytest.approx(107 / 3600)
+    assert summarize(outcome).use == pytest.approx(107 / 3600)
 
 
 def test_only_what_arrived_in_the_window_counts(database, store):
@@ -113,7 +113,7 @@ def test_constraints_come_along(database, store):
 
 
 def test_a_window_without_jobs_is_refused_with_a_way_out(database, store):
-    with pytest.raises(Wrong, match="no jobs of that time"):
+    with pytest.raises(SimulationError, match="no jobs of that time"):
         read(database)
 
 
@@ -133,12 +133,12 @@ def test_a_window_without_jobs_is_refused_with_a_way_out(database, store):
 )
 def test_a_window_is_a_day_or_two_moments(text, begin, end):
     today = datetime(2026, 3, 2, 15, tzinfo=UTC)
-    assert recorded.window(text, today) == tuple(
+    assert recorded_load.window(text, today) == tuple(
         int(datetime.fromisoformat(it).replace(tzinfo=UTC).timestamp() * 1000) for it in (begin, end)
     )
 
 
 @pytest.mark.parametrize("text", ["tomorrow", "", "..", "2026-13-01", "2026-01-05..2026-01-04", "2026-01-05T06:00"])
 def test_a_window_that_is_none_is_refused(text):
-    with pytest.raises(Wrong, match="--from-record"):
-        recorded.window(text, datetime(2026, 3, 2, tzinfo=UTC))
+    with pytest.raises(SimulationError, match="--from-record"):
+        recorded_load.window(text, datetime(2026, 3, 2, tzinfo=UTC))

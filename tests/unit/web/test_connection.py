@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 import requests
 
+from app.auth.api_keys import KeyCache
 from app.config import AppSettings
-from app.server.application import Application, Request
-from app.server.connection import Connection
-from app.server.owners import Owners
+from app.server.application import HttpRequest, WebApplication
+from app.server.http_protocol import LimitedHttpProtocol
 from slotkeeper.db.group_commit import Database
 from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
@@ -64,9 +64,9 @@ class _Watching:
         pass
 
 
-def _application(keys: Any = None, **settings: Any) -> Application:
+def _application(keys: Any = None, **settings: Any) -> WebApplication:
     given = AppSettings(require_keys=keys is not None, **settings)
-    return Application(_echo, given, Owners(keys, cast(Any, _Visits())), 100, RECORD, cast(Any, _Watching()))
+    return WebApplication(_echo, given, KeyCache(keys, cast(Any, _Visits())), 100, RECORD, cast(Any, _Watching()))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def _last_body(answers: bytes) -> dict[str, Any]:
     return json.loads(answers.rpartition(CRLF + CRLF)[2])
 
 
-def _of(web: Web, one: socket.socket) -> list[Connection]:
+def _of(web: Web, one: socket.socket) -> list[LimitedHttpProtocol]:
     return [it for it in web.connections if it.client == one.getsockname()]
 
 
@@ -217,7 +217,7 @@ def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn
     GATE.clear()
     with socket.create_connection(address, 10) as one:
         one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n" + (GET + CRLF) * 500 + GET + b"Connection: close\r\n\r\n")
-        eventually(lambda: any(it.is_answered for it in web.connections), "the first is being answered")
+        eventually(lambda: any(it.has_complete_request for it in web.connections), "the first is being answered")
         held = [len(it.pipeline) for it in web.connections]
         GATE.set()
         answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
@@ -235,7 +235,7 @@ def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) 
     with socket.create_connection(unused_web.address, 10) as last:
         last.sendall(b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n")
         (waits,) = eventually(lambda: _of(unused_web, last), "it is connected")
-        eventually(lambda: waits.is_answered, "it waits")
+        eventually(lambda: waits.has_complete_request, "it waits")
         last.shutdown(socket.SHUT_WR)
         eventually(lambda: waits.half_closed is not None, "its end is seen")
         unused_web.application.capacity.now = lambda: time.monotonic() + 60
@@ -272,7 +272,7 @@ def test_a_response_that_cannot_be_written_ends_its_connection_and_no_other(
         raise RuntimeError("planted")
 
     with monkeypatch.context() as broken:
-        broken.setattr("app.server.application.Request.start", fail)
+        broken.setattr("app.server.application.HttpRequest.start", fail)
         with suppress(ConnectionError):
             assert _talk(address, GET + CRLF, ends=False) == b""
     assert _statuses(_talk(address, GET + CRLF)) == [200]
@@ -406,7 +406,7 @@ def test_where_there_is_a_certificate_the_server_speaks_tls(tmp_path: Path) -> N
 
 def _late(web: Web) -> None:
     for connection in web.connections:
-        connection.check_time(time.monotonic() + 3600)
+        connection.check_timeouts(time.monotonic() + 3600)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_client_that_sends_nothing_more_is_closed(unused_web: Web, sent: bytes
         while _statuses(got) != [it for it in statuses if it == 200]:
             got += one.recv(1 << 16)
         (ours,) = eventually(lambda: _of(unused_web, one), "it is connected")
-        eventually(lambda: bool(ours.scope) == bool(sent) and not ours.is_answered, "all is read and answered")
+        eventually(lambda: bool(ours.scope) == bool(sent) and not ours.has_complete_request, "all is read and answered")
         unused_web.call(_late, unused_web)
         with suppress(ConnectionError):
             got += b"".join(iter(lambda: one.recv(1 << 16), b""))
@@ -441,7 +441,7 @@ def test_a_client_that_does_not_read_is_closed(web: Web) -> None:
         eventually(lambda: any(it.flow.write_paused for it in web.connections), "it does not read")
         web.call(_late, web)
         web.call(_late, web)
-        web.call(lambda: [it.check_time(time.monotonic() + 7200) for it in web.connections])
+        web.call(lambda: [it.check_timeouts(time.monotonic() + 7200) for it in web.connections])
         eventually(lambda: not any(it.flow.write_paused for it in web.connections), "it is closed")
 
 
@@ -451,11 +451,11 @@ def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_behind_a_request_t
     """uvicorn tells the last request that its client has left, and no other."""
     left = threading.Event()
 
-    async def wait(_: Application, request: Request) -> None:
+    async def wait(_: WebApplication, request: HttpRequest) -> None:
         await request.disconnected()
         left.set()
 
-    monkeypatch.setattr(Application, "_answer", wait)
+    monkeypatch.setattr(WebApplication, "_answer", wait)
     with socket.create_connection(web.address, 10) as one:
         one.sendall((GET + CRLF) * 2)
         eventually(lambda: any(it.pipeline for it in web.connections), "the second waits for its turn")

@@ -2,14 +2,14 @@ import asyncio
 
 import pytest
 
-from app.server import owners as module
-from app.server.owners import Kind, Owner, Owners
+from app.auth import api_keys as module
+from app.auth.api_keys import KeyCache, Owner, OwnerKind
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.tenants import Tenant, hash_key
 
 KNOWN = {"sk_a": Tenant("alice", False), "sk_o": Tenant("operator", True)}
 HERE = "10.0.0.1"
-STRANGER = Owner(HERE, Kind.STRANGER)
+STRANGER = Owner(HERE, OwnerKind.ANONYMOUS)
 
 
 class Database:
@@ -48,34 +48,34 @@ def with_key(asked, key):
 
 
 def test_without_keys_everybody_is_local():
-    assert owner(Owners(None, Visits())) == Owner("", Kind.LOCAL)
+    assert owner(KeyCache(None, Visits())) == Owner("", OwnerKind.LOCAL)
 
 
 @pytest.mark.parametrize("shown", ["", "Basic abc", "Bearer", "Bearer "])
 def test_who_shows_no_key_is_a_stranger_and_nothing_is_read(database, shown):
-    assert owner(Owners(database, Visits()), HTTP_AUTHORIZATION=shown) == STRANGER
+    assert owner(KeyCache(database, Visits()), HTTP_AUTHORIZATION=shown) == STRANGER
     assert database.readings == 0
 
 
 @pytest.mark.parametrize(
     "key, expected",
-    [("sk_a", Owner("alice", Kind.TENANT)), ("sk_o", Owner("operator", Kind.OPERATOR)), ("sk_x", STRANGER)],
+    [("sk_a", Owner("alice", OwnerKind.TENANT)), ("sk_o", Owner("operator", OwnerKind.OPERATOR)), ("sk_x", STRANGER)],
 )
 def test_the_database_says_whose_key_it_is(database, key, expected):
-    assert with_key(Owners(database, Visits()), key) == expected
+    assert with_key(KeyCache(database, Visits()), key) == expected
 
 
 def test_a_known_key_is_not_looked_up_and_a_new_one_is(database):
-    asked = Owners(database, Visits())
+    asked = KeyCache(database, Visits())
     for _ in range(9):
         with_key(asked, "sk_a")
     assert database.readings == 1
     database.keys["sk_n"] = Tenant("new", False)
-    assert with_key(asked, "sk_n") == Owner("new", Kind.TENANT)
+    assert with_key(asked, "sk_n") == Owner("new", OwnerKind.TENANT)
 
 
 def test_those_who_ask_at_the_same_time_share_a_reading(database):
-    asked = Owners(database, Visits())
+    asked = KeyCache(database, Visits())
 
     async def ask():
         shown = [{"REMOTE_ADDR": HERE, "HTTP_AUTHORIZATION": f"Bearer sk_{n}"} for n in range(50)]
@@ -86,16 +86,16 @@ def test_those_who_ask_at_the_same_time_share_a_reading(database):
 
 
 def test_while_the_database_is_away_those_that_were_read_are_known(database):
-    asked = Owners(database, Visits())
+    asked = KeyCache(database, Visits())
     asyncio.run(asked.refresh())
     database.away = True
     asyncio.run(asked.refresh())
-    assert with_key(asked, "sk_a") == Owner("alice", Kind.TENANT)
+    assert with_key(asked, "sk_a") == Owner("alice", OwnerKind.TENANT)
     assert with_key(asked, "sk_x") == STRANGER
 
 
 def test_a_key_that_is_gone_is_known_no_more(database):
-    asked = Owners(database, Visits())
+    asked = KeyCache(database, Visits())
     asyncio.run(asked.refresh())
     del database.keys["sk_o"]
     asyncio.run(asked.refresh())
@@ -103,6 +103,6 @@ def test_a_key_that_is_gone_is_known_no_more(database):
 
 
 def test_who_has_logged_in_to_the_page_is_known_by_the_visit(database):
-    asked = Owners(database, Visits())
-    assert owner(asked, HTTP_COOKIE="mine") == Owner("operator", Kind.OPERATOR)
+    asked = KeyCache(database, Visits())
+    assert owner(asked, HTTP_COOKIE="mine") == Owner("operator", OwnerKind.OPERATOR)
     assert owner(asked, HTTP_COOKIE="another's") == STRANGER

@@ -14,10 +14,10 @@ from uuid import UUID
 import pytest
 from sqlalchemy import insert
 
+from app.auth.api_keys import KeyCache, Owner, OwnerKind
 from app.config import AppSettings
-from app.server import stream as streaming
-from app.server.application import Application
-from app.server.owners import Kind, Owner, Owners
+from app.server import event_stream as streaming
+from app.server.application import WebApplication
 from routing.progress import EntryId, ProgressFollower
 from slotkeeper.clock import now_ms
 from slotkeeper.db.group_commit import Database
@@ -47,7 +47,7 @@ class Served:
     web: Web
 
     @property
-    def application(self) -> Application:
+    def application(self) -> WebApplication:
         return self.web.application
 
     @property
@@ -68,9 +68,9 @@ class Served:
 @contextmanager
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
-    owners = Owners(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
+    owners = KeyCache(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
     watching = ProgressFollower(services.scripts())
-    made = Application(api.client.application, settings, owners, 3000, api.database, watching)
+    made = WebApplication(api.client.application, settings, owners, 3000, api.database, watching)
     with serving(made) as web:
         yield Served(api, web)
 
@@ -574,7 +574,7 @@ def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings:
 def test_a_job_that_ended_just_before_is_not_waited_for(served: Served) -> None:
     job = an_ended_job(served.store)
     Reader(served.ask("/stream")).until_open()  # The record is being read already, from behind the job's end.
-    waiting = asyncio.run_coroutine_threadsafe(served.application.feed.wait_for(job.id), served.web.loop)
+    waiting = asyncio.run_coroutine_threadsafe(served.application.feed.wait_for_end(job.id), served.web.loop)
     waiting.result(10)
 
 
@@ -630,13 +630,13 @@ class _Visits:
 @pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
 def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
-    owners, operator = Owners(Tenants(api.database), cast(Any, _Visits())), Owner("acme", Kind.OPERATOR)
+    owners, operator = KeyCache(Tenants(api.database), cast(Any, _Visits())), Owner("acme", OwnerKind.OPERATOR)
     asyncio.run(owners.refresh())
-    assert owners.is_still(operator, {"HTTP_AUTHORIZATION": key})
-    assert owners.is_still(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a visit of the page"
-    assert not owners.is_still(operator, {"HTTP_COOKIE": "over"})
+    assert owners.is_still_valid(operator, {"HTTP_AUTHORIZATION": key})
+    assert owners.is_still_valid(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a visit of the page"
+    assert not owners.is_still_valid(operator, {"HTTP_COOKIE": "over"})
     theirs = api.tenant("beta")["Authorization"]
-    owners = Owners(Tenants(api.database), cast(Any, _Visits()))
+    owners = KeyCache(Tenants(api.database), cast(Any, _Visits()))
     asyncio.run(owners.refresh())
-    assert owners.is_still(Owner("beta", Kind.TENANT), {"HTTP_AUTHORIZATION": theirs})
-    assert not owners.is_still(operator, {"HTTP_AUTHORIZATION": theirs}), "it administers no more"
+    assert owners.is_still_valid(Owner("beta", OwnerKind.TENANT), {"HTTP_AUTHORIZATION": theirs})
+    assert not owners.is_still_valid(operator, {"HTTP_AUTHORIZATION": theirs}), "it administers no more"

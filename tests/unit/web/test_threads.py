@@ -4,7 +4,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from app.server.threads import FairPool, Full, Gone
+from app.server.fair_pool import ClientGone, FairPool, QueueFull
 from tests.support.threads import no_thread_left
 
 
@@ -96,7 +96,7 @@ async def test_of_one_owner_only_so_many_wait(work):
     pool = FairPool("web", 1, 1, 2)
     calls = [run(pool, work, "mallory") for _ in range(3)]
     await work.next()
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         await pool.run("mallory", lambda: None)
     calls.append(run(pool, work, "alice"))
     work.go.release(9)
@@ -111,7 +111,7 @@ async def test_what_nobody_waits_for_any_more_is_not_begun(work):
     assert await work.next() == "first"
     canceled.cancel()
     work.go.release(9)
-    with pytest.raises(Gone):
+    with pytest.raises(ClientGone):
         await left
     assert (await first, await last, work.begun.qsize()) == ("first", "last", 1)
 

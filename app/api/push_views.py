@@ -1,0 +1,82 @@
+"""Results that servers push."""
+
+from typing import Any
+
+from flask import request
+
+from app.api.openapi import blueprint, optional_headers, problem_responses, response_of
+from app.auth.access import own_auth
+from app.context import context, dispatcher
+from app.job_answers import PushResult
+from app.problems import ProblemError
+from app.request_json import read_body
+from app.schemas.job_schemas import JobPath
+from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.values import Job
+from tasks import callbacks, server_push
+from tasks.servers import TOO_DEEP
+
+api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
+
+_NO_JOB = "00000000-0000-0000-0000-000000000000"
+
+
+@api.post(
+    "/<job_id>",
+    responses={
+        200: PushResult,
+        202: response_of(PushResult, "Not the end: ignored"),
+        **problem_responses(403, 413, 422, 503),
+    },
+    request_body={"content": {"application/json": {"schema": {}}}},
+    openapi_extensions=optional_headers(
+        X_Callback_Token="The token that came with the job.", Authorization="The same token, as Bearer."
+    ),
+)
+@own_auth
+def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
+    """Push the end of a run.
+
+    Only under the token that came with the job's present run; sent twice, the second changes nothing.  The body is
+    what the server would answer to a poll.  A result that cannot be kept (422) ends the job as failed, as in an
+    answer.  Between two workers a run cannot end (503): push it again.
+    """
+    job = _pushed_to(path.job_id)
+    if server_push.is_between_workers(job):
+        detail = "The worker of this run has gone, and the next has not begun: push again in a second."
+        raise ProblemError(503, "between_workers", "Not now", detail)
+    request.max_content_length = context().settings.max_push_bytes
+    outcome = server_push.read_push(job, read_body(request)) if job.state is State.RUNNING else None
+    if job.state in FINAL_STATES:
+        server_push.release_quarantined_slot(job, read_body(request))
+    if outcome is None:
+        return PushResult.build(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
+    server_push.apply_push(job, outcome)
+    if outcome is TOO_DEEP:
+        raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
+    now = dispatcher().store.get_state(job.id)
+    return PushResult.build(status=now or job.state), 200
+
+
+def _status(job: Job) -> int:
+    return 202 if job.state is State.RUNNING else 200
+
+
+def _pushed_to(job_id: str) -> Job:
+    """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
+    job = dispatcher().store.get(job_id) if job_id.isprintable() else None
+    valid = (
+        callbacks.is_valid_token(_token(), _NO_JOB, 0) if job is None else server_push.is_token_of_run(job, _token())
+    )
+    if job is None or not valid:
+        detail = "The token is not that of this job's present run."
+        raise ProblemError(403, "forbidden", "Not allowed", detail)
+    return job
+
+
+def _token() -> str:
+    """From a header, or from the address: some servers push to an address and send no header of ours."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return request.headers.get("X-Callback-Token") or request.args.get("token", "")

@@ -1,0 +1,143 @@
+"""Submitting jobs: one, or many at once."""
+
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from flask import request
+
+from app import batch
+from app.api.openapi import blueprint, optional_headers, problem_responses
+from app.auth.access import current_tenant
+from app.context import asked, context, dispatcher
+from app.job_answers import BatchReceipt, BatchReceiptItem, queue_position
+from app.job_answers import SubmitReceipt as ReceiptView
+from app.schemas.cursors import batch_filter
+from app.schemas.job_schemas import BatchNameQuery, SubmitBody
+from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
+from routing.dispatch.dispatcher import Receipt
+from routing.queries.positions import QueuePosition, QueuePositions
+from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.values import new_job_id
+from slotkeeper.registry.tenants import Tenant
+
+Answer = tuple[dict[str, Any], int, dict[str, str]]
+
+api = blueprint("queue", "Submit", "/queue")
+
+_KEY = optional_headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
+_LONGEST_BATCH_KEY = MAX_KEY_LENGTH - len(f"/{batch.MAX_BATCH_JOBS - 1}")
+_BATCH_KEY = optional_headers(
+    _LONGEST_BATCH_KEY, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
+)
+_REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
+
+
+@api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
+def submit(body: SubmitBody) -> Answer:
+    """Submit a job.
+
+    It is in the record when this answers, and will end in a state that says why.  `outlook` and `position` tell
+    what comes next.  A queue that is full is 429; a deadline that can hardly be met, constraints that no server meets
+    of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
+    jobs, and a key that came with another request, are 409.
+    """
+    whose, sent, found = current_tenant(), asked().environ, context()
+    wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))
+    receipt = found.dispatcher.submit_one(wanted, whose)
+    accepted = receipt.accepted
+    where, links = queue_position(accepted.state, _place(receipt, found.places)), _links(accepted.id)
+    answer = ReceiptView.build(accepted, **where, notice=receipt.notice, links=links)
+    return answer, 202, {"Location": links["self"]}
+
+
+@api.post(
+    "/submit-batch",
+    responses={202: BatchReceipt, **_REFUSALS, **problem_responses(411)},
+    request_body=batch.DESCRIPTION,
+    openapi_extensions=_BATCH_KEY,
+)
+def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
+    """Submit up to 1000 jobs: all of them are accepted, or none.
+
+    A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
+    counted from 0.  Several requests that name the same `batch` submit one batch.
+    """
+    whose, sent = current_tenant(), request.headers
+    key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _LONGEST_BATCH_KEY), sent.get("traceparent")
+    settings = context().settings
+    items = batch.read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
+    name = batch_filter(query.batch) or new_job_id()
+    wanted = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
+    receipts = dispatcher().submit(wanted, whose)
+    jobs = [BatchReceiptItem.build(it.accepted, notice=it.notice) for it in receipts]
+    accepted = sum(not it.accepted.deduplicated for it in receipts)
+    known_as = name if accepted else _batch_of(receipts[0])
+    return BatchReceipt.build(batch=known_as, accepted=accepted, jobs=jobs), 202
+
+
+def submission(body: SubmitBody, whose: Tenant, key: str | None, trace: str | None) -> Submission:
+    """What the body asks for.  Raises InvalidJob for a moment that is none."""
+    delay_s, not_before_ms = moment(body.not_before)
+    return Submission(
+        model=body.model,
+        payload=body.payload,
+        callback_url=body.callback_url,
+        priority=body.priority,
+        tenant=whose.name,
+        ttl_s=body.ttl,
+        constraints=body.constraints,
+        delay_s=delay_s,
+        not_before_ms=not_before_ms,
+        idempotency_key=key,
+        traceparent=trace,
+    )
+
+
+def moment(given: Any) -> tuple[Any, int | None]:
+    """(seconds from now, None) or (None, ms since the epoch).  Raises InvalidJob."""
+    if not isinstance(given, str):
+        return given, None
+    try:
+        when = datetime.fromisoformat(given)
+    except ValueError:
+        raise InvalidJob("not_before", f"not_before {_SHAPE}") from None
+    if when.tzinfo is None:
+        raise InvalidJob("not_before", f"not_before names no zone; {_SHAPE}")
+    try:
+        return None, round(when.timestamp() * 1000)
+    except (OverflowError, ValueError):
+        raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
+
+
+_SHAPE = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
+
+
+def _of_batch(index: int, item: batch.BatchItem, whose: Tenant, key: str | None, trace: str | None) -> Submission:
+    own_key = item.idempotency_key
+    if own_key is None and key is not None:
+        own_key = f"{key}/{index}"
+    with error_index(index):
+        return submission(item, whose, own_key, trace)
+
+
+def _batch_of(receipt: Receipt) -> str | None:
+    """What a job that had been accepted before came in."""
+    known = dispatcher().store.get(receipt.accepted.id)
+    return None if known is None else known.batch
+
+
+def _place(receipt: Receipt, places: QueuePositions) -> QueuePosition:
+    if receipt.accepted.state is not State.QUEUED:
+        return QueuePosition()
+    return (
+        places.of_new_job(receipt.job, receipt.position)
+        if receipt.accepted.enters_queue
+        else places.of_job(receipt.job)
+    )
+
+
+def _links(job_id: str) -> dict[str, str]:
+    own = f"/queue/jobs/{job_id}"
+    return {"self": own, **{name: f"{own}/{name}" for name in ("cancel", "attempts", "explain")}}

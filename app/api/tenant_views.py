@@ -1,0 +1,72 @@
+"""Tenants: who has a key, and who is paused, draining or frozen.  Keys are made on the command line."""
+
+from typing import Any
+
+from app.api.catalog_changes import admin_blueprint, refresh_redis
+from app.api.openapi import no_store, problem_responses
+from app.auth.access import current_tenant
+from app.context import dispatcher
+from app.schemas import server_schemas as shape
+from app.schemas.job_schemas import TenantBody, TenantPath
+from app.schemas.server_schemas import TenantList, TenantView, WebhookSecretView
+from slotkeeper.clock import now_ms
+from slotkeeper.registry.rotations import SecretRotation
+from slotkeeper.registry.tenants import Tenant, Tenants, check_tenant_name
+from tasks.security.keyring import webhook_secrets
+from tasks.services import catalog, database, rotations
+
+api = no_store(admin_blueprint("tenants", "Tenants", "/admin"))
+
+
+@api.get("/tenants", responses={200: TenantList})
+def list_tenants() -> dict[str, Any]:
+    """List the tenants that have a key, and those that do not stand online."""
+    keyed, states = _keyed(), dispatcher().catalog.refresh().tenants
+    names = sorted(keyed.keys() | states.keys())
+    return TenantList.build(tenants=[shape.tenant_view(name, keyed.get(name), states.get(name)) for name in names])
+
+
+@api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problem_responses(400, 404, 409, 413, 415, 422)})
+def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
+    """Change a tenant's limits, which hold within seconds, or drain, pause, freeze or resume it for all models.
+
+    Its limits are changed of a tenant that has a key; its state of any.
+
+    paused: nothing of it is started, its submits are accepted; draining: what waits goes on, its submits are 409;
+    frozen: both.  What runs is left to end.
+    """
+    name = check_tenant_name(path.tenant)
+    if body.limits:
+        Tenants(database()).change(name, body.limits)
+    if body.state is not None:
+        catalog().set_tenant_state(
+            name, body.state, reason=body.reason or "", by=current_tenant().name, now_ms=now_ms()
+        )
+    now = dispatcher().catalog.refresh()
+    refresh_redis(*now.fleets())
+    return shape.tenant_view(name, _keyed().get(name), now.tenants.get(name))
+
+
+@api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
+def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
+    """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
+    return _secret_view(path.tenant, rotations().get(check_tenant_name(path.tenant)))
+
+
+@api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 415, 422)})
+def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
+    """Give a tenant a new webhook secret.
+
+    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
+    rotated again within that day, the oldest one is signed with no more.
+    """
+    return _secret_view(path.tenant, rotations().rotate(check_tenant_name(path.tenant), now_ms()))
+
+
+def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
+    now = now_ms()
+    return shape.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
+
+
+def _keyed() -> dict[str, Tenant]:
+    return {it.name: it for it in Tenants(database()).list_all()}

@@ -1,0 +1,266 @@
+"""Webhooks: addresses that are told what happens to jobs.  A tenant sees its own, who may administer all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.api.job_views import visible_job
+from app.api.openapi import blueprint, no_store, problem_responses
+from app.auth.access import current_tenant
+from app.request_json import parse_time
+from app.schemas import webhook_schemas as shape
+from app.schemas.webhook_schemas import (
+    CallbackDeliveriesQuery,
+    CallbackList,
+    CallbacksQuery,
+    CallbacksReplayBody,
+    CallbacksReplayView,
+    CallbackView,
+    DeliveriesQuery,
+    DeliveryList,
+    DisableBody,
+    GivenUpList,
+    GivenUpQuery,
+    GivenUpView,
+    NewSecretView,
+    NewWebhookView,
+    ReplayBody,
+    ReplayResult,
+    WebhookBody,
+    WebhookChange,
+    WebhookList,
+    WebhookPath,
+    WebhookQuery,
+    WebhookTestResult,
+    WebhookView,
+)
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import Conflict, InvalidRequest, NotFound
+from slotkeeper.outbox import fan_out
+from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
+from slotkeeper.outbox.webhook_messages import MessageQueue
+from slotkeeper.registry.tenants import check_tenant_name
+from tasks.config import TaskSettings
+from tasks.security import vault
+from tasks.security.url_guard import check_url, parse_networks
+from tasks.services import database
+from tasks.webhooks import bodies
+
+api = no_store(blueprint("webhooks", "Webhooks", "/webhooks"))
+
+
+@api.get("", responses={200: WebhookList, **problem_responses(422)})
+def list_webhooks(query: WebhookQuery) -> dict[str, Any]:
+    """List webhooks, the oldest first."""
+    mine = current_tenant()
+    found = _receivers().list_of_tenant(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
+    cursor = found[-1].id if len(found) == query.limit else None
+    return WebhookList.build(webhooks=_views(found), next_cursor=cursor)
+
+
+@api.post("", responses={201: NewWebhookView, **problem_responses(400, 409, 413, 415, 422)})
+def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
+    """Have an address told what happens to a tenant's jobs from now on.
+
+    Messages are signed as Standard Webhooks has it, with a secret that is shown here and never again.  Those about one
+    job come in their order; each comes at least once, under the same webhook-id however often.
+    """
+    mine = current_tenant()
+    whose = mine.name if body.tenant is None else check_tenant_name(body.tenant)
+    if whose != mine.name and not mine.admin:
+        raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for administrators")
+    id_ = new_id()
+    secret, sealed = vault.new_signing_secret(id_)
+    new = Subscription(
+        id=id_,
+        tenant=whose,
+        url=_checked_url(body.url),
+        types=frozenset(body.events or END_EVENT_TYPES),
+        sealed=sealed,
+        created_ms=now_ms(),
+        template=None if body.template is None else bodies.validate_template(body.template),
+        description=_one_line(body.description),
+        max_per_s=body.max_per_s,
+    )
+    added = _receivers().add(new, TaskSettings().webhook_most_receivers)
+    return NewWebhookView.build(added, **shape.webhook_status(added, waiting=0, now_ms=now_ms()), secret=secret), 201
+
+
+@api.get("/given-up", responses={200: GivenUpList, **problem_responses(404, 422)})
+def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
+    """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
+    if query.webhook is not None:
+        _own(query.webhook)
+    found = MessageQueue(database()).list_given_up_webhooks(
+        _whose(), query.webhook, shape.decode_message_cursor(query.cursor), query.limit
+    )
+    cursor = shape.encode_message_cursor(found, query.limit)
+    return GivenUpList.build(messages=[GivenUpView.build(it) for it in found], next_cursor=cursor)
+
+
+@api.get("/callbacks/given-up", responses={200: CallbackList, **problem_responses(422)})
+def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
+    """List messages to jobs' `callback_url` that were given up, those whose jobs ended last first."""
+    whose = query.tenant if current_tenant().admin else current_tenant().name
+    found = Callbacks(database()).list_given_up_callbacks(
+        whose, shape.decode_callback_cursor(query.cursor), query.limit
+    )
+    cursor = shape.encode_callback_cursor(found, query.limit)
+    return CallbackList.build(callbacks=[CallbackView.build(it) for it in found], next_cursor=cursor)
+
+
+@api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problem_responses(400, 404, 413, 415, 422)})
+def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
+    """Send messages to jobs' `callback_url` once more, under the same webhook-ids: one, or what was given up."""
+    callbacks = Callbacks(database())
+    whose = None if body.tenant is None else check_tenant_name(body.tenant)
+    whose = whose if current_tenant().admin else current_tenant().name
+    if body.message is None:
+        since_ms = 0 if body.since is None else parse_time("since", body.since)
+        sent = callbacks.retry_all(whose, since_ms, now_ms())
+        return CallbacksReplayView.build(message=None, since=body.since, sent=sent), 202
+    if not body.message.isprintable() or not callbacks.retry(body.message, whose, now_ms()):
+        raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
+    return CallbacksReplayView.build(message=body.message, since=body.since, sent=1), 202
+
+
+@api.get("/callbacks/deliveries", responses={200: DeliveryList, **problem_responses(404, 409, 422)})
+def list_callback_deliveries(query: CallbackDeliveriesQuery) -> dict[str, Any]:
+    """List the tries of the messages to a job's `callback_url`, the newest first: the last twenty, while it is kept."""
+    return _tries(visible_job(query.job_id).id, query.cursor, query.limit)
+
+
+@api.get("/<webhook>", responses={200: WebhookView, **problem_responses(404)})
+def get_webhook(path: WebhookPath) -> dict[str, Any]:
+    """Show a webhook, and how it does."""
+    return _view(_own(path.webhook))
+
+
+@api.patch("/<webhook>", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
+def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
+    """Change its address, events, template, description or pace.  What is owed goes by what is new."""
+    named = body.model_fields_set
+    values: dict[str, Any] = {}
+    if body.url is not None:
+        values["url"] = _checked_url(body.url)
+    if body.events is not None:
+        values["types"] = frozenset(body.events)
+    if "template" in named:
+        values["template"] = None if body.template is None else bodies.validate_template(body.template)
+    if "description" in named:
+        values["description"] = _one_line(body.description)
+    if "max_per_s" in named:
+        values["max_per_s"] = body.max_per_s
+    if not values:
+        return _view(_own(path.webhook))
+    return _view(_receivers().change(path.webhook, _whose(), **values))
+
+
+@api.delete("/<webhook>", responses={204: None, **problem_responses(404, 415)})
+def remove_webhook(path: WebhookPath) -> tuple[str, int]:
+    """Forget a webhook, with what it is owed and its deliveries."""
+    _receivers().remove(path.webhook, _whose())
+    return "", 204
+
+
+@api.post("/<webhook>/test", responses={202: WebhookTestResult, **problem_responses(404, 409, 415)})
+def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
+    """Send it a test, `webhook.test`, at once and once; its deliveries say what came of it."""
+    found = _own(path.webhook)
+    if not found.enabled:
+        raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
+    return WebhookTestResult.build(webhook=found.id, message=MessageQueue(database()).send_test(found, now_ms())), 202
+
+
+@api.post("/<webhook>/rotate", responses={200: NewSecretView, **problem_responses(404, 415)})
+def rotate_webhook(path: WebhookPath) -> dict[str, Any]:
+    """Give it a new secret.
+
+    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
+    rotated again within that day, the oldest one is signed with no more.
+    """
+    found = _own(path.webhook)
+    secret, sealed = vault.new_signing_secret(found.id)
+    changed = _view(_receivers().rotate_secret(found.id, _whose(), sealed, now_ms()))
+    return NewSecretView.build(webhook=found.id, secret=secret, former_until=changed["former_until"])
+
+
+@api.post("/<webhook>/enable", responses={200: WebhookView, **problem_responses(404, 415)})
+def enable_webhook(path: WebhookPath) -> dict[str, Any]:
+    """Tell it again, from where it was disabled on, and at once if it was left alone."""
+    return _view(_receivers().enable(path.webhook, _whose(), current_tenant().name, now_ms()))
+
+
+@api.post("/<webhook>/disable", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
+def disable_webhook(path: WebhookPath, body: DisableBody) -> dict[str, Any]:
+    """Tell it nothing until it is enabled.  What happens meanwhile is told then, as far as its jobs are still here."""
+    return _view(_receivers().disable(path.webhook, _whose(), current_tenant().name, body.reason, now_ms()))
+
+
+@api.get("/<webhook>/deliveries", responses={200: DeliveryList, **problem_responses(404, 422)})
+def list_deliveries(path: WebhookPath, query: DeliveriesQuery) -> dict[str, Any]:
+    """List the tries of its messages, the newest first: of the last seven days, the last thousand."""
+    return _tries(_own(path.webhook).id, query.cursor, query.limit)
+
+
+@api.post("/<webhook>/replay", responses={202: ReplayResult, **problem_responses(400, 404, 413, 415, 422)})
+def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any], int]:
+    """Tell it once more, under the same webhook-ids: one message, all since a time, or all that was given up.
+
+    What is told are events of jobs that are still in the record.
+    """
+    found, now = _own(path.webhook), now_ms()
+    given_up: int | None = None
+    if body.message is not None:
+        if not fan_out.replay_one(database(), found, shape.event_id_of(body.message), now):
+            raise NotFound("What this message tells of is not in the record, or no longer.", message=body.message)
+    elif body.since is not None:
+        fan_out.replay(database(), found, parse_time("since", body.since))
+    else:
+        given_up = MessageQueue(database()).retry_all(found.id, now)
+    return ReplayResult.build(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
+
+
+def _receivers() -> Subscriptions:
+    return Subscriptions(database())
+
+
+def _whose() -> str | None:
+    """Whose webhooks may be touched; None: anybody's."""
+    return None if current_tenant().admin else current_tenant().name
+
+
+def _own(receiver_id: str) -> Subscription:
+    """Raises NotFound, also for those of others."""
+    return _receivers().get(receiver_id, _whose())
+
+
+def _view(found: Subscription) -> dict[str, Any]:
+    return _views([found])[0]
+
+
+def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
+    waiting, now = _receivers().count_pending([it.id for it in found]), now_ms()
+    return [WebhookView.build(it, **shape.webhook_status(it, waiting.get(it.id, 0), now)) for it in found]
+
+
+def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
+    """TryList."""
+    found = MessageQueue(database()).list_attempts(receiver_id, shape.decode_delivery_cursor(cursor), limit)
+    shown = [shape.delivery_view(it, shows_inside=current_tenant().admin) for it in found]
+    return DeliveryList.build(deliveries=shown, next_cursor=shape.encode_delivery_cursor(found, limit))
+
+
+def _checked_url(url: str) -> str:
+    """Raises InvalidRequest where nothing may be sent to it."""
+    problem = check_url(url, parse_networks(TaskSettings().webhook_allow))
+    if problem is not None:
+        raise InvalidRequest("url", f"url: {problem}")
+    return url
+
+
+def _one_line(text: str | None) -> str:
+    """Raises InvalidRequest for what cannot be shown on one line."""
+    if text and not text.isprintable():
+        raise InvalidRequest("description", "description must be printable, and on one line")
+    return text or ""

@@ -1,0 +1,1 @@
+"""Finds the tenant of a request and decides what it may do."""

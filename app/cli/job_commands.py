@@ -1,0 +1,62 @@
+"""Commands about batches: jobs that were submitted together."""
+
+from typing import Any
+
+import click
+
+from app.cli.output import age, api_client, json_option, path_segment, print_fields, print_json, print_table
+from app.terminal import echo
+
+_MOST = 50
+
+
+@click.group()
+def batches() -> None:
+    """Jobs that were submitted together: how far they have come, and their cancel."""
+
+
+@batches.command("list")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, _MOST))
+@json_option
+def list_batches(limit: int, as_json: bool) -> None:
+    """List batches, the newest first."""
+    found = api_client().get("/queue/batches", limit=limit)["batches"]
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (one["batch"], one["tenant"], f"{one['ended']} of {one['jobs']}", _counts(one), age(one["created_at"]))
+        for one in found
+    ]
+    print_table(("batch", "tenant", "ended", "jobs", "age"), rows, "No jobs came together.")
+
+
+@batches.command("show")
+@click.argument("batch")
+@json_option
+def show_batch(batch: str, as_json: bool) -> None:
+    """Show how far a batch has come.  `slotkeeper jobs --batch BATCH` lists its jobs."""
+    found = api_client().get(f"/queue/batches/{path_segment(batch)}")
+    if as_json:
+        print_json(found)
+    else:
+        print_fields(found | {"by_state": _counts(found)})
+
+
+@batches.command("cancel")
+@click.argument("batch")
+@json_option
+def cancel_batch(batch: str, as_json: bool) -> None:
+    """Cancel all jobs of a batch that have not ended."""
+    answer = api_client().post(f"/queue/batches/{path_segment(batch)}/cancel")
+    if as_json:
+        print_json(answer)
+    else:
+        echo(f"{answer['canceled']} canceled, {answer['canceling']} asked to stop.")
+
+
+def _counts(batch: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in batch["by_state"].items())
+
+
+COMMANDS = (batches,)

@@ -1,0 +1,134 @@
+"""What several commands share: the client, options, and ways to print."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from app.terminal import console, echo, escape_line, safe_json
+
+if TYPE_CHECKING:
+    from slotkeeper.client import Client
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def api_client() -> "Client":
+    """A client of the API that the environment names."""
+    from slotkeeper.client import Client
+
+    return Client(os.environ.get("SLOTKEEPER_URL") or _local_url(), os.environ.get("SLOTKEEPER_KEY"))
+
+
+def _local_url() -> str:
+    """Where this machine's API listens: by its port, or as `slotkeeper up` has noted in the state folder."""
+    if port := os.environ.get("SLOTKEEPER_PORT"):
+        return f"http://127.0.0.1:{port}"
+    try:
+        return Path(os.environ.get("SLOTKEEPER_HOME") or "var", "url").read_text().strip()
+    except OSError:
+        return "http://127.0.0.1:8000"
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
+
+
+def limit_option(command: F) -> F:
+    return click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 100_000))(command)
+
+
+def print_json(value: Any) -> None:
+    click.echo(safe_json(value, indent=2))
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: str) -> None:
+    """`nothing` is said when there are no rows."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[0].no_wrap = True  # A name that is cut off helps nobody.
+    for row in rows:
+        table.add_row(*(escape_line(display(value)) for value in row))
+    if table.rows:
+        console().print(table)
+    else:
+        echo(nothing)
+
+
+def print_fields(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
+    """Name and value, one line each; what is not set is left out."""
+    hidden = set(without)
+    kept = {name: value for name, value in facts.items() if name not in hidden and value not in (None, [], {})}
+    width = max((len(name) for name in kept), default=0)
+    for name, value in kept.items():
+        echo(f"{escape_line(name):<{width}}  {escape_line(display(value))}")
+
+
+def display(value: Any) -> str:
+    """A value for a person: '-' for what is not set, JSON for what has parts."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case str():
+            return value
+        case float():
+            return f"{value:g}"
+        case dict() | list():
+            return safe_json(value)
+    return str(value)
+
+
+def age(when: str | None) -> str:
+    """How long ago a moment was."""
+    if not when:
+        return "-"
+    seconds = max((datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds(), 0)
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def path_segment(segment: str) -> str:
+    """One segment of a path, whatever is in it."""
+    from urllib.parse import quote
+
+    return quote(segment, safe="")
+
+
+def read_json(text: str, what: str) -> Any:
+    """JSON as an argument: the text itself, - for standard input, @file for a file.  Raises UsageError."""
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            with open(text[1:], encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{what}: {text[1:]} cannot be read: {error}") from None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"{what} is not JSON ({error}): {text[:80]}") from None
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, whose value is JSON, @file, or a bare word.  Raises UsageError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
+    if value.startswith("@"):
+        return name, read_json(value, name)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -1,0 +1,453 @@
+"""Commands for operators: dead jobs, servers, models, and how things stand."""
+
+import sys
+from typing import Any
+
+import click
+
+from app.cli import removal, state_commands
+from app.cli.arguments import read_attributes
+from app.cli.output import (
+    api_client,
+    display,
+    json_option,
+    limit_option,
+    path_segment,
+    print_fields,
+    print_json,
+    print_table,
+    read_json,
+    read_setting,
+)
+from app.cli.submit_commands import print_attempts, print_job, print_jobs
+from app.terminal import console, echo, escape_line
+
+_WATCH_JOBS = 12
+# Told in a sentence, or shown with the configuration.
+_NOT_OF_MODEL = ("leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
+
+
+@click.group()
+def dlq() -> None:
+    """Dead jobs: those whose retries are used up, or under which workers died."""
+
+
+@dlq.command("list")
+@click.option("--model")
+@limit_option
+@json_option
+def list_dead(model: str | None, limit: int, as_json: bool) -> None:
+    """List dead jobs."""
+    print_jobs(list(api_client().iter_pages("/admin/dlq", "jobs", limit, model=model)), as_json)
+
+
+@dlq.command("show")
+@click.argument("job_id", metavar="ID")
+@json_option
+def show_dead(job_id: str, as_json: bool) -> None:
+    """Show a dead job with all of its attempts."""
+    api = api_client()
+    job = api.get(f"/queue/jobs/{path_segment(job_id)}")
+    found = api.get(f"/queue/jobs/{path_segment(job_id)}/attempts")["attempts"]
+    if as_json:
+        print_json({**job, "attempts": found})
+        return
+    print_job(job)
+    print_attempts(found)
+
+
+@dlq.command("retry")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def retry_dead(job_ids: tuple[str, ...]) -> None:
+    """Queue dead jobs again, with fresh budgets."""
+    for job_id in job_ids:
+        api_client().post(f"/admin/dlq/{path_segment(job_id)}/retry")
+        echo(f"{job_id}  queued")
+
+
+@dlq.command("retry-all")
+@click.option("--model", help="Only this model's.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def retry_all_dead(model: str | None, yes: bool) -> None:
+    """Queue all dead jobs again."""
+    if not yes:
+        click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
+    api, retried, more = api_client(), 0, True
+    with console(stderr=True).status("") as status:
+        while more:
+            answer = api.request("POST", "/admin/dlq/retry-all", params={"model": model})
+            retried, more = retried + answer["retried"], answer["more"]
+            status.update(f"{retried} jobs ...")
+    echo(f"{retried} jobs are queued again.")
+
+
+@dlq.command("delete")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+def delete_dead(job_ids: tuple[str, ...]) -> None:
+    """Remove dead jobs for good."""
+    for job_id in job_ids:
+        api_client().request("DELETE", f"/admin/dlq/{path_segment(job_id)}")
+        echo(f"{job_id}  deleted")
+
+
+@click.group()
+def servers() -> None:
+    """Inference servers and their slots."""
+
+
+@servers.command("list")
+@json_option
+def list_servers(as_json: bool) -> None:
+    """List servers, and the slots of each fleet at this moment."""
+    answer = api_client().get("/admin/servers")
+    if as_json:
+        print_json(answer)
+        return
+    _print_servers(answer["servers"])
+    if answer["fleets"]:
+        _print_fleets(answer["fleets"])
+
+
+def _print_servers(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["server"], one["state"], one["slots"], _now(one), model, endpoint, _attributes(one["attributes"]))
+        for one in found
+        for model, endpoint in (one["models"] or {"-": "-"}).items()
+    )
+    titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
+    print_table(titles, rows, "There are no servers: register one.")
+
+
+def _now(one: dict[str, Any]) -> str:
+    """What keeps a server from taking jobs at this moment."""
+    now, withheld = one["standing"], len(one["withheld"])
+    if now is None:
+        return "-"
+    said = []
+    if now["breaker"] != "closed":
+        said.append(f"breaker {now['breaker']} ({now['breaker_why']}) until {now['breaker_until']}")
+    if now["cooling"]:
+        said.append(f"{now['cooling']} cooling until {now['cooldown_until']}")
+    if withheld:
+        said.append(f"{withheld} withheld")
+    if now["away_since"]:
+        said.append(f"away since {now['away_since']}")
+    if said and one["running"]:
+        said.append(f"{one['running']} running")
+    return ", ".join(said) or one["hindrance"] or "well"
+
+
+def _attributes(found: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={','.join(map(str, it)) if isinstance(it, list) else display(it)}" for name, it in found.items()
+    )
+
+
+def _print_fleets(found: list[dict[str, Any]]) -> None:
+    names = ("fleet", "waiting", "taken", "free", "cooling")
+    print_table(names, ([one[name] for name in names] for one in found), "")
+
+
+@servers.command("show")
+@click.argument("server")
+@json_option
+def show_server(server: str, as_json: bool) -> None:
+    """Show a server: how it stands, and the parts of the score by which it is chosen (the lowest total is)."""
+    found = next((one for one in api_client().get("/admin/servers")["servers"] if one["server"] == server), None)
+    if found is None:
+        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows them.")
+    if as_json:
+        print_json(found)
+        return
+    now = found.pop("standing")
+    found["attributes"] = _attributes(found["attributes"]) or None
+    print_fields({**found, **(now or {})}, ("models", "scores", "withheld"))
+    for one in found["withheld"]:
+        echo(escape_line(one["sentence"]))
+    if now is None:
+        echo("How it stands in the waiting room is not known: Redis is away.")
+        return
+    parts = ("load", "failures", "slowness", "swap", "total")
+    rows = [
+        (model, endpoint, *(_score(now["scores"], model, part) for part in parts))
+        for model, endpoint in found["models"].items()
+    ]
+    print_table(("model", "endpoint", *parts), rows, "It serves no model.")
+
+
+def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
+    return f"{scores[model][part]:.3f}" if model in scores else None
+
+
+@servers.command("release")
+@click.argument("server")
+@click.option("--slot", metavar="SLOT", help="One of its slots, such as gpu1-slot0; by default all that are withheld.")
+@json_option
+def release_server(server: str, slot: str | None, as_json: bool) -> None:
+    """Use withheld slots again.
+
+    A slot is withheld while its server may still run a job that has ended here.  Say so if you know that it does not:
+    its process is dead, or you have looked.
+    """
+    answer = api_client().post(f"/admin/servers/{path_segment(server)}/release", {"slot": slot})
+    if as_json:
+        print_json(answer)
+    else:
+        echo(f"Withheld slots of {escape_line(server)} are used again.")
+
+
+@servers.command("reset")
+@click.argument("server")
+@json_option
+def reset_server(server: str, as_json: bool) -> None:
+    """Say that it is well: close its breaker, end its cooldown, forget its failures."""
+    answer = api_client().post(f"/admin/servers/{path_segment(server)}/reset")
+    if as_json:
+        print_json(answer)
+        return
+    echo(escape_line(f"{server} is {answer['state']}; {_now(answer)}."))
+
+
+@servers.command("register")
+@click.argument("model")
+@click.argument("server")
+@click.argument("endpoint")
+@click.option("--slots", default=1, show_default=True, type=click.IntRange(1, 1024), help="Jobs it runs at once.")
+@click.option(
+    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="What jobs can ask for; repeat it."
+)
+@click.option("--weight", type=click.FloatRange(0, 1000, min_open=True), help="How gladly it is chosen.  [default: 1]")
+@click.option("--model-version", metavar="TEXT", help="Of the model there.")
+@click.option("--runtime", metavar="TEXT", help="What runs the model there.")
+@click.option(
+    "--preset", metavar="NAME", help="The kind of server it is, if the model's configuration does not say it."
+)
+@click.option("--description", metavar="JSON", help="How it is spoken to for this model; @file reads it from there.")
+@json_option
+def register_server(
+    model: str,
+    server: str,
+    endpoint: str,
+    slots: int,
+    attributes: tuple[str, ...],
+    description: str | None,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Add a server, or another model on it.  What is left out of its attributes, weight, ... stays.
+
+    \b
+    slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
+    slotkeeper servers register ... --attribute gpu=A100 --attribute memory=80 --weight 2
+    """
+    body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
+    body |= {name: value for name, value in more.items() if value is not None}
+    if description is not None:
+        body["description"] = read_json(description, "--description")
+    if attributes:
+        body["attributes"] = read_attributes(attributes)
+    answer = api_client().post("/admin/register", body)
+    if as_json:
+        print_json(answer)
+    else:
+        echo(f"{server} serves {model} on {slots} slots.")
+
+
+@servers.command("remove")
+@click.argument("server")
+@click.option("--drain", is_flag=True, help="Let what runs there end first, and give it nothing new.")
+@click.option("--force", is_flag=True, help="At once: what runs there ends at no cost, and runs again elsewhere.")
+@json_option
+def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
+    """Forget it.  Its models stay."""
+    params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
+    removal.print_removal(removal.remove("servers", server, params), as_json)
+
+
+servers.add_command(removal.keep_command("server"))
+
+
+@click.group()
+def models() -> None:
+    """Models and how their jobs are treated."""
+
+
+@models.command("list")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List models."""
+    found = api_client().get("/admin/models")["models"]
+    if as_json:
+        print_json(found)
+    else:
+        _print_models(found)
+
+
+def _print_models(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (
+            *(one[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
+            ", ".join(one["servers"]),
+        )
+        for one in found
+    )
+    titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
+    print_table(titles, rows, "There are no models yet.")
+
+
+@models.command("show")
+@click.argument("model")
+@json_option
+def show_model(model: str, as_json: bool) -> None:
+    """Show a model: how it stands, how long its jobs may wait, and its configuration; * marks what is not default."""
+    api = api_client()
+    found, answer = (
+        api.get(f"/admin/models/{path_segment(model)}"),
+        api.get(f"/admin/model-configs/{path_segment(model)}"),
+    )
+    if as_json:
+        print_json({**found, **answer})
+        return
+    _print_model(found)
+    own = answer["overrides"]
+    print_fields({f"{name} *" if name in own else name: value for name, value in answer["config"].items()})
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    load = found["load"] or {}
+    print_fields({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
+    if found.get("leaving"):
+        echo(escape_line(f"It is being removed; left: {removal.format_counts(found['leaving']['left'])}."))
+    echo(found["longest_wait"])
+    if load.get("work_s"):
+        echo(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
+    echo()
+
+
+@models.command("configure")
+@click.argument("model")
+@click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
+@json_option
+def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Change settings of a model; the others stay as they are.  Values are JSON; a bare word is a text.
+
+    \b
+    slotkeeper models configure flux model_type=async poll_interval=0.5
+    slotkeeper models configure flux preset=slot-protocol description=@flux.json
+    """
+    api, path = api_client(), f"/admin/model-configs/{path_segment(model)}"
+    changes = dict(read_setting(one) for one in settings)
+    answer = api.request("PUT", path, body={**_overrides(api, path), **changes})
+    if as_json:
+        print_json(answer)
+        return
+    print_fields({name: answer["config"].get(name) for name in changes})
+
+
+def _overrides(api: Any, path: str) -> dict[str, Any]:
+    """Those that are set now; none for a model that is not known yet."""
+    from slotkeeper.client import ApiError
+
+    try:
+        found: dict[str, Any] = api.get(path)["overrides"]
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return {}
+    return found
+
+
+@models.command("reset")
+@click.argument("model")
+def reset_model(model: str) -> None:
+    """Bring all settings of a model back to their defaults."""
+    api_client().request("DELETE", f"/admin/model-configs/{path_segment(model)}")
+    echo(f"{model} has the default configuration.")
+
+
+@models.command("remove")
+@click.argument("model")
+@click.option("--drain", is_flag=True, help="Let its jobs end first, and take no new ones.")
+@json_option
+def remove_model(model: str, drain: bool, as_json: bool) -> None:
+    """Remove it with its configuration and all that was learned of it; its ended jobs stay readable."""
+    params = {"drain": "true"} if drain else {}
+    removal.print_removal(removal.remove("models", model, params), as_json)
+
+
+models.add_command(removal.keep_command("model"))
+
+
+@click.command()
+@json_option
+def ledger(as_json: bool) -> None:
+    """Count all jobs ever accepted, and check that none is missing.  Exit status 1: one is."""
+    answer = api_client().get("/admin/ledger")
+    if as_json:
+        print_json(answer)
+    else:
+        rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
+        print_table(("state", "jobs", "removed after their time"), rows, "")
+        verdict = "and all are accounted for" if answer["balanced"] else "AND THAT IS NOT WHAT THE STATES ADD UP TO"
+        echo(f"{answer['accepted']} jobs were accepted, {verdict}.")
+    if not answer["balanced"]:
+        sys.exit(1)
+
+
+@click.command()
+@click.option("--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
+def watch(every: float) -> None:
+    """Show queues, slots and the newest jobs, live, until Ctrl-C."""
+    import time
+
+    from rich.live import Live
+
+    from slotkeeper.client import ApiUnreachable
+
+    api = api_client()
+    screen = console()
+    picture = _picture(api)  # Before the screen is taken: what is wrong shall be said as usual.
+    with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(picture, refresh=True)
+                time.sleep(every)
+                try:
+                    picture = _picture(api)
+                except ApiUnreachable as error:
+                    picture = error.message
+        except KeyboardInterrupt:
+            return
+
+
+def _picture(api: Any) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+
+    from app.cli.output import age
+
+    def table(title: str, *names: str) -> Table:
+        made = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        made.columns[0].no_wrap = True
+        return made
+
+    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
+    answer = api.get("/admin/servers")
+    for one in answer["fleets"] or []:
+        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
+        counts = [display(one[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
+        fleets.add_row(*map(escape_line, [*counts, ", ".join(names)]))
+    newest = table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
+    for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
+        facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
+        newest.add_row(*(escape_line(display(fact)) for fact in facts), age(job["created_at"]))
+    states = api.get("/admin/ledger")["by_state"]
+    summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
+    return Group(f"{api.url}   {summary}\n", fleets, newest)
+
+
+state_commands.add_state_commands(servers, "server")
+state_commands.add_state_commands(models, "model")
+
+COMMANDS = (dlq, servers, models, ledger, watch)

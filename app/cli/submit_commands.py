@@ -1,0 +1,449 @@
+"""Commands for jobs: submit, look, wait, cancel."""
+
+import json
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from app.cli.arguments import read_constraints
+from app.cli.output import (
+    age,
+    api_client,
+    display,
+    json_option,
+    limit_option,
+    path_segment,
+    print_fields,
+    print_json,
+    print_table,
+    read_json,
+)
+from app.cli.results import output_option, save_result, without_files
+from app.terminal import console, echo, escape_line
+from slotkeeper import trace_context
+
+if TYPE_CHECKING:
+    from slotkeeper.client import Client
+
+Job = dict[str, Any]
+
+_STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
+_BATCH_JOBS = 200
+_BATCH_BYTES = 4 << 20
+_BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")  # a UUIDv7
+_NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
+
+
+@click.command()
+@click.argument("model")
+@click.argument("payload", default="{}")
+@click.option("--priority", type=click.IntRange(1, 9), help="1 is the most urgent.  [default: 5]")
+@click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds after which the job expires.")
+@click.option(
+    "--constraint", "constraints", metavar="CONDITION", multiple=True, help="What its server must declare; repeat it."
+)
+@click.option("--callback-url", metavar="URL", help="Where the end of the job is told, by a signed POST.")
+@click.option("--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Submit it so often.")
+@click.option("--wait", is_flag=True, help="Wait for the end and print the result.")
+@output_option
+@json_option
+def submit(
+    model: str,
+    payload: str,
+    priority: int | None,
+    ttl: float | None,
+    constraints: tuple[str, ...],
+    callback_url: str | None,
+    count: int,
+    wait: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Submit a job for MODEL.
+
+    PAYLOAD is JSON, or - for standard input, or @FILE.  With --wait the exit status is 0 only if all have completed.
+
+    \b
+    slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
+    slotkeeper submit zimg '{"prompt": "a sunset"}' --wait --output sunset.png
+    slotkeeper submit zimg --constraint gpu=A100,H100 --constraint 'memory>=40'
+    """
+    if output is not None and (not wait or count > 1):
+        raise click.UsageError("--output saves the result of one job that has ended: give --wait, and no --count")
+    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
+    wishes: Job = {"priority": priority, "ttl": ttl, "callback_url": callback_url}
+    wishes["constraints"] = read_constraints(constraints) or None
+    body |= {name: value for name, value in wishes.items() if value is not None}
+    jobs = _submit(body, count)
+    for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
+        echo(notice, err=True)
+    if wait:
+        jobs = _wait(jobs)
+    from slotkeeper.client import is_final
+
+    if output is not None:
+        save_result(jobs[0], output)
+    if as_json:
+        print_json(jobs if count > 1 else jobs[0])
+    else:
+        for job in jobs:
+            _print_submitted(job)
+    if any(is_final(job) and job["status"] != "completed" for job in jobs):
+        sys.exit(1)
+
+
+def _submit(body: Job, count: int) -> list[Job]:
+    """Under a key of its own each, so that one whose answer is lost can be sent again."""
+    api, run = api_client(), secrets.token_hex(8)
+
+    def one(n: int) -> Job:
+        receipt: Job = api.post("/queue/submit", body, {"Idempotency-Key": f"{run}-{n}", **_trace()})
+        return receipt
+
+    if count == 1:
+        return [one(0)]
+    return [api.retry(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
+
+
+def _trace() -> dict[str, str]:
+    """The header of the trace that this command was called in."""
+    found = trace_context.parse_traceparent(trace_context.get_process_traceparent())
+    return {} if found is None else {"traceparent": found}
+
+
+def _wait(jobs: list[Job]) -> list[Job]:
+    api = api_client()
+    if len(jobs) == 1:
+        return [api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]))]
+    return [api.wait_for_job(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
+
+
+def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
+    """With a progress bar, where there is more than one and somebody to see it."""
+    from rich.progress import track
+
+    if count == 1 or not sys.stderr.isatty():
+        return iter(items)
+    return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
+
+
+def _saying_changes(job: Job) -> Callable[[Job], None]:
+    """Say on standard error how a job stands, and return what says so again when that has changed."""
+    said = ""
+
+    def note(job: Job) -> None:
+        nonlocal said
+        now = _standing(job)
+        if now != said:
+            echo(now, err=True)
+            said = now
+
+    note(job)
+    return note
+
+
+def _standing(job: Job) -> str:
+    error = job.get("last_error")
+    place = f"position {job['position']}" if job.get("position") else ""
+    failed = f"attempt {job['attempts']}: {error['code']}: {escape_line(error['message'])}" if error else ""
+    return "  ".join(filter(None, [job["job_id"], job["status"], place, failed]))
+
+
+def _print_submitted(job: Job) -> None:
+    error = job.get("error")
+    if error:
+        echo(f"{job['job_id']}  {job['status']}  {error['code']}: {escape_line(error['message'])}")
+    elif job.get("result") is not None:
+        echo(f"{job['job_id']}  {job['status']}  {display(without_files(job['result']))}")
+    else:
+        place = f"position {job['position']}" if job.get("position") else ""
+        said = [job["job_id"], job["status"], place or (job.get("outlook") == "starting" and "starting"), start_of(job)]
+        echo("  ".join(filter(None, said)))
+
+
+def start_of(job: Job) -> str:
+    """When a job should start; "": that is not known, or a matter of seconds."""
+    between = job.get("estimated_start_between_s")
+    if not between or job.get("outlook") == "starting":
+        return ""
+    return f"starts in about {job['estimated_start_s']:g} s ({between[0]:g} to {between[1]:g})"
+
+
+@click.command("submit-file")
+@click.argument("file", type=click.File("rb"))
+@click.option("--run", metavar="NAME", help="Go on with this run: its lines are accepted once.  [default: a new one]")
+@json_option
+def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
+    """Submit the jobs in FILE: each line one JSON object, as POST /queue/submit takes it.
+
+    The lines are one batch, in the order of the file.  The run is named before the first line is sent.  The command
+    that goes on with a broken-off run is printed; within a day it submits no line twice.  Refused lines are named by
+    their numbers, and the others are submitted.
+    """
+    from uuid_utils import uuid7
+
+    sent = _Run(run or str(uuid7()))
+    again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
+    echo(f"Run {escape_line(sent.name)}.  If it breaks off, go on with: {again}", err=True)
+    api = api_client()
+    try:
+        for numbers, lines in _batches(file, sent.name):
+            _submit_batch(api, sent, numbers, lines)
+    except click.ClickException as error:
+        raise click.ClickException(f"{error.message}\n{_broken_off(sent, again)}") from error
+    except KeyboardInterrupt:
+        echo(_broken_off(sent, again), err=True)
+        sys.exit(130)
+    if as_json:
+        print_json(
+            {name: getattr(sent, name) for name in ("accepted", "known", "refused", "batch")} | {"run": sent.name}
+        )
+    else:
+        echo(f"{sent.accepted} jobs were accepted{_known(sent)}, {sent.refused} lines refused.")
+        if sent.batch is not None:
+            echo(f"Their batch: slotkeeper batches show {sent.batch}", err=True)
+    if sent.refused:
+        echo(f"Correct the refused lines where they stand, and send them by: {again}", err=True)
+        sys.exit(1)
+
+
+@dataclass
+class _Run:
+    """One submission of a file.  `accepted`, `known`, `refused`: lines that are new, accepted before, or refused."""
+
+    name: str
+    accepted: int = 0
+    known: int = 0
+    refused: int = 0
+    batch: str | None = None
+
+    def __post_init__(self) -> None:
+        self.batch = self.name if _BATCH_ID.fullmatch(self.name) else None
+
+
+def _known(run: _Run) -> str:
+    return f", {run.known} had been accepted before" if run.known else ""
+
+
+def _broken_off(run: _Run, again: str) -> str:
+    return f"{run.accepted} jobs were accepted{_known(run)}; go on with the rest by: {again}"
+
+
+def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
+    """Lines with their numbers, as many as one request takes; with a progress bar over the file."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("0 lines", total=_size(file))
+        numbers: list[int] = []
+        lines: list[bytes] = []
+        for number, line in enumerate(file, 1):
+            progress.update(task, advance=len(line), description=f"{number} lines")
+            if not line.strip():
+                continue
+            numbers.append(number)
+            lines.append(_keyed(line, f"{run}-{number}"))
+            if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
+                yield numbers, lines
+                numbers, lines = [], []
+        if lines:
+            yield numbers, lines
+
+
+def _name_of(file: IO[bytes]) -> str:
+    """Return the argument that names the file; "-": it is standard input."""
+    name = getattr(file, "name", "<stdin>")
+    return "-" if name == "<stdin>" else str(name)
+
+
+def _size(file: IO[bytes]) -> int | None:
+    import os
+
+    try:
+        return os.fstat(file.fileno()).st_size or None
+    except OSError:
+        return None
+
+
+def _keyed(line: bytes, key: str) -> bytes:
+    """The line, to the letter, with an idempotency key in front; what is wrong with it is for the API to say."""
+    text = line.strip()
+    try:
+        job = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(job, dict) or "idempotency_key" in job:
+        return text
+    return b'{"idempotency_key":%s%s%s' % (json.dumps(key).encode(), b"," if job else b"", text[1:].lstrip())
+
+
+def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[bytes]) -> None:
+    """Submit lines into the run's batch, and count them in `run`.  Lines that the API refuses are left out.
+
+    Raises ClientError: none of the lines that are left was accepted, or that is not known.
+    """
+    from slotkeeper.client import ApiError
+
+    headers = {"Content-Type": "application/x-ndjson", **_trace()}
+    while lines:
+        path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
+        try:
+            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers))
+        except ApiError as error:
+            index = error.problem.get("index")
+            if not isinstance(index, int) or not 0 <= index < len(lines):
+                raise
+            echo(f"Line {numbers[index]}: {error.message}", err=True)
+            del numbers[index], lines[index]
+            run.refused += 1
+            continue
+        run.accepted += answer["accepted"]
+        run.known += len(lines) - answer["accepted"]
+        run.batch = run.batch or answer["batch"]
+        return
+
+
+@click.command("jobs")
+@click.option("--status", type=click.Choice(_STATES))
+@click.option("--model")
+@click.option("--batch", help="Only those that came in it.")
+@limit_option
+@json_option
+def list_jobs(status: str | None, model: str | None, batch: str | None, limit: int, as_json: bool) -> None:
+    """List jobs, the newest first."""
+    print_jobs(
+        list(api_client().iter_pages("/queue/jobs", "jobs", limit, status=status, model=model, batch=batch)), as_json
+    )
+
+
+def print_jobs(jobs: list[Job], as_json: bool) -> None:
+    if as_json:
+        print_json(jobs)
+        return
+    rows = (
+        (
+            job["job_id"],
+            job["model"],
+            job["status"],
+            job["priority"],
+            job["attempts"],
+            job["slot"],
+            age(job["created_at"]),
+            ((job.get("error") or job.get("last_error")) or {}).get("code"),
+        )
+        for job in jobs
+    )
+    print_table(
+        ("job", "model", "status", "priority", "attempts", "slot", "age", "error"), rows, "There are no such jobs."
+    )
+
+
+@click.command("job")
+@click.argument("job_id", metavar="ID")
+@click.option("--wait", is_flag=True, help="Wait until it has ended.")
+@output_option
+@json_option
+def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
+    """Show a job and its result.  With --wait the exit status is 0 only if it has completed."""
+    api = api_client()
+    job = api.get(f"/queue/jobs/{path_segment(job_id)}")
+    if wait:
+        job = api.wait_for_job(path_segment(job_id), notify=_saying_changes(job))
+    if output is not None:
+        save_result(job, output)
+    if as_json:
+        print_json(job)
+    else:
+        print_job(job)
+    if wait and job["status"] != "completed":
+        sys.exit(1)
+
+
+def print_job(job: Job) -> None:
+    print_fields(job, _NOISE)
+    for name in ("error", "last_error"):
+        if job.get(name):
+            echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {escape_line(job[name]['message'])}")
+    if job.get("result") is not None:
+        echo("result:")
+        print_json(without_files(job["result"]))
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
+def explain(job_id: str, as_json: bool) -> None:
+    """Say what a job waits for, and when it should start."""
+    found = api_client().get(f"/queue/jobs/{path_segment(job_id)}/explain")
+    if as_json:
+        print_json(found)
+        return
+    echo(escape_line(found["sentence"]))
+    if start := start_of(found):
+        echo(f"It {start}.")
+    before = ", ".join(found["before"]) or None
+    print_fields(
+        {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}
+    )
+    if found["servers"]:
+        rows = [(name, hindrance or "could take it") for name, hindrance in found["servers"].items()]
+        print_table(("server", "now"), rows, "")
+
+
+def _overtaken(found: Job) -> str | None:
+    """By whom it can be, where there is a bound."""
+    match found["longest_overtaking_s"]:
+        case None:
+            return None
+        case 0:
+            return "by none that comes later"
+        case bound_s:
+            return f"by jobs that come up to {bound_s:g} s after it, and no later ones"
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
+def cancel(job_id: str, as_json: bool) -> None:
+    """Cancel a job; one that runs is canceled at its server, if that can be done."""
+    answer = api_client().post(f"/queue/jobs/{path_segment(job_id)}/cancel")
+    if as_json:
+        print_json(answer)
+    else:
+        echo(f"{answer['job_id']}  {answer['status']}")
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@json_option
+def attempts(job_id: str, as_json: bool) -> None:
+    """List the attempts of a job: where it ran, and how each ended."""
+    answer = api_client().get(f"/queue/jobs/{path_segment(job_id)}/attempts")
+    if as_json:
+        print_json(answer)
+    else:
+        print_attempts(answer["attempts"])
+
+
+def print_attempts(found: list[dict[str, Any]]) -> None:
+    rows = (
+        (one["attempt"], one["slot"], one["started_at"], one["ended_at"], one["outcome"], _message(one["error"]))
+        for one in found
+    )
+    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "It has not been started yet.")
+
+
+def _message(error: dict[str, Any] | None) -> str | None:
+    return f"{error['code']}: {error['message']}" if error else None
+
+
+COMMANDS = (submit, submit_file, list_jobs, show_job, explain, cancel, attempts)

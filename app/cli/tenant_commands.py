@@ -1,0 +1,63 @@
+"""Commands about secrets that descriptions of servers name."""
+
+import sys
+
+import click
+
+from app.cli.output import api_client, json_option, path_segment, print_json, print_table
+from app.terminal import echo
+
+
+@click.group()
+def secrets() -> None:
+    """Keys and passwords of inference servers, which descriptions name: {{secret/NAME}}.  Values are never shown."""
+
+
+@secrets.command("set")
+@click.argument("name")
+@click.option("--model", "models", metavar="MODEL", multiple=True, help="Whose description may name it; repeat it.")
+@click.option("--all-models", is_flag=True, help="The descriptions of all models may.")
+@json_option
+def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bool) -> None:
+    """Set a secret, or replace it.  The value is asked for, or read from standard input; it stands in no command line.
+
+    \b
+    slotkeeper secrets set HF_TOKEN --model flux
+    slotkeeper secrets set HF_TOKEN --model flux < token.txt
+    """
+    if bool(models) == all_models:
+        raise click.UsageError("Say which models may use it: --model MODEL, or --all-models.")
+    value = click.prompt("Value", hide_input=True) if sys.stdin.isatty() else sys.stdin.read().rstrip("\r\n")
+    body = {"value": value, "models": None if all_models else list(models)}
+    answer = api_client().request("PUT", f"/admin/secrets/{path_segment(name)}", body=body)
+    if as_json:
+        print_json(answer)
+    else:
+        echo(f"{name} is set, for {_whose(answer['models'])}.")
+
+
+@secrets.command("list")
+@json_option
+def list_secrets(as_json: bool) -> None:
+    """List their names, for which models they are, and when they were set."""
+    answer = api_client().get("/admin/secrets")
+    if as_json:
+        print_json(answer)
+        return
+    rows = [(one["secret"], _whose(one["models"]), one["set_at"], one["set_by"]) for one in answer["secrets"]]
+    print_table(("secret", "models", "set at", "set by"), rows, "There are no secrets.")
+
+
+@secrets.command("rm")
+@click.argument("name")
+def remove_secret(name: str) -> None:
+    """Forget one that no description names any more."""
+    api_client().request("DELETE", f"/admin/secrets/{path_segment(name)}")
+    echo(f"{name} is removed.")
+
+
+def _whose(models: list[str] | None) -> str:
+    return "all models" if models is None else ", ".join(models)
+
+
+COMMANDS = (secrets,)

@@ -1,0 +1,66 @@
+"""One model: whose turn it is and why, how estimates come true, and how its jobs are treated."""
+
+from contextlib import suppress
+from typing import Any
+
+from flask import redirect
+from redis.exceptions import RedisError
+
+from app.api import model_views as models_api
+from app.api import server_views as servers_api
+from app.context import context, dispatcher
+from app.page import plots
+from app.page.login import page_view
+from app.page.overview_pages import last_hour
+from app.page.rendering import render_page, segment
+from app.page.visitor import state_body
+from app.schemas.job_schemas import ModelPath
+from routing.queries import model_overview as at_a_glance
+from routing.queries.explain import explain_job_state
+from routing.queries.lanes import read_lanes
+from slotkeeper.clock import now_ms
+
+_SIZES = ("within the first round of all slots", "within eight rounds", "later")
+
+
+@page_view("/page/models/<path:model>", admin=True)
+def model(model: str) -> Any:
+    path = ModelPath(model=model)
+    told, now = models_api.get_model(path), now_ms()
+    known = dispatcher().catalog.get().models[model]
+    running = dispatcher().store.list_running()
+    lanes, all_of_them = read_lanes(dispatcher(), known)
+    at_present = at_a_glance.read_overview(dispatcher(), last_hour(), [known], running, now)[model]
+    slots = at_a_glance.slots_of(list(dispatcher().catalog.get().servers.values()), running, dispatcher())
+    servers = [it for it in servers_api.list_servers()["servers"] if model in it["models"]]
+    return render_page(
+        "model.html",
+        model=told,
+        now=at_present,
+        plot=plots.slot_use_plot(at_present.use, at_present.ended),
+        servers=[(it, slots.get(it["server"], [])) for it in servers],
+        lanes=lanes,
+        all_of_them=all_of_them,
+        next=_next(lanes[0].first.id) if lanes else None,
+        truths=_truths(known),
+        config=models_api.get_config(path),
+    )
+
+
+@page_view("/page/models/<path:model>/state", method="POST", admin=True)
+def change_model(model: str) -> Any:
+    models_api.change_model(ModelPath(model=model), state_body())
+    return redirect(f"/page/models/{segment(model)}?said=changed", 303)
+
+
+def _next(job_id: str) -> Any:
+    """Why the job whose turn it is has not started; None: it has gone meanwhile."""
+    job = dispatcher().store.get(job_id)
+    return job and explain_job_state(dispatcher(), context().estimates, job)
+
+
+def _truths(known: Any) -> list[Any]:
+    found: list[Any] = []
+    with suppress(RedisError):
+        found = dispatcher().queues.call_if_available(lambda: context().estimates.truths(known))
+    return [(words, it) for words, it in zip(_SIZES, found, strict=False) if it is not None]

@@ -1,0 +1,160 @@
+"""Templates, and how values look in them.  Whatever is put into one is text: nothing of a job becomes markup."""
+
+import hashlib
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from flask import Response, request
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from app.page import layout
+from routing.queries.explain import failed
+from routing.queries.job_timeline import format_duration
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+
+_LONGEST_JSON = 20_000
+_STATIC = files("app.page") / "static"
+KINDS = {
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "woff2": "font/woff2",
+}
+
+
+def render_page(template: str, code: int = 200, /, **values: Any) -> Response:
+    """The page that this template makes."""
+    text = _templates().get_template(template).render(**layout.template_values(), **values)
+    return Response(text, code, content_type="text/html; charset=utf-8")
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader("app.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "duration": duration,
+        "age": age,
+        "time_between": time_between,
+        "timestamp": timestamp,
+        "time_of_day": time_of_day,
+        "short_id": short_id,
+        "number": number,
+        "percent": percent,
+        "pretty_json": pretty_json,
+        "plural": plural,
+        "segment": segment,
+        "sentence": sentence,
+        "json_preview": json_preview,
+        "failed": failed,
+    }
+    made.globals |= {"asset": asset, "here": here}
+    return made
+
+
+@cache
+def asset(name: str) -> str:
+    """The address of a file of ours, which changes with what is in it."""
+    return f"/page/static/{name}?v={hashlib.sha256(content(name)).hexdigest()[:12]}"
+
+
+@cache
+def content(name: str) -> bytes:
+    """Raises FileNotFoundError."""
+    return (_STATIC / name).read_bytes()
+
+
+# -- values ------------------------------------------------------------------------------------------------
+
+
+def duration(ms: int | float | None) -> str:
+    """A length of time, in the two units that tell most."""
+    if ms is None:
+        return "–"
+    return format_duration(ms)
+
+
+def age(at: str | int | None) -> str:
+    """How long ago a moment was."""
+    return "–" if at is None else duration(max(0, now_ms() - _ms(at)))
+
+
+def time_between(from_: str | int, to: str | int | None) -> str:
+    """How long it was from one moment to another."""
+    return "–" if to is None else duration(max(0, _ms(to) - _ms(from_)))
+
+
+def timestamp(at: str | int | None) -> str:
+    """ISO 8601, to the second, in UTC."""
+    return "–" if at is None else f"{_utc(at):%Y-%m-%d %H:%M:%S}"
+
+
+def time_of_day(at: str | int | None) -> str:
+    """The time of day with milliseconds, in UTC."""
+    return "–" if at is None else f"{_utc(at):%H:%M:%S}.{_ms(at) % 1000:03d}"
+
+
+def _ms(at: str | int) -> int:
+    return at if isinstance(at, int) else round(datetime.fromisoformat(at).timestamp() * 1000)
+
+
+def _utc(at: str | int) -> datetime:
+    return datetime.fromtimestamp(_ms(at) / 1000, UTC)
+
+
+def short_id(job_id: str) -> str:
+    """Return the end of a UUID, which differs most from its neighbours', and by which a job is found."""
+    return job_id if len(job_id) != 36 else job_id[-8:]
+
+
+def number(value: int | float | None) -> str:
+    """With thin spaces between thousands."""
+    if value is None:
+        return "–"
+    text = f"{value:,.1f}" if isinstance(value, float) and not value.is_integer() else f"{round(value):,}"
+    return text.replace(",", "\u2009")
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{round(share * 100)} %"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return f"{number(count)} {one if count == 1 else many or one + 's'}"
+
+
+def segment(text: str) -> str:
+    """A name as one part of an address."""
+    return quote(text, safe="")
+
+
+def sentence(text: str) -> str:
+    """A part of a sentence as a whole one."""
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def pretty_json(text: str) -> str:
+    """JSON text for people."""
+    return json_preview(json_text.loads(text))
+
+
+def json_preview(value: Any) -> str:
+    """A value as JSON; what is too long ends with how much is left out."""
+    text = json_text.dumps(value, indent=True).decode()
+    left = len(text) - _LONGEST_JSON
+    return text if left <= 0 else f"{text[:_LONGEST_JSON]}\n… and {number(left)} characters more"
+
+
+def here(**changed: Any) -> str:
+    """This address with some of its query changed; None takes a part out."""
+    query = {name: value for name, value in (request.args.to_dict() | changed).items() if value not in (None, "")}
+    return request.path + (f"?{urlencode(query)}" if query else "")

@@ -1,0 +1,56 @@
+"""Servers: all of them, and one with what keeps it from jobs."""
+
+from typing import Any
+
+from flask import redirect, request
+
+from app.api import server_views as servers_api
+from app.context import dispatcher
+from app.page.login import page_view
+from app.page.rendering import render_page, segment
+from app.page.visitor import state_body
+from app.schemas.job_schemas import ServerPath
+from routing.queries import model_overview as at_a_glance
+from routing.queries.idle import explain_idle_server
+from slotkeeper.errors import NotFound
+from tasks.services import workers
+
+_MOST_TILES = 256
+
+
+@page_view("/page/servers", admin=True)
+def servers() -> Any:
+    found = servers_api.list_servers()
+    return render_page("servers.html", servers=found["servers"], room_away=found["fleets"] is None)
+
+
+@page_view("/page/servers/<path:server>", admin=True)
+def server(server: str) -> Any:
+    """`?ask`: also what it says of itself just now, which may take as long as it lets us wait."""
+    listed = servers_api.list_servers()["servers"]
+    told = next((it for it in listed if it["server"] == server), None)
+    known = dispatcher().catalog.get().servers.get(server)
+    if told is None or known is None:
+        raise NotFound("There is no such server.", server=server)
+    slots = at_a_glance.slots_of([known], dispatcher().store.list_running(), dispatcher())[server]
+    asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
+    return render_page(
+        "server.html",
+        server=told,
+        slots=slots[:_MOST_TILES],
+        more=max(0, len(slots) - _MOST_TILES),
+        reasons=explain_idle_server(dispatcher(), workers(), known),
+        asked=asked,
+    )
+
+
+@page_view("/page/servers/<path:server>/state", method="POST", admin=True)
+def change_server(server: str) -> Any:
+    servers_api.change_server(ServerPath(server=server), state_body())
+    return redirect(f"/page/servers/{segment(server)}?said=changed", 303)
+
+
+@page_view("/page/servers/<path:server>/reset", method="POST", admin=True)
+def reset_server(server: str) -> Any:
+    servers_api.reset_server(ServerPath(server=server))
+    return redirect(f"/page/servers/{segment(server)}?said=reset", 303)

@@ -1,0 +1,88 @@
+"""Webhooks: which addresses are told, how each does, what was tried and what was given up."""
+
+from typing import Any
+
+from flask import redirect, request
+
+from app.api import webhook_views as webhooks_api
+from app.page.login import page_view
+from app.page.rendering import render_page, segment
+from app.page.visitor import form
+from app.schemas.webhook_schemas import (
+    CallbacksQuery,
+    CallbacksReplayBody,
+    DeliveriesQuery,
+    DisableBody,
+    GivenUpQuery,
+    ReplayBody,
+    WebhookPath,
+    WebhookQuery,
+)
+
+_LATEST = 50
+
+
+@page_view("/page/webhooks")
+def webhooks() -> Any:
+    found = webhooks_api.list_webhooks(WebhookQuery(limit=100, cursor=request.args.get("cursor") or None))
+    given_up = webhooks_api.list_given_up(GivenUpQuery(limit=_LATEST))
+    callbacks = webhooks_api.list_given_up_callbacks(CallbacksQuery(limit=_LATEST))
+    return render_page(
+        "webhooks.html",
+        webhooks=found["webhooks"],
+        next=found["next_cursor"],
+        given_up=given_up["messages"],
+        callbacks=callbacks["callbacks"],
+    )
+
+
+@page_view("/page/webhooks/callbacks/replay", method="POST")
+def replay_callbacks() -> Any:
+    webhooks_api.replay_callbacks(CallbacksReplayBody.model_validate(_asked()))
+    return redirect("/page/webhooks?said=replayed", 303)
+
+
+@page_view("/page/webhooks/<webhook>")
+def webhook(webhook: str) -> Any:
+    path = WebhookPath(webhook=webhook)
+    return render_page(
+        "webhook.html",
+        webhook=webhooks_api.get_webhook(path),
+        tries=webhooks_api.list_deliveries(path, DeliveriesQuery(limit=_LATEST))["deliveries"],
+        given_up=webhooks_api.list_given_up(GivenUpQuery(webhook=webhook, limit=_LATEST))["messages"],
+    )
+
+
+@page_view("/page/webhooks/<webhook>/test", method="POST")
+def test_webhook(webhook: str) -> Any:
+    webhooks_api.test_webhook(WebhookPath(webhook=webhook))
+    return _back(webhook, "tested")
+
+
+@page_view("/page/webhooks/<webhook>/enable", method="POST")
+def enable_webhook(webhook: str) -> Any:
+    webhooks_api.enable_webhook(WebhookPath(webhook=webhook))
+    return _back(webhook, "enabled")
+
+
+@page_view("/page/webhooks/<webhook>/disable", method="POST")
+def disable_webhook(webhook: str) -> Any:
+    body = DisableBody.model_validate({"reason": form().get("reason") or None})
+    webhooks_api.disable_webhook(WebhookPath(webhook=webhook), body)
+    return _back(webhook, "disabled")
+
+
+@page_view("/page/webhooks/<webhook>/replay", method="POST")
+def replay_webhook(webhook: str) -> Any:
+    webhooks_api.replay_webhook(WebhookPath(webhook=webhook), ReplayBody.model_validate(_asked()))
+    return _back(webhook, "replayed")
+
+
+def _asked() -> dict[str, Any]:
+    """One message, or all that was given up."""
+    message = form().get("message")
+    return {"message": message} if message else {"given_up": True}
+
+
+def _back(webhook: str, said: str) -> Any:
+    return redirect(f"/page/webhooks/{segment(webhook)}?said={said}", 303)

@@ -1,0 +1,246 @@
+"""Every refusal and failure as application/problem+json (RFC 9457): what is wrong, where, and what to do.
+
+type, title, status, detail, instance      as in the RFC
+code                                       a stable word for programs
+field, errors [{field, message}], index    what is wrong in the request, where it is known
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import orjson
+import structlog
+from flask import Flask, Response, request
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+from werkzeug.exceptions import HTTPException
+
+from slotkeeper.errors import (
+    Conflict,
+    DatabaseUnavailable,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobNotFound,
+    NotFound,
+    SlotkeeperError,
+    TooManyRequests,
+)
+
+log = structlog.get_logger(__name__)
+
+CONTENT_TYPE = "application/problem+json"
+_RETRY_AFTER_S = 2.0
+_MOST_ERRORS = 20
+_HEARD_OUT, _PIECE = 32 << 20, 64 << 10  # bytes
+_LONGEST_TEXT = 500
+
+# The first that fits.
+_STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
+    (InvalidRequest, 422),
+    (IdempotencyConflict, 409),
+    (Conflict, 409),
+    (JobNotFound, 404),
+    (NotFound, 404),
+    (TooManyRequests, 429),
+    (DatabaseUnavailable, 503),
+)
+# Members of a problem that a fact must not replace.
+_RENAMED = {"status": "job_status", "type": "kind", "title": "name", "detail": "about", "instance": "where"}
+
+
+class ProblemError(Exception):
+    """A refusal that only the door knows of; those of the use cases are SlotkeeperErrors."""
+
+    def __init__(self, status: int, code: str, title: str, detail: str, **facts: Any) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.title, self.detail, self.facts = status, code, title, detail, facts
+
+
+def problem_response(
+    status: int,
+    code: str,
+    title: str,
+    detail: str,
+    facts: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The response for one problem; `facts` are its further members."""
+    body = {
+        "type": f"urn:slotkeeper:problem:{code}",
+        "title": title,
+        "status": status,
+        "detail": printable_text(detail),
+        "instance": printable_text(request.path),
+        "code": code,
+        **{_RENAMED.get(name, name): _whole(value) for name, value in (facts or {}).items()},
+    }
+    response = Response(orjson.dumps(body, default=str), status, content_type=CONTENT_TYPE)
+    response.headers.update(headers or {})
+    return response
+
+
+def printable_text(text: str) -> str:
+    """What a stranger wrote, as JSON can carry it back: no half of a surrogate pair, and not too much."""
+    whole: str = _whole(text[:_LONGEST_TEXT])
+    return whole
+
+
+def _whole(fact: Any) -> Any:
+    """Without halves of surrogate pairs, which JSON cannot carry."""
+    return fact.encode(errors="replace").decode() if isinstance(fact, str) else fact
+
+
+def register_error_handlers(app: Flask) -> None:
+    """Let every error of `app` leave as a problem."""
+    for kind, answer in _answers().items():
+        app.register_error_handler(kind, answer)
+
+
+def problem_for(error: Exception) -> Response | HTTPException:
+    """The problem that an error is answered with."""
+    return next(answer for kind, answer in _answers().items() if isinstance(error, kind))(error)
+
+
+def _answers() -> dict[type[Exception], Callable[[Any], Response | HTTPException]]:
+    """By kind of error, the first that fits."""
+    return {
+        ProblemError: _of_door,
+        SlotkeeperError: _of_use_case,
+        ValidationError: validation_problem,
+        HTTPException: _of_http,
+        RedisError: _of_redis,
+        Exception: _of_bug,
+    }
+
+
+def _of_door(error: ProblemError) -> Response:
+    return problem_response(error.status, error.code, error.title, error.detail, error.facts)
+
+
+def _of_use_case(error: SlotkeeperError) -> Response:
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    if status >= 500:
+        log.warning("request_refused", code=error.code, path=request.path, detail=error.detail)
+    facts = dict(error.facts)
+    if isinstance(error, InvalidRequest):
+        facts["errors"] = [{"field": error.field, "message": printable_text(error.detail)}]
+    return problem_response(
+        status, error.code, error_title(error), error.detail, facts, _retry_after(error.retry_after_s)
+    )
+
+
+def error_title(error: SlotkeeperError) -> str:
+    """The first line of its class's docstring."""
+    return (type(error).__doc__ or error.code).partition("\n")[0].rstrip(".")
+
+
+def _retry_after(seconds: float | None) -> dict[str, str]:
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def validation_problem(error: ValidationError) -> Response:
+    """422: each field that is wrong, and why."""
+    return _of_door(validation_error(error))
+
+
+def validation_error(error: ValidationError, **facts: Any) -> ProblemError:
+    """The refusal of a body or query that is not as described, with `facts`."""
+    known = known_fields(error.title)
+    found = [_field_error(one, known) for one in error.errors(include_url=False, include_context=False)[:_MOST_ERRORS]]
+    detail = "; ".join(f"{one['field']} {one['message']}".strip() for one in found)
+    told = {"field": found[0]["field"], "errors": found, **facts}
+    return ProblemError(422, "invalid_request", "The request is not valid", detail, **told)
+
+
+_known_fields: dict[str, tuple[str, ...]] = {}
+
+
+def know_fields(title: str, fields: Iterable[str]) -> None:
+    """Name the fields of a request, so that a typo in one is answered with the nearest."""
+    _known_fields[title] = tuple(fields)
+
+
+def known_fields(title: str) -> tuple[str, ...]:
+    return _known_fields.get(title, ())
+
+
+def _field_error(error: Any, known: Iterable[str]) -> dict[str, str]:
+    message = printable_text(_message(error, known))
+    named = (str(part) for part in error["loc"] if part not in ("", "[key]"))  # The latter: a key itself is wrong.
+    field = printable_text(".".join(named)) or _first_named(message, known)
+    return {"field": field, "message": message.removeprefix(f"{field} ")}
+
+
+def _first_named(message: str, known: Iterable[str]) -> str:
+    """The field that a rule between fields speaks of."""
+    word = message.partition(" ")[0]
+    return word if word in known else "body"
+
+
+def _message(error: Any, known: Iterable[str]) -> str:
+    match error["type"]:
+        case "missing":
+            return "is missing; send it"
+        case "extra_forbidden":
+            near = get_close_matches(str(error["loc"][-1]), list(known), n=1)
+            return f"is not known; did you mean {near[0]}?" if near else "is not known; remove it"
+        case "value_error":
+            return str(error["msg"]).removeprefix("Value error, ")
+        case _:
+            return "is wrong: " + str(error["msg"])[0].lower() + str(error["msg"])[1:]
+
+
+def _of_http(error: HTTPException) -> Response | HTTPException:
+    if error.code is None or error.code < 400:  # a redirect, or an answer that is complete already
+        return error
+    if error.code == 413:
+        _flush()
+    response = error.get_response()
+    kept = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
+    code = error.name.lower().replace(" ", "_").replace("-", "_")
+    return problem_response(error.code, code, error.name, _detail(error), headers=kept)
+
+
+def _flush() -> None:
+    """Take the rest of a body that is refused, up to a bound, and keep none of it.
+
+    A client that still sends when the connection is closed sees a broken pipe, and never why.
+    """
+    left = request.content_length or _HEARD_OUT
+    if left > _HEARD_OUT:
+        return
+    body = request.environ["wsgi.input"]
+    while left > 0 and (piece := body.read(min(left, _PIECE))):
+        left -= len(piece)
+
+
+def _detail(error: HTTPException) -> str:
+    match error.code:
+        case 404:
+            return "There is nothing at this address; /docs lists what there is."
+        case 405:
+            return "This address does not take this method; the header Allow lists those that it takes."
+        case 413:
+            return (
+                f"At most {request.max_content_length} bytes are taken here; send a reference to the data instead, "
+                "or have the operator raise SLOTKEEPER_MAX_BODY_BYTES (for a batch SLOTKEEPER_MAX_BATCH_BYTES) and the "
+                "max_payload_bytes of the model."
+            )
+        case _:
+            return error.description or error.name
+
+
+def _of_redis(error: RedisError) -> Response:
+    log.warning("redis_away", path=request.path, error=str(error))
+    detail = "The waiting room does not answer at present; try again."
+    return problem_response(
+        503, "redis_unavailable", "Redis cannot be reached", detail, headers=_retry_after(_RETRY_AFTER_S)
+    )
+
+
+def _of_bug(error: Exception) -> Response:
+    log.error("request_failed", path=request.path, method=request.method, exc_info=error)
+    detail = "This is a fault of the server, and it is in its log; trying again may help."
+    return problem_response(500, "internal_error", "The server failed", detail)

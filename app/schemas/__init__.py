@@ -1,0 +1,1 @@
+"""Describes each request and response body once."""

@@ -1,0 +1,53 @@
+"""What is read and written about secrets by name; see app.schemas.job_schemas."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from app.api.openapi import Schema
+from app.schemas.base import From, ResponseSchema, Time
+from app.schemas.job_schemas import MODEL_NAME, BodySchema
+from slotkeeper.registry.secrets import Secret
+from tasks.security.vault import MAX_LENGTH, MIN_LENGTH, NAME_PATTERN, VALUE_PATTERN
+
+_SECRET: Any = {"pattern": f"^{NAME_PATTERN}$"}
+
+
+_Named = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
+
+
+class SecretPath(Schema):
+    name: str = Field(json_schema_extra=_SECRET)
+
+
+class SecretBody(BodySchema):
+    """A secret that descriptions of servers name: {{secret/NAME}}."""
+
+    value: str = Field(
+        description="Kept sealed, sent to servers, and shown to nobody.",
+        json_schema_extra={
+            "minLength": MIN_LENGTH,
+            "maxLength": MAX_LENGTH,
+            "pattern": f"^{VALUE_PATTERN}$",
+            "writeOnly": True,
+        },
+    )
+    models: list[_Named] | None = Field(
+        description="Whose descriptions may name it; null: those of all models.",
+        min_length=1,
+        max_length=100,
+        examples=[["flux"]],
+    )
+
+
+class SecretView(ResponseSchema, source=Secret):
+    secret: Annotated[str, From("name")]
+    models: Annotated[list[str] | None, From(lambda it: None if it.models is None else sorted(it.models))] = Field(
+        description="null: all."
+    )
+    set_by: str | None = Field(description="The tenant that set it.")
+    set_at: Time
+
+
+class SecretList(ResponseSchema):
+    secrets: list[SecretView]

@@ -1,0 +1,186 @@
+"""The demonstration of `slotkeeper up`: three pretending servers, and jobs that show what the queue does."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from app.config import AppSettings
+from app.terminal import console, safe_json, styled
+from app.up.roles import DemoServer
+from slotkeeper.client import Client, is_final
+
+Job = dict[str, Any]
+
+_PATIENCE_S = 120.0  # for the next job to end
+_LOOK_EVERY_S = 0.1
+_LOOKS_AT_ONCE = 50
+_TENANT = "demo"
+_DECLARED = {"pool": "demo", "memory": 24}  # so that there is something to ask for
+# Real ones are polled each 2 to 3 s; these runs take no longer than that.
+_POLLED = {
+    "flux": {"poll_interval": 0.5, "max_poll_time": 1200},
+    "trellis": {"poll_interval": 0.5, "max_poll_time": 600},
+}
+_PAYLOAD = '{"prompt": "a sunset"}'
+_SCENES = (
+    "a lighthouse in a storm",
+    "a cat asleep on a warm GPU",
+    "a sunset over a data centre",
+    "a paper boat in the rain",
+    "a night train through snow",
+)
+
+
+def mixed_jobs(count: int) -> list[Job]:
+    """Jobs for all three models with several priorities; one of them fails at its first attempt."""
+    jobs = []
+    for n in range(count):
+        model = ("zimg", "flux", "zimg", "trellis", "zimg")[n % 5]
+        payload: Job = {"prompt": _SCENES[n % len(_SCENES)]}
+        if n == min(2, count - 1):
+            payload |= {"fail": "error", "fail_attempts": 1}
+        jobs.append({"model": model, "payload": payload, "priority": (5, 5, 1, 9)[n % 4]})
+    return jobs
+
+
+@contextmanager
+def demo_key(settings: AppSettings) -> Iterator[str | None]:
+    """A key to use while the demonstration lasts, if the API asks for one."""
+    given = os.environ.get("SLOTKEEPER_KEY")
+    if given or not settings.require_keys:
+        yield given
+        return
+    from slotkeeper.clock import now_ms
+    from slotkeeper.errors import NotFound
+    from slotkeeper.registry.tenants import Tenant, Tenants
+    from tasks.services import database
+
+    tenants = Tenants(database())
+
+    def forget() -> None:
+        with suppress(NotFound):
+            tenants.remove(_TENANT)
+
+    forget()
+    try:
+        yield tenants.add(Tenant(_TENANT, admin=True), now_ms())
+    finally:
+        forget()
+
+
+def register(client: Client, servers: Sequence[DemoServer]) -> None:
+    """Raises ClientError."""
+    for server in servers:
+        body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
+        client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
+    for model, config in _POLLED.items():
+        client.request("PUT", f"/admin/model-configs/{model}", body={"model_type": "async", **config})
+
+
+def run_first_job(client: Client, command: str, say: Callable[[str], None], stop: threading.Event) -> int:
+    """One job from submit to result, and how to repeat it; 0: it has completed.  Raises ClientError.
+
+    `command`: our program, as it is called from a second terminal.
+    """
+    body: Job = {"model": "zimg", "payload": {"prompt": _SCENES[0]}}
+    submitted = client.retry(partial(client.post, "/queue/submit", body), 30)
+    job = next(_follow(client, [submitted["job_id"]], stop), None)
+    if stop.is_set():
+        return 1
+    if job is None:
+        say(f"First job {submitted['job_id']} has not ended within {_PATIENCE_S:.0f} s; look into the logs.")
+        return 1
+    say(f"First job {job['job_id']}: {job['status']} on {job['slot'] or 'no slot'}")
+    if job["status"] != "completed":
+        say(f"  {_error_of(job)}")
+        return 1
+    say(f"  result: {_compact(job['result'])}")
+    say(f"  yours:  {command} submit zimg '{_PAYLOAD}' --wait")
+    say("          (in this folder, from a second terminal)\n")
+    return 0
+
+
+def run_jobs(client: Client, count: int, stop: threading.Event) -> int:
+    """Submit mixed jobs, show how they come along, print what became of them; 0: all have completed.
+
+    Raises ClientError.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    ended = []
+    with Progress(*columns, console=screen) as progress:
+        ids = [
+            client.retry(partial(client.post, "/queue/submit", body), 60)["job_id"]
+            for body in progress.track(mixed_jobs(count), description="submitted")
+        ]
+        for job in progress.track(_follow(client, ids, stop), total=count, description="ended    "):
+            ended.append(job)
+    if stop.is_set():
+        return 1
+    screen.print(_table(ended))
+    unwell = [job for job in ended if job["status"] != "completed"]
+    for job in unwell:
+        screen.print(f"{job['job_id']}: {_error_of(job) or job['status']}")
+    failed = len(unwell) + count - len(ended)
+    screen.print(f"{count} jobs, {f'{failed} of them did not end well' if failed else 'all ended well'}.")
+    return 1 if failed else 0
+
+
+def _follow(client: Client, ids: Sequence[str], stop: threading.Event) -> Iterator[Job]:
+    """The jobs, each as it ends; ends early when none has for a long time, or when we shall stop."""
+    left = deque(ids)
+    until = time.monotonic() + _PATIENCE_S
+    while left and time.monotonic() < until:
+        for _ in range(min(len(left), _LOOKS_AT_ONCE)):
+            job = client.get(f"/queue/jobs/{left[0]}")
+            if is_final(job):
+                left.popleft()
+                until = time.monotonic() + _PATIENCE_S
+                yield job
+            else:
+                left.rotate(-1)
+        if left and stop.wait(_LOOK_EVERY_S):
+            return
+
+
+def _table(jobs: Sequence[Job]) -> Any:
+    """In the order in which they started."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    titles = ("order", "job", "model", "priority", "status", "attempts", "slot", "waited", "ran")
+    table = Table(*titles, box=SIMPLE_HEAD, padding=0)  # 80 columns hold it
+    for column in (0, 3, 5, 7, 8):
+        table.columns[column].justify = "right"
+    by_start = sorted(jobs, key=lambda job: job.get("started_at") or "~")
+    for order, job in enumerate(by_start, 1):
+        style = "green" if job["status"] == "completed" else "red"
+        waited = _seconds(job.get("created_at"), job.get("started_at"))
+        ran = _seconds(job.get("started_at"), job.get("completed_at"))
+        row = [str(order), job["job_id"][-7:], job["model"], str(job["priority"])]
+        row += [str(job["attempts"]), job.get("slot") or "-", waited, ran]
+        table.add_row(*row[:4], styled(job["status"], style), *row[4:])
+    return table
+
+
+def _seconds(since: str | None, until: str | None) -> str:
+    if not since or not until:
+        return "-"
+    return f"{(datetime.fromisoformat(until) - datetime.fromisoformat(since)).total_seconds():.2f}s"
+
+
+def _error_of(job: Job) -> str:
+    error = job.get("error") or {}
+    return f"{error.get('code')}: {error.get('message')}" if error else ""
+
+
+def _compact(value: Any) -> str:
+    return safe_json(value)

@@ -1,0 +1,106 @@
+"""The folder that holds all state of an installation on one machine."""
+
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from app.up.errors import UpError
+from routing.config import VALKEY_PASSWORD_FILE, VALKEY_PORT_FILE
+from slotkeeper.state_folder import (
+    StateFolderNotPrivate,
+    make_private_file,
+    make_private_folder,
+    read_or_create,
+    restrict_to_owner,
+)
+
+URL_FILE = "url"
+"""In the state folder: where this machine reaches the API."""
+_LEAST_FREE_MB = 32
+
+
+class InstallationFolder:
+    """While entered, nobody else runs on it.  Raises UpError: it cannot be used, or somebody does.
+
+    The lock belongs to the process, so it ends with it in whatever way; the file only tells whose it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.logs = self.path / "logs"
+
+    def __enter__(self) -> Self:
+        try:
+            self._prepare()
+            make_private_file(self.path / "up.lock")
+            self._lock = open(self.path / "up.lock", "a+")
+        except StateFolderNotPrivate as error:
+            raise UpError(error.detail) from error
+        except OSError as error:
+            raise UpError(
+                f"The state folder {self.path} cannot be used ({error.strerror}): set SLOTKEEPER_HOME to one that can."
+            ) from error
+        try:
+            self._take_lock()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def _prepare(self) -> None:
+        make_private_folder(self.path)
+        for folder in (self.logs, self.path / "valkey"):
+            folder.mkdir(exist_ok=True)
+        for within, folders, files in os.walk(self.path):
+            for name in folders + files:  # Some may be of a release that did not mind.
+                restrict_to_owner(Path(within, name))
+        free_mb = shutil.disk_usage(self.path).free >> 20
+        if free_mb < _LEAST_FREE_MB:
+            raise UpError(
+                f"Only {free_mb} MB are free in the state folder {self.path}: "
+                "make room, or set SLOTKEEPER_HOME to another folder."
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            raise UpError(
+                f"Another `slotkeeper up` (pid {holder}) runs on {self.path}: "
+                "stop it, or set SLOTKEEPER_HOME to another folder."
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+
+def flower_password(home: Path) -> str:
+    """Flower's password, kept in `home`; made by the first who asks."""
+    return read_or_create(home / "flower-password", lambda: secrets.token_urlsafe(18))
+
+
+def redis_password(home: Path) -> str:
+    """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.config)."""
+    return read_or_create(home / VALKEY_PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
+
+
+def write_addresses(home: Path, url: str, redis_port: int | None) -> None:
+    """Write down where the API and the embedded Valkey listen, for commands that know the folder alone.
+
+    Raises OSError.
+    """
+    notes = {URL_FILE: url} | ({} if redis_port is None else {VALKEY_PORT_FILE: str(redis_port)})
+    for name, text in notes.items():
+        make_private_file(home / name)
+        (home / name).write_text(f"{text}\n")

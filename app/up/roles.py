@@ -1,0 +1,220 @@
+"""What is to run, where: the settings, put together and checked."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.config import AppSettings
+from app.up.children import Role
+from app.up.errors import UpError
+from app.up.ports import Port, free_port
+from migrations.revisions import is_current
+from routing.config import RoutingSettings
+from slotkeeper.config import StorageSettings
+from tasks.config import TaskSettings
+
+S = TypeVar("S", bound=BaseSettings)
+
+_GRACE_S = 4.0  # on one machine, Ctrl-C shall take seconds
+_ENDS_AFTER_GRACE_S = 4.0
+
+
+class UpSettings(BaseSettings):
+    """Environment: SLOTKEEPER_FLOWER_PORT, SLOTKEEPER_DEMO_PORT."""
+
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
+
+    flower_port: int = Field(5555, ge=1, le=65535)
+    """Port of Flower's page."""
+    demo_port: int | None = Field(None, ge=1, le=65533)
+    """Port of the first demo server; the others have the next ones.  Empty: any that are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoServer:
+    """A reference server that only pretends."""
+
+    name: str
+    model: str
+    options: str
+    port: int
+    slots: int = 2
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        return "/generate"
+
+
+@dataclass(frozen=True, slots=True)
+class UpPlan:
+    """Everything that is decided before anything is started."""
+
+    home: Path
+    app: AppSettings
+    record_url: str
+    redis_url: str
+    """Of one's own; empty: one is started."""
+    broker_url: str
+    """Of one's own; empty: the Redis above."""
+    redis_port: int
+    flower_port: int
+    grace_s: float
+    demo: tuple[DemoServer, ...]
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the API."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.app.host, self.app.host)
+        scheme = "https" if self.app.tls_certificate else "http"
+        return f"{scheme}://[{host}]:{self.app.port}" if ":" in host else f"{scheme}://{host}:{self.app.port}"
+
+    @property
+    def flower_url(self) -> str:
+        return f"http://127.0.0.1:{self.flower_port}"
+
+    def command(self) -> str:
+        """Return how `slotkeeper` is called from a second terminal in the present folder."""
+        program = Path(sys.executable).with_name("slotkeeper")
+        called = shlex.quote(short_path(program)) if program.exists() else "slotkeeper"
+        if self.home == StorageSettings.model_fields["home"].default.absolute():
+            return called
+        return f"SLOTKEEPER_HOME={shlex.quote(short_path(self.home))} {called}"
+
+    def ports(self) -> list[Port]:
+        ports = [Port(self.app.port, "the API", "SLOTKEEPER_PORT", self.app.host)]
+        if not self.redis_url:
+            ports.append(Port(self.redis_port, "Valkey", "SLOTKEEPER_REDIS_PORT"))
+        ports.append(Port(self.flower_port, "Flower", "SLOTKEEPER_FLOWER_PORT"))
+        return ports + [Port(server.port, server.name, "SLOTKEEPER_DEMO_PORT") for server in self.demo]
+
+    def environment(self) -> dict[str, str]:
+        """What all children get, so that they agree wherever they run."""
+        given = {
+            "SLOTKEEPER_HOME": str(self.home),
+            "SLOTKEEPER_HOST": self.app.host,
+            "SLOTKEEPER_PORT": str(self.app.port),
+            "SLOTKEEPER_REDIS_PORT": str(self.redis_port),
+            "SLOTKEEPER_FLOWER_PORT": str(self.flower_port),
+            "SLOTKEEPER_DATABASE_URL": self.record_url,
+            "SLOTKEEPER_GRACE_S": str(self.grace_s),
+            "SLOTKEEPER_WEB_THREADS": str(self.app.web_threads),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONNODEBUGRANGES": "1",  # Traces name lines, not columns: 1 MiB in each of them.
+            # The programs of this environment, whether or not it is activated.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        }
+        return {**os.environ, **given}
+
+    def migration(self) -> Role | None:
+        """A process of its own, so that this one loads no database.  None: the record has the schema that it needs."""
+        if is_current(self.record_url):
+            return None
+        return Role("migrate", f'"{sys.executable}" -m app.cli migrate', exits=True)
+
+    def roles(self) -> list[Role]:
+        """What the Procfile lists, in its order, and the demo servers; Valkey is started before them.
+
+        Beat is a thread of maintenance here, and the relay one of webhooks: there is one of each, and a process costs
+        memory.
+        """
+        stops = {  # turn, seconds
+            "web": (0, 4.0),
+            "worker": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
+            "maintenance": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
+            "webhooks": (1, 7.0),
+            "flower": (2, 2.0),
+        }
+        roles = []
+        commands = {name: command for name, command in read_procfile().items() if name not in ("beat", "relay")}
+        commands["maintenance"] += " --embedded-beat"
+        commands["webhooks"] += " --embedded-relay"
+        for name, command in commands.items():
+            turn, stop_s = stops.get(name, (1, 5.0))
+            port = self.flower_port if name == "flower" else None
+            roles.append(Role(name, command, port, stop_timeout_s=stop_s, stop_order=turn))
+        python = f'"{sys.executable}" -m slotkeeper.serve'
+        for server in self.demo:
+            command = f"{python} {server.options} --slots {server.slots} --port {server.port} --grace 1"
+            roles.append(Role(server.name, command, server.port, stop_timeout_s=3, stop_order=2))
+        return roles
+
+
+def read_plan(demo: bool) -> UpPlan:
+    """Raises UpError: a setting is wrong."""
+    app, record, routing = read_settings(AppSettings), read_settings(StorageSettings), read_settings(RoutingSettings)
+    tasks, up = read_settings(TaskSettings), read_settings(UpSettings)
+    try:
+        app.check_exposure()
+    except ValueError as error:
+        raise UpError(f"{error}.") from error
+    return UpPlan(
+        home=record.home.absolute(),
+        app=app,
+        record_url=_rooted(record.sqlalchemy_url),
+        redis_url=routing.redis_url,
+        broker_url=tasks.broker_url,
+        redis_port=routing.redis_port,
+        flower_port=up.flower_port,
+        grace_s=tasks.grace_s if "grace_s" in tasks.model_fields_set else _GRACE_S,
+        demo=_demo_servers(up.demo_port) if demo else (),
+    )
+
+
+def short_path(path: Path) -> str:
+    """Return the path as it is seen from the present folder, where that is shorter."""
+    with suppress(ValueError):
+        return str(path.relative_to(os.getcwd()))
+    return str(path)
+
+
+def read_procfile() -> Mapping[str, str]:
+    """The roles and their commands."""
+    from honcho.environ import parse_procfile
+
+    return dict(parse_procfile(Path(__file__).with_name("Procfile").read_text()).processes)
+
+
+def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
+    first, second, third = (base + n if base else free_port() for n in range(3))
+    return (
+        DemoServer("zimg-api1", "zimg", "slotkeeper.serve.demo:zimg", first),
+        DemoServer("flux-api1", "flux", "slotkeeper.serve.demo:flux --async", second),
+        DemoServer("trellis-api1", "trellis", "slotkeeper.serve.demo:trellis --async", third, slots=1),
+    )
+
+
+def _rooted(url: str) -> str:
+    """The same URL for children that run in another folder.  They parse the rest of it."""
+    kind, separator, _ = url.partition("://")
+    backend = kind.partition("+")[0]
+    if not separator:
+        raise UpError("SLOTKEEPER_DATABASE_URL is no SQLAlchemy URL, such as postgresql://user@host/name.")
+    if backend not in ("sqlite", "postgresql"):
+        raise UpError(f"SLOTKEEPER_DATABASE_URL names {backend}, and the record can be kept in sqlite or postgresql.")
+    start, _, place = url.partition(":///")
+    path, mark, query = place.partition("?")
+    return f"{start}:///{os.path.abspath(path)}{mark}{query}" if backend == "sqlite" and path else url
+
+
+def read_settings(settings: type[S]) -> S:
+    """Raises UpError: one is wrong."""
+    try:
+        return settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"]).upper().removeprefix("SLOTKEEPER_")
+        message = str(first["msg"]).removeprefix("Value error, ")
+        what = f"SLOTKEEPER_{name}={first['input']!r} is wrong: {message}" if name else message
+        raise UpError(f"{what}.") from error

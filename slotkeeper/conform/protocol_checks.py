@@ -1,0 +1,464 @@
+"""The clauses of the slot protocol, each as a function that puts a server to it.
+
+To add one: a function here, and its name behind the clause in docs/slot-protocol.md; tests/house compares both.
+"""
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import requests
+
+from slotkeeper.conform.check_context import CheckContext, Skipped, a_job_id, require, require_equal, wait_until
+
+Level = Literal["MUST", "SHOULD"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One clause: where it stands, how binding it is, and what it says in a sentence."""
+
+    name: str
+    section: str
+    level: Level
+    says: str
+    act: Callable[[CheckContext], None]
+
+
+CHECKS: list[Check] = []
+
+
+def check(
+    section: str, level: Level = "MUST"
+) -> Callable[[Callable[[CheckContext], None]], Callable[[CheckContext], None]]:
+    """Put a function on the list; its docstring is the sentence."""
+
+    def add(act: Callable[[CheckContext], None]) -> Callable[[CheckContext], None]:
+        says = " ".join((act.__doc__ or "").split())
+        CHECKS.append(Check(act.__name__.replace("_", "-"), section, level, says, act))
+        return act
+
+    return add
+
+
+# -- Answers ---------------------------------------------------------------------------------------------------
+
+
+@check("Answers")
+def result_of_the_function(stage: CheckContext) -> None:
+    """A call is answered with the function's result."""
+    answer = stage.served.dispatch({"prompt": "a cat"})
+    require_equal(answer.status_code, 200, "the status of the answer")
+    ended = stage.served.outcome(answer)
+    require_equal(
+        (ended["status"], ended["result"]), ("completed", {"echo": {"prompt": "a cat"}}), "the end of the run"
+    )
+
+
+@check("Answers")
+def first_answer_of_the_mode(stage: CheckContext) -> None:
+    """The first answer is that of the mode: sync the result, async an id."""
+    said = stage.served.dispatch({"prompt": "a cat"}).json()
+    if stage.served.mode == "sync":
+        require_equal(said, {"status": "success", "result": {"echo": {"prompt": "a cat"}}}, "the answer")
+    else:
+        require_equal(said["status"], "processing", "the word of the answer")
+        require(said["job_id"], "the answer has no job_id")
+
+
+@check("Answers")
+def error_of_the_function(stage: CheckContext) -> None:
+    """A run that ends with an error may be tried again."""
+    answer = stage.served.dispatch({"fail": "error"})
+    require_equal(answer.status_code, 500 if stage.served.mode == "sync" else 200, "the status of the answer")
+    ended = stage.served.outcome(answer)
+    require_equal((ended["status"], ended.get("retryable", True)), ("failed", True), "status and retryable")
+    require(ended["error"], "the answer has no error")
+
+
+@check("Answers")
+def wrong_request(stage: CheckContext) -> None:
+    """A wrong request is final."""
+    answer = stage.served.dispatch({"fail": "invalid"})
+    require_equal(answer.status_code, 422 if stage.served.mode == "sync" else 200, "the status of the answer")
+    ended = stage.served.outcome(answer)
+    require_equal((ended["status"], ended["retryable"]), ("failed", False), "status and retryable")
+    require(ended["error"], "the answer has no error")
+
+
+@check("Answers")
+def no_json(stage: CheckContext) -> None:
+    """A body that is no JSON is refused, in JSON, and shows nothing of the code."""
+    for body in (b"", b"{", b"no JSON", b"\xff\xfe"):
+        answer = stage.served.post(body)
+        require(400 <= answer.status_code < 500, f"{body!r} is answered {answer.status_code}")
+        require(answer.json()["error"], f"the answer to {body!r} has no error")
+        require("Traceback" not in answer.text, f"the answer to {body!r} shows a traceback")
+
+
+@check("Answers")
+def refused_body_takes_no_slot(stage: CheckContext) -> None:
+    """A refused body takes no slot."""
+    stage.served.post(b"{")
+    require_equal(stage.served.health()["active_jobs"], 0, "active_jobs")
+
+
+# -- Who gets a slot -------------------------------------------------------------------------------------------
+
+
+@check("Who gets a slot")
+def no_more_than_slots(stage: CheckContext) -> None:
+    """As many run at once as there are slots, and not one more."""
+    runs = stage.fill()
+    answer = stage.served.dispatch(stage.payload())
+    require_equal(answer.status_code, 503, "the status of one call more than there are slots")
+    require(stage.gate.nobody_waits(), "one run more than there are slots began")
+    require_equal(stage.served.health()["active_jobs"], len(runs), "active_jobs")
+
+
+@check("Who gets a slot")
+def busy_when_full(stage: CheckContext) -> None:
+    """A full server tells the dispatcher at once that it is busy, and when to come again."""
+    stage.fill()
+    started = time.monotonic()
+    answer = stage.served.dispatch(stage.payload())
+    took_s = time.monotonic() - started
+    require_equal((answer.status_code, answer.json()["status"]), (503, "busy"), "the answer of a full server")
+    require(int(answer.headers.get("Retry-After", 0)) >= 1, "there is no Retry-After of at least a second")
+    require(took_s < 2, f"it took {took_s:.1f} s to say so: the job waited inside")
+
+
+@check("Who gets a slot")
+def slot_serves_again(stage: CheckContext) -> None:
+    """A slot serves again after each way to end."""
+    for how in ("return", "error", "invalid"):
+        for run in stage.fill():
+            run.finish(how)
+    require_equal(stage.served.health()["active_jobs"], 0, "active_jobs")
+    require_equal(stage.begin().finish()["status"], "completed", "the next run's end")
+
+
+@check("Who gets a slot")
+def direct_call_runs_at_once(stage: CheckContext) -> None:
+    """A direct call runs at once when a slot is free."""
+    require_equal(stage.begin_direct().finish()["status"], "completed", "its end")
+
+
+@check("Who gets a slot")
+def direct_call_waits(stage: CheckContext) -> None:
+    """A direct call to a full server waits, and is told its place."""
+    stage.fill()
+    answers = [stage.served.generate(stage.payload()) for _ in range(2)]
+    require_equal([answer.status_code for answer in answers], [200, 200], "the status of both answers")
+    require_equal([answer.json()["status"] for answer in answers], ["queued", "queued"], "their word")
+    require_equal([answer.json()["position"] for answer in answers], [1, 2], "their position")
+    require_equal(stage.served.status(answers[1].json()["job_id"]).json()["position"], 2, "the position in /status")
+
+
+@check("Who gets a slot")
+def direct_queue_is_bounded(stage: CheckContext) -> None:
+    """At most so many direct calls wait; the next is refused."""
+    stage.fill()
+    for _ in range(stage.served.max_direct_queue):
+        stage.queue()
+    answer = stage.served.generate(stage.payload())
+    require_equal((answer.status_code, answer.json()["error"]), (503, "Queue full"), "the answer to one more")
+    require_equal(stage.served.health()["direct_queue"], stage.served.max_direct_queue, "direct_queue")
+
+
+@check("Who gets a slot")
+def direct_calls_in_order(stage: CheckContext) -> None:
+    """Direct calls run in the order in which they came."""
+    running = stage.fill()
+    names = ("first", "second", "third")
+    waiting = [stage.queue(name) for name in names]
+    running[0].finish()
+    for name, job_id in zip(names, waiting, strict=True):
+        held = stage.gate.arrival()
+        require_equal(held.name, name, "the next to run")
+        held.release()
+        require_equal(stage.served.ended(job_id)["result"]["echo"]["name"], name, "whose result its id has")
+
+
+@check("Who gets a slot")
+def direct_queue_first(stage: CheckContext) -> None:
+    """The direct queue drains before dispatcher traffic gets a slot, at every moment until its last call has begun."""
+    running = stage.fill()
+    waiting = [stage.queue(name) for name in ("first", "second")]
+    running[0].finish()
+    for name in ("first", "second"):
+        held = stage.gate.arrival()
+        require_equal(held.name, name, "the next to run")
+        require_equal(
+            stage.served.dispatch(stage.payload("dispatcher")).status_code, 503, "the answer to the dispatcher"
+        )
+        held.release()
+    stage.served.ended(waiting[1])
+    require_equal(stage.begin().finish()["status"], "completed", "the dispatcher's run afterwards")
+
+
+# -- Status ----------------------------------------------------------------------------------------------------
+
+
+@check("Status")
+def processing_until_the_end(stage: CheckContext) -> None:
+    """An async run is processing until it ends."""
+    if stage.served.mode != "async":
+        raise Skipped("async only")
+    run = stage.begin()
+    job_id = run.answer.result(10).json()["job_id"]
+    require_equal(stage.served.word(job_id), "processing", "its status")
+    run.finish()
+    require(stage.served.ended(job_id)["status"] in ("success", "completed", "done"), "it has not ended well")
+
+
+@check("Status")
+def unknown_id(stage: CheckContext) -> None:
+    """An unknown id is not found."""
+    answer = stage.served.status("nobody-has-this-id")
+    require_equal((answer.status_code, answer.json()["status"]), (404, "unknown"), "the answer")
+
+
+@check("Status")
+def reading_destroys_nothing(stage: CheckContext) -> None:
+    """A result can be read again: its reader may die before it has saved it."""
+    if stage.served.mode != "async":
+        raise Skipped("async only")
+    job_id = stage.served.dispatch({"prompt": "a cat"}).json()["job_id"]
+    require_equal(
+        stage.served.ended(job_id), stage.served.status(job_id).json(), "the first reading, against the second,"
+    )
+
+
+# -- Health ----------------------------------------------------------------------------------------------------
+
+
+@check("Health")
+def health_counts_what_runs(stage: CheckContext) -> None:
+    """Health counts the runs that run."""
+    runs = stage.fill()
+    require_equal(stage.served.health()["active_jobs"], len(runs), "active_jobs")
+
+
+@check("Health", "SHOULD")
+def health_names_what_runs(stage: CheckContext) -> None:
+    """Health names each run by the dispatcher's id."""
+    stage.served.needs("ids")
+    runs = stage.fill()
+    require_equal(sorted(stage.served.health()["job_ids"]), sorted(run.job for run in runs), "job_ids")
+
+
+@check("Health")
+def health_counts_none_that_waits(stage: CheckContext) -> None:
+    """Health counts no job that only waits."""
+    runs = stage.fill()
+    job_id = stage.queue()
+    now = stage.served.health()
+    require_equal((now["active_jobs"], now["direct_queue"]), (len(runs), 1), "active_jobs and direct_queue")
+    require(job_id not in now.get("job_ids", ()), "job_ids has a call that waits")
+
+
+@check("Health")
+def health_answers_when_full(stage: CheckContext) -> None:
+    """Health answers within a second while every slot runs and calls wait."""
+    stage.fill()
+    for _ in range(stage.served.max_direct_queue):
+        stage.queue()
+    for _ in range(20):
+        require_equal(requests.get(f"{stage.served.url}/health", timeout=1).status_code, 200, "the status of /health")
+
+
+@check("Health")
+def gone_when_its_end_is_known(stage: CheckContext) -> None:
+    """A run is gone from health when its caller knows its end."""
+    run = stage.begin()
+    run.finish()
+    now = stage.served.health()
+    require(now["active_jobs"] == 0 and run.job not in now.get("job_ids", ()), "health still counts it")
+
+
+@check("Health")
+def caller_that_hangs_up(stage: CheckContext) -> None:
+    """A run is counted until it has really ended, also when its caller has gone; then its slot comes back."""
+    parts = urlsplit(stage.served.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
+    headers = {"X-Source": "dispatcher", "X-Job-Id": a_job_id(), "X-Attempt": "1"}
+    connection.request("POST", stage.served.endpoint, json.dumps(stage.payload()), headers)
+    held = stage.gate.arrival()
+    connection.close()
+    require(stage.served.health()["active_jobs"] <= 1, "more runs are counted than there are")
+    held.release()
+    wait_until(lambda: stage.served.health()["active_jobs"] == 0, "the slot's return")
+
+
+# -- Cancel ----------------------------------------------------------------------------------------------------
+
+
+@check("Cancel", "SHOULD")
+def cancel_of_an_unknown_id(stage: CheckContext) -> None:
+    """To cancel an unknown id is not found."""
+    stage.served.needs("cancel")
+    answer = stage.served.cancel("nobody-has-this-id")
+    require_equal((answer.status_code, answer.json()["status"]), (404, "unknown"), "the answer")
+
+
+@check("Cancel", "SHOULD")
+def cancel_of_what_waits(stage: CheckContext) -> None:
+    """A direct call that waits is dropped by a cancel."""
+    stage.served.needs("cancel")
+    running = stage.fill()
+    first, second = stage.queue("first"), stage.queue("second")
+    require_equal(stage.served.cancel(first).json()["status"], "canceled", "the answer")
+    require_equal(stage.served.health()["direct_queue"], 1, "direct_queue")
+    require_equal(stage.served.word(first), "canceled", "its status")
+    running[0].finish()
+    require_equal(stage.gate.arrival().name, "second", "the next to run")
+    require_equal(stage.served.word(second), "processing", "its status")
+
+
+@check("Cancel")
+def cancel_of_what_runs(stage: CheckContext) -> None:
+    """A run that is told to end ends, and `canceled` is not said before it does."""
+    stage.served.needs("cancel")
+    for suffix in ("", ".1") if "ids" not in stage.served.without else ("",):
+        run = stage.begin()
+        said = stage.served.cancel(run.job + suffix).json()["status"]
+        require(said in ("canceling", "canceled"), f"the answer is {said!r}")
+        if said == "canceled":
+            require(run.job not in stage.served.health().get("job_ids", ()), "canceled was said of a run that runs")
+        require_equal(run.outcome()["status"], "canceled", "its end")
+        require(run.job not in stage.served.health().get("job_ids", ()), "health still names it")
+
+
+@check("Cancel", "SHOULD")
+def cancel_of_what_has_ended(stage: CheckContext) -> None:
+    """A cancel changes nothing about a run that has ended."""
+    stage.served.needs("cancel")
+    stage.served.needs("ids")
+    run = stage.begin()
+    run.finish()
+    require_equal(stage.served.cancel(run.job).json()["status"], "completed", "the answer")
+    require_equal(stage.served.word(run.job), "completed", "its status")
+
+
+# -- The same work twice ---------------------------------------------------------------------------------------
+
+
+@check("The same work twice", "SHOULD")
+def found_by_job_and_attempt(stage: CheckContext) -> None:
+    """A run is found by job and attempt: a dispatcher that died before it saved the server's id asks for these."""
+    stage.served.needs("ids")
+    run = stage.begin(attempt=3)
+    require_equal(stage.served.word(f"{run.job}.3"), "processing", "its status")
+    run.finish()
+    require_equal(stage.served.ended(f"{run.job}.3")["result"]["echo"]["name"], run.job, "whose result it has")
+
+
+@check("The same work twice", "SHOULD")
+def bare_id_finds_the_newest(stage: CheckContext) -> None:
+    """The dispatcher's own id finds the newest attempt."""
+    stage.served.needs("ids")
+    job = a_job_id()
+    stage.begin(job, attempt=1).finish("error")
+    require_equal(stage.served.word(job), "failed", "its status after the first attempt")
+    stage.begin(job, attempt=2).finish()
+    require_equal(stage.served.word(job), "completed", "its status after the second")
+    require_equal(stage.served.word(f"{job}.1"), "failed", "the first attempt's")
+
+
+@check("The same work twice", "SHOULD")
+def completed_key_is_answered_again(stage: CheckContext) -> None:
+    """A key that has completed is answered from memory, without another run."""
+    stage.served.needs("idempotency")
+    job = a_job_id()
+    first = stage.begin(job, key=job).finish()
+    again = stage.served.outcome(stage.served.dispatch(stage.payload(), job, attempt=2, key=job))
+    require_equal(again["result"], first["result"], "the second answer's result")
+    require(stage.gate.nobody_waits(), "it ran again")
+
+
+@check("The same work twice", "SHOULD")
+def running_key_is_joined(stage: CheckContext) -> None:
+    """A key that is still running is joined, and takes no second slot."""
+    stage.served.needs("idempotency")
+    job = a_job_id()
+    run = stage.begin(job, key=job)
+    joined = stage.later(lambda: stage.served.dispatch(stage.payload(), job, attempt=2, key=job))
+    if stage.served.mode == "async":
+        ids = [answer.result(10).json()["job_id"] for answer in (joined, run.answer)]
+        require_equal(ids[0], ids[1], "the id of the run that was joined")
+    require_equal(stage.served.health()["active_jobs"], 1, "active_jobs")
+    first = run.finish()
+    require_equal(stage.served.outcome(joined.result(10))["result"], first["result"], "the second answer's result")
+    require(stage.gate.nobody_waits(), "it ran again")
+
+
+@check("The same work twice", "SHOULD")
+def running_key_is_joined_when_full(stage: CheckContext) -> None:
+    """It is joined also when every slot is taken: told "busy", the dispatcher would send it elsewhere."""
+    stage.served.needs("idempotency")
+    job = a_job_id()
+    run = stage.begin(job, key=job)
+    for _ in range(stage.served.slots - 1):
+        stage.begin()
+    joined = stage.later(lambda: stage.served.dispatch(stage.payload(), job, attempt=2, key=job))
+    first = run.finish()
+    answer = joined.result(10)
+    require_equal(answer.status_code, 200, "the status of the second answer")
+    require_equal(stage.served.outcome(answer)["result"], first["result"], "its result")
+
+
+@check("The same work twice", "SHOULD")
+def failed_run_is_not_remembered(stage: CheckContext) -> None:
+    """A run that failed is not remembered by its key: a retry runs again."""
+    stage.served.needs("idempotency")
+    for how in ("error", "invalid"):
+        job = a_job_id()
+        require_equal(stage.begin(job, attempt=1, key=job).finish(how)["status"], "failed", "the first attempt's end")
+        require_equal(stage.begin(job, attempt=2, key=job).finish()["status"], "completed", "the second's")
+
+
+@check("The same work twice")
+def restart_forgets_what_ran(stage: CheckContext) -> None:
+    """After a restart health counts nothing, and what ran is not said to run."""
+    if stage.served.restart is None:
+        raise Skipped("nobody says how this server is started again")
+    run = stage.begin()
+    run.answer.add_done_callback(lambda _: None)
+    stage.served.restart()
+    wait_until(lambda: _is_there(stage), "the server's return")
+    require_equal(stage.served.health()["active_jobs"], 0, "active_jobs after the restart")
+    answer = stage.served.status(run.job)
+    require(answer.status_code == 404 or answer.json()["status"] != "processing", "/status says that it still runs")
+    require_equal(stage.begin().finish()["status"], "completed", "the next run's end")
+
+
+# -- Connections -----------------------------------------------------------------------------------------------
+
+
+@check("Connections", "SHOULD")
+def connection_serves_many_calls(stage: CheckContext) -> None:
+    """A connection serves many calls without delay (an answer in two packets without TCP_NODELAY costs 40 ms)."""
+    parts = urlsplit(stage.served.url)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)) as connection:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        sock, started = connection.sock, time.monotonic()
+        for _ in range(50):
+            connection.request("GET", "/health")
+            json.loads(connection.getresponse().read())
+            require(connection.sock is sock, "it was closed")
+        took_s = time.monotonic() - started
+    require(took_s < 1.5, f"50 calls took {took_s:.1f} s")
+
+
+def _is_there(stage: CheckContext) -> bool:
+    try:
+        return bool(stage.served.health())
+    except requests.RequestException:
+        return False

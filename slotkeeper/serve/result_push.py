@@ -1,0 +1,85 @@
+"""Tells whoever asked for it how a run ended."""
+
+import http.client
+import logging
+import threading
+import time
+from urllib.parse import urlsplit
+
+import orjson
+
+from slotkeeper.serve.protocol_responses import status_body
+from slotkeeper.serve.run_scheduler import Callback, Run
+
+log = logging.getLogger("reference_server")
+
+TRIES = 4
+FIRST_PAUSE_S = 0.5  # doubled after each try
+TIMEOUT_S = 5.0
+
+
+class Pusher:
+    """One thread per push, so that a slow receiver delays nobody else.
+
+    A push is a courtesy that can get lost: after the last try it is dropped, and `/status` still has the answer.
+    """
+
+    def __init__(self, pause_s: float = FIRST_PAUSE_S) -> None:
+        self._pause_s = pause_s
+        self._threads: set[threading.Thread] = set()
+
+    def push(self, run: Run, callback: Callback) -> None:
+        body = orjson.dumps(status_body(run))
+        thread = threading.Thread(target=self._deliver, args=(callback, body), name=f"push-{run.id}", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the pushes under way; False when some are still trying after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in list(self._threads))
+
+    def _deliver(self, callback: Callback, body: bytes) -> None:
+        try:
+            self._try_until_taken(callback, body)
+        finally:
+            self._threads.discard(threading.current_thread())
+
+    def _try_until_taken(self, callback: Callback, body: bytes) -> None:
+        pause_s = self._pause_s
+        for number in range(TRIES):
+            if number:
+                time.sleep(pause_s)
+                pause_s *= 2
+            try:
+                status = post(callback, body)
+            except (OSError, http.client.HTTPException) as error:
+                log.warning("push to %r: %r", urlsplit(callback.url).netloc, error)
+                continue
+            if status < 500 and status != 429:  # taken, or refused for good: the token or the job is not known
+                return
+
+
+def post(callback: Callback, body: bytes) -> int:
+    """One try; the status it got.  Follows no redirect and uses no proxy.  Raises OSError, HTTPException."""
+    url = urlsplit(callback.url)
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    connection = kind(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    try:
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {callback.token}"}
+        connection.request("POST", path, body, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def usable(url: str) -> bool:
+    """Whether it can be pushed to at all."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -1,0 +1,198 @@
+"""How long it takes until everything is as it was: python -m tools.benchmarks.recovery_benchmark [flush] [reap] [ledger] [kill] [JOBS].
+
+flush   JOBS wait (100,000), Redis is emptied: until all wait again, in order
+reap    1,000 workers' leases expire at once: until all their jobs are back
+ledger  1,000,000 jobs in the record: one reading of the ledger
+kill    a worker is killed under a job, default settings: until it is started again, by a server with job ids
+"""
+
+import signal
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import requests
+
+from migrations.migrate import upgrade
+from routing.admission.admission import Admission
+from routing.config import RoutingSettings
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import reconcile
+from routing.queries.estimates import Estimates
+from routing.queries.forecasts import Forecasts
+from routing.queue.leases import Leases
+from routing.queue.queues import Offer, Queues
+from routing.queue.slots import Slots
+from slotkeeper.clock import now_ms
+from slotkeeper.db.group_commit import Database
+from slotkeeper.jobs import ledger as books
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.catalog_cache import CatalogCache
+from tests.support.stack import Stack, eventually
+from tests.support.starts import begin_run
+from tests.support.valkey import Valkey
+
+_INSERT = """
+WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, source, payload)
+SELECT printf('%s-%012d', lower(hex(randomblob(8))), i), 'zimg', CASE WHEN i % ? THEN 'completed' ELSE 'queued' END,
+       'submitted', 1 + i % 9, 'default', 0, 'rest', '{"prompt":"a sunset over the sea","steps":30}' FROM n
+"""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class _Nobody:
+    """Is told of offers and ends, and does nothing."""
+
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None: ...
+
+    def notify_ended(self, moved: Transition) -> None: ...
+
+
+@contextmanager
+def _record(jobs: int, queued_every: int = 1) -> Iterator[Database]:
+    """A record with so many jobs, each n-th of them queued, the others completed."""
+    with tempfile.TemporaryDirectory() as home:
+        url = f"sqlite:///{home}/record.db"
+        upgrade(url)
+        with closing(sqlite3.connect(f"{home}/record.db")) as connection, connection:
+            connection.execute(_INSERT, (jobs, queued_every))
+        database = Database(url)
+        yield database
+        database.close()
+
+
+@contextmanager
+def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Valkey]]:
+    settings = RoutingSettings()
+    with tempfile.TemporaryDirectory() as home, Valkey(Path(home)) as valkey:
+        scripts = Scripts(connect(valkey.url, settings.redis_timeout_s), Keys("bench"))
+        catalog = Catalog(database)
+        catalog.register("zimg", "gpu", "http://127.0.0.1:9/generate", slots, now_ms())
+        cache, queues = CatalogCache(catalog, settings.catalog_refresh_s), Queues(scripts, settings)
+        estimates = Estimates(cache, Forecasts(scripts))
+        yield (
+            Dispatcher(
+                store=JobStore(database),
+                catalog=cache,
+                queues=queues,
+                leases=Leases(scripts, settings),
+                slots=Slots(scripts, settings),
+                admission=Admission(queues, cache, estimates, settings),
+                observer=estimates,
+                settings=settings,
+                announcer=_Nobody(),
+                check_url=lambda url: None,
+            ),
+            valkey,
+        )
+
+
+def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
+    """Whether the record's queued jobs are all there, each in its lane, in order of acceptance."""
+    with valkey.client() as redis:
+        room = [
+            (int(lane.split(b"|")[0]), int(seq), job.decode())
+            for lane in redis.zrange("bench:{zimg}:lanes", 0, -1)
+            for job, seq in redis.zrange(b"bench:{zimg}:lanes:" + lane, 0, -1, withscores=True)
+        ]
+        offered = {job.decode() for job in redis.hvals("bench:{zimg}:slots")}
+    recorded, seq = [], 0
+    while batch := dispatcher.store.list_queued(["zimg"], seq, 10_000):
+        recorded += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
+        seq = batch[-1].seq
+    return room == sorted(recorded)
+
+
+def flush(jobs: int) -> None:
+    with _record(jobs) as database, _dispatcher(database, 1) as (dispatcher, valkey):
+        for _ in range(3):  # as maintenance that has been running for a while
+            reconcile.sweep(dispatcher)
+        valkey.flush()
+        took_s = _timed(lambda: reconcile.sweep(dispatcher))
+        how = "in order" if _in_order(dispatcher, valkey) else "OUT OF ORDER"
+        _say(f"flush       {jobs:,} waiting jobs: all back in {took_s:.1f} s, {how}")
+        idle_ms = _timed(lambda: reconcile.sweep(dispatcher)) * 1000
+        _say(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
+
+
+def reap(jobs: int = 1000) -> None:
+    with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
+        reconcile.sweep(dispatcher)
+        while offers := [lease for lease, _ in dispatcher.leases.list_all(["zimg"])["zimg"] if not lease.owner]:
+            for lease in offers:
+                offer = Offer("zimg", lease.job_id, lease.name, lease.slot, lease.server, "zimg", 0)
+                assert begin_run(dispatcher, offer, "dead worker") is not None
+            dispatcher.queues.offer("zimg")
+        with valkey.client() as redis:
+            names = redis.zrange("bench:{zimg}:leases", 0, -1)
+            redis.zadd("bench:{zimg}:leases", dict.fromkeys(names, 1))
+        took_s = _timed(lambda: _reap_all(dispatcher, jobs))
+        _say(f"reap        {jobs:,} leases that expired at once: taken back in {took_s:.2f} s")
+
+
+def _reap_all(dispatcher: Dispatcher, jobs: int) -> None:
+    while jobs > 0:
+        jobs -= reconcile.reap(dispatcher)
+
+
+def ledger(jobs: int = 1_000_000) -> None:
+    with _record(jobs, queued_every=10) as database:
+        assert books.read(database).balanced
+        took = [_timed(lambda: books.read(database)) * 1000 for _ in range(5)]
+        _say(f"ledger      {jobs:,} jobs: {statistics.median(took):.0f} ms")
+
+
+def kill() -> None:
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
+        server = stack.server("bench-server", 1)
+        stack.maintenance()
+        stack.beat()
+        stack.web()
+        first = stack.worker("first")
+        body = {"model": "bench", "server": "bench-server", "endpoint": server.endpoint, "slots": 1}
+        requests.post(f"{stack.url}/admin/register", json=body, timeout=10).raise_for_status()
+        job = {"model": "bench", "payload": {"seconds": 30}}
+        job_id = requests.post(f"{stack.url}/queue/submit", json=job, timeout=10).json()["job_id"]
+        store = JobStore(Database(f"sqlite:///{home}/record.db"))
+        eventually(lambda: _starts(store, job_id) == 1, "it runs", 60)
+        second = stack.worker("second")
+        eventually(lambda: " ready." in second.log, "another worker is ready", 60)
+        first.stop(signal.SIGKILL)
+        took_s = _timed(lambda: eventually(lambda: _starts(store, job_id) == 2, "it runs again", 60, 0.01))
+        _say(f"kill        a worker, default settings: its job is started again after {took_s:.1f} s")
+        store.database.close()
+
+
+def _starts(store: JobStore, job_id: str) -> int:
+    return len([event for event in store.list_events(job_id) if event.type == "job.started"])
+
+
+def main(words: list[str]) -> None:
+    jobs = int(next((word.replace(",", "") for word in words if word[0].isdigit()), "100000"))
+    parts: dict[str, Callable[[], None]] = {"flush": lambda: flush(jobs), "reap": reap, "ledger": ledger, "kill": kill}
+    for name in [word for word in words if word in parts] or parts:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

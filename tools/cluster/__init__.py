@@ -1,0 +1,1 @@
+"""Starts a whole Slotkeeper of real processes, and breaks it."""

@@ -1,0 +1,201 @@
+"""Which fault comes when: a pure function of the seed.
+
+To add a kind of fault: a member of Kind, its line in _LASTS_S and in `targets`, and how it begins and ends in acts.py.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tools.cluster.protocol_filters import MessageFault
+from tools.cluster.tcp_proxy import Direction
+
+
+class Kind(StrEnum):
+    """What can be done to a Slotkeeper."""
+
+    WORKER = "worker"  # SIGKILL
+    STOP = "stop"  # SIGSTOP for longer than a lease, then SIGCONT: a zombie that wakes must change nothing
+    RESTARTS = "restarts"  # SIGTERM of a worker, which drains, and a start
+    MAINTENANCE = "maintenance"  # SIGKILL
+    BEAT = "beat"  # SIGKILL
+    WEB = "web"  # SIGKILL
+    REDIS = "redis"  # SIGKILL; it comes back with its file
+    FLUSH = "flush"  # FLUSHALL
+    FULL = "full"  # it has reached its maxmemory
+    DATABASE = "database"  # SIGKILL of PostgreSQL
+    SERVER = "server"  # SIGKILL of an inference server; it comes back and knows nothing
+    MESSAGES = "messages"  # a share of the broker's messages is doubled, delayed, or lost
+    SILENCE = "silence"  # connections stay and carry nothing any more, in one way or in both
+    CUTS = "cuts"  # all connections to something are reset
+    DELAYS = "delays"  # whatever passes is late
+    STALE = "stale"  # Redis is replaced by a replica that lacks the latest writes
+    COMMITS = "commits"  # a share of COMMITs is lost, or their answers are
+    REVOKES = "revokes"  # Celery's revoke of jobs that wait or run
+    CLOCK = "clock"  # a process's clock is wrong
+    RECEIVERS = "receivers"  # webhook receivers are slow, or dead
+    DEADLINES = "deadlines"  # many jobs with the same deadline
+    OPERATOR = "operator"  # somebody changes slots, servers, policies, limits
+
+
+OUTSIDE = frozenset(
+    {
+        Kind.MESSAGES,
+        Kind.SILENCE,
+        Kind.CUTS,
+        Kind.DELAYS,
+        Kind.STALE,
+        Kind.COMMITS,
+        Kind.RECEIVERS,
+    }
+)
+"""Those for which a proxy stands between the processes and what they reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """At `at_s` it happens to `target`, in the manner `how`; `lasts_s` later that is mended."""
+
+    at_s: float
+    kind: Kind
+    target: str
+    lasts_s: float
+    how: str = ""
+
+
+# Seconds from the fault to the mending, at least and at most.
+_LASTS_S: Mapping[Kind, tuple[float, float]] = {
+    Kind.WORKER: (0.2, 1.0),
+    Kind.STOP: (9.0, 14.0),  # a lease is 4 s
+    Kind.RESTARTS: (9.0, 9.0),  # its grace time and a little
+    Kind.MAINTENANCE: (0.2, 2.0),
+    Kind.BEAT: (0.2, 5.0),
+    Kind.WEB: (0.2, 1.5),
+    Kind.REDIS: (0.5, 4.0),
+    Kind.FLUSH: (0.0, 0.0),
+    Kind.FULL: (3.0, 8.0),
+    Kind.DATABASE: (0.5, 3.0),
+    Kind.SERVER: (0.2, 3.0),
+    Kind.MESSAGES: (3.0, 8.0),
+    Kind.SILENCE: (4.0, 15.0),  # shorter and longer than the time-outs
+    Kind.CUTS: (0.0, 0.0),
+    Kind.DELAYS: (3.0, 8.0),
+    Kind.STALE: (0.3, 2.0),  # so much is lost
+    Kind.COMMITS: (1.0, 4.0),
+    Kind.REVOKES: (0.0, 0.0),
+    Kind.CLOCK: (5.0, 20.0),
+    Kind.RECEIVERS: (5.0, 20.0),
+    Kind.DEADLINES: (3.0, 6.0),  # from the submits to the deadline
+    Kind.OPERATOR: (2.0, 8.0),
+}
+
+BOTH = "both"
+_WAYS = (BOTH, *map(str, Direction))
+DEAD, SLOW = "dead", "slow"
+
+
+class Change(StrEnum):
+    """What an operator does, and undoes."""
+
+    SLOTS = "slots"  # a server gets half of its slots
+    REMOVAL = "removal"  # a server is forgotten, and registered again
+    DRAIN = "drain"  # a server
+    PAUSE = "pause"  # a model
+    POLICY = "policy"  # of a model
+    LIMIT = "limit"  # of a tenant's slots for a model
+
+
+_HOW: Mapping[Kind, Sequence[str]] = {
+    Kind.MESSAGES: tuple(MessageFault),
+    Kind.SILENCE: _WAYS,
+    Kind.COMMITS: tuple(Direction),
+    Kind.CLOCK: ("+30", "-30", "+3600", "-3600"),
+    Kind.RECEIVERS: (DEAD, SLOW),
+    Kind.OPERATOR: tuple(Change),
+}
+
+
+def targets(
+    workers: Sequence[str],
+    servers: Sequence[str],
+    models: Sequence[str],
+    helpers: Sequence[str] = ("maintenance",),
+    valkeys: Sequence[str] = ("redis",),
+    doors: Sequence[str] = (),
+) -> dict[Kind, Sequence[str]]:
+    """What each kind of fault can happen to.
+
+    `helpers`: the processes beside workers, web and beat.  `valkeys`: the room's and the broker's.  `doors`: of the
+    proxy.
+    """
+    return {
+        Kind.WORKER: workers,
+        Kind.STOP: workers,
+        Kind.RESTARTS: workers,
+        Kind.MAINTENANCE: helpers,
+        Kind.BEAT: ("beat",),
+        Kind.WEB: ("web",),
+        Kind.REDIS: valkeys,
+        Kind.FLUSH: valkeys,
+        Kind.FULL: valkeys,
+        Kind.DATABASE: ("database",),
+        Kind.SERVER: servers,
+        Kind.MESSAGES: ("broker",),
+        Kind.SILENCE: doors,
+        Kind.CUTS: doors,
+        Kind.DELAYS: doors,
+        Kind.STALE: ("redis",),
+        Kind.COMMITS: ("database",),
+        Kind.REVOKES: ("jobs",),
+        Kind.CLOCK: (*workers, *helpers, "beat"),
+        Kind.RECEIVERS: ("receivers",),
+        Kind.DEADLINES: ("jobs",),
+        Kind.OPERATOR: models,
+    }
+
+
+def schedule(
+    seed: int,
+    kinds: Sequence[Kind],
+    among: Mapping[Kind, Sequence[str]],
+    seconds: float,
+    every_s: float,
+    count: int | None = None,
+) -> list[Fault]:
+    """Faults from the first `every_s` on until `seconds`, about `every_s` apart, each kind about equally often.
+
+    `count`: exactly so many, however long that takes.  Nothing happens to what has not been mended yet.
+    """
+    chance = random.Random(seed)
+    faults: list[Fault] = []
+    up_again: dict[str, float] = {}
+    deck: list[Kind] = []
+    at = every_s * chance.uniform(0.5, 1.0)
+    while kinds and (at < seconds if count is None else len(faults) < count):
+        if not deck:
+            deck = chance.sample(list(dict.fromkeys(kinds)), len(set(kinds)))
+        fault = _next(chance, deck, among, up_again, at)
+        if fault is not None:
+            deck.remove(fault.kind)
+            up_again[fault.target] = fault.at_s + fault.lasts_s
+            faults.append(fault)
+        at += every_s * chance.uniform(0.5, 1.5)
+    return faults
+
+
+def _next(
+    chance: random.Random,
+    deck: Sequence[Kind],
+    among: Mapping[Kind, Sequence[str]],
+    up_again: Mapping[str, float],
+    at: float,
+) -> Fault | None:
+    """The first of the deck that can happen now."""
+    at = round(at, 3)
+    for kind in deck:
+        up = [name for name in among[kind] if up_again.get(name, -1.0) < at]
+        if up:
+            target, lasts_s = chance.choice(up), round(chance.uniform(*_LASTS_S[kind]), 3)
+            return Fault(at, kind, target, lasts_s, chance.choice(_HOW[kind]) if kind in _HOW else "")
+    return None

@@ -111,7 +111,7 @@ MUTANTS = [
         "a transition asks for no state",
         "JOB-1",
         "slotkeeper/jobs/statements.py",
-        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), stands(state))',
+        'statement = update(jobs).where(jobs.c.id == bindparam("p_id"), in_state(state))',
         'statement = update(jobs).where(jobs.c.id == bindparam("p_id"))',
         (f"{RECORD}test_job_1_a_final_state_is_never_left", f"{RECORD}test_a_job_is_revived_once_however_many_ask"),
     ),
@@ -138,10 +138,10 @@ MUTANTS = [
         "a server's id is stored under any token",
         "LEASE-3",
         "slotkeeper/jobs/store.py",
-        """        stands(State.RUNNING),
+        """        in_state(State.RUNNING),
         jobs.c.attempt == bindparam("p_attempt"),
 """,
-        """        stands(State.RUNNING),
+        """        in_state(State.RUNNING),
         bindparam("p_attempt") > 0,
 """,
         (f"{RECORD}test_lease_3_a_remote_id_is_stored_only_under_the_current_token",),
@@ -150,21 +150,21 @@ MUTANTS = [
         "events are written after the commit",
         "JOB-2",
         "slotkeeper/db/group_commit.py",
-        """                    mark = transaction.flush()
+        """                    mark = transaction.flush_inserts()
                 except BaseException:
                     self._writer.undo(connection)
                     raise
                 try:
                     self._writer.commit(connection)
 """,
-        """                    mark = Mark(None, None)
+        """                    mark = TransactionMark(None, None)
                 except BaseException:
                     self._writer.undo(connection)
                     raise
                 try:
                     self._writer.commit(connection)
                     with self.engine.begin() as transaction.connection:
-                        transaction.flush()
+                        transaction.flush_inserts()
 """,
         (
             f"{RECORD}test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
@@ -199,16 +199,16 @@ MUTANTS = [
         "what waits for long is removed",
         "no silent drops",
         "slotkeeper/outbox/retention.py",
-        "old = and_(jobs.c.finished_ms < ended_before_ms, ~messages",
-        "old = and_(jobs.c.created_ms < ended_before_ms, ~messages",
+        "old = and_(jobs.c.finished_ms < ended_before_ms, ~webhook_messages",
+        "old = and_(jobs.c.created_ms < ended_before_ms, ~webhook_messages",
         (f"{GUARDS}test_a_job_that_waits_for_a_year_is_not_removed",),
     ),
     Mutant(
         "a job is removed whose message is owed",
         "HOOK-1",
         "slotkeeper/outbox/webhook_messages.py",
-        '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "pending")',
-        '.where(messages.c.job_id == jobs.c.id, compared(messages.c.state) == "never")',
+        '.where(messages.c.job_id == jobs.c.id, unindexed(messages.c.state) == "pending")',
+        '.where(messages.c.job_id == jobs.c.id, unindexed(messages.c.state) == "never")',
         (f"{RECORD}test_hook_1_a_job_whose_message_is_still_owed_is_not_purged",),
     ),
     Mutant(
@@ -239,7 +239,7 @@ MUTANTS = [
         "a doubled submit is booked twice",
         "JOB-3",
         "slotkeeper/jobs/store.py",
-        'count(tx, "doubled")',
+        'add_to_counter(tx, "doubled")',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
@@ -247,7 +247,7 @@ MUTANTS = [
         "what is removed is not booked",
         "JOB-3",
         "slotkeeper/outbox/retention.py",
-        'count(tx, f"purged.{state}", number)',
+        'add_to_counter(tx, f"purged.{state}", number)',
         "pass",
         (f"{GUARDS}test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed",),
     ),
@@ -368,7 +368,7 @@ MUTANTS = [
         "a young lease is held against the server's ids",
         "identity",
         "routing/maintenance/server_report.py",
-        "if not lease.names & running and lease.age_ms >= YOUNG_MS",
+        "if not lease.names & running and lease.age_ms >= MIN_AGE_MS",
         "if not lease.names & running",
         (
             f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",
@@ -379,7 +379,7 @@ MUTANTS = [
         "a young lease is held against the server's count",
         "identity",
         "routing/maintenance/server_report.py",
-        "if active == 0 and lease.age_ms >= YOUNG_MS",
+        "if active == 0 and lease.age_ms >= MIN_AGE_MS",
         "if active == 0",
         (f"{IDENTITY}test_a_lease_younger_than_five_seconds_is_no_ghost",),
     ),
@@ -447,7 +447,7 @@ MUTANTS = [
         "a poison job never ends",
         "budgets",
         "routing/dispatch/verdict.py",
-        "return Why.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
+        "return Reason.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost",
         "return lost",
         (
             f"{POLICIES}test_the_last_of_max_crashes_makes_a_job_dead",
@@ -458,8 +458,8 @@ MUTANTS = [
         "a job is retried for ever",
         "budgets",
         "routing/dispatch/verdict.py",
-        "Why.RETRIES_EXHAUSTED if failures >= config.max_retries else Why.SERVER_ERROR",
-        "Why.SERVER_ERROR",
+        "Reason.RETRIES_EXHAUSTED if failures >= config.max_retries else Reason.SERVER_ERROR",
+        "Reason.SERVER_ERROR",
         (
             f"{POLICIES}test_a_job_is_run_once_and_then_retried_as_often_as_allowed",
             f"{USES}test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
@@ -469,8 +469,8 @@ MUTANTS = [
         "a busy server costs the job a retry",
         "budgets",
         "slotkeeper/jobs/states.py",
-        "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
-        "(State.RUNNING, Why.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
+        "(State.RUNNING, Reason.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
+        "(State.RUNNING, Reason.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.FAILURES)",
         (
             f"{POLICIES}test_waiting_for_capacity_never_spends_an_attempt",
             f"{USES}test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_tried_at_once",
@@ -480,8 +480,8 @@ MUTANTS = [
         "a server that cannot be reached costs the job a crash",
         "budgets",
         "slotkeeper/jobs/states.py",
-        "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
-        "(State.RUNNING, Why.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
+        "(State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS)",
+        "(State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.CRASHES)",
         (f"{USES}test_a_day_without_its_server_costs_a_job_nothing",),
     ),
     # -- the outside -----------------------------------------------------------------------------------------

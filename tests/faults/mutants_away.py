@@ -9,8 +9,8 @@ AWAY = [
         "a Cluster is taken for a Redis",
         "what cannot work is refused at start",
         "slotkeeper/redis/suitability.py",
-        "    return not_single(redis) or evicts(redis)",
-        "    return evicts(redis)",
+        "    return explain_not_single(redis) or explain_eviction(redis)",
+        "    return explain_eviction(redis)",
         (f"{UNSUITED}test_every_process_refuses_it_at_start_with_one_sentence",),
         still=f"{UNSUITED}test_a_redis_that_is_away_is_not_refused",
     ),
@@ -18,7 +18,7 @@ AWAY = [
         "a process goes on with a Redis that evicts keys",
         "what cannot work is refused at start",
         "tasks/startup.py",
-        "        _refuse(unsuited(redis))\n",
+        "        _refuse(explain_unsuitable(redis))\n",
         "",
         (f"{UNSUITED}test_every_process_refuses_it_at_start_with_one_sentence",),
         still=f"{UNSUITED}test_a_redis_that_is_away_is_not_refused",
@@ -35,10 +35,10 @@ AWAY = [
         "a bare message does not wait for the database",
         "JOB-3",
         "tasks/inference.py",
-        """        except AWAY:
+        """        except UNAVAILABLE:
             this_worker().heartbeat.wait(_STORE_AGAIN_S)
     raise Reject""",
-        """        except AWAY:
+        """        except UNAVAILABLE:
             break
     raise Reject""",
         (f"{WORKERS}test_a_bare_message_waits_for_the_database_and_is_recorded_once",),
@@ -55,7 +55,7 @@ AWAY = [
         "a job that could not be started keeps its slot",
         "SLOT-2",
         "tasks/worker/executor.py",
-        "await self._steps.free(Lease.of_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)",
+        "await self._steps.free(Lease.from_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)",
         "pass",
         (f"{WORKERS}test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once",),
     ),

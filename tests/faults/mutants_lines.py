@@ -12,7 +12,7 @@ LINES = [
         "a line of JSON may be of any length",
         "lines are bounded",
         "slotkeeper/logs.py",
-        "        if len(line) > LONGEST_LINE:\n",
+        "        if len(line) > MAX_LINE_LENGTH:\n",
         "        if False:\n",
         (f"{_LOGS}test_as_json_a_line_stays_an_object_however_long_or_odd_its_facts",),
         still=_PLAIN,

@@ -19,11 +19,11 @@ LOOP = [
         "the loop writes beside the thread that leads",
         "time",
         "slotkeeper/db/group_commit.py",
-        """            if self._led:
+        """            if self._has_leader:
                 return
-            self._led = True
+            self._has_leader = True
 """,
-        """            self._led = True
+        """            self._has_leader = True
 """,
         (f"{_DB}test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes",),
     ),
@@ -31,7 +31,7 @@ LOOP = [
         "the loop waits for others who write",
         "time",
         "slotkeeper/db/sqlite.py",
-        "min(patience_s, left())",
+        "min(patience_s, time_left())",
         "patience_s",
         (f"{_DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
     ),
@@ -47,7 +47,7 @@ LOOP = [
         "the loop tries each end again on a disk that is full",
         "time",
         "slotkeeper/db/group_commit.py",
-        "            self._is_doubted = True\n",
+        "            self._must_reconnect = True\n",
         "",
         (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
     ),
@@ -55,7 +55,7 @@ LOOP = [
         "after a commit that failed the loop never writes again",
         "time",
         "slotkeeper/db/group_commit.py",
-        "            self._is_doubted = False\n            _fulfil",
+        "            self._must_reconnect = False\n            _fulfil",
         "            _fulfil",
         (f"{_DB}test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not",),
     ),
@@ -111,8 +111,8 @@ LOOP = [
         "a worker goes on without a heartbeat",
         "LEASE-1",
         "tasks/worker/heartbeat.py",
-        "threads.start(self.name, self._beat)",
-        "threading.Thread(target=self._beat, daemon=True).start()",
+        "threads.start_vital_thread(self.name, self._beat)",
+        "threading.Thread(target=self._beat, daemon=True).start_vital_thread()",
         (f"{_THREADS}test_a_process_ends_when_a_thread_fails_that_it_cannot_do_without",),
     ),
 ]

@@ -51,8 +51,8 @@ MOVED = [
         "the removal of a server is charged to its jobs",
         "operators",
         "routing/maintenance/decommission.py",
-        "            Why.SERVER_UNREACHABLE,  #",
-        "            Why.SERVER_LOST,  #",
+        "            Reason.SERVER_UNREACHABLE,  #",
+        "            Reason.SERVER_LOST,  #",
         (
             "tests/contracts/test_routing_removal.py::"
             "test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere",

@@ -12,7 +12,7 @@ KEPT = [
         "a lost answer is not asked for",
         "JOB-2",
         "slotkeeper/db/group_commit.py",
-        "if found is Fate.STORED:",
+        "if found is CommitOutcome.COMMITTED:",
         "if found is None:",
         (
             f"{COMMIT}test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
@@ -24,12 +24,12 @@ KEPT = [
         "who is told of a commit keeps others from the disk",
         "JOB-2",
         "slotkeeper/db/group_commit.py",
-        """                    batch[0].tell()
+        """                    batch[0].call_on_committed()
             finally:
-                self._secure_and_wake(batch)
+                self._sync_and_wake(batch)
 """,
-        """                    batch[0].tell()
-                self._secure_and_wake(batch)
+        """                    batch[0].call_on_committed()
+                self._sync_and_wake(batch)
             finally:
                 pass
 """,
@@ -48,7 +48,7 @@ KEPT = [
         "Redis waits until the disk has a job",
         "time",
         "slotkeeper/db/group_commit.py",
-        "                    batch[0].tell()\n",
+        "                    batch[0].call_on_committed()\n",
         "                    pass\n",
         (f"{DB}test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for",),
     ),
@@ -120,7 +120,7 @@ KEPT = [
         "an unknown is called a no",
         "JOB-3",
         "slotkeeper/db/group_commit.py",
-        "elif found is Fate.NOT_STORED:",
+        "elif found is CommitOutcome.NOT_COMMITTED:",
         "else:",
         (f"{COMMIT}test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job",),
         postgres=True,
@@ -138,8 +138,8 @@ KEPT = [
         "another server's number is believed",
         "JOB-3",
         "slotkeeper/db/commit_outcome.py",
-        "return Fate.NOT_STORED if _by_witness(connection, of) is Fate.NOT_STORED else Fate.STORED",
-        "return Fate.STORED",
+        "return CommitOutcome.NOT_COMMITTED if _by_witness(connection, of) is CommitOutcome.NOT_COMMITTED else CommitOutcome.STORED",
+        "return CommitOutcome.COMMITTED",
         (f"{COMMIT}test_a_number_that_another_server_gave_again_proves_nothing",),
         postgres=True,
     ),
@@ -172,7 +172,7 @@ KEPT = [
         "who writes for several waits for a lock as long as for one",
         "JOB-3",
         "slotkeeper/db/group_commit.py",
-        "            engines.hurry(transaction.connection)\n",
+        "            sqlite.hurry(transaction.connection)\n",
         "",
         (f"{TOGETHER}test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time",),
         postgres=True,
@@ -181,7 +181,7 @@ KEPT = [
         "a connection that was busy is given up",
         "time",
         "slotkeeper/db/write_connection.py",
-        "if engines.is_busy(error):",
+        "if sqlite.is_busy(error):",
         "if error is None:",
         (f"{DB}test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection",),
     ),
@@ -189,7 +189,7 @@ KEPT = [
         "what was begun and failed is kept",
         "JOB-3",
         "slotkeeper/db/write_connection.py",
-        "            undo(connection)\n        finally:\n            engines.end_writer(connection)\n",
+        "            undo(connection)\n        finally:\n            sqlite.discard_writer(connection)\n",
         "            pass\n        finally:\n            self._keep(connection)\n",
         (f"{TOGETHER}test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits",),
     ),
@@ -226,7 +226,7 @@ KEPT = [
         "a start of unknown outcome is put back",
         "LEASE-1",
         "tasks/worker/executor.py",
-        "if isinstance(error, RecordUncertain):",
+        "if isinstance(error, CommitUnknown):",
         "if error is None:",
         (f"{WORKERS}test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked",),
     ),

@@ -12,7 +12,7 @@ SCRIPTS = [
         "a full Redis refuses what frees memory",
         "SLOT-2",
         "slotkeeper/redis/scripts.py",
-        'return [] if _REFUSED.search(source(name)) else ["allow-oom"]',
+        'return [] if _REFUSED.search(read_source(name)) else ["allow-oom"]',
         "return []",
         (f"{_FULL}test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else",),
         still=f"{_FULL}test_a_full_redis_refuses_new_work_also_where_it_loads_no_function",

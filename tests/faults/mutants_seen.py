@@ -19,7 +19,7 @@ SEEN = [
         "who administers no more goes on following all",
         "tenants",
         "app/auth/api_keys.py",
-        "return found is not None and (found.kind is Kind.OPERATOR or owner.kind is not Kind.OPERATOR)",
+        "return found is not None and (found.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)",
         "return found is not None",
         (f"{STREAMS}test_who_may_stay_is_known_by_the_keys_that_were_read_last",),
         still=f"{STREAMS}test_a_stream_ends_when_its_key_is_removed_and_no_other_does",

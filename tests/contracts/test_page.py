@@ -16,6 +16,7 @@ from slotkeeper.registry.visits import RevokedSessions
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
+from tests.support.clock import set_clock
 from tests.support.visitor import Visitor, key_of, visitor
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
@@ -82,8 +83,8 @@ def test_a_visit_ends_with_its_key(api: Api, settings: dict[str, str], operator:
 def test_a_visit_ends_when_its_time_is_over(
     api: Api, settings: dict[str, str], operator: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later = session_cookie.now_ms() + 12 * 3_600_000
-    monkeypatch.setattr(session_cookie, "now_ms", lambda: later)
+    later = now_ms() + 12 * 3_600_000
+    set_clock(monkeypatch, lambda: later)
     assert operator.get("/").status_code == 303
 
 

@@ -5,6 +5,7 @@ import os
 import pydoc
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from slotkeeper.errors import IdempotencyConflict, InvalidJob
 from tasks import inference
 from tasks import options as call_options
 from tasks.inference import infer
+from tests.support.clock import set_clock
 from tests.support.stack import REPO
 from tests.support.stage import Stage
 
@@ -133,7 +135,7 @@ def test_times_are_seconds_or_moments():
 
 def test_celerys_times_go_by_the_common_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose clock is an hour behind that of the record expires nothing an hour late."""
-    monkeypatch.setattr(call_options, "now_ms", lambda: now_ms() + 3_600_000)
+    set_clock(monkeypatch, lambda: time.time_ns() // 1_000_000 + 3_600_000)
     when = datetime.now(UTC) + timedelta(seconds=3_700)
     asked = _read("zimg", expires=when, eta=when)
     assert asked.ttl_s == pytest.approx(100, abs=30) and asked.delay_s == pytest.approx(100, abs=30)

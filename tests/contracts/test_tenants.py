@@ -9,7 +9,6 @@ from click.testing import CliRunner, Result
 from app.cli.__main__ import main
 from routing.queries import holdings
 from slotkeeper.audit.search import AuditFilter, find_entries
-from slotkeeper.clock import clock
 from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import State
@@ -18,22 +17,19 @@ from slotkeeper.registry.tenants import Tenant, Tenants
 from tasks.services import database as wired
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, an_ended_job
+from tests.support.clock import set_clock
 
 HOUR_MS = 3_600_000
-
-
-def _set_clock(monkeypatch: pytest.MonkeyPatch, now_ms: int) -> None:
-    monkeypatch.setattr(type(clock), "now_ms", lambda _: now_ms)
 
 
 def test_both_keys_are_valid_until_the_overlap_is_over(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants, acme = Tenants(database), Tenant("acme", admin=False, rate_per_s=3)
     old = tenants.add(acme, T0)
     new = tenants.rotate_key("acme", HOUR_MS, T0)
-    _set_clock(monkeypatch, T0 + HOUR_MS - 1)
+    set_clock(monkeypatch, lambda: T0 + HOUR_MS - 1)
     assert [tenants.find_by_key(key) for key in (old, new)] == [acme, acme]
     assert set(tenants.list_by_hash().values()) == {acme} and len(tenants.list_by_hash()) == 2
-    _set_clock(monkeypatch, T0 + HOUR_MS)
+    set_clock(monkeypatch, lambda: T0 + HOUR_MS)
     assert [tenants.find_by_key(key) for key in (old, new)] == [None, acme]
     assert len(tenants.list_by_hash()) == 1
 
@@ -41,7 +37,7 @@ def test_both_keys_are_valid_until_the_overlap_is_over(database: Database, monke
 def test_only_the_two_latest_keys_are_valid(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants(database)
     keys = [tenants.add(Tenant("acme", admin=False), T0), *(tenants.rotate_key("acme", HOUR_MS, T0) for _ in range(2))]
-    _set_clock(monkeypatch, T0 + 1)
+    set_clock(monkeypatch, lambda: T0 + 1)
     assert [tenants.find_by_key(key) is not None for key in keys] == [False, True, True]
     tenants.remove("acme")
     assert [tenants.find_by_key(key) for key in keys] == [None, None, None]
@@ -50,7 +46,7 @@ def test_only_the_two_latest_keys_are_valid(database: Database, monkeypatch: pyt
 def test_a_key_rotated_without_an_overlap_stops_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants(database)
     old = tenants.add(Tenant("acme", admin=False), T0)
-    _set_clock(monkeypatch, T0)
+    set_clock(monkeypatch, lambda: T0)
     tenants.rotate_key("acme", 0, T0)
     assert tenants.find_by_key(old) is None
 

@@ -14,7 +14,7 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
 from tasks.aside import BackgroundTask
 from tasks.servers import DEFAULT, Call, Health, HealthKind
-from tasks.worker import calls, patient_io, server_call
+from tasks.worker import patient_io
 from tasks.worker.worker import Worker
 from tests.support.stage import Stage
 
@@ -79,8 +79,6 @@ def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
     monkeypatch.setattr(found.calls, "session_for", lambda *_: server)
     monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
-    for module in (server_call, calls):
-        monkeypatch.setattr(module, "now_ms", lambda: stage.now)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
     found.close()

@@ -47,7 +47,6 @@ def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_
     stage.submit()
     task = stage.start()
     stage.later(11 * MINUTE)
-    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
     watch = server_call.ServerCall(
         task, LeaseWatch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted
     )

@@ -36,8 +36,6 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 @pytest.fixture
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
-    for module in ("tasks.worker.server_call", "tasks.maintenance"):
-        monkeypatch.setattr(f"{module}.now_ms", lambda: stage.now)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
     with HoldingServer(asynchronous=True) as found:
@@ -171,7 +169,6 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
 
 @sqlite
 def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(stage, monkeypatch) -> None:
-    monkeypatch.setattr(maintenance, "now_ms", lambda: stage.now)
     monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
     stage.catalog.register("zimg", "gpu", f"{refused_url()}/generate", 1, stage.now)
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -190,7 +187,6 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
 
 @sqlite
 def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
-    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
     with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         reconcile.refresh_fleet(stage.dispatcher, "zimg")
@@ -236,7 +232,6 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
     config = {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 600.0 if canceled else 0.05}
     stage.register(**config)
     stage.submit()
-    monkeypatch.setattr(server_call, "now_ms", lambda: stage.now)
     monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
     begun: list[Watching] = []
     status = polite.status

@@ -25,6 +25,7 @@ from tasks.webhooks import delivery_loop
 from tasks.webhooks import message_delivery as source
 from tasks.webhooks.delivery_loop import DeliveryLoop
 from tasks.webhooks.message_delivery import MessageDelivery
+from tests.support.clock import set_clock
 from tests.support.stack import eventually
 
 _CLAIM_MS = 20_000
@@ -218,7 +219,7 @@ def test_two_processes_tell_each_message_once(database, store, outside, deliveri
 
 def test_a_message_is_sent_when_its_turn_comes(database, store, outside, monkeypatch) -> None:
     now, slept = now_ms(), list[tuple[float, int]]()
-    monkeypatch.setattr(source, "now_ms", lambda: now)
+    set_clock(monkeypatch, lambda: now)
     monkeypatch.setattr(source.time, "sleep", lambda s: slept.append((s, len(outside.told))))
     _add(database, "good", max_per_s=2)
     for n in range(3):

@@ -36,6 +36,7 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import T0
+from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
 from tests.support.room import FRAGMENTS, Room
 from tests.support.starts import begin_run, store_remote_id
@@ -83,21 +84,7 @@ class Stage:
         self.postponed: OnPostponed | None = None
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
-        for module in (
-            "routing.dispatch.dispatcher",
-            "routing.dispatch.run_steps",
-            "routing.maintenance.reaper",
-            "routing.maintenance.server_checks",
-            "routing.maintenance.deadlines",
-            "routing.maintenance.decommission",
-            "routing.maintenance.invariants",
-            "routing.queries.estimates",
-            "routing.maintenance.quarantined_slots",
-            "routing.maintenance.restore_leases",
-            "tasks.retries",
-            "tests.support.ends",
-        ):
-            monkeypatch.setattr(f"{module}.now_ms", lambda: self.now)
+        set_clock(monkeypatch, lambda: self.now)
 
     def a_dispatcher(self, redis: Redis) -> Dispatcher:
         """Another process, so to say: its own copy of the catalog, the same record."""

@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 side-by-side := -n 2 --dist loadfile --no-loadscope-reorder
 LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test attack live-presets lint check format bench lock clean
+.PHONY: help setup setup-dev run demo test attack drill live-presets lint check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -47,6 +47,9 @@ check: lint test ## lint, then test
 
 attack: setup-dev ## Attack a Slotkeeper of its own, for minutes, and print a score card (ATTACKS="bodies")
 	@exec $(BIN)/python -m tests.attacks $(ATTACKS)
+
+drill: setup-dev ## Let a Slotkeeper of its own fail on purpose, and prove that no job gets lost (DRILL_ARGS="--help")
+	@exec $(BIN)/python -m tools.drill $(DRILL_ARGS)
 
 format: setup-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff format .

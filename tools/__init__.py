@@ -1,5 +1,4 @@
-"""trials: Slotkeeper, and the servers that it speaks to, tried before anybody relies on them.
+"""Tools of a checkout, never installed: `drill` injects faults into a whole Slotkeeper, `benchmarks` measures it.
 
-`simulate` plays days of a load in seconds on routing's own scripts; `drill` lets a whole Slotkeeper fail on purpose and
-counts what came of every job; `conform` puts a server to the slot protocol.
+`cluster` starts the processes that both of them, and the tests, run against.
 """

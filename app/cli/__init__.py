@@ -1,7 +1,4 @@
-"""cli: the command line.
+"""The command line: one file for each subject, `__main__` puts them together.
 
-`local`, `simulate`, `drill` and `conform` work on this machine; `jobs`, `batches`, `admin`, `defaults`, `presets`,
-`webhooks`, `audit` and `secrets` ask the API, `health` this host's processes; `doctor` looks at everything, by
-`checkup`.  They share `common`; `standing` pauses and resumes, `removal` removes, `conditions` reads
-NAME=VALUE, `results` saves files.
+What is slow to import (Flask, SQLAlchemy, rich) is imported inside the commands that need it.
 """

@@ -16,7 +16,6 @@ from app.cli import (
     webhook_commands,
 )
 from app.cli.conform_command import conform
-from app.cli.drill import drill
 from app.cli.simulate_command import simulate
 from app.terminal import SafeGroup
 
@@ -44,7 +43,7 @@ _GROUPS = (
     tenant_commands,
     presets,
 )
-for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, drill, simulate):
+for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, simulate):
     main.add_command(command)
 
 

@@ -27,9 +27,7 @@ def presets(name: str | None, as_json: bool) -> None:
         rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
         print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
         for it in answer["behind"]:
-            echo(
-                f"{escape_line(it['model'])} was configured with an older form of {it['preset']}; to renew it, say again:"
-            )
+            echo(f"{escape_line(it['model'])} has an older form of {it['preset']}; to renew it, say again:")
             echo(f"  slotkeeper models configure {path_segment(it['model'])} preset={it['preset']}")
     else:
         _print_preset(answer)

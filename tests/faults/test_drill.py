@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-DRILL = (sys.executable, "-m", "app.cli", "drill")
+DRILL = (sys.executable, "-m", "tools.drill")
 SHORT = ("--jobs", "300", "--seconds", "24", "--kill-every", "4", "--seed", "5")
 KINDS = ("worker", "stop", "redis", "flush", "web", "server")
 OUTSIDE = ("cuts", "delays", "receivers", "deadlines")

@@ -71,7 +71,7 @@ def _run_bare(slots: int, seconds: float, jobs: int) -> float:
         stack.env["BENCH_BROKER"] = os.environ["BENCH_BROKER"] = stack.valkey.url
         from tools.benchmarks.bare_celery import app, call
 
-        app.conf.broker_url = stack.valkey.url
+        app.conf.update(broker_url=stack.valkey.url)
         for _ in range(jobs):
             call.delay(server.endpoint, {"seconds": seconds})
         bare = Path(sys.executable).parent / "celery"

@@ -24,7 +24,7 @@ def main() -> None:
     ports = ("SLOTKEEPER_PORT", "SLOTKEEPER_FLOWER_PORT", "SLOTKEEPER_REDIS_PORT")
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "SLOTKEEPER_HOME": home, **{name: str(free_port()) for name in ports}}
-        command = [sys.executable, "-m", "app.cli", "up", "--no-demo"]
+        command = [sys.executable, "-P", "-m", "app.cli", "up", "--no-demo"]
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as up:
             try:
                 assert up.stdout is not None

@@ -1,4 +1,4 @@
-"""What the record costs, in µs of CPU of this process: python -m tools.benchmarks.record [memory] [file] [postgresql] [JOBS].
+"""Measure CPU per database write, in µs: python -m tools.benchmarks.record [memory] [file] [postgresql] [JOBS].
 
 One thread, one job after the other: so nothing is shared by group commit.  PostgreSQL's own work is not in these
 figures; what one waits for it is in the last column.

@@ -1,4 +1,4 @@
-"""How long it takes until everything is as it was: python -m tools.benchmarks.recovery_benchmark [flush] [reap] [ledger] [kill] [JOBS].
+"""Measure recovery times: python -m tools.benchmarks.recovery_benchmark [flush] [reap] [ledger] [kill] [JOBS].
 
 flush   JOBS wait (100,000), Redis is emptied: until all wait again, in order
 reap    1,000 workers' leases expire at once: until all their jobs are back

@@ -1,4 +1,4 @@
-"""What open streams and waiting requests cost others: python -m tools.benchmarks.stream_costs [STREAMS] [WAITING] [ROUNDS].
+"""Measure what open streams cost others: python -m tools.benchmarks.stream_costs [STREAMS] [WAITING] [ROUNDS].
 
 Starts an installation of its own.  In turns, so that both meet the same load of the machine, jobs are submitted one by
 one while nobody listens, and while STREAMS (1000) are open and WAITING (1000) requests wait for a job.  One stream of

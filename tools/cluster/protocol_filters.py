@@ -1,7 +1,7 @@
 """What a door must understand of a protocol to lose the right bytes: COMMITs of PostgreSQL, messages of a broker.
 
 Each has a plan, which the drill changes from any thread and which all connections share, and a sieve for each
-connection (proxy.py).
+connection (tcp_proxy.py).
 """
 
 import random

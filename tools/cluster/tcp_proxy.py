@@ -6,7 +6,7 @@
         door.restore()
 
 One thread with one event loop carries all doors.  A door's methods may be called from any thread.  What a door knows
-of the protocol that passes through it stands in a sieve (wire.py).
+of the protocol that passes through it stands in a sieve (protocol_filters.py).
 """
 
 import asyncio

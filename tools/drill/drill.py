@@ -1,4 +1,4 @@
-"""`slotkeeper drill`: the order in which it all happens."""
+"""Run one drill, from the start of a cluster to the score card."""
 
 import shutil
 import signal

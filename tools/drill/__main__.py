@@ -1,6 +1,7 @@
-"""The command `slotkeeper drill`."""
+"""The command `python -m tools.drill` (`make drill`): prove on this machine that no job gets lost."""
 
 import json
+import secrets
 import shlex
 import sys
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from app.terminal import echo
+from app.terminal import console, echo
+from app.up.errors import Stopped
+from tools.drill.drill import DrillOptions
+from tools.drill.drill import drill as run
+from tools.drill.fault_schedule import Kind
+from tools.drill.setting import unavailable_reason
 
 
 class _Kinds(click.ParamType):
     name = "kinds"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        from tools.drill.fault_schedule import Kind
-
         if isinstance(value, tuple):
             return value
         names = [name.strip() for name in str(value).split(",") if name.strip()]
@@ -59,7 +63,7 @@ stood still, nobody paid for what was not his fault, and nobody was told what is
 """
 
 
-@click.command(help=_HELP)
+@click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--jobs", default=1000, show_default=True, type=click.IntRange(1, 1_000_000), help="Jobs to submit.")
 @click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults go on.")
 @click.option("--kills", type=click.IntRange(1), help="So many faults, however long that takes, instead of --seconds.")
@@ -95,13 +99,6 @@ def drill(
     json_file: Path | None,
 ) -> None:
     """Prove on this machine that no job gets lost, whatever fails."""
-    import secrets
-
-    from app.terminal import console
-    from app.up.errors import Stopped
-    from tools.drill.drill import DrillOptions
-    from tools.drill.drill import drill as run
-
     faults = _possible(faults, database)
     if kills is not None and not faults:
         raise click.UsageError("--kills needs at least one kind of --faults.")
@@ -125,8 +122,6 @@ def drill(
 
 def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
     """Those that can happen here; says why the others cannot."""
-    from tools.drill.setting import unavailable_reason
-
     hindered = {kind: why for kind in kinds if (why := unavailable_reason(kind, database)) is not None}
     for kind, why in hindered.items():
         echo(f"Without {kind}: {why}.", err=True)
@@ -135,15 +130,19 @@ def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
 
 def _again(context: click.Context, seed: int) -> str:
     """The command that repeats this drill."""
-    words = ["slotkeeper", "drill", "--seed", str(seed)]
+    words = ["--seed", str(seed)]
     for option in context.command.params:
         name = option.name or ""
         if name in ("seed", "keep", "json_file") or _is_default(context, name):
             continue
         value = context.params[name]
         words += [option.opts[0], ",".join(value) if isinstance(value, tuple) else str(value)]
-    return shlex.join(words)
+    return f"make drill DRILL_ARGS={shlex.quote(shlex.join(words))}"
 
 
 def _is_default(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.DEFAULT
+
+
+if __name__ == "__main__":
+    drill(prog_name="python -m tools.drill")

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parents[2]
 def _scripts() -> list[tuple[str, str]]:
     """Where each stands, and its text."""
     found = []
-    for file in sorted((REPO / "benchmarks").glob("*.py")):
+    for file in sorted((REPO / "tools" / "benchmarks").glob("*.py")):
         for it in ast.parse(file.read_text("utf-8")).body:
             if (
                 isinstance(it, ast.Assign)

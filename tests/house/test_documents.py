@@ -15,7 +15,7 @@ import pytest
 
 from tasks.servers import Call, ServerAdapter
 from tasks.servers.responses import FailureReason, NoResponse
-from tests.house.tree import PACKAGES, REPO, name_of, python_files
+from tests.house.tree import PACKAGES, REPO, name_of
 
 # Rows, sections and findings of papers that a reader of this repository does not have.
 _CITATION = re.compile(r"\bR\d{1,3}\b|\btest_r\d+_|\bS[1-9]\b|\b[Ff]indings? [A-Z]?\d|\bDESIGN\b|\bREQUIREMENTS\b")
@@ -85,6 +85,17 @@ def test_every_file_that_is_named_exists() -> None:
     assert sorted(found) == []
 
 
+def test_every_function_that_a_document_names_exists() -> None:
+    """By a path, a colon and a name, between backticks."""
+    missing = []
+    for document in (name for name in tracked() if name.endswith(".md") and name != "CHANGELOG.md"):
+        for file, name in re.findall(r"`((?:\w+/)+\w+\.py): (\w+)`", (REPO / document).read_text("utf-8")):
+            defined = rf"^ *(?:async )?(?:def|class) {name}\b|^ *{name}\b.*[:=]"
+            if not re.search(defined, (REPO / file).read_text("utf-8"), re.MULTILINE):
+                missing.append(f"{document}: {file}: {name}")
+    assert missing == []
+
+
 # -- the slot protocol's headers -----------------------------------------------------------------------------------
 
 _PROTOCOL = REPO / "docs/slot-protocol.md"
@@ -125,34 +136,8 @@ def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:
     assert all(re.search(rf"\b{name}\b", push) for name in read)
 
 
-# -- the rooms -----------------------------------------------------------------------------------------------------
-
-
-def _folders() -> list[Path]:
-    inits = [path for path in python_files() if path.name == "__init__.py" and path.parent.name != "versions"]
-    return [path.parent for path in inits]
-
-
-@pytest.mark.parametrize("folder", _folders(), ids=name_of)
-def test_a_folder_names_what_is_in_it(folder: Path) -> None:
-    said = (folder / "__init__.py").read_text("utf-8")
-    rows = re.findall(r'^ +"(\w+)",  # \w', said, re.MULTILINE)  # of a table, each with a word on it
-    text = " ".join([ast.get_docstring(ast.parse(said)) or "", *rows])
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-    folders = {path.parent.name for path in folder.glob("*/__init__.py")} - {"versions"}
-    missing = sorted(name for name in files | folders if not re.search(rf"\b{name}\b", text))
-    assert missing == [], f"{name_of(folder)}/__init__.py does not say what these are for"
-
-
 _ARCHITECTURE = (REPO / "ARCHITECTURE.md").read_text("utf-8")
-_HOPS = re.findall(r"^\| \d+ \| `([\w/.]+): (\w+)` \| [^|]+ \| (?:`(\w+)`)? ?\|$", _ARCHITECTURE, re.MULTILINE)
 
 
-def test_architecture_names_every_room() -> None:
-    assert [room for room in PACKAGES if not re.search(rf"^{room}/ ", _ARCHITECTURE, re.MULTILINE)] == []
-
-
-@pytest.mark.parametrize(("file", "function"), [hop[:2] for hop in _HOPS])
-def test_a_hop_is_a_function_that_there_is(file: str, function: str) -> None:
-    nodes = ast.walk(ast.parse((REPO / file).read_text("utf-8")))
-    assert function in {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def test_architecture_names_every_package() -> None:
+    assert [name for name in PACKAGES if not re.search(rf"^{name}/ ", _ARCHITECTURE, re.MULTILINE)] == []

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -35,6 +36,7 @@ from slotkeeper.redis.scripts import (
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
 from tasks.relay.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
+from tests.house.rule import for_each
 
 # Every other command counts as writing.
 READS = {
@@ -73,7 +75,7 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     }  # parts of a score, answered by their place
 )
 
-every_script = pytest.mark.parametrize("name", script_names())
+every_script = for_each(script_names())
 
 
 def words_of(name: str) -> set[str]:
@@ -355,10 +357,13 @@ def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
 
 
 @pytest.mark.skipif(shutil.which("luacheck") is None, reason="luacheck is not installed")
-@every_script
-def test_luacheck_has_nothing_to_say_about_the_script_as_redis_gets_it(name, tmp_path: Path):
+def test_luacheck_finds_nothing_in_the_scripts_as_redis_gets_them(tmp_path: Path):
     """What a fragment offers need not all be used; what the script itself names must be."""
-    path = tmp_path / f"{name}.lua"
+    for_each(script_names())(partial(_luacheck, tmp_path))()
+
+
+def _luacheck(folder: Path, name: str) -> None:
+    path = folder / f"{name}.lua"
     path.write_text(assemble(name))
     offered = "".join(read_fragment(one) for one in included(name))
     shared = re.findall(r"^local (?:function )?(\w+)(?: = remembering)?\(", offered, re.MULTILINE)

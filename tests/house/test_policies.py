@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from slotkeeper.redis.scripts import read_source, script_names
 from slotkeeper.registry.policies import DEFAULT_POLICY, POLICIES
+from tests.house.rule import for_each
 from tests.house.tree import REPO, name_of, product_files, python_files
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
@@ -53,14 +52,14 @@ def test_a_policy_names_no_other():
         assert words.isdisjoint(others - FIELDS | set(map(_local, others))), name
 
 
-@pytest.mark.parametrize("path", [path for path in product_files() if path.suffix == ".lua"], ids=name_of)
+@for_each([path for path in product_files() if path.suffix == ".lua"])
 def test_no_other_script_names_a_policy(path: Path):
     if path.parent != FOLDER:
         words = set(re.findall(r"[\"'](\w+)[\"']", path.read_text("utf-8")))
         assert words.isdisjoint(POLICIES)
 
 
-@pytest.mark.parametrize("path", [path for path in python_files() if "migrations" not in path.parts], ids=name_of)
+@for_each([path for path in python_files() if {"migrations", "benchmarks"}.isdisjoint(path.parts)])
 def test_no_other_module_names_a_policy(path: Path):
     """Nor asks for one by a name that also means something else."""
     if name_of(path) == TABLE:
@@ -73,7 +72,7 @@ def test_no_other_module_names_a_policy(path: Path):
 def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says():
     """In a process of its own: models are made when they are imported."""
     text = (
-        "from registry import policies\n"
+        "from slotkeeper.registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda at, step_s: None, 'Mine {priority}.')\n"
         "from app.schemas.job_schemas import ConfigBody as Body\n"
         "from routing.queries.overtaking import longest_wait\n"
@@ -84,7 +83,7 @@ def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says(
     assert done.stdout.split() == ["Mine", "5.", "mine", "True"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+@for_each(["README.md", "ARCHITECTURE.md"])
 def test_documents_have_the_same_policies_as_the_table_in_its_order(page: str):
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / page).read_text("utf-8"), re.MULTILINE)
     found = [(name, says) for name, says in rows if name in POLICIES]

@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +17,12 @@ import celeryconfig
 from migrations import migrate
 from slotkeeper.jobs.states import TRANSITIONS, Reason, State
 from tasks.celery_app import celery
+from tests.house.rule import for_each
 from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
 
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
-MAY_PRINT = ("app/cli/",)
+MAY_PRINT = ("app/cli/", "tools/")
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -48,7 +48,7 @@ def test_the_contracts_cover_every_package_of_the_product():
     config.read(REPO / "setup.cfg")
     assert set(config["importlinter"]["root_packages"].split()) == set(PACKAGES)
     shipped = {line.rstrip("*") for line in config["options.packages.find"]["include"].split()}
-    assert shipped == set(PACKAGES)
+    assert shipped == set(PACKAGES) - {"tools"}, "tools stay in the checkout"
 
 
 def test_no_function_is_longer_than_a_screen():
@@ -66,28 +66,6 @@ def test_there_is_one_newest_step_of_the_record_and_one_oldest():
 
 def test_no_file_is_longer_than_can_be_read_at_once():
     assert [name_of(path) for path in product_files() if len(path.read_text("utf-8").splitlines()) > LONGEST_FILE] == []
-
-
-def _lines_of_code(path: Path) -> int:
-    """Without blanks, comments and docstrings."""
-    text = path.read_text("utf-8")
-    if path.suffix == ".lua":
-        text = re.sub(r"--\[\[.*?\]\]|^\s*--[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
-        return sum(bool(line.strip()) for line in text.splitlines())
-    nodes = [it.value for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Expr)]
-    strings = [it for it in nodes if isinstance(it, ast.Constant) and isinstance(it.value, str)]
-    said = {line for it in strings for line in range(it.lineno, (it.end_lineno or it.lineno) + 1)}
-    return sum(
-        bool(line.strip()) and not line.strip().startswith("#") and number not in said
-        for number, line in enumerate(text.splitlines(), 1)
-    )
-
-
-def test_no_room_has_more_than_a_third_of_the_code():
-    lines = Counter[str]()
-    for path in (path for path in product_files() if path.suffix in {".py", ".lua"}):
-        lines[name_of(path).split("/")[0]] += _lines_of_code(path)
-    assert max(lines.values()) <= sum(lines.values()) / 3
 
 
 def _loads(path: Path, *, in_functions: bool) -> set[str]:
@@ -164,6 +142,19 @@ def test_lines_of_scripts_fit_the_page():
     assert lua and long == []
 
 
+def test_a_moment_that_a_function_is_told_has_its_unit_in_its_name() -> None:
+    """`now_ms`, ms since the epoch; `now_s`, of the steady clock."""
+    found = {
+        f"{name_of(path)}:{it.lineno} {it.arg}"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.arguments)
+        for it in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+        if it.arg == "now" and it.annotation is not None and re.match(r"int|float", ast.unparse(it.annotation))
+    }
+    assert sorted(found) == []
+
+
 # -- tables against code ---------------------------------------------------------------------------------------
 
 
@@ -175,7 +166,7 @@ def _performer(by: str) -> object:
     return next((getattr(place, function) for place in places if hasattr(place, function)), None)
 
 
-@pytest.mark.parametrize("by", sorted({edge.by for edge in TRANSITIONS.values()}))
+@for_each(sorted({edge.by for edge in TRANSITIONS.values()}))
 def test_the_function_that_a_transition_names_exists(by):
     assert inspect.isfunction(_performer(by)), f"states.TRANSITIONS names {by}"
 
@@ -188,25 +179,25 @@ def test_every_state_can_be_reached():
     assert {edge.to for edge in TRANSITIONS.values()} == set(State)
 
 
-@pytest.mark.parametrize("word", [*State, *Reason])
+@for_each([*State, *Reason])
 def test_every_state_and_every_reason_is_explained(word):
     page = REPO / "ARCHITECTURE.md"
     assert page.exists(), "ARCHITECTURE.md is missing"
     assert f"`{word}`" in page.read_text("utf-8"), f"ARCHITECTURE.md does not tell what `{word}` is"
 
 
-@pytest.mark.parametrize("entry", sorted(celeryconfig.beat_schedule))
+@for_each(sorted(celeryconfig.beat_schedule))
 def test_every_task_on_beats_schedule_is_registered(entry):
     celery.loader.import_default_modules()
     assert celeryconfig.beat_schedule[entry]["task"] in celery.tasks
 
 
-@pytest.mark.parametrize("entry", sorted(celeryconfig.beat_schedule))
+@for_each(sorted(celeryconfig.beat_schedule))
 def test_what_beat_sends_does_not_depend_on_two_clocks_being_equal(entry):
     assert "expires" not in celeryconfig.beat_schedule[entry].get("options", {})
 
 
-@pytest.mark.parametrize("pattern", sorted(celeryconfig.task_routes))
+@for_each(sorted(celeryconfig.task_routes))
 def test_every_route_leads_from_a_task_that_there_is(pattern):
     celery.loader.import_default_modules()
     rule = re.compile(re.escape(pattern).replace(r"\*", ".*"))

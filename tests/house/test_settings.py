@@ -2,9 +2,9 @@
 
 import re
 
-import pytest
 from pydantic_settings import BaseSettings
 
+from tests.house.rule import for_each
 from tests.house.settings_page import CHAPTERS, PAGE, explained, page
 from tests.house.tree import REPO, python_files
 
@@ -26,7 +26,7 @@ def test_all_classes_of_settings_are_looked_at() -> None:
     assert _in_code(r"^class (\w+)\(BaseSettings\)") == {kind.__name__ for kind in _CLASSES}
 
 
-@pytest.mark.parametrize("name", sorted(_settings()))
+@for_each(sorted(_settings()))
 def test_a_setting_is_told(name: str) -> None:
     assert any(f"`{name}`" in page.read_text() for page in _PAGES)
 
@@ -36,7 +36,7 @@ def test_no_setting_is_told_that_there_is_not() -> None:
     assert told <= _settings()
 
 
-@pytest.mark.parametrize("kind", _CLASSES, ids=lambda kind: kind.__name__)
+@for_each(_CLASSES)
 def test_a_setting_is_explained_beside_it_alone_in_a_sentence(kind: type[BaseSettings]) -> None:
     told = explained(kind)
     assert sorted(kind.model_fields.keys() - told.keys()) == []

@@ -4,28 +4,7 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "foundation",
-    "database",
-    "jobs",
-    "audit",
-    "registry",
-    "outbox",
-    "scripting",
-    "routing",
-    "admission",
-    "dispatch",
-    "upkeep",
-    "insight",
-    "tasks",
-    "app",
-    "cli",
-    "local",
-    "trials",
-    "client",
-    "reference_server",
-    "migrations",
-)
+PACKAGES = ("slotkeeper", "routing", "tasks", "app", "tools", "migrations")
 
 
 @cache

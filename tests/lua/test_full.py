@@ -16,6 +16,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts, build_function, connect, read_source, script_names
 from tasks.extensions.transport import Transport
+from tests.house.rule import for_each
 from tests.support.valkey import Valkey
 
 BRING_IN_NEW_WORK = {"admit", "enqueue", "enter"}
@@ -36,7 +37,7 @@ def redis(full: Valkey) -> Iterator[Redis]:
         yield client
 
 
-@pytest.mark.parametrize("name", script_names())
+@for_each(script_names())
 def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str) -> None:
     flags = re.findall(r'"([\w-]+)"', build_function(name).text.rsplit("flags =", 1)[1])
     if name in BRING_IN_NEW_WORK | ADD_TO_STREAMS:

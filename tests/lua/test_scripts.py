@@ -24,6 +24,7 @@ from slotkeeper.redis.scripts import (
     script_names,
 )
 from tests.house.lua_text import called_functions
+from tests.house.rule import for_each
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
 
@@ -35,7 +36,7 @@ def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-@pytest.mark.parametrize("name", script_names())
+@for_each(script_names())
 def test_a_fragment_is_replaced_by_its_name_and_nothing_else_is(name):
     ours = assemble(name, FRAGMENTS)
     assert (CLOCK in ours) == ("-- @include lib/now_ms" in read_source(name))
@@ -94,7 +95,7 @@ def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
     assert (len(one.waiting()), len(two.waiting())) == (2, 3)
 
 
-@pytest.mark.parametrize("name", script_names())
+@for_each(script_names())
 def test_nothing_that_a_script_changes_is_left_unwritten(name):
     """Changes of fields that are not written at the end are lost."""
     text = assemble(name)

@@ -1,4 +1,4 @@
-"""What is read and written about kinds of servers, and about what a server says of itself; see app.schemas.job_schemas."""
+"""Views of kinds of servers, and of what a server reports about itself; see app.schemas.job_schemas."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

@@ -29,11 +29,7 @@ MAX_VALUE_LENGTH = 300  # characters
 MAX_LINE_LENGTH = 4000
 _MOST_FACTS, _SHORT_VALUE = 20, 60  # of a line that would be too long
 _PLACES = 12  # of an error: the innermost, where it was raised
-_OURS = (
-    *("foundation", "database", "jobs", "registry", "outbox", "scripting", "routing", "admission", "audit"),
-    *("dispatch", "upkeep", "insight", "tasks", "app", "client", "local", "trials", "cli"),
-    *("migrations", "reference_server", "__main__"),
-)
+_OURS = ("slotkeeper", "routing", "tasks", "app", "tools", "migrations", "__main__")
 _LEFT_OUT = frozenset({"args", "kwargs", "exc", "traceback", "return_value"})  # of what Celery says of a task
 # Their texts name attributes, files and addresses; those of other errors may hold anything.
 _SPEAK_OF_CODE = (OSError, ImportError, AttributeError, NameError, TypeError, RuntimeError, MemoryError)
@@ -194,4 +190,4 @@ def _is_verbose() -> bool:
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_value is not None and not issubclass(failed.exc_type, SystemExit):
-        logging.getLogger("jobs").error("thread_failed error=%r", summarize_error(failed.exc_value))
+        logging.getLogger("slotkeeper").error("thread_failed error=%r", summarize_error(failed.exc_value))

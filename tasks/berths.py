@@ -75,7 +75,7 @@ class DeliveryLimits:
 
 
 class Permit:
-    """One try under way.  `last_try_succeeded`: whether the receiver's last try had succeeded; None: it was never tried."""
+    """One delivery under way.  `last_try_succeeded`: how the receiver's last delivery ended; None: there was none."""
 
     __slots__ = ("host", "last_try_succeeded", "tenant")
 

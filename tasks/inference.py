@@ -44,7 +44,7 @@ class InferRequest(Request):
     """A job with an earliest start waits in the database, never in this worker's memory."""
 
     def revoked(self) -> bool:
-        """Return False: the job of the message is canceled, see revoking.py."""
+        """Return False: the job of the message is canceled, see extensions/control.py."""
         return False
 
 

@@ -62,7 +62,7 @@ def task_context(job: Job) -> Context:
 def build_message(offer: Offer, failures: int) -> task_message:
     """The message for an offer; `failures` is what Celery and Flower know as retries.
 
-    The task's own end says nothing to anybody: whoever waits for the job is told from the record (telling.py).
+    The task's own end says nothing to anybody: whoever waits for the job is told from the database (results.py).
     """
     job_id, same = offer.job_id, _of_model(offer.model)
     offered = {name: getattr(offer, name) for name in _OFFERED}

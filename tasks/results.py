@@ -1,10 +1,10 @@
 """How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
 
 The record owes it to every job that came by Celery, from its last transition until result backend and broker have
-taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process tells what ends there, so neither a slot nor a worker's thread
-waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is told at least once.
-A result, a part of a chord and a next step that is `infer` come to the same if they are told twice; another task may
-be sent twice, with the same task id.
+taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process tells what ends there, so neither a slot
+nor a worker's thread waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is
+told at least once. A result, a part of a chord and a next step that is `infer` come to the same if they are told twice;
+another task may be sent twice, with the same task id.
 """
 
 import subprocess
@@ -144,7 +144,7 @@ class ResultNotifier:
 
 def _notify_in_subprocess(job: Job) -> None:
     """Celery makes objects of a result, which would keep all threads of this process waiting.  Raises OSError."""
-    ended = subprocess.run([sys.executable, "-m", "tasks.large_telling", job.id], check=False)
+    ended = subprocess.run([sys.executable, "-P", "-m", "tasks.large_telling", job.id], check=False)
     if ended.returncode:
         raise OSError(f"the process that tells a large result has ended with status {ended.returncode}")
 

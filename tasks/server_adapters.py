@@ -1,7 +1,8 @@
 """What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
 compiled once by whoever speaks to them.
 
-A version of a description never changes (slotkeeper/registry/server_descriptions.py), so what was compiled of it is right for good.
+A version of a description never changes (slotkeeper/registry/server_descriptions.py), so what was compiled of it is
+right for good.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whose request it is, as far as room and turns are concerned.  Whether it may come in is for `app.auth.access` to say."""
+"""Cache the tenants of all API keys, for the server's limits and turns.  Authorization is in `app.auth.access`."""
 
 import asyncio
 import time

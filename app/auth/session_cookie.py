@@ -1,8 +1,8 @@
 """Visits to the page: a signed cookie that says whose key was shown, and until when.
 
 Any process of the same installation takes what another has given; the record keeps only which visits were ended by a
-log-out (slotkeeper/registry/visits.py).  In the cookie stands the key's hash and never the key: a key that is removed ends all
-visits made with it.
+log-out (slotkeeper/registry/visits.py).  In the cookie stands the key's hash and never the key: a key that is removed
+ends all visits made with it.
 """
 
 import base64

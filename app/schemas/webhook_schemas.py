@@ -40,8 +40,8 @@ _EVENTS: Any = Field(
 _TEMPLATE: Any = Field(
     None,
     description=f"The body, where the receiver has a form of its own: JSON of at most {MAX_TEMPLATE_BYTES} bytes, in "
-    f"whose texts {{{{name}}}} stands for a value, {MAX_TEMPLATE_NAMES} times at most.  Names: {', '.join(TEMPLATE_FIELDS)}, and "
-    "result.part.  null: our own form.",
+    f"whose texts {{{{name}}}} stands for a value, {MAX_TEMPLATE_NAMES} times at most.  Names: "
+    f"{', '.join(TEMPLATE_FIELDS)}, and result.part.  null: our own form.",
     examples=[{"text": "{{model}}: job {{job_id}} is {{status}} {{error.message|slack}}"}],
 )
 _DESCRIPTION: Any = Field(None, max_length=200, description="For people.")

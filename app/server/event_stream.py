@@ -107,7 +107,7 @@ class EventStream:
                 self._cursor = min(self._cursor, target)
             yield await self._text([it for it in events if it.number <= target and self.wanted.matches(it.entry)])
             self._cursor = max(self._cursor, min(page.last, target))
-            is_first, goes_on = False, (page.full and page.last < target) or self._target != target
+            is_first, goes_on = False, (page.has_more and page.last < target) or self._target != target
         self._target = None
         yield await self._kept_text()
 

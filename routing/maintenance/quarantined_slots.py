@@ -1,8 +1,8 @@
 """Draining slots: a run has ended here, and its server has not let go of it.
 
 The slot is withheld: nothing else is started there until the server's own report no longer shows the run, or the
-longest time is over.  The record knows which they are (slotkeeper.jobs.quarantine); in Redis each has a lease of its own, by a name
-that no job can have, whose owner says that it drains.  Maintenance looks after them, not a worker.
+longest time is over.  The record knows which they are (slotkeeper.jobs.quarantine); in Redis each has a lease of its
+own, by a name that no job can have, whose owner says that it drains.  Maintenance looks after them, not a worker.
 """
 
 from collections import defaultdict

@@ -9,8 +9,8 @@
       webhook            from its end until its callback URL was told
       job                a dead job that is revived: from there to its next end
 
-Their ids follow from job, kind and number (slotkeeper/trace_context.py): told twice, or by another process, they are the same.
-What has not ended is not told yet, so none is ever told otherwise than before.
+Their ids follow from job, kind and number (slotkeeper/trace_context.py): told twice, or by another process, they are
+the same. What has not ended is not told yet, so none is ever told otherwise than before.
 """
 
 from collections.abc import Iterator, Sequence

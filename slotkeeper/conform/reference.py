@@ -46,7 +46,7 @@ class ServerProcess:
 @contextlib.contextmanager
 def started(target: str, *options: str) -> Iterator[ServerProcess]:
     """A reference server around a function, on a free port, killed at the end."""
-    command = [sys.executable, "-m", "slotkeeper.serve", target, *options]
+    command = [sys.executable, "-P", "-m", "slotkeeper.serve", target, *options]
     with tempfile.TemporaryFile("w+") as log:
         served = ServerUnderTest("", "async" if "--async" in options else "sync")
         process = ServerProcess(command, served, log, _start([*command, "--port", "0"], log))

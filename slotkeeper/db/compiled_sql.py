@@ -86,7 +86,7 @@ class BulkInsert:
     def __init__(
         self, table: Table, *, is_witness: bool = False, unless: str = "false", once: str = "", answers: str = ""
     ) -> None:
-        """`is_witness`: nobody else writes such a row, so its transaction can be known by it (slotkeeper/db/commit_outcome.py).
+        """`is_witness`: only this transaction writes such a row, which proves its commit (commit_outcome.py).
 
         `unless`: the condition, of a row called `given`, under which it is left out.  `once`: the column of which no
         value is written that is there already.  `answers`: the columns that are answered of each row that was written.

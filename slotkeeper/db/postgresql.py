@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL: each waits no longer than connections.py allows, whether the server is silent or busy."""
+"""Connections to PostgreSQL: each waits no longer than time_limits.py allows, whether the server is silent or busy."""
 
 import math
 from typing import Any

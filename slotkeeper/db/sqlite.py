@@ -1,6 +1,7 @@
 """Engines for SQLite and PostgreSQL: how they connect, how a transaction begins.
 
-What only PostgreSQL needs stands in slotkeeper/db/postgresql.py, with its driver, which a process on SQLite never loads.
+What only PostgreSQL needs stands in slotkeeper/db/postgresql.py, with its driver, which a process on SQLite never
+loads.
 """
 
 import errno

@@ -1,6 +1,7 @@
 """What an ended job owes to those who wait for it: rows that are written in the transaction of its end.
 
-Who sends the messages, and who tells the ends, reads them from there (slotkeeper/outbox/webhook_messages.py, slotkeeper/outbox/result_notifications.py).
+Who sends the messages, and who tells the ends, reads them from there (slotkeeper/outbox/webhook_messages.py,
+slotkeeper/outbox/result_notifications.py).
 """
 
 import re

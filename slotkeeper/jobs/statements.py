@@ -138,7 +138,8 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 "lease": None,
                 "sent_to": None,  # It may hold a password.
             }
-            # Where a job ended that waited to be resumed: its slot is withheld, see routing/maintenance/quarantined_slots.py.
+            # Where a job ended that waited to be resumed: its slot is withheld, see
+            # routing/maintenance/quarantined_slots.py.
             return ended if state is State.RUNNING else ended | {"slot": None}
 
 

@@ -41,14 +41,7 @@ Committed: TypeAlias = Callable[[list[AcceptedJob]], object]
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
 
-_BRIEF_COLUMNS = (
-    *QUEUED_JOB_COLUMNS,
-    jobs.c.state,
-    jobs.c.attempt,
-    jobs.c.lease,
-    jobs.c.slot,
-    jobs.c.cancel_requested_ms,
-)
+_STATUS_COLUMNS = [jobs.c[name] for name in ("state", "attempt", "lease", "slot", "cancel_requested_ms")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,7 @@ class WriteAuditEntry(Protocol):
 
 
 def _no_note(_: Transaction, /, **about: str) -> None:
-    """Nobody asks for it."""
+    """Write no audit entry."""
 
 
 def _canceled(step: _Change) -> _Change:
@@ -109,11 +102,7 @@ def _waiting(row: Row) -> QueuedJob:
 
 _NOTE_REMOTE = CompiledStatement(
     update(jobs)
-    .where(
-        jobs.c.id == bindparam("p_id"),
-        in_state(State.RUNNING),
-        jobs.c.attempt == bindparam("p_attempt"),
-    )
+    .where(jobs.c.id == bindparam("p_id"), in_state(State.RUNNING), jobs.c.attempt == bindparam("p_attempt"))
     .values(
         remote_id=bindparam("p_remote_id"),
         sent_ms=case((jobs.c.remote_id == bindparam("p_remote_id"), jobs.c.sent_ms), else_=bindparam("p_now")),
@@ -135,21 +124,17 @@ _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jo
 # In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
 # it takes all active jobs for few.
 _PASSED = "deadline_ms <= :p_now"
-_IS_OVERDUE = {
-    "sqlite": f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({ACTIVE_CONDITION})",
-    "postgresql": f"{_PASSED} AND {EXPIRABLE_CONDITION}",
-}
 _OVERDUE = {
-    dialect: select(jobs.c.seq, jobs.c.state).where(text(said)).order_by(jobs.c.deadline_ms)
-    for dialect, said in _IS_OVERDUE.items()
+    dialect: select(jobs.c.seq, jobs.c.state).where(text(condition)).order_by(jobs.c.deadline_ms)
+    for dialect, condition in (
+        ("sqlite", f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({ACTIVE_CONDITION})"),
+        ("postgresql", f"{_PASSED} AND {EXPIRABLE_CONDITION}"),
+    )
 }
 # Looked at again and again, mostly in vain.
-_ANY_DUE, _ANY_OVERDUE = (
-    CompiledStatement(_DUE.limit(1)),
-    {name: CompiledStatement(it.limit(1)) for name, it in _OVERDUE.items()},
-)
-_RUNNING = CompiledStatement(listings.RUNNING)
-_TO_BE_RESUMED = CompiledStatement(listings.TO_BE_RESUMED)
+_ANY_DUE = CompiledStatement(_DUE.limit(1))
+_ANY_OVERDUE = {dialect: CompiledStatement(query.limit(1)) for dialect, query in _OVERDUE.items()}
+_RUNNING, _TO_BE_RESUMED = CompiledStatement(listings.RUNNING), CompiledStatement(listings.TO_BE_RESUMED)
 # What a new row has from what was asked for, and what it has of its own.
 _ASKED = (
     *("id", "model", "priority", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
@@ -165,8 +150,7 @@ class JobStore:
     def __init__(self, database: Database, idempotency_window_s: int = 86_400) -> None:
         self.database = database
         self._window_ms = idempotency_window_s * 1000
-        self._unheard: dict[tuple[str, int], list[_Change]] = {}
-        """Run -> its settles of which is not known whether they were stored."""
+        self._unheard: dict[tuple[str, int], list[_Change]] = {}  # run -> its settles whose commit is unknown
         self._dialect = database.engine.dialect.name
 
     # -- accepting -------------------------------------------------------------------------------------------
@@ -479,7 +463,7 @@ class JobStore:
     def get_statuses(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Where these jobs stand, in one look; those that there are not are left out."""
         with self.database.read() as connection:
-            rows = connection.execute(select(*_BRIEF_COLUMNS).where(jobs.c.id.in_(job_ids))).all()
+            rows = connection.execute(select(*QUEUED_JOB_COLUMNS, *_STATUS_COLUMNS).where(jobs.c.id.in_(job_ids))).all()
         return {
             it.id: JobStatus(
                 _waiting(it), State(it.state), it.attempt, it.lease, it.slot, it.cancel_requested_ms is not None

@@ -141,7 +141,8 @@ events = Table(
 messages = Table(
     "messages",
     metadata,
-    # Whose subscription: the id of a webhook (slotkeeper/outbox/tables.py); or the job's own id, whose `callback_url` it is.
+    # Whose subscription: the id of a webhook (slotkeeper/outbox/tables.py); or the job's own id, whose `callback_url`
+    # it is.
     Column("receiver", Text, primary_key=True),
     # The event's number; of a `callback_url` see slotkeeper/jobs/notifications.py; below 0: a test, without an event.
     Column("event", BigInteger, primary_key=True, autoincrement=False),

@@ -1,6 +1,7 @@
 """Messages to jobs' `callback_url`: those that are due, and those that were given up; and how they are owed once more.
 
-All else about them is as with those of webhooks (slotkeeper/outbox/webhook_messages.py).  They are remembered as long as their jobs.
+All else about them is as with those of webhooks (slotkeeper/outbox/webhook_messages.py).  They are remembered as long
+as their jobs.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The tables of what sinks and webhooks are told, but for the messages (slotkeeper/jobs/tables.py): an end writes those, too.
+"""The tables of sinks and webhooks; the table of messages is in slotkeeper/jobs/tables.py, since ends write them.
 
 Times are milliseconds since the epoch, UTC; JSON is text.
 """

@@ -1,9 +1,9 @@
 """What subscriptions are still to be told, what they could not be told, and a log of the last tries.
 
-A subscription is a tenant's webhook (slotkeeper/outbox/subscriptions.py), or a job's `callback_url`, which is one for this job alone
-and has the job's id.  A message is an event for one subscription (HOOK-1).  Messages of one subscription about one job
-are sent one after the other: a message may be claimed when none before it is pending.  What was delivered is no longer
-here, only in the log, which is bounded.
+A subscription is a tenant's webhook (slotkeeper/outbox/subscriptions.py), or a job's `callback_url`, which is one for
+this job alone and has the job's id.  A message is an event for one subscription (HOOK-1).  Messages of one subscription
+about one job are sent one after the other: a message may be claimed when none before it is pending.  What was delivered
+is no longer here, only in the log, which is bounded.
 """
 
 from collections.abc import Sequence

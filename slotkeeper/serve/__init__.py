@@ -1,4 +1,4 @@
-"""reference_server: any Python function behind the slot protocol (docs/slot-protocol.md).
+"""Any Python function behind the slot protocol (docs/slot-protocol.md).
 
 `engine` decides and knows no HTTP; `runner` calls the function (`model`), which may speak in `pieces`; `http_server`
 speaks HTTP and knows no jobs; `door` stands between them, with `answers` and `guard`; `push` tells an end by itself;

@@ -115,7 +115,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     server: HttpServer
     protocol_version = default_request_version = "HTTP/1.1"
-    server_version, sys_version = "reference_server", ""
+    server_version, sys_version = "slotkeeper.serve", ""
     timeout = IDLE_S
     disable_nagle_algorithm = True
     wbufsize = -1  # An answer leaves in one packet.

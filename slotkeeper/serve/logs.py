@@ -3,7 +3,7 @@
 import logging
 import traceback
 
-log = logging.getLogger("reference_server")
+log = logging.getLogger("slotkeeper.serve")
 
 
 def log_failure(what: str, error: BaseException) -> None:

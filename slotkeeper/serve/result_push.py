@@ -11,7 +11,7 @@ import orjson
 from slotkeeper.serve.protocol_responses import status_body
 from slotkeeper.serve.run_scheduler import Callback, Run
 
-log = logging.getLogger("reference_server")
+log = logging.getLogger("slotkeeper.serve")
 
 TRIES = 4
 FIRST_PAUSE_S = 0.5  # doubled after each try

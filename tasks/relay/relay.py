@@ -3,10 +3,10 @@
     python -m tasks.relay.relay                        # a process of its own
     python -m tasks.webhooks.delivery_loop --embedded-relay    # threads of that process, where one of each is enough
 
-It reads the events as streams do (slotkeeper/outbox/event_reader.py): none is passed over, and none is told that a power cut could take
-back.  A sink's cursor stands in the record (slotkeeper/outbox/sink_cursors.py) and is moved when the sink keeps what was published, so
-each event is published at least once.  A sink that is away holds up nobody: what it has not got waits in the record.
-Any number of these processes may run; one of them at a time relays to a sink.
+It reads the events as streams do (slotkeeper/outbox/event_reader.py): none is passed over, and none is told that a
+power cut could take back.  A sink's cursor stands in the record (slotkeeper/outbox/sink_cursors.py) and is moved when
+the sink keeps what was published, so each event is published at least once.  A sink that is away holds up nobody: what
+it has not got waits in the record. Any number of these processes may run; one of them at a time relays to a sink.
 """
 
 import os

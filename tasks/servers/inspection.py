@@ -20,7 +20,13 @@ _WITHIN_S = 30.0
 
 async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> Any:
     """Return the JSON value of an answer, which is known where these pointers lead, or NOT_JSON."""
-    command = [sys.executable, "-m", "slotkeeper.large_json", orjson.dumps([list(it) for it in pointers]).decode()]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "slotkeeper.large_json",
+        orjson.dumps([list(it) for it in pointers]).decode(),
+    ]
     source, sent = (body.rewind(), None) if isinstance(body, AnonymousFile) else (asyncio.subprocess.PIPE, body)
     process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
     try:

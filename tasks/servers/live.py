@@ -33,7 +33,7 @@ class _Cut(Exception):
 class ServerSession:
     """One run's requests to its server.  `on_piece` is given what the server says while it is at it."""
 
-    __slots__ = ("_is_cut", "_server", "_submit", "_on_piece", "_http", "abandoned", "is_broken")
+    __slots__ = ("_http", "_is_cut", "_on_piece", "_server", "_submit", "abandoned", "is_broken")
 
     def __init__(self, server: ServerAdapter, http: HttpClient, on_piece: OnPiece = ignore_piece) -> None:
         self._server, self._http, self._on_piece = server, http, on_piece

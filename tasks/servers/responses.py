@@ -41,8 +41,8 @@ MESSAGES = {
     FailureReason.CONNECT: "no connection to the server could be made",
     FailureReason.TIMEOUT: "the server gave no whole answer in time",
     FailureReason.RESET: "the connection broke before the whole answer was there",
-    FailureReason.TOO_LARGE: f"the server's answer is larger than {MAX_RESPONSE_BYTES >> 20} MiB: have the server store large "
-    "results, and answer with their URL",
+    FailureReason.TOO_LARGE: f"the server's answer is larger than {MAX_RESPONSE_BYTES >> 20} MiB: have the server "
+    "store large results, and answer with their URL",
     FailureReason.UNSENDABLE: "no HTTP request can be made of the address or the headers",
 }
 

@@ -127,7 +127,8 @@ def validate_template(template: Any) -> str:
     for name in (name.removesuffix(_SLACK) for name in names):
         if name not in TEMPLATE_FIELDS and not _OF_RESULT.fullmatch(name):
             raise _wrong(
-                f"names {name[:80]!r}, which is not told; there are {', '.join(TEMPLATE_FIELDS)}, and result.… for a part"
+                f"names {name[:80]!r}, which is not told; there are {', '.join(TEMPLATE_FIELDS)}, "
+                "and result.… for a part"
             )
     if sum(name.startswith("result") for name in names) > 3:
         raise _wrong("names the result more than three times")

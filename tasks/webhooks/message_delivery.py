@@ -1,8 +1,8 @@
 """What subscriptions are told, as the process of webhooks sends it.
 
 A message that its receiver refuses is tried until it is too old.  A webhook that takes nothing is left alone, longer
-each time, and what it is owed waits; see slotkeeper/outbox/subscriptions.py.  One that answers 410 is disabled.  Where the receiver is
-a job's `callback_url`, its message is given up instead: nobody could enable it again.
+each time, and what it is owed waits; see slotkeeper/outbox/subscriptions.py.  One that answers 410 is disabled.  Where
+the receiver is a job's `callback_url`, its message is given up instead: nobody could enable it again.
 """
 
 import random

@@ -1,7 +1,8 @@
 """One run, from the claim of its offer to the notification of its end.
 
 Read `run` and what it calls, from top to bottom.  What each step does to the database and to Redis stands in
-routing/dispatch/run_steps.py, what an end means in routing/dispatch/decision.py, how a server is called in calls.py and runner.py.
+routing/dispatch/run_steps.py, what an end means in routing/dispatch/decision.py, how a server
+is called in server_call.py.
 """
 
 import asyncio
@@ -110,7 +111,7 @@ class Executor:
             self._engine.spawn(self.run(taken))
 
     def run_claimed_offer(self, offer: Offer | None, requested_at_s: float = _NEVER_S) -> None:
-        """Run a job whose offer this worker holds, without the broker.  `requested_at_s` (steady_s): when it asked for it."""
+        """Run a job whose offer this worker holds already.  `requested_at_s` (steady_s): when it asked for it."""
         if offer is None:
             return
         taken = TakenOffer(offer)
@@ -233,8 +234,8 @@ class Executor:
         """A run is over: begin the offer that came of it, or find another if this worker is full.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
-        `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when Redis was
-        asked for the offer.
+        `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when
+        Redis was asked for the offer.
         """
         capacity = self._capacity
         if offer is not None:

@@ -26,18 +26,18 @@ class LeaseWatch:
     """Over one lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
 
     __slots__ = (
-        "_heard",
         "_call_soon",
+        "_heard",
         "_timer",
         "_waking",
         "cancel",
         "confirmed_at_s",
+        "is_removed",
         "lease",
         "lost",
-        "is_removed",
-        "slot_released_at_s",
         "restored",
         "sent",
+        "slot_released_at_s",
         "starting",
         "stop",
     )
@@ -123,9 +123,9 @@ def _nothing() -> None:
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
-    `on_unknown_leases`: is given the watches on leases that Redis does not know.  `after_beat`: is called after each beat to which Redis
-    answers, and told whether Redis was away since the last such beat.  Neither may wait for anything.  `call_soon`: how
-    the loop in which the runs live is reached.
+    `on_unknown_leases`: is given the watches on leases that Redis does not know.  `after_beat`: is called after each
+    beat to which Redis answers, and told whether Redis was away since the last such beat.  Neither may wait for
+    anything.  `call_soon`: how the loop in which the runs live is reached.
     """
 
     name = "heartbeat"

@@ -49,6 +49,7 @@ class ServerCall:
         "_answered",
         "_asked_with",
         "_broken_until",
+        "_cancel_frees_slot",
         "_cancel_until",
         "_canceling",
         "_config",
@@ -56,7 +57,6 @@ class ServerCall:
         "_gone_since",
         "_has_one_slot",
         "_is_lease_held",
-        "_cancel_frees_slot",
         "_live",
         "_longest_usual_ms",
         "_may_send_again",
@@ -67,8 +67,8 @@ class ServerCall:
         "_resumes",
         "_run",
         "_silent_since",
-        "_swap",
         "_submit_unconfirmed",
+        "_swap",
         "_watch",
     )
 

@@ -115,5 +115,6 @@ def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.Monkey
 
 
 def test_without_the_setting_no_exporter_is_loaded() -> None:
-    code = "import sys, tasks.relay.relay, tasks.worker.worker, app.factory; print('opentelemetry.exporter' in sys.modules)"
+    code = "import sys, tasks.relay.relay, tasks.worker.worker, app.factory\n"
+    code += "print('opentelemetry.exporter' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -178,7 +178,7 @@ def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatc
 _FIRST_IMPORTS = """
 import sys, threading
 from importlib.machinery import PathFinder
-from cli import checkup
+from app.cli import doctor_checks
 
 found = []
 
@@ -187,9 +187,9 @@ class Finder:
         if threading.current_thread() is not threading.main_thread() and PathFinder.find_spec(name, path):
             found.append(name)
 
-checkup.load()
+doctor_checks.load()
 sys.meta_path.insert(0, Finder())
-list(checkup.examine(checkup.all_checks()))
+list(doctor_checks.run_checks(doctor_checks.all_checks()))
 print(" ".join(sorted(set(found))))
 """
 

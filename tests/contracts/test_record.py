@@ -59,7 +59,7 @@ def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, 
     """Every act of the store that could be asked to make a transition for this reason."""
     acts: dict[str, Callable[[], Any]] = {
         "settle_write": lambda: _settle(store, job_id, attempt, why),
-        "end_waiting": lambda: store.cancel_waiting(job_id, why, LATER, ERROR),
+        "cancel_waiting": lambda: store.cancel_waiting(job_id, why, LATER, ERROR),
     }
     if why is Reason.STARTED:
         acts["start_write"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
@@ -69,7 +69,7 @@ def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, 
         acts["revive"] = lambda: store.revive(job_id, LATER)
     if why is Reason.DEADLINE_PASSED:
         acts["expire_overdue"] = lambda: store.expire_overdue(LATER)
-        del acts["end_waiting"]  # It ends what waits for any reason that there is.
+        del acts["cancel_waiting"]  # It ends what waits for any reason that there is.
     return acts
 
 

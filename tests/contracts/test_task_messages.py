@@ -40,7 +40,7 @@ def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypa
     monkeypatch.setattr(announce, "publish_queue", lambda: publisher)
     monkeypatch.setattr(announce.CeleryNotifier, "_wake", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(
-        offer_messages, "publish", lambda offer, priority, failures: sent.append((offer, priority, failures))
+        offer_messages, "publish_offer", lambda offer, priority, failures: sent.append((offer, priority, failures))
     )
     announcer = announce.CeleryNotifier(None, None)
     announcer.wake_worker(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))

@@ -9,7 +9,7 @@ from tests.support.stack import REPO, Stack, eventually
 
 
 def _health(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app.cli", "health", *words]
+    command = [sys.executable, "-P", "-m", "app.cli", "health", *words]
     return subprocess.run(command, env=stack.env, cwd=REPO, capture_output=True, text=True, check=False)
 
 
@@ -36,7 +36,7 @@ def test_every_process_lives_is_listed_and_is_ready(stack: Stack, api: HttpApi) 
 
 def test_the_doctor_finds_nothing_that_fails(stack: Stack, api: HttpApi) -> None:
     def healthy() -> bool:
-        command = [sys.executable, "-m", "app.cli", "doctor", "--json"]
+        command = [sys.executable, "-P", "-m", "app.cli", "doctor", "--json"]
         done = subprocess.run(command, env=stack.env, cwd=REPO, capture_output=True, text=True, check=False)
         return done.returncode == 0 and json.loads(done.stdout)["level"] != "fail"
 

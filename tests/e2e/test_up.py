@@ -249,7 +249,7 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
             "trellis-api1",
             "zimg-api1",
         ]
-        assert not installation.pid_of("reference_server")
+        assert not installation.pid_of("slotkeeper.serve")
         up.stop(signal.SIGTERM)
     assert installation.processes() == {}
 

@@ -186,7 +186,7 @@ def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(wat
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_the_ledger_reads_an_index_and_not_the_jobs(store: JobStore):
-    """Measured with 1,000,000 jobs: `python -m tools.benchmarks.recovery_benchmark ledger`; here a tenth of that, on a busy machine."""
+    """`python -m tools.benchmarks.recovery_benchmark ledger` measures this with 1,000,000 jobs; here are 100,000."""
     path = store.database.url.removeprefix("sqlite:///")
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(

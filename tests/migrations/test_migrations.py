@@ -1,4 +1,4 @@
-"""The migrations lead to exactly the tables of slotkeeper.jobs.tables, on both databases, whoever runs them and how often."""
+"""The migrations lead to exactly the declared tables, on both databases, whoever runs them and how often."""
 
 import ast
 import shutil

@@ -1,4 +1,4 @@
-"""What a server meets: the offer script and routing/admission/constraints.py agree on whatever can be declared and asked for."""
+"""The offer script and routing/admission/constraints.py agree on every declaration and every constraint."""
 
 import os
 import string

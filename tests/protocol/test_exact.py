@@ -49,7 +49,7 @@ def test_the_text_of_an_error_is_logged_only_for_who_asks(
     def model(payload: dict[str, str]) -> None:
         raise RuntimeError(payload["prompt"])
 
-    caplog.set_level(getattr(logging, level), "reference_server")
+    caplog.set_level(getattr(logging, level), "slotkeeper.serve")
     with ReferenceServer(model, ServeConfig(port=0)) as server:
         requests.post(f"{server.url}/generate", json={"prompt": "a\x1b]52;secret"}, timeout=10)
     logged = "\n".join(logging.Formatter().format(record) for record in caplog.records)

@@ -33,7 +33,7 @@ def embedded(function: Callable, **options) -> Iterator[ServerUnderTest]:
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slotkeeper.serve", *arguments]
+    command = [sys.executable, "-P", "-m", "slotkeeper.serve", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_is_one_line_with_its_number():
     [
         ("slotkeeper.serve.demo", "package.module:function"),
         ("no_such_module:function", "no module 'no_such_module'"),
-        ("slotkeeper.serve.nowhere:function", "no module 'reference_server.nowhere'"),
+        ("slotkeeper.serve.nowhere:function", "no module 'slotkeeper.serve.nowhere'"),
         ("slotkeeper.serve.demo:nobody", "no function 'nobody'"),
         ("slotkeeper.serve.demo:__doc__", "no function '__doc__'"),
     ],

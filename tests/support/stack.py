@@ -131,7 +131,7 @@ class Stack:
     def server(self, name: str, slots: int, *options: str, function: str = "slotkeeper.serve.demo:zimg") -> "RefServer":
         """A reference server; answers once it listens."""
         port = free_port()
-        command = [sys.executable, "-m", "slotkeeper.serve", function, "--slots", str(slots), "--port", str(port)]
+        command = [sys.executable, "-P", "-m", "slotkeeper.serve", function, "--slots", str(slots), "--port", str(port)]
         journal = self.home / f"{name}.journal"
         process = self.start(name, [*command, "--journal", str(journal), *options])
         server = RefServer(name, port, slots, journal, process)
@@ -146,21 +146,21 @@ class Stack:
         return self.start(name, self.celery("worker", "-Q", "maintenance", "-n", f"{name}@%h", *options))
 
     def webhooks(self, name: str = "webhooks") -> Process:
-        return self.start(name, [sys.executable, "-m", "tasks.webhooks.delivery_loop"])
+        return self.start(name, [sys.executable, "-P", "-m", "tasks.webhooks.delivery_loop"])
 
     def relay(self, name: str = "relay") -> Process:
-        return self.start(name, [sys.executable, "-m", "tasks.relay.relay"])
+        return self.start(name, [sys.executable, "-P", "-m", "tasks.relay.relay"])
 
     def beat(self) -> Process:
         return self.start("beat", self.celery("beat"))
 
     def web(self) -> Process:
-        process = self.start("web", [sys.executable, "-m", "app.server"])
+        process = self.start("web", [sys.executable, "-P", "-m", "app.server"])
         process.source(lambda: self.answers("/health/live"), "it answers")
         return process
 
     def celery(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "tasks", *words, "-l", "info"]
+        return [sys.executable, "-P", "-m", "tasks", *words, "-l", "info"]
 
     def answers(self, path: str) -> bool:
         try:

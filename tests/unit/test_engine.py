@@ -119,7 +119,7 @@ def lived() -> Iterator[WorkerLoop]:
 
     record: Any = Record()
     record.is_taken, record.fails = True, DatabaseUnavailable("away")
-    room: Any = SimpleNamespace(pipeline=lambda loop: SimpleNamespace(close=close))
+    room: Any = SimpleNamespace(open_pipeline=lambda loop: SimpleNamespace(close=close))
     found = WorkerLoop(record, room)
     yield found
     found.close()

@@ -73,7 +73,7 @@ def test_a_large_text_that_is_no_json_is_refused(end: bytes) -> None:
 
 
 def _elsewhere(text: bytes, pointer: list[str]) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "-m", "slotkeeper.large_json", json.dumps([pointer])]
+    command = [sys.executable, "-P", "-m", "slotkeeper.large_json", json.dumps([pointer])]
     return subprocess.run(command, input=text, capture_output=True, cwd=REPO, timeout=60)
 
 

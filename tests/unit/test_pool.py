@@ -20,9 +20,9 @@ OFFER = Offer("zimg", "job-1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
 
 class FakeWorker:
-    """Notes the offers that it is given; `made` as `once` has it."""
+    """Notes the offers that it is given; `created` as `Singleton` has it."""
 
-    made = True
+    created = True
 
     def __init__(self) -> None:
         self.offers: list[Offer] = []

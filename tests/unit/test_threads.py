@@ -79,7 +79,7 @@ def _heartbeat() -> None:
 
 def _record() -> None:
     loop = asyncio.new_event_loop()
-    it = CommitQueue("record", loop, SimpleNamespace(try_commit=lambda batch: None, complete=_fail))  # type: ignore[arg-type]
+    it = CommitQueue("record", loop, SimpleNamespace(try_commit_all=lambda batch: None, complete=_fail))  # type: ignore[arg-type]
     it.commit(Write(lambda tx: None))
     loop.call_later(0.01, loop.stop)
     loop.run_forever()

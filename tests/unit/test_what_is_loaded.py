@@ -11,7 +11,8 @@ PROCESSES = {
     "web": "import app.server.__main__; from migrations import migrate; migrate.check('sqlite:///none.db')",
     "worker": "from tasks.__main__ import program; program('worker'); import tasks.maintenance, tasks.worker.worker",
     "webhooks": "import tasks.webhooks.delivery_loop",
-    "flower": "import app.cli.__main__; from tasks.__main__ import program; program('flower'); import tasks.extensions.signal_handlers",
+    "flower": "import app.cli.__main__; from tasks.__main__ import program; program('flower')"
+    "; import tasks.extensions.signal_handlers",
     "supervisor": "import app.cli.__main__, app.up.launcher; app.up.launcher.read_plan(False).migration()",
 }
 

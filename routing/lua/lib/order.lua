@@ -1,5 +1,5 @@
--- order: what a policy decides.  Each is a file of lib/policies, and a row of slotkeeper/registry/policies.py; what it leaves
--- out is decided as it stands here.  In all that follows `lane` is as read_lane answers it.
+-- order: what a policy decides.  Each is a file of lib/policies, and a row of slotkeeper/registry/policies.py; what it
+-- leaves out is decided as it stands here.  In all that follows `lane` is as read_lane answers it.
 --
 -- Whose turn it is: the smallest key of a model's lanes is next.  Inside a lane order is always that of acceptance
 -- (ORDER-1).  A policy has one of two kinds of keys:

@@ -1,13 +1,4 @@
-"""Maintenance: bring Redis to what the record says, and both to what really happens.
-
-    room.py         the waiting room against the record: sweep, rebuild, reconcile
-    timekeeping.py  due times, deadlines, retention
-    reaper.py       leases whose holder is gone
-    servers.py      what the servers say of themselves
-    removal.py      removals of models and servers
-
-Every function may run twice at once, late, or not at all for a while: each act in it is guarded by itself.
-"""
+"""Maintenance of Redis and of runs: every function may run twice at once, late, or not at all for a while."""
 
 from routing.maintenance.deadlines import expire_deadlines, promote_due_jobs, purge_ended_jobs
 from routing.maintenance.reaper import RenewalGrace, reap, reap_dead_workers
@@ -22,10 +13,11 @@ from routing.maintenance.sweep import rebuild_queue, reconcile, refresh_fleet, s
 
 __all__ = [
     "RenewalGrace",
-    "expire_deadlines",
-    "end_stale_runs",
-    "apply_reports",
     "apply_health",
+    "apply_reports",
+    "end_stale_runs",
+    "expire_deadlines",
+    "find_stale_runs",
     "promote_due_jobs",
     "purge_ended_jobs",
     "reap",
@@ -33,7 +25,6 @@ __all__ = [
     "rebuild_queue",
     "reconcile",
     "refresh_fleet",
-    "find_stale_runs",
-    "sweep",
     "servers_to_check_now",
+    "sweep",
 ]

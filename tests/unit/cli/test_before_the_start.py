@@ -212,7 +212,7 @@ def test_everything_that_takes_jobs_stops_before_the_servers_and_flower(settings
 def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
     assert set(read_procfile()) == {"web", "worker", "maintenance", "webhooks", "relay", "beat", "flower"}
     root = Path(__file__).parents[3]
-    assert (root / "Procfile").read_text() == (root / "local" / "Procfile").read_text()
+    assert (root / "Procfile").read_text() == (root / "app" / "up" / "Procfile").read_text()
 
 
 def test_who_goes_on_with_jobs_after_a_crash_is_started_first(settings: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,8 @@ def test_a_redis_that_does_not_answer_is_named() -> None:
 
 
 def test_the_command_line_does_not_load_what_it_does_not_need() -> None:
-    program = "import sys, cli; print(sorted({'rich', 'flask', 'celery', 'sqlalchemy', 'redis'} & set(sys.modules)))"
+    program = "import sys, app.cli.__main__; "
+    program += "print(sorted({'rich', 'flask', 'celery', 'sqlalchemy', 'redis'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 

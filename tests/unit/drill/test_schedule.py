@@ -2,9 +2,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from app.cli.drill import drill
 from click.testing import CliRunner
 
-from app.cli.drill import drill
 from app.up import ports
 from app.up.errors import Stopped
 from tools.cluster.cluster import Cluster

@@ -18,7 +18,7 @@ class World:
 
     def __init__(self) -> None:
         self.now, self.looks, self.position = 0.0, 0, Position(3, 500)
-        fleet = SimpleNamespace(model=lambda name: SimpleNamespace(fleet=name))
+        fleet = SimpleNamespace(resolve=lambda name: SimpleNamespace(fleet=name))
         estimates = SimpleNamespace(of=lambda job, position, new: SOON)
         self.places = QueuePositions(fleet, SimpleNamespace(), estimates, lambda: self.now)
 
@@ -37,7 +37,7 @@ def world(monkeypatch):
 
 
 def test_a_place_is_the_position_and_when_it_should_start(world):
-    assert world.places.of(JOB) == QueuePosition(4, SOON)
+    assert world.places.of_job(JOB) == QueuePosition(4, SOON)
 
 
 def test_the_place_of_a_job_that_came_just_now_is_not_looked_up(world):
@@ -48,17 +48,17 @@ def test_the_place_of_a_job_that_came_just_now_is_not_looked_up(world):
 
 def test_what_is_offered_is_being_started(world):
     world.position = Position(0, None, offered=True)
-    assert world.places.of(JOB) == QueuePosition(None, SOON, True)
+    assert world.places.of_job(JOB) == QueuePosition(None, SOON, True)
 
 
 def test_what_does_not_wait_in_line_has_no_place(world):
     world.position = None
-    assert world.places.of(JOB) == QueuePosition()
+    assert world.places.of_job(JOB) == QueuePosition()
 
 
 def test_a_redis_that_refuses_is_asked_again_at_once(world):
     world.position = ConnectionError()
-    assert [world.places.of(JOB), world.places.of(JOB)] == [QueuePosition(), QueuePosition()]
+    assert [world.places.of_job(JOB), world.places.of_job(JOB)] == [QueuePosition(), QueuePosition()]
     assert world.looks == 2
 
 
@@ -66,5 +66,5 @@ def test_a_redis_that_does_not_answer_costs_its_time_out_once_a_second(world):
     world.position = TimeoutError()
     for now in (0, 0.5, 0.99, 1.0):
         world.now = now
-        assert world.places.of(JOB) == QueuePosition()
+        assert world.places.of_job(JOB) == QueuePosition()
     assert world.looks == 2

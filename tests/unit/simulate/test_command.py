@@ -164,7 +164,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_it_leaves_no_process_and_no_folder(short_folder, number):
-    words = [sys.executable, "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
+    words = [sys.executable, "-P", "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
     env = os.environ | {"TMPDIR": str(short_folder)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

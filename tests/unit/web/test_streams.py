@@ -439,7 +439,7 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
 
 def _fails(tx: Any) -> None:
     add_event(tx, "none", "job.enqueued", now_ms(), {})
-    tx.flush()
+    tx.flush_inserts()
     raise ZeroDivisionError
 
 

@@ -13,9 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 PYTEST_ARGS ?=
 # Two processes, each with servers of its own; one file's tests stay together, and the small files come last.
 side-by-side := -n 2 --dist loadfile --no-loadscope-reorder
+quick-tests := tests/app tests/house tests/routing tests/slotkeeper tests/tasks tests/tools tests/system/smoke
 LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test attack drill live-presets lint check format bench lock clean
+.PHONY: help setup setup-dev run demo test test-all test-system test-nightly attack drill live-presets lint check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -28,11 +29,27 @@ run: setup ## Start everything on this machine, with three demo servers; Ctrl-C 
 demo: setup ## Start everything, run 20 mixed jobs, print the results, stop
 	@exec $(BIN)/slotkeeper up --exit-after-demo --demo-jobs 20
 
-test: setup-dev ## Install what the tests need and run them all (PYTEST_ARGS="-k lease", PYTEST_ARGS="-n 0 --pdb")
-	@exec $(BIN)/python -m pytest $(side-by-side) $(PYTEST_ARGS)
+test: setup-dev ## Install what the tests need and run the quick ones (PYTEST_ARGS="-k lease", PYTEST_ARGS="-n 0 --pdb")
+	@exec $(BIN)/python -m pytest $(side-by-side) $(quick-tests) -m "not postgres" $(PYTEST_ARGS)
+
+test-all: test test-system ## All tests but those of the night: also PostgreSQL, brokers, a browser, faults
+
+test-system: setup-dev ## What test-all has beyond test
+	@status=0
+	$(BIN)/python -m pytest $(side-by-side) $(quick-tests) -m postgres $(PYTEST_ARGS) || status=$$?
+	$(BIN)/python -m pytest $(side-by-side) tests/system --ignore tests/system/smoke $(PYTEST_ARGS) || status=$$?
+	exit $$status
+
+test-nightly: setup-dev ## Mutants, pairs of crash points, generated requests, long searches and attacks; takes hours
+	@status=0
+	$(BIN)/python -m pytest $(side-by-side) tests/nightly --ignore tests/nightly/live_presets $(PYTEST_ARGS) || status=$$?
+	export SLOTKEEPER_ALL_PAIRS=1 SLOTKEEPER_TEST_EXAMPLES=500
+	$(BIN)/python -m pytest $(side-by-side) tests/system/faults/test_crash_points.py tests/routing/queue $(PYTEST_ARGS) || status=$$?
+	$(BIN)/python -m tests.system.attacks || status=$$?
+	exit $$status
 
 live-presets: setup-dev ## Run presets against real servers, installed into var/live; takes minutes (LIVE="cog mosec")
-	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/live $(PYTEST_ARGS)
+	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/nightly/live_presets $(PYTEST_ARGS)
 
 lint: setup-dev ## Format, lint, types, import contracts, Lua lint: what can be said without running anything
 	@step() { echo "== $$*"; "$$@"; }
@@ -46,7 +63,7 @@ lint: setup-dev ## Format, lint, types, import contracts, Lua lint: what can be 
 check: lint test ## lint, then test
 
 attack: setup-dev ## Attack a Slotkeeper of its own, for minutes, and print a score card (ATTACKS="bodies")
-	@exec $(BIN)/python -m tests.attacks $(ATTACKS)
+	@exec $(BIN)/python -m tests.system.attacks $(ATTACKS)
 
 drill: setup-dev ## Let a Slotkeeper of its own fail on purpose, and prove that no job gets lost (DRILL_ARGS="--help")
 	@exec $(BIN)/python -m tools.drill $(DRILL_ARGS)

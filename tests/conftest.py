@@ -21,7 +21,7 @@ pytest_plugins = (
     "tests.fixtures.record",
     "tests.fixtures.room",
     "tests.fixtures.api",
-    "tests.fixtures.town",
+    "tests.fixtures.worker",
 )
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
 _WORKERS_THREADS = {"engine", "heartbeat", "inquiry"}
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Generated tests come first, in a process that has done nothing yet: what they find shall not depend on it."""
-    items.sort(key=lambda item: "tests/properties/" not in item.nodeid)
+    items.sort(key=lambda item: "_properties" not in item.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)

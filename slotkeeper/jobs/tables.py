@@ -1,6 +1,6 @@
 """The tables of the record.  Times are milliseconds since the epoch, UTC; JSON is text.
 
-Migrations change these on disk; tests/migrations holds the two together.
+Migrations change these on disk; tests/system/upgrade holds the two together.
 """
 
 from sqlalchemy import (

@@ -7,7 +7,7 @@ checked (ssrfguard: Policy, resolve, connect).  Above that stands http.client an
 requests reads the whole body of a redirect even when it does not follow it, because a time-out there
 counts anew for every read and every address, and because http.client has no redirects, proxies, netrc
 or cookies to switch off.  What ssrfguard 0.4.1 leaves open is closed here: _TABLE, _openings, _examine
-and _Deadline say what and why.  The table of attacks is tests/contracts/test_webhook_addresses.py.
+and _Deadline say what and why.  The table of attacks is tests/tasks/security/test_url_guard.py.
 """
 
 import base64

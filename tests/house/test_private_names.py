@@ -39,7 +39,7 @@ ALLOWED = (
             "QoS._delivered",
         ),
         "a malformed message must not stop a worker, and kombu's transport has no place for that",
-        "none; an attack instead: tests/faults/test_malformed.py",
+        "none; an attack instead: tests/system/faults/test_malformed.py",
     ),
     Allowed(
         "tasks/inference.py",

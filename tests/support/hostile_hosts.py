@@ -1,6 +1,6 @@
 """Hosts of URLs that lead to a cloud's metadata or to this machine, in every spelling that a socket understands.
 
-Webhooks (tests/contracts/test_webhook_addresses.py) and endpoints (tests/contracts/test_endpoint_addresses.py) refuse
+Webhooks (tests/tasks/security/test_url_guard.py) and endpoints (tests/app/api/test_endpoint_addresses.py) refuse
 them.  A new trick is a new line here.
 """
 

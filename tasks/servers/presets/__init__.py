@@ -7,7 +7,7 @@
     signs                     answers by which such a server can be recognized (tasks.servers.probe)
     description, without      what Description.model_validate takes; `without`: JSON pointers to what is null there
 
-To add one: a file NAME.toml here, and its conversation in tests/unit/servers/conversations.
+To add one: a file NAME.toml here, and its conversation in tests/tasks/servers/conversations.
 """
 
 import tomllib

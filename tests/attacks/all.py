@@ -1,6 +1,0 @@
-"""The attacks of all doors: each door has a module with its ATTACKS, and is listed here."""
-
-from tests.attacks import api
-from tests.attacks.frame import Attack
-
-ALL: list[Attack] = [*api.ATTACKS]

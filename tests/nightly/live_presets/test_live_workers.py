@@ -1,0 +1,210 @@
+"""A worker is killed while a job of its runs at a real server of others: the job ends once all the same.
+
+Where the server can be asked, or pushes, the next worker goes on with the run.  Where the answer went with the
+connection, the job is run again, on the same slot, once the server lets it in.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from slotkeeper.jobs.values import Job
+from tests.nightly.live_presets.servers import LLAMA_CONTEXT, Live, chat, installed, prompt, started, wanted
+from tests.support.stack import eventually
+from tests.support.town import Town
+
+pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
+
+# As docs/servers.md describes a server that pushes.
+PUSHES: dict[str, Any] = {
+    "mode": "callback",
+    "submit": {
+        "headers": {"Prefer": "respond-async"},
+        "body": {"input": "{{payload}}", "webhook": "{{callback_url}}?token={{callback_token}}"},
+        "id": "/id",
+    },
+    "callback": {
+        "rules": [{"if": {"pointer": "/status", "value": "succeeded"}, "then": "done"}],
+        "result": "/output",
+        "silent_s": 60,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`runs`: how often the job is run at the server, in all.  `refuses`: while it is at it, it lets nobody in."""
+
+    preset: str
+    package: str
+    payload: Callable[[str], dict[str, Any]]
+    runs: int
+    result: Any
+    description: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    refuses: bool = False
+
+    def __str__(self) -> str:
+        return self.name or f"{self.preset}-{self.package}"
+
+
+def painted(gate: str) -> dict[str, Any]:
+    return prompt("a cat") | {"gate": gate}
+
+
+def told(gate: str) -> dict[str, Any]:
+    return chat(f"gate:{gate}")
+
+
+CASES = [
+    Case("cog", "cog", painted, 2, "A CAT"),
+    Case("cog", "cog", painted, 1, "A CAT", PUSHES, "cog-that-pushes"),
+    Case("bentoml", "bentoml", painted, 2, {"image": "A CAT"}, refuses=True),
+    Case("bentoml-task", "bentoml", painted, 1, {"image": "A CAT"}),
+    Case("openai-chat", "litserve", told, 2, None),
+]
+
+
+def _wanted_cases() -> list[Case]:
+    there = {(live.preset, live.package) for live in wanted()}
+    return [case for case in CASES if (case.preset, case.package) in there]
+
+
+def _live(preset: str, package: str) -> Live:
+    return next(live for live in wanted() if (live.preset, live.package) == (preset, package))
+
+
+def _register(town: Town, model: str, url: str, config: dict[str, Any]) -> None:
+    told = town.api.call("PUT", f"/admin/model-configs/{model}", json=config)
+    assert told.ok, told.text
+    body = {"model": model, "server": f"{model}-server", "endpoint": url, "slots": 1}
+    told = town.api.call("POST", "/admin/register", json=body)
+    assert told.ok, told.text
+
+
+def _remove(town: Town, model: str) -> None:
+    with suppress(requests.RequestException):
+        town.api.call("DELETE", f"/admin/servers/{model}-server?force=true")
+
+
+def _killed_under(town: Town, job: str, is_under_way: Callable[[], Any]) -> None:
+    """The only worker dies while the job runs at its server; another takes over."""
+    (worker,) = town.crew(1)
+    eventually(is_under_way, f"{job} runs at its server", 60)
+    worker.kill()
+    town.hire()
+
+
+def _ended_once(town: Town, model: str, job: str) -> Job:
+    row = town.until(job, "completed", 120)
+    why = town.why(job)
+    assert why.count("finished") == 1 and why[-1] == "finished", why
+    assert row.failures == 0, "the death of a worker is no wrong answer"
+    eventually(lambda: town.taken(model) == {}, "its slot is free", 60)
+    return row
+
+
+@pytest.mark.parametrize("case", _wanted_cases(), ids=str)
+def test_a_job_whose_worker_is_killed_under_it_ends_once(town: Town, tmp_path: Path, case: Case):
+    live, gate = _live(case.preset, case.package), tmp_path / "gate"
+    runs = Path(f"{gate}.runs")
+    model = f"killed-under-{case}"
+    with started(live, installed(live.package)) as url:
+        config = {"preset": case.preset, "poll_interval": 0.2, "max_poll_time": 60}
+        if case.description:
+            config["description"] = case.description
+        _register(town, model, url + live.path, config)
+        try:
+            town.crew(1)
+            job = town.api.submit(model, case.payload(str(gate)))
+            resumes = case.runs == 1
+            _killed_under(town, job, lambda: runs.exists() and (town.row(job).remote_id if resumes else True))
+            town.started(job, 2)
+            if case.refuses:
+                eventually(lambda: "server_busy" in town.why(job), "it is refused")
+            gate.touch()
+            _ended_once(town, model, job)
+            assert len(runs.read_text().splitlines()) == case.runs
+            shown = town.api.ended(job)
+            assert case.result is None or shown["result"] == case.result
+        finally:
+            gate.touch()
+            _remove(town, model)
+
+
+LLAMA: dict[str, Any] = {"health": {"active": {"metric": "llamacpp:requests_processing"}, "path": "/metrics"}}
+
+
+def _endless() -> dict[str, Any]:
+    """As much as its context holds: it goes on until somebody stops it."""
+    return chat("a cat", max_tokens=LLAMA_CONTEXT)
+
+
+@pytest.fixture
+def llama(town: Town) -> Iterator[tuple[str, str]]:
+    """A model of llama.cpp's server, whose slots are counted by its metrics; and where that is."""
+    live = _live("openai-chat", "xllamacpp")
+    with started(live, installed(live.package)) as url:
+        model = f"llama-{time.time_ns():x}"
+        _register(town, model, url + live.path, {"preset": live.preset, "description": LLAMA, "max_poll_time": 120})
+        try:
+            yield model, url
+        finally:
+            _remove(town, model)
+
+
+def _runs(url: str) -> int:
+    """How many requests it is at, by its own count."""
+    lines = requests.get(f"{url}/metrics", timeout=20).text.splitlines()
+    return int(next(line for line in lines if line.startswith("llamacpp:requests_processing ")).split()[1])
+
+
+needs_llama = pytest.mark.skipif(
+    not any(live.package == "xllamacpp" for live in wanted()), reason="LIVE names other servers"
+)
+
+
+@needs_llama
+def test_a_stream_of_llama_cpp_is_told_as_it_comes_and_its_whole_is_the_result(town: Town, llama: tuple[str, str]):
+    model, _ = llama
+    town.crew(1)
+    job = town.api.submit(model, chat("a cat", max_tokens=3000))
+    with town.api.session.get(f"{town.stack.url}/queue/jobs/{job}/stream", stream=True, timeout=60) as stream:
+        told = [line.removeprefix(b"data: ") for line in stream.iter_lines() if line.startswith(b"data: ")]
+    texts = [said["text"] for said in map(json.loads, told) if "text" in said]
+    result = town.api.ended(job)["result"]
+    assert len(texts) > 1 and "".join(texts) == result["output"]
+    assert (result["finish_reason"], len(result["output"])) == ("length", 3000)
+
+
+@needs_llama
+def test_a_canceled_job_of_llama_cpp_ends_there_and_the_next_has_its_slot(town: Town, llama: tuple[str, str]):
+    model, url = llama
+    town.crew(1)
+    job = town.api.submit(model, _endless())
+    eventually(lambda: _runs(url) == 1, "it is at it", 60)
+    assert town.api.call("POST", f"/queue/jobs/{job}/cancel").ok
+    assert town.until(job, "canceled").state == "canceled"
+    eventually(lambda: _runs(url) == 0, "it has stopped", 60)
+    following = town.api.submit(model, chat("a cat", max_tokens=8))
+    assert town.api.ended(following)["status"] == "completed"
+
+
+@needs_llama
+def test_a_job_of_llama_cpp_whose_worker_is_killed_ends_once(town: Town, llama: tuple[str, str]):
+    """The connection goes with the worker, and its generation with that; the job is run again."""
+    model, url = llama
+    town.crew(1)
+    job = town.api.submit(model, chat("a cat", max_tokens=6000))
+    _killed_under(town, job, lambda: _runs(url) == 1)
+    town.started(job, 2)
+    row = _ended_once(town, model, job)
+    assert row.attempt == 2
+    assert len(town.api.ended(job)["result"]["output"]) == 6000

@@ -1,0 +1,118 @@
+"""Who may do what by the API."""
+
+from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, swap_argument
+
+MUTANTS = [
+    Mutant(
+        "a proxied request is taken for a local one",
+        "app.auth.access:reject_remote",
+        drop("reject_forwarded(environ, remote)"),
+        kills=["test_without_keys_what_a_proxy_passes_on_is_refused_with_the_remedy"],
+        breaks="authentication",
+        still="test_a_proxy_that_is_named_is_served",
+    ),
+    Mutant(
+        "invalid keys crowd out valid ones",
+        "app.auth.api_keys:KeyCache.owner_of",
+        swap("shown and shown not in self._owners", "shown"),
+        kills=["test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time"],
+        breaks="limits",
+        still="test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "a probe reaches any address",
+        "app.api.preset_views:probe_server",
+        drop('validate_endpoint(body.url, "url")'),
+        kills=["test_what_cannot_be_probed_is_refused_by_its_field"],
+        breaks="SSRF",
+        still="test_nobody_there_is_an_answer",
+    ),
+    Mutant(
+        "a secret in use is removed",
+        "app.api.secrets:_check_unused",
+        never("models", within="if models:"),
+        kills=["test_a_secret_that_is_named_stays", "test_a_secret_that_a_registration_names_stays_too"],
+        breaks="secrets",
+        still="test_two_seals_of_one_secret_differ",
+    ),
+    Mutant(
+        "a push of a run that was given up does not free its slot",
+        "app.api.push_views:push_result",
+        never("job.state in FINAL_STATES"),
+        kills=["test_a_push_of_a_run_that_was_given_up_frees_its_slot"],
+        breaks="SLOT-2",
+    ),
+    Mutant(
+        "a retry of one model's dead jobs includes all models",
+        "app.api.dlq:retry_all_dead",
+        swap_argument("model=model_filter(query.model)", ""),
+        kills=["test_all_dead_jobs_of_one_model_are_retried_and_no_others"],
+        breaks="charges",
+        still="test_all_dead_jobs_are_retried_in_the_order_of_their_acceptance",
+    ),
+    Mutant(
+        "a tenant follows the events of all tenants",
+        "app.api.stream_views:stream_events",
+        always("mine.admin"),
+        kills=["test_a_tenant_follows_its_own_jobs_and_an_administrator_all"],
+        breaks="authorization",
+        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+    ),
+    Mutant(
+        "an internal address is stored",
+        "app.api.webhook_views:_checked_url",
+        never("problem is not None"),
+        kills=["test_an_address_inside_or_one_that_hides_something_is_refused_when_it_is_stored"],
+        breaks="SSRF",
+        still="test_a_change_changes_what_it_names",
+    ),
+    Mutant(
+        "an internal receiver's answer is shown to tenants",
+        "app.schemas.webhook_schemas:delivery_view",
+        always("shows_inside or not it.inside"),
+        kills=["test_what_answers_inside_is_quoted_to_administrators_alone"],
+        breaks="SSRF",
+        still="test_a_template_gives_the_body_its_form",
+    ),
+    Mutant(
+        "a former administrator goes on following all tenants",
+        "app.auth.api_keys:KeyCache.is_still_valid",
+        swap(
+            "found is not None and (found.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)",
+            "found is not None",
+        ),
+        kills=["test_who_may_stay_is_known_by_the_keys_that_were_read_last"],
+        breaks="authorization",
+        still="test_a_stream_ends_when_its_key_is_removed_and_no_other_does",
+    ),
+    Mutant(
+        "an unset metrics key admits everybody",
+        "app.auth.access:_has_metrics_key",
+        swap(
+            "bool(key) and keys() is not None and compare_digest(shown, key)",
+            "keys() is not None and compare_digest(shown, key)",
+        ),
+        kills=["test_where_there_is_no_metrics_key_an_empty_one_is_none"],
+        breaks="authentication",
+        still="test_figures_are_for_the_metrics_key_and_for_administrators",
+    ),
+    Mutant(
+        "the metrics key opens every view",
+        "app.auth.access:authorize",
+        swap('getattr(view, "figures", False)', 'getattr(view, "figures", False) or _has_metrics_key()'),
+        kills=["test_the_metrics_key_opens_nothing_else"],
+        breaks="authentication",
+        still="test_figures_are_for_the_metrics_key_and_for_administrators",
+    ),
+    Mutant(
+        "a batch is visible to every tenant",
+        "app.api.batches:_whose",
+        always("mine.admin"),
+        kills=[
+            "test_a_tenant_sees_its_own_batches_and_no_others",
+            "test_a_tenant_sees_and_cancels_its_own_batches_and_no_others",
+        ],
+        breaks="authorization",
+        still="test_a_batch_is_canceled_as_a_whole",
+    ),
+]

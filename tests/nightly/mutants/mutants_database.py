@@ -1,0 +1,146 @@
+"""Commits, and what becomes of them; migrations."""
+
+from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, text_swap
+
+MUTANTS = [
+    Mutant(
+        "the outcome of a lost commit is not looked up",
+        "slotkeeper.db.group_commit:Database._resolve_lost_commit",
+        never("found is CommitOutcome.COMMITTED"),
+        kills=[
+            "test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
+            "test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered",
+        ],
+        breaks="JOB-2",
+        postgres=True,
+    ),
+    Mutant(
+        "a rejected write is reported as committed",
+        "slotkeeper.db.group_commit:_Entry.call_on_committed",
+        swap("self.done and self.error is None", "self.done"),
+        kills=["test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody"],
+        breaks="JOB-2",
+    ),
+    Mutant(
+        "an answer does not wait for the disk",
+        "slotkeeper.db.group_commit:Database._sync_and_wake",
+        drop("self._secure(promised)"),
+        kills=["test_only_what_nobody_was_promised_does_not_wait_for_the_disk"],
+        breaks="JOB-2",
+    ),
+    Mutant(
+        "a failing disk counts as having stored",
+        "slotkeeper.db.group_commit:Database._secure",
+        drop("ticket.fail(_uncertain(_reason(error)))"),
+        kills=["test_what_the_disk_may_not_have_is_not_called_stored_nor_refused"],
+        breaks="JOB-3",
+    ),
+    Mutant(
+        "a disk that has failed once is trusted",
+        "slotkeeper.db.write_connection:LogFile._wait",
+        never("anew"),
+        kills=["test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew"],
+        breaks="JOB-3",
+    ),
+    Mutant(
+        "an unknown outcome is called a rejection",
+        "slotkeeper.db.group_commit:Database._resolve_lost_commit",
+        always("found is CommitOutcome.NOT_COMMITTED"),
+        kills=["test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job"],
+        breaks="JOB-3",
+        postgres=True,
+    ),
+    Mutant(
+        "a transaction whose COMMIT was lost keeps its locks",
+        "slotkeeper.db.commit_outcome:find_outcome",
+        drop("connection.execute("),
+        kills=["test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind"],
+        breaks="JOB-3",
+        postgres=True,
+    ),
+    Mutant(
+        "a transaction number of another server is trusted",
+        "slotkeeper.db.commit_outcome:find_outcome",
+        never("_by_witness(connection, of) is CommitOutcome.NOT_COMMITTED"),
+        kills=["test_a_number_that_another_server_gave_again_proves_nothing"],
+        breaks="JOB-3",
+        postgres=True,
+    ),
+    Mutant(
+        "a failed commit leaves its transaction open",
+        "slotkeeper.db.group_commit:Database._transact",
+        swap("self._writer.drop", "self._writer._keep"),
+        kills=["test_a_commit_that_did_not_happen_on_sqlite_stored_nothing"],
+        breaks="JOB-3",
+    ),
+    Mutant(
+        "two starts of one job in one transaction both succeed",
+        "slotkeeper.db.group_commit:_run_units",
+        swap("1 < len(group) == len({write.about for write in group})", "1 < len(group)"),
+        kills=["test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts"],
+        breaks="LEASE-1",
+        still="test_ends_that_come_together_take_no_more_statements_than_one",
+    ),
+    Mutant(
+        "accepted jobs are not counted on PostgreSQL",
+        "file:migrations/versions/0007_accepted.py",
+        text_swap("AFTER INSERT ON jobs", "AFTER UPDATE ON jobs"),
+        kills=["test_job_3_a_job_that_vanished_behind_our_back_is_missed"],
+        breaks="JOB-3",
+        postgres=True,
+    ),
+    Mutant(
+        "the event loop answers before the disk has the data",
+        "slotkeeper.db.group_commit:Database.try_commit_all",
+        swap(
+            "batch.committed is not None and all(write.relaxed for write in batch.writes)",
+            "batch.committed is not None",
+        ),
+        kills=["test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk"],
+        breaks="JOB-2",
+    ),
+    Mutant(
+        "a group that was stored in part is stored again",
+        "slotkeeper.db.group_commit:Database.try_commit_all",
+        swap("self._tried(batch.writes)", "[it for one in batch.writes for it in self._tried([one]) or [None]]"),
+        kills=["test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all"],
+        breaks="JOB-2",
+    ),
+    Mutant(
+        "SQLite creates its files by the umask",
+        "slotkeeper.db.sqlite:_make_private",
+        drop("make_private_file(file)"),
+        kills=["test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only"],
+        breaks="private files",
+        still="test_all_who_ask_first_get_the_same_text",
+    ),
+    Mutant(
+        "an audit entry may be changed",
+        "file:migrations/versions/0010_acts.py",
+        text_swap(
+            'acts_are_not_changed BEFORE UPDATE ON events WHEN OLD.actor IS NOT NULL "',
+            'acts_are_not_changed BEFORE UPDATE ON events WHEN OLD.id < 0 "',
+        ),
+        kills=["test_the_database_refuses_to_change_or_remove_an_act"],
+        breaks="audit",
+        still="test_acts_are_found_by_whom_and_what_they_concern_and_when",
+    ),
+    Mutant(
+        "events are written after the commit",
+        "slotkeeper.db.group_commit:Database._transact",
+        (
+            swap("transaction.flush_inserts()", "TransactionMark(None, None)"),
+            swap(
+                "self._writer.commit(connection)",
+                "self._writer.commit(connection)\n"
+                "with self.engine.begin() as transaction.connection:\n"
+                "    transaction.flush_inserts()",
+            ),
+        ),
+        kills=[
+            "test_job_2_a_transition_whose_event_cannot_be_written_did_not_happen",
+            "test_job_2_an_end_whose_webhook_cannot_be_written_did_not_happen",
+        ],
+        breaks="JOB-2",
+    ),
+]

@@ -1,0 +1,89 @@
+"""Connections, threads and the reading of requests."""
+
+from tests.nightly.mutants.operators import Mutant, always, never, swap
+
+MUTANTS = [
+    Mutant(
+        "an incomplete body passes",
+        "app.request_json:read_body",
+        never("announced is not None and len(body) != announced"),
+        kills=["test_a_body_that_broke_off_is_refused_whole"],
+        breaks="framing",
+        still="test_a_submitted_job_is_in_the_record_when_it_is_answered",
+    ),
+    Mutant(
+        "a batch may be of any size",
+        "app.batch:_item",
+        never("index == MAX_BATCH_JOBS"),
+        kills=["test_a_thousand_jobs_are_a_batch"],
+        breaks="limits",
+        still="test_a_submitted_job_is_in_the_record_when_it_is_answered",
+    ),
+    Mutant(
+        "one owner takes all threads",
+        "app.server.fair_pool:FairPool.run",
+        swap(
+            "self.has_room and self._held[owner] < self.share and owner not in self._waiting",
+            "self.has_room and owner not in self._waiting",
+        ),
+        kills=["test_no_owner_holds_more_than_its_share"],
+        breaks="limits",
+        still="test_of_one_owner_only_so_many_wait",
+    ),
+    Mutant(
+        "one owner's waiting connections have no limit",
+        "app.server.fair_pool:FairPool._turn",
+        never("len(self._waiting.get(owner, ()))"),
+        kills=["test_of_one_owner_only_so_many_wait"],
+        breaks="limits",
+        still="test_no_owner_holds_more_than_its_share",
+    ),
+    Mutant(
+        "any HTTP version is taken for 1.1",
+        "app.server.wsgi:validate_head",
+        swap('version not in ("1.0", "1.1")', "False"),
+        kills=["test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read"],
+        breaks="framing",
+        still="test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "a response header can begin another header",
+        "app.server.wsgi:_encoded",
+        always("value.isprintable()"),
+        kills=["test_no_header_of_an_answer_begins_another"],
+        breaks="framing",
+        still="test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "a transfer coding before chunked is ignored",
+        "app.server.wsgi:validate_head",
+        swap('codings != [b"chunked"] or version == "1.0"', "False"),
+        kills=["test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read"],
+        breaks="framing",
+        still="test_an_answer_to_head_has_no_body",
+    ),
+    Mutant(
+        "events that occur while the database is read are lost",
+        "app.server.event_stream:EventStream._missed",
+        swap("yield await self._kept_text()", "self._kept = []"),
+        kills=["test_what_happens_while_the_record_is_read_is_told_once_and_in_order"],
+        breaks="no lost event",
+        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+    ),
+    Mutant(
+        "the number of streams is not limited",
+        "app.server.application:PlaceLimit.take",
+        swap("self.taken.total() < self.most and self.taken[account] < self.share", "True"),
+        kills=["test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own"],
+        breaks="limits",
+        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+    ),
+    Mutant(
+        "a stream outlives its key",
+        "app.server.application:WebApplication._refresh_keys",
+        never("self._owners.is_still_valid"),
+        kills=["test_a_stream_ends_when_its_key_is_removed_and_no_other_does"],
+        breaks="authorization",
+        still="test_a_tenant_follows_its_own_jobs_and_an_administrator_all",
+    ),
+]

@@ -1,0 +1,84 @@
+"""Processes, their files, logs and terminals."""
+
+from tests.nightly.mutants.operators import Mutant, drop, never, swap, swap_entry
+
+MUTANTS = [
+    Mutant(
+        "a living process is taken for dead",
+        "slotkeeper.process_locks:ProcessLocks._proved",
+        drop("fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)"),
+        kills=[
+            "test_a_process_that_was_killed_is_proved_to_have_ended_and_one_that_is_stopped_is_not",
+            "test_a_process_does_not_take_itself_for_dead",
+        ],
+        breaks="LEASE-4",
+        still="test_who_ends_in_order_leaves_nothing",
+    ),
+    Mutant(
+        "a lock file of another kernel is believed",
+        "slotkeeper.process_locks:ProcessLocks._text",
+        swap(
+            'f"{self._kernel} {found.st_dev} {found.st_ino} {name}\\n"',
+            'f"{len(self._kernel) * 0} {found.st_dev} {found.st_ino} {name}\\n"',
+        ),
+        kills=["test_what_another_kernel_wrote_proves_nothing"],
+        breaks="LEASE-4",
+        still="test_who_ends_in_order_leaves_nothing",
+    ),
+    Mutant(
+        "a file that others can write proves a process dead",
+        "slotkeeper.process_locks:ProcessLocks._proved",
+        swap("_is_ours(file)", "True"),
+        kills=["test_a_file_that_others_could_have_written_proves_nothing"],
+        breaks="LEASE-4",
+        still="test_who_ends_in_order_leaves_nothing",
+    ),
+    Mutant(
+        "a file under another name proves a process dead",
+        "slotkeeper.process_locks:ProcessLocks._proved",
+        swap("path == self._path(name)", "True"),
+        kills=["test_a_file_proves_the_end_of_whom_it_names_only"],
+        breaks="LEASE-4",
+        still="test_who_ends_in_order_leaves_nothing",
+    ),
+    Mutant(
+        "the text of any error is logged",
+        "slotkeeper.logs:summarize_error",
+        swap("isinstance(error, _SPEAK_OF_CODE) or _is_verbose()", "error"),
+        kills=["test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals"],
+        breaks="secrets",
+        still="test_configured_twice_it_speaks_once",
+    ),
+    Mutant(
+        "arguments and results of tasks are logged",
+        "slotkeeper.logs:_said",
+        never("isinstance(record.args, Mapping)"),
+        kills=["test_what_celery_tells_of_a_task_has_neither_arguments_nor_results"],
+        breaks="secrets",
+        still="test_configured_twice_it_speaks_once",
+    ),
+    Mutant(
+        "a folder of another user is trusted",
+        "slotkeeper.state_folder:make_private_folder",
+        never("found.st_uid not in (os.geteuid(), _ROOT)"),
+        kills=["test_a_folder_of_somebody_else_is_refused_however_private_it_is"],
+        breaks="private files",
+        still="test_a_sticky_folder_is_never_ours",
+    ),
+    Mutant(
+        "the embedded Valkey needs no password",
+        "app.up.valkey_server:valkey_role",
+        swap_entry('"requirepass": password', ""),
+        kills=["test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else"],
+        breaks="authentication",
+        still="test_all_who_ask_first_get_the_same_text",
+    ),
+    Mutant(
+        "control characters are printed as they came",
+        "app.terminal:echo",
+        swap("escape_controls(text)", "text"),
+        kills=["test_what_a_command_prints_is_text_and_nothing_else"],
+        breaks="terminal injection",
+        still="test_json_text_is_the_same_value",
+    ),
+]

@@ -1,0 +1,37 @@
+"""How webhooks are delivered."""
+
+from tests.nightly.mutants.operators import Mutant, always, never, swap
+
+MUTANTS = [
+    Mutant(
+        "one tenant takes all deliveries of a group",
+        "tasks.berths:DeliveryLimits._has_room",
+        swap(
+            "self._of_tenants[tenant, part] < MAX_IN_GROUP[part] - self._taken[part]",
+            "self._taken[part] < MAX_IN_GROUP[part]",
+        ),
+        kills=[
+            "test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new",
+            "test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new",
+            "test_no_tenant_gets_more_berths_than_it_leaves_free",
+        ],
+        breaks="HOOK-1",
+        still="test_a_receiver_that_was_never_tried_gets_one_try_at_a_time",
+    ),
+    Mutant(
+        "a template may name any value",
+        "tasks.webhooks.bodies:validate_template",
+        never("not _OF_RESULT.fullmatch(name)"),
+        kills=["test_a_template_names_what_is_told_and_nothing_else"],
+        breaks="secrets",
+        still="test_every_name_that_is_offered_can_be_named",
+    ),
+    Mutant(
+        "a template may repeat a value of any length",
+        "tasks.webhooks.bodies:_as_text",
+        always("len(text) <= MAX_VALUE_CHARS"),
+        kills=["test_the_largest_template_makes_a_bounded_body"],
+        breaks="limits",
+        still="test_every_name_that_is_offered_can_be_named",
+    ),
+]

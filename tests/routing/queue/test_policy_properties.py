@@ -1,0 +1,428 @@
+"""The policies over generated acts: after each, all that is derived equals what the plain data in Redis give.
+
+Plain are the jobs in their lanes, the leases and the clock; derived are indexes, keys, counters and what is offered.
+Two models share three servers, policies and limits change while jobs wait and run, and Redis is lost now and then.
+SLOTKEEPER_TEST_EXAMPLES makes the search longer.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis import Redis
+
+from routing.admission.constraints import meets
+from slotkeeper.redis.keys import FLEET_KEYS
+from slotkeeper.registry.values import Server as CatalogServer
+from tests.routing.queue.search import search
+from tests.support.room import Job, Offered, Room, Server
+
+MODELS = ("flux", "zimg")
+TENANTS = ("t1", "t2", "a b%|é")
+SERVERS = {
+    "both": Server("both", 2, models=MODELS, attributes={"gpu": "A100"}),
+    "gpu-slot3": Server("gpu-slot3", 1, models=("zimg",)),
+    "x.y": Server("x.y", 2, models=("flux",), attributes={"gpu": "T4", "flux:gpu": "A100"}),
+}
+CONSTRAINTS = ("", "gpu=A100")
+SHARE = 1 << 49
+
+chosen = st.sampled_from
+
+
+@dataclass
+class Config:
+    """A model's, as it was set last."""
+
+    policy: str = "priority"
+    tier_head_start: float = 1.0
+    tenant_slots: int | None = None
+    affinity: float = 0.0
+    breaker_failures: int = 2
+    weights: dict[str, float] = field(default_factory=dict)
+    state: str = "online"
+
+
+class Standing:
+    """What stands in Redis, read in two trips."""
+
+    def __init__(self, room: Room) -> None:
+        names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
+        pipe, prefix = room.client.pipeline(transaction=False), room.key("")
+        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1)}
+        named = {room.key(name): name for name in FLEET_KEYS}
+        own = {name: named.get(name, name.removeprefix(prefix)) for name in names}
+        kinds = {name: self._kind(own[name]) for name in names}
+        for name, kind in kinds.items():
+            if kind == "zset":
+                pipe.zrange(name, 0, -1, withscores=True)
+            else:
+                reads[kind](name)
+        self._all = {own[name]: row for name, row in zip(kinds, pipe.execute(), strict=True)}
+
+    @staticmethod
+    def _kind(name: str) -> str:
+        if name in ("meta:unsorted", "meta:ungrouped"):
+            return "list"
+        if name == "groups" or (name.startswith("lanes:") and name.count("|") == 1):
+            return "hash"
+        zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "cooling", "meta:open", "stats:failed:")
+        return "zset" if name == "leases" or name.startswith(zsets) else "hash"
+
+    def hash(self, name: str) -> dict[str, str]:
+        return {key.decode(): value.decode() for key, value in self._all.get(name, {}).items()}
+
+    def scores(self, name: str) -> dict[str, float]:
+        return {member.decode(): score for member, score in self._all.get(name, [])}
+
+    def members(self, name: str) -> set[str]:
+        return {member.decode() for member in self._all.get(name, ())}
+
+    def below(self, prefix: str) -> list[str]:
+        """What follows the prefix in the names of keys."""
+        return [name.removeprefix(prefix) for name in self._all if name.startswith(prefix)]
+
+
+class PoliciesMachine(RuleBasedStateMachine):
+    """Acts, and what must hold after each."""
+
+    def __init__(self, client: Redis) -> None:
+        super().__init__()
+        client.flushall()
+        self.room = Room(client)
+        self.jobs: dict[str, Job] = {}
+        self.held: dict[str, Offered] = {}
+        self.configs = {model: Config() for model in MODELS}
+        self.servers = dict.fromkeys(SERVERS, "online")
+        self.filled = False  # whether the last act offered all that it could
+        self.virtual: dict[str, float] = {}
+        self.turns: dict[str, tuple[float, float]] = {}  # lane -> key and tag, under fair
+        self.names = 0
+
+    @initialize()
+    def begin(self):
+        for model in MODELS:
+            self._configure(model)
+        self._sync()
+        self.room.open()
+
+    # -- jobs come and go ----------------------------------------------------------------------------------------
+
+    @rule(
+        model=chosen(MODELS),
+        tenant=chosen(TENANTS),
+        priority=chosen((1, 5, 9)),
+        constraints=chosen(CONSTRAINTS),
+        count=st.integers(1, 3),
+        limit=chosen((0, 8, 8)),
+    )
+    def enqueue(self, model, tenant, priority, constraints, count, limit):
+        self._took(
+            self.room.enqueue(*[self._job(model, tenant, priority, constraints) for _ in range(count)], limit=limit)
+        )
+        self.filled = limit > 0
+
+    @rule()
+    def sweep(self):
+        self._took(self.room.offer())
+        self.filled = True
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), outcome=chosen(("ok", "ok", "refused", "failed", "busy", "")), back=st.booleans())
+    def release(self, data, outcome, back):
+        offer = self.held.pop(data.draw(chosen(sorted(self.held))))
+        back = back or outcome == "busy"
+        if not back:
+            del self.jobs[offer.job]
+        answer, offers = self.room.release(
+            offer, offer.owner, back=back, cooldown_ms=500 if outcome == "busy" else 0, outcome=outcome
+        )
+        assert answer == "released"
+        self._took(offers)
+        self.filled = True
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        job = self.jobs[data.draw(chosen(sorted(self.jobs)))]
+        held = self.held.get(job.id)
+        answer = "withdrawn" if held is None else "asked" if held.owner else "freed"
+        assert self.room.withdraw(job) == answer
+        if answer != "asked":
+            del self.jobs[job.id]
+            self.held.pop(job.id, None)
+        self.filled = False
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), how=chosen(("claim", "renew", "seize")))
+    def hold(self, data, how):
+        offer = self.held[data.draw(chosen(sorted(self.held)))]
+        if how == "claim":
+            assert self.room.claim(offer) == ("lost" if offer.owner else "claimed")
+            offer = offer._replace(owner=offer.owner or "w1")
+        elif how == "renew":
+            assert self.room.renew(offer.owner, offer)[0] in ("renewed", "cancel")
+        else:
+            self.names += 1
+            name = f"s{self.names}"
+            assert self.room.seize(offer, offer.owner, "reaper", new_lease=name, only_expired=False) == "seized"
+            offer = offer._replace(lease=name, owner="reaper")
+        self.held[offer.job] = offer
+        self.filled = False
+
+    # -- what is configured, and what happens ------------------------------------------------------------------
+
+    @rule(
+        model=chosen(MODELS),
+        policy=chosen(("fifo", "priority", "aging", "fair", "fair", "fair")),
+        tenant_slots=chosen((None, None, 1, 2)),
+        weights=chosen(({}, {"t1": 4.0}, {"t1": 0.01, TENANTS[2]: 2.0})),
+        affinity=chosen((0.0, 1.0, 30.0)),
+    )
+    def change_rules(self, model, policy, tenant_slots, weights, affinity):
+        state = self.configs[model].state
+        self.configs[model] = Config(policy, 1.0, tenant_slots, affinity, 2, weights, state)
+        self._configure(model)
+        self._sync()
+
+    @rule(model=chosen(MODELS), state=chosen(("online", "online", "paused", "frozen", "draining")))
+    def change_a_model(self, model, state):
+        self.configs[model].state = state
+        self._configure(model)
+        self._sync()
+
+    @rule(tenant=chosen(TENANTS), state=chosen(("", "", "paused", "frozen", "draining")))
+    def change_a_tenant(self, tenant, state):
+        self.room.rules.pop(f"tenant {_safe(tenant)}", None)
+        if state:
+            self.room.rules[f"tenant {_safe(tenant)}"] = state
+        self._sync()
+
+    @rule(server=chosen(sorted(SERVERS)), state=chosen(("online", "online", "paused", "gone")))
+    def change_a_server(self, server, state):
+        self.servers[server] = state
+        self._sync()
+
+    @rule(ms=chosen((0, 1, 250, 500, 1500, 5000, 60_000)))
+    def time_goes_by(self, ms):
+        self.room.later(ms)
+        self.filled = False
+
+    @rule(server=chosen(sorted(SERVERS)), how=chosen(("cool_down", "wake", "occupy")))
+    def a_server_is_away_or_used(self, server, how):
+        if how == "occupy":
+            self.room.run("occupy", server, 1, 700)
+        else:
+            self.room.cool_down(server, 1000 if how == "cool_down" else 0)
+        self.filled = False
+
+    @rule(late=st.booleans())
+    def redis_is_lost(self, late):
+        """Emptied, and rebuilt from what the record knows: leases that were claimed, the others in order."""
+        now = self.room.now
+        self.room.client.flushall()
+        self.room.set_clock(now)
+        if late:
+            self.room.enqueue(self._job("zimg", "t1", 5, ""))
+        running = {job: it for job, it in self.held.items() if it.owner}
+        leases = [(self.jobs[job], it.lease, it.owner, it.slot) for job, it in running.items()]
+        assert self.room.restore(*leases) == len(leases)
+        self.held, self.virtual, self.turns = running, {}, {}
+        self._sync()
+        waiting = sorted((job for job in self.jobs.values() if job.id not in running), key=lambda job: job.seq)
+        assert self.room.enqueue(*waiting) == []
+        self.room.open()
+        self.sweep()
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def all_that_is_derived_is_what_the_plain_data_give(self):
+        at = Standing(self.room)
+        leases = {job: at.hash(f"leases:{job}") for job in at.below("leases:")}
+        lanes = {lane: at.scores(f"lanes:{lane}") for lane in at.below("lanes:") if lane.count("|") == 3}
+        self._check_jobs(leases, lanes)
+        self._check_slots(at, leases)
+        self._check_counters(at, leases, lanes)
+        self._check_indexes(at, lanes)
+        held = Counter(_account(lease["lane"]) for lease in leases.values())
+        self.turns = {lane: turn for lane, turn in self.turns.items() if lane in lanes}
+        for lane, members in lanes.items():
+            self._check_key(at, lane, members, held)
+        self._check_virtual_time(at)
+        if self.filled:
+            self._check_nothing_more_can_be_offered(at, lanes, leases)
+
+    def _check_jobs(self, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
+        """Each job is in its lane or under lease, and nowhere twice."""
+        assert leases.keys() == self.held.keys()
+        waiting = {job.id: job for job in self.jobs.values() if job.id not in leases}
+        inside = {(lane, member): int(seq) for lane, members in lanes.items() for member, seq in members.items()}
+        assert inside == {(job.lane, f"{job.id}@{job.created}"): job.seq for job in waiting.values()}
+        for job, lease in leases.items():
+            known = self.held[job]
+            assert (lease["lease"], lease["owner"], lease["slot"]) == (known.lease, known.owner, known.slot)
+
+    def _check_slots(self, at: Standing, leases: dict[str, Any]) -> None:
+        """A slot of an online server is leased, free or in cooldown; others are leased at most (LEASE-1)."""
+        assert at.hash("slots") == {lease["slot"]: job for job, lease in leases.items()}
+        assert at.scores("leases").keys() == leases.keys()
+        free, cooling, taken = set(at.scores("free")), set(at.scores("cooling")), set(at.hash("slots"))
+        assert not free & cooling and not (free | cooling) & taken
+        online = [SERVERS[name] for name, state in self.servers.items() if state == "online"]
+        assert free | cooling == {f"{it.name}-slot{n}" for it in online for n in range(it.slots)} - taken
+
+    def _check_counters(self, at: Standing, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
+        held = Counter(_account(lease["lane"]) for lease in leases.values())
+        assert at.hash("held") == {account: str(count) for account, count in held.items()}
+        waiting: Counter[str] = Counter()
+        for lane, members in lanes.items():
+            waiting[lane.rsplit("|", 1)[1]] += len(members)
+        found = {name: int(text) for name, text in at.hash("meta").items() if name.startswith("waiting:")}
+        assert found == {f"waiting:{model}": count for model, count in waiting.items()}
+        jobs = Counter(_account(lane) for lane, members in lanes.items() for _ in members)
+        assert at.hash("lanes") == {account: str(count) for account, count in jobs.items()}
+        taken = Counter(lease["slot"].rsplit("-slot", 1)[0] for lease in leases.values())
+        for name in at.hash("servers"):  # What is known of the others is forgotten, until they come back.
+            assert int(at.hash(f"stats:server:{name}").get("taken", 0)) == taken[name]
+
+    def _check_indexes(self, at: Standing, lanes: dict[str, Any]) -> None:
+        by_class, marks = defaultdict(set), defaultdict(set)
+        for lane in lanes:
+            priority, digest, tenant, model = lane.split("|")
+            by_class[f"{digest}|{model}"].add(lane)
+            marks[f"{tenant}|{model}"].add(f"{priority}|{digest}")
+        assert {name: set(at.scores(f"classes:{name}")) for name in at.below("classes:")} == by_class
+        assert {name: text.split("\n")[1] for name, text in at.hash("classes").items()} == {
+            name: CONSTRAINTS[name[0] != "|"] for name in by_class
+        }
+        found = {name: at.members(f"lanes:{name}") for name in at.below("lanes:") if name.count("|") == 1}
+        assert found == marks
+        assert not at.below("meta:un")
+        self._check_groups(at, set(by_class))
+
+    def _check_groups(self, at: Standing, classes: set[str]) -> None:
+        """A class stands in the group of those that the same servers can run, by its first lane; or nobody can."""
+        ranked = {group: at.scores(f"groups:{group}") for group in at.below("groups:")}
+        assert at.members("groups") == ranked.keys() | {name for name in classes if name[0] == "|"}
+        there = [SERVERS[name] for name, state in self.servers.items() if state != "gone"]
+        members = {}
+        for name in classes:
+            constraints, model = CONSTRAINTS[name[0] != "|"], name.split("|")[1]
+            if constraints and any(model in it.models and meets(constraints, _declared(it), model) for it in there):
+                lanes = at.scores(f"classes:{name}")
+                first = min(lanes, key=lambda lane: (lanes[lane], lane))
+                members[f"{first[0]}|{name}"] = lanes[first]
+        assert {member: key for group in ranked.values() for member, key in group.items()} == members
+        assert all(group.endswith(f"|{member.split('|')[2]}") for group, them in ranked.items() for member in them)
+
+    def _check_key(self, at: Standing, lane: str, members: dict[str, float], held: Counter[str]) -> None:
+        _, digest, tenant, model = lane.split("|")
+        config, key = self.configs[model], at.scores(f"classes:{digest}|{model}")[lane]
+        head = self.jobs[min(members, key=lambda member: members[member]).rsplit("@", 1)[0]]
+        stopped = self.room.rules.get(f"tenant {tenant}") in ("paused", "frozen")
+        blocked = stopped or (config.tenant_slots or inf) <= held[f"{tenant}|{model}"]
+        assert (key == inf) == blocked
+        if blocked or config.policy != "fair":
+            self.turns.pop(lane, None)
+        if blocked:
+            return
+        match config.policy:
+            case "fifo":
+                assert key == head.seq
+            case "priority":
+                assert key == head.priority * SHARE + head.seq
+            case "aging":
+                assert key == head.created + head.priority * 1000
+            case _:
+                virtual = float(at.hash(f"stats:model:{model}").get("virtual", 0))
+                tag = at.scores(f"tags:{model}").get(tenant, 0)
+                assert key == tag or tag < key <= virtual, "its turn is not put off, and it has saved nothing"
+                was = self.turns.get(lane, (inf, inf))
+                assert key <= was[0] or tag > was[1], "whoever is charged nothing keeps its turn"
+                self.turns[lane] = key, tag
+                siblings = [at.scores(f"classes:{digest}|{model}").get(f"{n}{lane[1:]}", key) for n in range(1, 10)]
+                assert set(siblings) == {key}, "priorities count inside a tenant"
+
+    def _check_virtual_time(self, at: Standing) -> None:
+        """It never goes back while jobs wait under fair."""
+        now = {}
+        for model, config in self.configs.items():
+            if config.policy == "fair" and f"waiting:{model}" in at.hash("meta"):
+                now[model] = float(at.hash(f"stats:model:{model}").get("virtual", 0))
+                assert now[model] >= self.virtual.get(model, 0)
+        self.virtual = now
+
+    def _check_nothing_more_can_be_offered(self, at: Standing, lanes: dict[str, Any], leases: dict[str, Any]) -> None:
+        """SLOT-2: affinity chooses among jobs, but leaves no slot free that one of them could use."""
+        free = {slot.rsplit("-slot", 1)[0] for slot in at.scores("free")}
+        for lane in lanes:
+            _, digest, _, model = lane.split("|")
+            key = at.scores(f"classes:{digest}|{model}")[lane]
+            probing = {job for job, lease in leases.items() if lease["lane"].endswith(f"|{model}")}
+            runs = self.configs[model].state in ("online", "draining") and self._lets(at, f"model:{model}", probing)
+            for name in free if runs and key != inf else ():
+                server = SERVERS[name]
+                fits = model in server.models and meets(CONSTRAINTS[digest != ""], _declared(server), model)
+                probing = {job for job, lease in leases.items() if lease["slot"].startswith(f"{name}-slot")}
+                assert not (fits and self._lets(at, f"server:{name}", probing)), (lane, name)
+
+    def _lets(self, at: Standing, whose: str, running: set[str]) -> bool:
+        """Whether a breaker lets a job through: it is closed, or its time is over and its probe does not run there."""
+        stats = at.hash(f"stats:{whose}")
+        if "open_until" not in stats:
+            return True
+        return self.room.now >= int(stats["open_until"]) and stats.get("probe") not in running
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _job(self, model: str, tenant: str, priority: int, constraints: str) -> Job:
+        self.names += 1
+        job = Job(f"j{self.names}", self.names, priority, model, tenant, self.room.now, constraints)
+        self.jobs[job.id] = job
+        return job
+
+    def _took(self, offers: list[Offered]) -> None:
+        for offer in offers:
+            assert offer.job not in self.held
+            self.held[offer.job] = offer
+
+    def _configure(self, model: str) -> None:
+        self.room.rules = {k: v for k, v in self.room.rules.items() if not k.endswith(f"|{model}")}
+        config = dict(vars(self.configs[model]))
+        self.room.configure(model, config.pop("state"), **config)
+        if self.configs[model].policy != "fair":
+            self.virtual.pop(model, None)
+
+    def _sync(self) -> None:
+        there = [name for name, state in self.servers.items() if state != "gone"]
+        self.room.sync(*[Server(**vars(SERVERS[name]) | {"state": self.servers[name]}) for name in there])
+        self.filled = False
+
+
+def _safe(tenant: str) -> str:
+    return Job("", 0, tenant=tenant).lane.split("|")[2]
+
+
+def _account(lane: str) -> str:
+    return lane.split("|", 2)[2]
+
+
+def _declared(server: Server) -> CatalogServer:
+    return CatalogServer(server.name, "zimg", server.slots, "online", {}, 0, server.attributes)
+
+
+@pytest.mark.timeout(600)  # A failure is made as small as can be first.
+def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
+    run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(150, stateful_step_count=40))

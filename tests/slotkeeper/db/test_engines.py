@@ -1,0 +1,613 @@
+"""How the engines are set up; what they promise stands in tests/slotkeeper/db/test_commit.py."""
+
+import os
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from slotkeeper.config import DatabaseTimeouts
+from slotkeeper.db import group_commit, postgresql, time_limits, write_connection
+from slotkeeper.db import sqlite as sqlite_db
+from slotkeeper.db.compiled_sql import run
+from slotkeeper.db.group_commit import Batch, Database, Write, _Entry, _reason
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperError
+from tests.support.builders import eventually
+
+
+@pytest.fixture
+def sqlite(tmp_path):
+    database = Database(f"sqlite:///{tmp_path / 'new' / 'folder' / 'record.db'}")
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize(("pragma", "value"), [("journal_mode", "wal"), ("synchronous", 2), ("foreign_keys", 1)])
+def test_an_answered_write_survives_a_power_cut_on_every_connection(sqlite, pragma, value):
+    with sqlite.read() as first, sqlite.read() as second:
+        for connection in (first, second):
+            assert connection.exec_driver_sql(f"PRAGMA {pragma}").scalar() == value
+
+
+def test_reading_takes_no_lock_and_writing_takes_it_at_once(sqlite):
+    statements = []
+    event.listen(sqlite.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
+    with sqlite.read() as connection:
+        connection.exec_driver_sql("SELECT 1")
+    assert statements == ["SELECT 1"]
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql("SELECT 2"))
+    assert statements[-2:] == ["BEGIN IMMEDIATE", "SELECT 2"]
+
+
+def _insert(tx: Any) -> None:
+    tx.connection.exec_driver_sql("INSERT INTO rows VALUES (1)")
+
+
+_REFUSAL = SlotkeeperError("refused")
+
+
+def _refuse(_: Any) -> SlotkeeperError:
+    return _REFUSAL
+
+
+@pytest.fixture
+def disk(sqlite, monkeypatch):
+    """What is done when the disk is waited for; the paths of the files that were."""
+    sqlite.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE rows (n)"))
+    waited: list[str] = []
+
+    def sync(log: int) -> None:
+        waited.append(os.readlink(f"/proc/self/fd/{log}"))
+        for act in acts:
+            act()
+
+    acts: list[Callable[[], object]] = []
+    monkeypatch.setattr(write_connection, "_sync", sync)
+    return acts, waited
+
+
+def _count(connection: Any) -> int:
+    return connection.exec_driver_sql("SELECT count(*) FROM rows").scalar()
+
+
+def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
+    _, waited = disk
+    sqlite.write(_insert, relaxed=True)
+    assert waited == []
+    sqlite.write(_insert)
+    assert waited == [f"{sqlite.engine.url.database}-wal"]
+
+
+def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
+    """Neither this process's threads nor other processes."""
+    acts, waited = disk
+    other = Database(sqlite.url, DatabaseTimeouts(lock_s=0.2))
+    acts += [
+        lambda: other.write(_insert, relaxed=True),
+        lambda: sqlite.write(_insert, relaxed=True),
+    ]
+    sqlite.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 3
+    assert len(waited) == 1
+    other.close()
+
+
+def test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for(sqlite, disk):
+    acts, _ = disk
+    seen: list[Any] = []
+    acts.append(lambda: seen.append("the disk"))
+
+    def committed(result: Any) -> None:
+        with sqlite.read() as connection:
+            seen.append((result, _count(connection)))
+
+    assert sqlite.write(lambda tx: _insert(tx) or "it", committed=committed) == "it"
+    assert seen == [("it", 1), "the disk"]
+
+
+def test_who_is_told_of_a_commit_and_fails_at_it_keeps_nobody_from_the_disk(sqlite, disk):
+    _, waited = disk
+    with pytest.raises(ZeroDivisionError):
+        sqlite.write(_insert, committed=lambda _: 1 / 0)
+    assert len(waited) == 1
+    sqlite.write(_insert)
+
+
+def test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody(sqlite, disk):
+    told: list[str] = []
+    writes: list[Write[Any]] = [
+        Write(lambda tx: "one", on_committed=told.append),
+        Write(_refuse, on_committed=told.append),
+        Write(lambda tx: "two", on_committed=told.append),
+    ]
+    assert sqlite.commit_all(writes) == ["one", _REFUSAL, "two"]
+    assert told == ["one", "two"]
+
+
+def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, monkeypatch):
+    """SQLite itself would wait 25, 50, 100 ms between two looks."""
+    pauses = []
+    with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 20:
+                other.execute("COMMIT")
+
+        monkeypatch.setattr(sqlite_db.time, "sleep", pause)
+        sqlite.write(_insert)
+    assert len(pauses) == 20 and max(pauses) <= 0.001
+
+
+def test_nobody_waits_for_others_to_write_longer_than_is_allowed(sqlite, disk):
+    impatient = Database(sqlite.url, DatabaseTimeouts(lock_s=0.05))
+    with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DatabaseUnavailable, match="locked"):
+            impatient.write(_insert)
+    impatient.write(_insert)
+    impatient.close()
+
+
+def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, disk):
+    acts, _ = disk
+    acts.append(_fails)
+    with pytest.raises(CommitUnknown, match="Input/output"):
+        sqlite.write(_insert)
+    sqlite.write(_insert, relaxed=True)
+
+
+def test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew(sqlite, disk):
+    """It forgets what it could not write, and has nothing more to refuse."""
+    acts, _ = disk
+    acts.append(_fails)
+    with pytest.raises(CommitUnknown):
+        sqlite.write(_insert)
+    acts.clear()
+    with sqlite.read() as reader:
+        reader.exec_driver_sql("BEGIN")
+        assert _count(reader) == 1
+        with pytest.raises(CommitUnknown, match="rewritten"):
+            sqlite.write(_insert)
+        reader.exec_driver_sql("COMMIT")
+    statements = []
+    event.listen(sqlite.engine, "before_cursor_execute", lambda c, cursor, sql, *_: statements.append(sql))
+    sqlite.write(_insert)
+    sqlite.write(_insert)
+    assert sum("wal_checkpoint" in sql for sql in statements) == 1
+
+
+def _fails() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk):
+    acts, waited = disk
+    early = []
+    acts.append(lambda: early.extend(answered))
+    answered: list[bool] = []
+    writes = [Write(_insert, heard=lambda: answered.append(True))] * 3
+    sqlite.commit_all(writes)
+    assert early == [] and answered == [True] * 3 and len(waited) == 1
+
+
+def test_the_log_is_waited_for_where_sqlite_keeps_it(tmp_path, monkeypatch):
+    """Beside the file that a link leads to."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "record.db").symlink_to(tmp_path / "far" / "real.db")
+    waited: list[str] = []
+    monkeypatch.setattr(write_connection, "_sync", lambda log: waited.append(os.readlink(f"/proc/self/fd/{log}")))
+    for url in (f"sqlite:///{tmp_path / 'record.db'}", f"sqlite:///file:{tmp_path / 'record.db'}?uri=true"):
+        with closing(Database(url)) as database:
+            database.write(lambda tx: tx.connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS rows (n)"))
+            database.write(_insert)
+    assert set(waited) == {str(tmp_path / "far" / "real.db-wal")} and len(waited) == 4
+
+
+def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_connection, "_sync", lambda log: pytest.fail("there is nothing to wait for"))
+    with closing(Database(f"sqlite:///file:{tmp_path / 'record.db'}?uri=true&vfs=unix-dotfile")) as database:
+        found = database.write(lambda tx: tx.connection.exec_driver_sql("PRAGMA synchronous").scalar())
+    assert found == 2
+
+
+def test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew(sqlite, disk, monkeypatch):
+    """The system has told of its error who had the log open, and does not tell who opens it now."""
+
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, _ = disk
+    acts.append(fail)
+    assert isinstance(sqlite.commit_all([Write(_insert)])[0], CommitUnknown)
+    acts.clear()
+    anew: list[str] = []
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: anew.append("anew"))
+    with closing(sqlite3.connect(sqlite.engine.url.database)) as other:
+        other.execute("SELECT count(*) FROM rows").fetchone()  # So that the log stays.
+        with pytest.raises(ZeroDivisionError):
+            sqlite.write(lambda tx: 1 / 0)  # Its connection is given up.
+        assert sqlite.commit_all([Write(_insert)]) == [None]
+    assert anew == ["anew"]
+
+
+def _is_in(name: str, thread: threading.Thread) -> bool:
+    """Whether that is what the thread is at."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == name
+
+
+def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sqlite, disk, monkeypatch):
+    """The system tells of an error once for each file that is open: who waits beside hears of none."""
+    acts, waited = disk
+    at_it, goes_on, answers, anew = threading.Event(), threading.Event(), list[Any](), list[int]()
+    rewrite = sqlite_db.checkpoint_log
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: (rewrite(engine), anew.append(len(waited))))
+
+    def fail_once() -> None:
+        if len(waited) == 1:
+            at_it.set()
+            goes_on.wait(10)
+            raise OSError(5, "the disk is gone")
+
+    def write() -> None:
+        answers.extend(sqlite.commit_all([Write(_insert)]))
+
+    acts.append(fail_once)
+    first, second = threading.Thread(target=write), threading.Thread(target=write)
+    first.start()
+    assert at_it.wait(10)
+    second.start()
+    eventually(lambda: _is_in("sync", second) or not second.is_alive())
+    assert answers == [], "it waits for its turn"
+    goes_on.set()
+    first.join(10)
+    second.join(10)
+    assert {type(it) for it in answers} == {CommitUnknown, type(None)}
+    assert anew == [1], "before the second waits for it"
+
+
+def test_a_write_takes_no_file_descriptor(sqlite, disk):
+    sqlite.write(_insert)
+    before = set(os.listdir("/proc/self/fd"))
+    during: list[set[str]] = []
+    acts, _ = disk
+    acts.append(lambda: during.append(set(os.listdir("/proc/self/fd"))))
+    sqlite.write(_insert)
+    assert len(during[0]) == len(before)
+
+
+# -- by whoever must not wait ----------------------------------------------------------------------------------
+
+
+def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
+    """What came of them without a wait; None: nothing was stored."""
+    batch = Batch(writes)
+    database.try_commit_all(batch)
+    return None if batch.committed is None else list(batch.committed)
+
+
+def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
+    batch = Batch(writes)
+    database.try_commit_all(batch)
+    assert batch.committed is not None
+    database.complete([batch])
+    return batch.answers or []
+
+
+def test_who_must_not_wait_writes_at_once_while_nobody_else_does(sqlite, disk):
+    _, waited = disk
+    assert _tried(sqlite, [Write(_insert, relaxed=True), Write(_refuse, relaxed=True)]) == [None, _REFUSAL]
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
+    assert waited == []
+
+
+def test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk(sqlite, disk):
+    _, waited = disk
+    heard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, heard=lambda: heard.append("heard")), Write(_insert, relaxed=True)]
+    batch = Batch(writes)
+    sqlite.try_commit_all(batch)
+    with sqlite.read() as connection:
+        assert _count(connection) == 2, "others see it already"
+    assert (waited, heard, batch.answers) == ([], [], None)
+    sqlite.complete([batch])
+    assert batch.answers == [None, None]
+    assert (waited, heard) == ([f"{sqlite.engine.url.database}-wal"], ["heard"])
+
+
+def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite, disk):
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, _ = disk
+    acts.append(fail)
+    unheard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard")), Write(_refuse)]
+    answers = _at_once(sqlite, writes)
+    assert isinstance(answers[0], CommitUnknown)
+    assert answers[1] is _REFUSAL
+    assert unheard == ["unheard"]
+
+
+@pytest.mark.parametrize("do", [Database.commit_all, _at_once], ids=["by_a_thread", "at_once"])
+def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, disk, monkeypatch, do):
+    """To rewrite the log takes another connection, and there may be none to be had."""
+
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    acts, waited = disk
+    acts.append(fail)
+    unheard: list[str] = []
+    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard"))]
+    do(sqlite, writes)
+    acts.clear()
+    folder = Path(sqlite.engine.url.database).parent
+    sqlite.engine.dispose()  # None is kept for those who read.
+    folder.rename(folder.with_name("away"))
+
+    assert isinstance(do(sqlite, writes)[0], CommitUnknown)
+    assert unheard == ["unheard"] * 2 and len(waited) == 1
+
+    folder.with_name("away").rename(folder)
+    assert do(sqlite, writes) == [None]
+    assert len(waited) == 2
+
+
+def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
+    half = group_commit._LARGEST_AT_ONCE // 2
+    assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
+    assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
+    with sqlite.read() as connection:
+        assert _count(connection) == 2
+
+
+def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):
+    monkeypatch.setattr(sqlite_db.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    sqlite.write(_insert, relaxed=True)
+    monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it connects anew"))
+    with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert _tried(sqlite, [Write(_insert, relaxed=True)]) is None
+    sqlite.write(_insert, relaxed=True)
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None]
+
+
+def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes(sqlite, disk, monkeypatch):
+    def unit(tx: Any) -> None:
+        _insert(tx)
+        answers.append(_tried(sqlite, [Write(_insert, relaxed=True)]))
+
+    answers: list[Any] = []
+    sqlite.write(_insert)
+    monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("the connection is in use"))
+    sqlite.write(unit)
+    assert answers == [None]
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+
+
+def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqlite, disk):
+    def unit(tx: Any) -> None:
+        other.start()
+        while not sqlite._waiting:
+            time.sleep(0.001)
+
+    other = threading.Thread(target=lambda: sqlite.write(_insert, relaxed=True))
+    assert _tried(sqlite, [Write(unit, relaxed=True)]) == [None]
+    other.join(10)
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
+
+
+def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk):
+    """Else a thread does it a second time: a start that finds its own job running takes it for somebody else's."""
+
+    def spoil(tx: Any) -> None:
+        raise ValueError("spoiled")
+
+    writes: list[Write[Any]] = [Write(it, relaxed=True) for it in (_insert, spoil, _insert)]
+    assert _tried(sqlite, writes) is None
+    with sqlite.read() as connection:
+        assert _count(connection) == 0
+    assert [type(it) for it in sqlite.commit_all(writes)] == [type(None), ValueError, type(None)]
+
+
+def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, monkeypatch):
+    monkeypatch.setattr(sqlite, "_fate_of", lambda mark: pytest.fail("it waits for the answer"))
+    sqlite.write(_insert)
+
+    def fail(connection: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    event.listen(sqlite.engine, "commit", fail)
+    unheard: list[str] = []
+    write = Write(_insert, relaxed=True, unheard=lambda: unheard.append("unheard"))
+    (answer,) = _tried(sqlite, [write]) or []
+    assert isinstance(answer, CommitUnknown)
+    assert unheard == ["unheard"]
+    event.remove(sqlite.engine, "commit", fail)
+    monkeypatch.undo()
+    sqlite.write(_insert, relaxed=True)
+    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+
+
+def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not(sqlite, disk):
+    """On a full disk each would cost a connection, and what is uncertain is looked for by each that comes again."""
+
+    def fail(connection: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    sqlite.write(_insert)
+    writes: list[Write[Any]] = [Write(_insert)]
+    event.listen(sqlite.engine, "commit", fail)
+    assert isinstance((_tried(sqlite, writes) or [None])[0], CommitUnknown)
+    assert _tried(sqlite, writes) is None
+    with pytest.raises(DatabaseUnavailable):
+        sqlite.write(_insert)
+    assert _tried(sqlite, writes) is None
+    event.remove(sqlite.engine, "commit", fail)
+    sqlite.write(_insert)
+    assert _tried(sqlite, writes) == [None]
+
+
+# -- interruptions ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
+    """Also if it is to lead the next commit."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def unit(tx: Any) -> None:
+        _insert(tx)
+        inside.set()
+        assert go_on.wait(10)
+
+    leader = threading.Thread(target=lambda: sqlite.write(unit))
+    leader.start()
+    assert inside.wait(10)
+
+    def interrupted(ticket: Any, seconds: float) -> bool:
+        go_on.set()
+        leader.join(10)
+        assert ticket.leads
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(_Entry, "wait", interrupted)
+        sqlite.write(_insert)
+    sqlite.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 2
+
+
+def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is_on_the_disk(sqlite, disk, monkeypatch):
+    _, waited = disk
+    outcomes = []
+
+    def after_the_commit(batch: Any, *_: Any) -> bool:
+        for ticket in batch[1:]:
+            ticket.succeed(None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sqlite, "_commit", after_the_commit)
+    with pytest.raises(KeyboardInterrupt):
+        sqlite.commit_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
+    assert len(waited) == 1 and outcomes == []
+
+
+def test_who_is_interrupted_before_it_could_commit_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
+    """Also while the error is kept, with all that stands in its traceback, as a Python prompt does."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
+        patched.setattr(write_connection.Writer, "commit", interrupted)
+        sqlite.write(_insert)
+    assert kept.tb is not None
+    with closing(Database(sqlite.url, DatabaseTimeouts(lock_s=0))) as other:
+        other.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
+
+
+def test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing(sqlite, disk):
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        sqlite.write(lambda tx: run(tx.connection, "INSERT INTO rows VALUES (1), (2) RETURNING n", (), interrupted))
+    assert kept.tb is not None
+    with closing(Database(sqlite.url, DatabaseTimeouts(lock_s=0))) as other:
+        other.write(_insert)
+    with sqlite.read() as connection:
+        assert _count(connection) == 1
+
+
+# -- what PostgreSQL is asked for ------------------------------------------------------------------------------
+
+
+def _asked(monkeypatch, query: str, **limits: float) -> dict[str, object]:
+    """What a connection is made with."""
+    given: list[dict[str, object]] = []
+
+    def connect(*_: object, **options: object) -> None:
+        given.append(options)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(postgresql._TimeLimitedConnection, "connect", connect)
+    database = Database(f"postgresql://nobody@192.0.2.1/record{query}", DatabaseTimeouts(**limits))
+    with pytest.raises(ZeroDivisionError), database.snapshot():
+        pass
+    return given[0]
+
+
+def test_a_postgresql_that_vanishes_is_noticed_in_seconds(monkeypatch):
+    asked = _asked(monkeypatch, "")
+    silence_s = asked["keepalives_idle"] + asked["keepalives_interval"] * asked["keepalives_count"]
+    assert silence_s <= 15
+    assert asked["tcp_user_timeout"] <= 15_000
+    assert asked["connect_timeout"] == 5
+
+
+def test_the_server_is_told_how_long_anything_may_take(monkeypatch):
+    options = _asked(monkeypatch, "", lock_s=1.5, statement_s=7, idle_s=2)["options"]
+    assert options.split("-c ")[1:] == [  # type: ignore[attr-defined]
+        "statement_timeout=7000 ",
+        "lock_timeout=1500 ",
+        "idle_in_transaction_session_timeout=2000 ",
+        "jit=off",
+    ]
+    pooled = _asked(monkeypatch, "", lock_s=0, statement_s=0, idle_s=0)  # A pooler may refuse them.
+    assert "options" not in pooled and pooled["prepare_threshold"] is None
+
+
+def test_what_the_url_says_comes_first(monkeypatch):
+    query = "?connect_timeout=9&keepalives_idle=60&tcp_user_timeout=0&options=-c%20lock_timeout%3D1"
+    asked = _asked(monkeypatch, query)
+    assert (asked["connect_timeout"], asked["keepalives_idle"], asked["tcp_user_timeout"]) == (9, "60", "0")
+    assert str(asked["options"]).endswith("-c lock_timeout=1")  # the last one counts
+
+
+def test_a_connection_takes_no_longer_than_there_is_time(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        postgresql._TimeLimitedConnection, "connect", lambda **options: given.append(options["connect_timeout"])
+    )
+    with time_limits.time_limit(3.9):
+        postgresql._connect(None, None, (), {"connect_timeout": 5})
+    with time_limits.time_limit(1.9), pytest.raises(Exception, match="no time is left"):
+        postgresql._connect(None, None, (), {"connect_timeout": 5})
+    assert given == [3]
+
+
+def test_a_write_is_answered_within_ten_seconds_at_worst():
+    limits = DatabaseTimeouts()
+    assert limits.turn_s + limits.transaction_s + limits.inquiry_s < 10
+    assert limits.lock_s < limits.transaction_s  # or who waits for a lock would be taken for a silent server
+
+
+def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
+    with time_limits.time_limit(1.0):
+        with time_limits.time_limit(60.0):
+            assert time_limits.time_left() <= 1.0
+        with time_limits.time_limit(0.1):
+            assert time_limits.time_left() <= 0.1
+        assert time_limits.time_left() > 0.5
+    assert time_limits.time_left() == float("inf")
+
+
+def test_an_unavailable_record_says_why_in_one_line():
+    assert _reason(Exception("")) == "no reason given"
+    assert _reason(Exception("connection refused\nIs the server running?")) == "connection refused"

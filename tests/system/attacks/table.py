@@ -1,0 +1,437 @@
+"""All doors at a glance: what may be tried at each, what must be true meanwhile and afterwards, and which tests try it.
+
+Before each of them the same is true: honest clients are served, and nothing stands open that they need.  A row's
+tests are names of pytest's, or attacks of tests/system/attacks, which look before, during and after.
+"""
+
+from dataclasses import dataclass
+
+API = "tests/app/api/"
+CONNECTION = "tests/app/server/test_connection.py::"
+STREAMS = "tests/app/server/test_streams.py::"
+CAPACITY = "tests/app/server/test_capacity.py::"
+MALFORMED = "tests/system/faults/test_malformed.py::"
+REVOKES = "tests/system/faults/test_revokes.py::"
+ENDPOINTS = "tests/app/api/test_endpoint_addresses.py::"
+ADDRESSES = "tests/tasks/security/test_url_guard.py::"
+OUTBOUND = "tests/tasks/webhooks/test_sender.py::"
+DELIVERIES = "tests/tasks/webhooks/test_deliveries.py::"
+SERVER = "tests/tasks/servers/test_client.py::"
+ANSWERS = "tests/tasks/servers/test_answers.py::"
+TERMINAL = "tests/app/cli/test_terminal.py::"
+GUARD = "tests/slotkeeper/serve/test_host_guard.py::"
+BROWSER = "tests/system/browser/test_foreign_pages.py::"
+FLOWER = "tests/system/lifecycle/test_flower.py::"
+HOME = "tests/slotkeeper/test_state_folder.py::"
+ATTACK = "attack: "
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that may be tried at a door."""
+
+    door: str
+    tried: str
+    during: str
+    after: str
+    tests: tuple[str, ...]
+
+
+_SERVED = "live, operators and other tenants are answered within a second or two"
+_NOTHING = "nothing of it is accepted"
+
+TABLE = [
+    # -- HTTP framing --------------------------------------------------------------------------------------------------
+    Row(
+        "HTTP framing",
+        "a request that can be read in two ways (lengths, chunks, folds, bare line feeds, versions, tunnels)",
+        "it is refused with 400, whether it comes at once or byte by byte",
+        "nothing behind it is read",
+        (
+            f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",
+            f"{CONNECTION}test_so_it_is_where_its_bytes_come_one_by_one",
+        ),
+    ),
+    Row(
+        "HTTP framing",
+        "thousands of requests in one packet",
+        "few of them are read before their turn",
+        "all are answered, in their order",
+        (
+            f"{CONNECTION}test_of_very_many_requests_that_come_together_few_are_read_before_their_turn",
+            f"{CONNECTION}test_however_many_are_refused_at_once_the_connection_ends",
+        ),
+    ),
+    Row(
+        "HTTP framing",
+        "streams of HTTP/2 without an end; connections that are silent, or nearly so",
+        _SERVED,
+        "their places are free again",
+        (
+            f"{ATTACK}unfinished HTTP/2 streams",
+            f"{ATTACK}connections that send nothing",
+            f"{ATTACK}heads without an end",
+            f"{ATTACK}answers that are not read",
+            f"{ATTACK}connections that send nothing, for a minute",
+        ),
+    ),
+    Row(
+        "HTTP framing",
+        "clients that ask and leave",
+        "their requests are not begun",
+        "no thread sleeps for them",
+        (
+            f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",
+            f"{STREAMS}test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room",
+        ),
+    ),
+    Row(
+        "HTTP framing",
+        "a line end in what the application puts into a header",
+        "it begins no other header",
+        "the connection goes on",
+        (f"{CONNECTION}test_no_header_of_an_answer_begins_another",),
+    ),
+    # -- bodies --------------------------------------------------------------------------------------------------------
+    Row(
+        "bodies",
+        "bodies that hardly move",
+        _SERVED,
+        "they are closed with 408",
+        (
+            f"{ATTACK}bodies that hardly move",
+            f"{ATTACK}chunks that hardly move",
+            f"{ATTACK}bodies of strangers",
+            f"{ATTACK}bodies that hardly move, for a minute",
+            f"{ATTACK}slow batches, for a minute",
+        ),
+    ),
+    Row(
+        "bodies",
+        "bodies that break off, by each way of breaking off, in both framings",
+        _SERVED,
+        _NOTHING,
+        (f"{ATTACK}bodies that break off", f"{API}test_submit.py::test_a_body_that_broke_off_is_refused_whole"),
+    ),
+    Row(
+        "bodies",
+        "bodies that cost: twice the same key, unknown fields, depth, digits, millions of values",
+        _SERVED,
+        _NOTHING,
+        (
+            f"{ATTACK}bodies that cost",
+            f"{ATTACK}bodies that cost, for a minute",
+            f"{ATTACK}batches that cost, for a minute",
+            f"{API}test_submit.py::test_of_a_batch_that_is_too_long_no_more_is_read_than_it_takes_to_know",
+            f"{API}test_submit.py::test_what_is_nested_beside_a_long_number_is_no_fault_of_the_server",
+        ),
+    ),
+    Row(
+        "bodies",
+        "more bytes than there is room for",
+        "whoever holds most gives way",
+        "its room is free again",
+        (
+            f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",
+            f"{CAPACITY}test_where_there_is_no_room_whoever_holds_most_gives_way",
+        ),
+    ),
+    # -- keys ----------------------------------------------------------------------------------------------------------
+    Row(
+        "keys",
+        "no key, a wrong one, one that was removed, made-up ones by the hundred",
+        "401; good keys are known at once",
+        "nothing was done",
+        (
+            f"{ATTACK}keys are tried out",
+            f"{API}test_access.py::test_without_a_valid_key_nobody_comes_in",
+            f"{API}test_access.py::test_a_removed_key_stops_working",
+            f"{CONNECTION}test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time",
+        ),
+    ),
+    Row(
+        "keys",
+        "the network, or a proxy, where no keys are asked for",
+        "refused with the remedy",
+        "nothing was done",
+        (
+            f"{API}test_access.py::test_the_network_is_not_served_without_keys",
+            f"{API}test_hostile_requests.py::test_without_keys_what_a_proxy_passes_on_is_refused_with_the_remedy",
+        ),
+    ),
+    Row(
+        "keys",
+        "the key of one purpose for another",
+        "it fits nowhere else",
+        "a rotation ends it",
+        (
+            "tests/tasks/security/test_keyring.py::test_no_two_purposes_tenants_or_rotations_share_a_key",
+            "tests/tasks/security/test_keyring.py::test_who_can_verify_webhooks_can_make_no_token",
+        ),
+    ),
+    # -- tenants -------------------------------------------------------------------------------------------------------
+    Row(
+        "tenants",
+        "another tenant's job, or administration",
+        "404 and 403",
+        "it is as it was",
+        (
+            f"{API}test_access.py::test_a_tenant_sees_and_cancels_its_own_jobs_only",
+            f"{API}test_access.py::test_another_tenants_job_looks_like_none",
+            f"{API}test_access.py::test_only_administrators_administer",
+        ),
+    ),
+    Row(
+        "tenants",
+        "all threads, all places for waiting, all turns",
+        "half of them stay for the others",
+        "turns go round",
+        (
+            f"{ATTACK}one tenant asks without pause",
+            f"{ATTACK}anybody asks for the health",
+            f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",
+            f"{STREAMS}test_waiting_ends_with_the_job_and_holds_no_thread",
+            "tests/app/server/test_threads.py::test_no_owner_holds_more_than_its_share",
+        ),
+    ),
+    # -- streams -------------------------------------------------------------------------------------------------------
+    Row(
+        "streams",
+        "thousands of streams",
+        "beyond a tenant's bound, and that of all, they are refused with 429; none holds a thread",
+        "who leaves has freed its place",
+        (f"{STREAMS}test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own",),
+    ),
+    Row(
+        "streams",
+        "a client that does not read what it follows",
+        "it is closed when its buffer is full, and others get theirs",
+        "its buffer is free, and it may come again where it was",
+        (f"{STREAMS}test_who_does_not_read_is_closed_and_others_are_not_kept",),
+    ),
+    Row(
+        "streams",
+        "another tenant's events, by the stream of all, of a job, or from an id on",
+        "its own are all that it is told",
+        "another's job looks like none",
+        (f"{STREAMS}test_a_tenant_follows_its_own_jobs_and_an_administrator_all",),
+    ),
+    Row(
+        "streams",
+        "ids that are none, too old, or not given yet",
+        "they are refused with 422, or the gap is told",
+        "the stream goes on from now",
+        (
+            f"{STREAMS}test_what_cannot_be_followed_is_refused",
+            f"{STREAMS}test_where_some_are_not_there_any_more_the_stream_says_so_first",
+            f"{STREAMS}test_of_a_record_that_was_restored_a_later_id_is_a_gap",
+        ),
+    ),
+    # -- receivers of webhooks -----------------------------------------------------------------------------------------
+    Row(
+        "webhooks' receivers",
+        "an address inside, in each spelling, by name, by a name that changes, by redirect, by a proxy",
+        "no connection is made to it",
+        "the client is told, and no more than the host",
+        (
+            f"{ADDRESSES}test_a_url_that_leads_inside_is_refused_before_anything_is_looked_up",
+            f"{ADDRESSES}test_a_name_that_leads_inside_is_refused_before_a_connection",
+            f"{ADDRESSES}test_a_name_is_looked_up_once_so_that_a_second_answer_cannot_rebind_it",
+            f"{ADDRESSES}test_a_redirect_inside_is_not_followed",
+            f"{ADDRESSES}test_no_spelling_of_any_private_address_is_accepted",
+            f"{OUTBOUND}test_no_proxy_of_the_environment_is_used",
+        ),
+    ),
+    Row(
+        "webhooks' receivers",
+        "receivers that never answer, trickle, or answer without end",
+        "others are told in time; maintenance is another process",
+        "a bounded part of the answer was read",
+        (
+            f"{DELIVERIES}test_silent_receivers_do_not_delay_those_that_answer",
+            f"{DELIVERIES}test_one_receivers_pile_does_not_hide_what_is_owed_to_another",
+            f"{OUTBOUND}test_a_receiver_that_trickles_its_answer_is_given_up",
+            f"{OUTBOUND}test_a_body_without_end_is_not_read",
+            "tests/tasks/webhooks/test_delivery_limits.py::test_no_tenant_gets_more_berths_than_it_leaves_free",
+        ),
+    ),
+    Row(
+        "webhooks' receivers",
+        "a message that was tampered with, or signed by another tenant's secret",
+        "it does not verify",
+        "a rotation lets both secrets verify for a day",
+        (
+            f"{OUTBOUND}test_a_message_that_was_tampered_with_does_not_verify",
+            "tests/app/api/test_webhook_secrets.py::test_a_webhook_is_verified_by_its_tenants_secret_and_by_no_other",
+        ),
+    ),
+    # -- servers' answers ----------------------------------------------------------------------------------------------
+    Row(
+        "servers' answers",
+        "garbage, giants, trickles, redirects, answers to other questions",
+        "the worker goes on, and reads a bounded part",
+        "the job ends as an error of the server, or is asked for again",
+        (
+            f"{SERVER}test_garbage_costs_a_retry",
+            f"{SERVER}test_an_answer_beyond_the_bound_is_given_up",
+            f"{SERVER}test_a_trickle_is_cut_at_the_deadline",
+            f"{SERVER}test_a_redirect_is_not_followed",
+            f"{SERVER}test_half_read_answers_do_not_spoil_the_next_one",
+            f"{SERVER}test_an_id_that_leads_elsewhere_is_not_asked_for",
+        ),
+    ),
+    Row(
+        "servers' answers",
+        "a secret echoed, or controls in an error's text",
+        "one bounded line without them is kept",
+        "nobody is shown them",
+        (
+            f"{ANSWERS}test_a_message_is_one_bounded_line_without_controls",
+            f"{ANSWERS}test_a_message_repeats_no_secret_not_even_half_of_one",
+        ),
+    ),
+    Row(
+        "servers' answers",
+        "a description whose templates or patterns cannot be used, or cost",
+        "refused where it is given",
+        "maintenance of all others goes on",
+        (
+            "tests/app/api/test_misconfigured_models.py::test_a_template_that_cannot_be_compiled_is_refused_with_its_place",
+            "tests/app/api/test_descriptions.py::test_what_describes_no_server_is_refused_with_its_place_and_a_remedy",
+            "tests/app/api/test_descriptions.py::test_a_registration_is_refused_the_same_way",
+            "tests/app/api/test_misconfigured_models.py::test_maintenance_of_all_others_goes_on",
+            "tests/tasks/servers/test_patterns.py::test_a_pattern_whose_program_is_large_is_refused",
+        ),
+    ),
+    # -- push ----------------------------------------------------------------------------------------------------------
+    Row(
+        "push",
+        "a forged token, an old attempt's, another job's id, a result that is too large or too deep",
+        "403, 413, 422, or ignored; a refusal does not tell whether there is such a job",
+        "the run goes on, and ends once",
+        (
+            f"{API}test_push.py::test_a_forged_push_changes_nothing",
+            f"{API}test_push.py::test_a_superseded_attempt_cannot_end_the_next",
+            f"{API}test_push.py::test_a_push_that_names_another_job_of_ours_ends_nothing",
+            f"{API}test_push.py::test_a_refusal_does_not_tell_whether_there_is_such_a_job",
+            f"{API}test_push.py::test_a_result_that_is_too_large_is_refused",
+            f"{API}test_push.py::test_a_result_that_is_too_deep_ends_the_job",
+        ),
+    ),
+    # -- broker messages -----------------------------------------------------------------------------------------------
+    Row(
+        "broker messages",
+        "messages and broadcasts that no task could be",
+        "honest ones are answered, by the same worker",
+        "each was rejected once, told in a line without its content",
+        (
+            f"{MALFORMED}test_no_message_ends_a_worker_or_is_read_twice",
+            f"{MALFORMED}test_no_broadcast_ends_a_worker",
+            f"{MALFORMED}test_a_message_with_the_id_of_a_job_changes_nothing_about_it",
+        ),
+    ),
+    Row(
+        "broker messages",
+        "messages that are gigabytes when they are unpacked",
+        "they are unpacked up to a bound",
+        "they are rejected",
+        (
+            "tests/tasks/test_packed.py::test_what_does_not_is_refused_and_never_whole",
+            "tests/tasks/test_packed.py::test_what_knows_no_bound_is_refused",
+        ),
+    ),
+    Row(
+        "broker messages",
+        "offers that nobody made; revokes; changes of a worker's queues",
+        "an offer is worth what the room's lease says; a revoke is a cancel; queues stay",
+        "no slot is held for nobody",
+        (
+            "tests/tasks/test_offer_messages.py::test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner",
+            f"{REVOKES}test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up",
+            "tests/tasks/test_packed.py::test_a_workers_queues_are_not_for_the_broker_to_say",
+        ),
+    ),
+    # -- browser origins -----------------------------------------------------------------------------------------------
+    Row(
+        "browser origins",
+        "a stranger's page in a real Chromium, and under a name that was bound to this machine",
+        "it changes and reads nothing of the API, the reference server and Flower",
+        "no job was made",
+        (f"{BROWSER}test_a_strangers_page_changes_and_reads_nothing",),
+    ),
+    Row(
+        "browser origins",
+        "what such a page may send, request by request",
+        "403, 415, 421",
+        "nothing was done",
+        (
+            f"{API}test_access.py::test_another_sites_page_cannot_change_anything",
+            f"{API}test_access.py::test_what_a_form_can_send_is_refused",
+            f"{API}test_access.py::test_a_name_that_was_bound_to_this_machine_is_refused",
+            f"{API}test_hostile_requests.py::test_no_other_page_shows_ours_inside_it",
+            f"{GUARD}test_who_is_let_in",
+            f"{GUARD}test_the_guard_stands_before_everything",
+        ),
+    ),
+    Row(
+        "browser origins",
+        "Flower without its password, by each of its addresses",
+        "401, or nothing of ours",
+        "nothing was done",
+        (f"{FLOWER}test_nothing_of_flower_is_shown_or_done_without_its_password",),
+    ),
+    # -- names ---------------------------------------------------------------------------------------------------------
+    Row(
+        "names",
+        "names with controls, blanks, turned writing, of any length; endpoints that lead to metadata or back to us",
+        "422, with the field",
+        "nothing is called so",
+        (
+            f"{API}test_hostile_requests.py::test_a_tenants_name_can_be_shown_and_asked_for",
+            f"{ENDPOINTS}test_no_endpoint_leads_to_metadata_however_the_host_is_written",
+            f"{ENDPOINTS}test_no_endpoint_leads_back_to_this_api_however_the_host_is_written",
+            f"{ENDPOINTS}test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_nowhere_else",
+            f"{API}test_hostile_requests.py::test_a_key_in_an_endpoints_query_is_not_shown",
+        ),
+    ),
+    # -- results -------------------------------------------------------------------------------------------------------
+    Row(
+        "results",
+        "a file in a result that a browser could run, with a name that leads elsewhere; another tenant's file",
+        "it is offered for download as bytes, under a harmless name; 404",
+        "the page drew pictures alone, and its policy allows nothing more",
+        (
+            "tests/app/test_result_files.py::test_what_a_browser_could_run_is_only_offered_to_be_saved",
+            "tests/app/test_result_files.py::test_a_tenant_sees_no_file_of_anothers_job",
+            "tests/app/test_result_files.py::test_of_a_result_with_very_many_values_a_bounded_part_is_looked_at",
+        ),
+    ),
+    # -- terminal ------------------------------------------------------------------------------------------------------
+    Row(
+        "terminal",
+        "escapes and markup in results, errors, names, reasons",
+        "they are shown as text",
+        "the terminal obeyed nothing",
+        (
+            f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",
+            f"{TERMINAL}test_json_is_the_same_value_and_holds_no_controls",
+            f"{TERMINAL}test_a_refusal_is_text_too",
+            "tests/slotkeeper/test_logs.py::test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly",
+            "tests/slotkeeper/serve/test_exact.py::test_the_text_of_an_error_is_logged_only_for_who_asks",
+        ),
+    ),
+    # -- this machine --------------------------------------------------------------------------------------------------
+    Row(
+        "this machine",
+        "other users of it: the state folder, the embedded Valkey, passwords on command lines",
+        "they read and write nothing",
+        "what an older release left open is closed",
+        (
+            f"{HOME}test_whoever_comes_first_makes_it_private",
+            f"{HOME}test_a_shared_folder_is_refused_with_a_sentence",
+            f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",
+        ),
+    ),
+]
+
+DOORS = tuple(dict.fromkeys(row.door for row in TABLE))

@@ -1,0 +1,29 @@
+"""The quick attacks, one after the other on one Slotkeeper of real processes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.attacks.all import ALL
+from tests.system.attacks.card import lines
+from tests.system.attacks.frame import Attack, play
+from tests.system.attacks.stage import Stage, staged
+
+QUICK = [attack for attack in ALL if attack.quick]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with staged(tmp_path_factory.mktemp("attacked")) as running:
+        yield running
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("attack", QUICK, ids=lambda attack: attack.name)
+def test_nobody_takes_it_from_others(stage: Stage, attack: Attack) -> None:
+    played = play(attack, stage)
+    assert not played.wrong, "\n".join(lines([played]))
+
+
+def test_attacks_have_names_of_their_own() -> None:
+    assert len({attack.name for attack in ALL}) == len(ALL)

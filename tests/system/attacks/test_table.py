@@ -1,0 +1,38 @@
+"""The table names every door, and only tests that there are."""
+
+from pathlib import Path
+
+from tests.system.attacks.all import ALL
+from tests.system.attacks.table import ATTACK, DOORS, TABLE
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def test_each_door_is_in_the_table() -> None:
+    assert DOORS == (
+        "HTTP framing",
+        "bodies",
+        "keys",
+        "tenants",
+        "streams",
+        "webhooks' receivers",
+        "servers' answers",
+        "push",
+        "broker messages",
+        "browser origins",
+        "names",
+        "results",
+        "terminal",
+        "this machine",
+    )
+
+
+def test_the_tests_of_the_table_exist() -> None:
+    for test in (test for row in TABLE for test in row.tests if not test.startswith(ATTACK)):
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (REPO / path).read_text("utf-8"), test
+
+
+def test_each_attack_has_its_place_in_the_table() -> None:
+    named = [test.removeprefix(ATTACK) for row in TABLE for test in row.tests if test.startswith(ATTACK)]
+    assert sorted(named) == sorted(attack.name for attack in ALL)

@@ -1,0 +1,41 @@
+"""Real processes for all tests of a session: `stack` is never broken, `town` is; each test has models of its own."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.http_api import HttpApi
+from tests.support.stack import Stack
+from tests.support.town import Town, started_town
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    env = {"SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32"}
+    with Stack(tmp_path_factory.mktemp("slotkeeper"), env) as running:
+        running.maintenance()
+        running.webhooks()
+        running.beat()
+        running.worker()
+        running.web()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def api(stack: Stack) -> HttpApi:
+    return HttpApi(stack)
+
+
+@pytest.fixture
+def server_name() -> str:
+    return f"e2e-api{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    """It has beat, maintenance and the API; each test has models of its own."""
+    with started_town(tmp_path_factory.mktemp("town")) as running:
+        yield running

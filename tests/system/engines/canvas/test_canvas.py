@@ -1,0 +1,59 @@
+"""The contract on this machine: pytest-celery's application and worker beside real workers of ours, by Redis."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+# Its plugin is not loaded, as it takes two seconds of each process of the tests (setup.cfg).
+from celery.contrib.pytest import (  # noqa: F401
+    celery_app,
+    celery_enable_logging,
+    celery_includes,
+    celery_parameters,
+    celery_worker,
+    celery_worker_pool,
+    use_celery_app_trap,
+)
+
+from tests.support.town import Town
+from tests.system.engines.canvas.contract import CONTRACT, add_tasks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="session")
+def celery_config(town: Town) -> dict[str, Any]:
+    """The application meets our workers at their broker, and has a queue of its own."""
+    assert town.stack.valkey is not None
+    return {
+        "broker_url": town.stack.valkey.url,
+        "result_backend": town.stack.valkey.url,
+        "task_default_queue": "theirs",
+    }
+
+
+@pytest.fixture(scope="session")
+def celery_worker_parameters() -> dict[str, Any]:
+    """It reads its own queue alone."""
+    return {"queues": ("theirs",), "perform_ping_check": False}
+
+
+@pytest.fixture
+def theirs(celery_app: Celery) -> Celery:  # noqa: F811
+    """An application that does not have our code: in this process Celery shares our tasks with each of its apps."""
+    celery_app.tasks.pop("infer", None)
+    add_tasks(celery_app)
+    return celery_app
+
+
+@pytest.mark.parametrize("composed", CONTRACT, ids=lambda it: it.__name__)
+def test_an_application_composes_jobs_with_its_own_tasks(
+    town: Town,
+    theirs: Celery,
+    celery_worker: Any,  # noqa: F811
+    composed: Callable[[Celery, str], None],
+) -> None:
+    town.crew(1)
+    composed(theirs, town.model(2))

@@ -1,0 +1,377 @@
+"""The migrations lead to exactly the declared tables, on both databases, whoever runs them and how often."""
+
+import ast
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from alembic import command, op
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, inspect, make_url, text
+
+import slotkeeper.audit.protected  # noqa: F401  Its triggers are of the same record.
+from migrations import migrate, revisions
+from slotkeeper.db.group_commit import Database
+from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.jobs.store import JobStore
+from slotkeeper.registry.tables import metadata
+from tests.house.tree import PACKAGES
+from tests.support.builders import a_queued_job, at_once, row_of
+from tests.support.postgres import Postgres
+from tests.system.upgrade.schema import schema_of
+
+_HEAD = ScriptDirectory.from_config(migrate._config("sqlite:///unused")).get_current_head()
+
+
+@pytest.fixture
+def connection(empty_url: str) -> Iterator[Connection]:
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.connect() as opened:
+        yield opened
+    engine.dispose()
+
+
+def test_the_migrated_schema_shows_no_difference_from_the_models(connection):
+    options = {"compare_type": True, "compare_server_default": True}
+    context = MigrationContext.configure(connection, opts=options)
+    assert compare_metadata(context, metadata) == []
+
+
+def test_the_migrated_schema_is_the_one_that_the_models_would_create(connection, postgres_or_file):
+    created = create_engine(postgres_or_file(connection.dialect.name))
+    metadata.create_all(created)
+    with created.connect() as other:
+        expected = schema_of(other)
+    created.dispose()
+    assert len(expected) >= len(metadata.tables)  # the comparison saw something
+    # A view for the release before is in no model (0020).
+    assert {name: it for name, it in schema_of(connection).items() if not name.startswith("webhooks")} == expected
+
+
+@pytest.fixture
+def postgres_or_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """Makes one more empty database of a kind."""
+    made: list[tuple[Postgres, str]] = []
+
+    def make(kind: str) -> str:
+        if kind == "sqlite":
+            return f"sqlite:///{tmp_path / 'other.db'}"
+        server: Postgres = request.getfixturevalue("postgres")
+        made.append((server, server.create()))
+        return made[-1][1]
+
+    yield make
+    for server, url in made:
+        server.drop(url)
+
+
+def test_an_upgraded_record_takes_a_job(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(JobStore(database))
+    assert row_of(database, job.id)["state"] == "queued"
+    database.close()
+
+
+def test_upgrading_twice_changes_nothing_and_keeps_the_jobs(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(JobStore(database))
+    before = row_of(database, job.id)
+    migrate.upgrade(empty_url)
+    assert row_of(database, job.id) == before
+    database.close()
+
+
+def test_several_threads_may_upgrade_at_once(empty_url):
+    assert at_once(*[lambda: migrate.upgrade(empty_url)] * 4) == [None] * 4
+    assert migrate.check(empty_url) is None
+
+
+def test_several_processes_may_upgrade_at_once(empty_url):
+    program = f"from migrations.migrate import upgrade; upgrade({empty_url!r})"
+    processes = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert migrate.check(empty_url) is None
+
+
+def test_who_upgrades_waits_for_another_who_does(empty_url, monkeypatch):
+    monkeypatch.setattr(migrate, "_PATIENCE_S", 0.0)
+    with migrate._alone(empty_url), pytest.raises(DatabaseUnavailable, match="Another process"):
+        migrate.upgrade(empty_url)
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(empty_url, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("alembic.op.create_index", _fail)
+        with pytest.raises(ZeroDivisionError):
+            migrate.upgrade(empty_url)
+    assert _tables(empty_url) <= {"alembic_version"}
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, tmp_path, monkeypatch):
+    steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
+    (steps / "versions" / "9999_fails.py").write_text(
+        f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    raise ZeroDivisionError\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "STEPS", steps)
+        with pytest.raises(ZeroDivisionError):
+            migrate.upgrade(empty_url)
+    assert _tables(empty_url) <= {"alembic_version"}
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
+    known, followed = revisions.read_revisions()
+    steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
+    assert known == {step.revision for step in steps.walk_revisions()}
+    assert known - followed == set(steps.get_heads()) == {_HEAD}
+
+
+def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
+    migrate.upgrade(empty_url)
+    steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
+    (steps / "versions" / "9999_next.py").write_text(
+        f'revision = "9999"\ndown_revision = "{_HEAD}"\n\n\ndef upgrade():\n    pass\n'
+    )
+    monkeypatch.setattr(migrate, "STEPS", steps)
+    sentence = migrate.check(empty_url)
+    assert _HEAD in sentence
+    assert "needs 9999" in sentence
+    assert "slotkeeper migrate" in sentence
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+@pytest.mark.parametrize("change", ["RENAME COLUMN tenant TO tenant_of_later", "RENAME TO jobs_of_later"])
+def test_a_process_that_is_newer_than_the_schema_refuses_and_says_to_migrate(empty_url, change):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE jobs {change}"))
+    engine.dispose()
+    database = Database(empty_url)
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate") as refused:
+        a_queued_job(JobStore(database))
+    assert refused.value.retry_after_s
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate"), database.read() as connection:
+        connection.execute(text("SELECT tenant FROM jobs"))
+    database.close()
+
+
+@pytest.mark.parametrize("statement", ["SELEC 1", "SELECT no_such_function()"])
+def test_a_statement_that_is_wrong_is_not_taken_for_an_old_schema(empty_url, statement):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    with pytest.raises(Exception) as failed, database.read() as connection:
+        connection.execute(text(statement))
+    assert "slotkeeper migrate" not in str(failed.value)
+    database.close()
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+def _tables(url: str) -> set[str]:
+    engine = create_engine(url)
+    found = set(inspect(engine).get_table_names())
+    engine.dispose()
+    return found
+
+
+def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(JobStore(database))
+    with pytest.raises(RuntimeError, match="delete every job"):
+        command.downgrade(migrate._config(empty_url), "base")
+    assert row_of(database, job.id)["state"] == "queued"
+    assert migrate.check(empty_url) is None
+    database.close()
+
+
+def test_a_schema_at_head_needs_nothing(empty_url):
+    migrate.upgrade(empty_url)
+    assert migrate.check(empty_url) is None
+
+
+def test_an_empty_database_is_told_to_migrate(empty_url):
+    assert "slotkeeper migrate" in migrate.check(empty_url)
+
+
+def test_asking_creates_no_file(tmp_path):
+    migrate.check(f"sqlite:///{tmp_path / 'record.db'}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = 'from_the_future'"))
+    engine.dispose()
+    sentence = migrate.check(empty_url)
+    assert "from_the_future" in sentence
+    assert "newer" in sentence
+    assert _HEAD in sentence
+    with pytest.raises(Conflict, match="from_the_future"):
+        migrate.upgrade(empty_url)
+
+
+# -- whether there is anything to migrate, told without Alembic ------------------------------------------------
+
+
+def test_a_file_with_the_newest_schema_is_current(sqlite_url):
+    assert revisions.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("stored", [["0001"], ["from_the_future"], [_HEAD, "from_the_future"], []])
+def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, stored):
+    engine = create_engine(sqlite_url)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM alembic_version"))
+        for revision in stored:
+            connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": revision})
+    engine.dispose()
+    assert not revisions.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database " * 500])
+def test_what_is_no_record_is_left_to_the_migration_and_stays_as_it_is(tmp_path, content):
+    file = tmp_path / "record.db"
+    if content is not None:
+        file.write_bytes(content)
+    assert not revisions.is_current(f"sqlite:///{file}")
+    assert (file.read_bytes() if file.exists() else None) == content
+
+
+def test_a_file_that_cannot_be_written_now_is_left_to_the_migration(sqlite_url, tmp_path):
+    with closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        assert not revisions.is_current(sqlite_url)
+
+
+@pytest.mark.parametrize("url", ["postgresql://nobody@/record", "sqlite:///record.db", "sqlite://"])
+def test_a_record_elsewhere_is_left_to_the_migration(url):
+    assert not revisions.is_current(url)
+
+
+@pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
+def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
+    with pytest.raises(DatabaseUnavailable):
+        act(f"postgresql://nobody@/record?host={tmp_path}")
+
+
+@pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
+@pytest.mark.parametrize(("query", "expected"), [("", "5"), ("?connect_timeout=9", "9")])
+def test_a_postgresql_that_does_not_answer_is_waited_for_a_few_seconds_only(monkeypatch, act, query, expected):
+    given = []
+
+    def connect(*_: object, **options: Any) -> None:
+        given.append(options["connect_timeout"])
+        raise psycopg.OperationalError("no answer")
+
+    monkeypatch.setattr(psycopg, "connect", connect)
+    monkeypatch.setattr(psycopg.Connection, "connect", connect)
+    with pytest.raises(DatabaseUnavailable, match="no answer"):
+        act(f"postgresql://nobody:p%40ss@192.0.2.1/record{query}")
+    assert given == [expected]
+
+
+@pytest.mark.postgres
+def test_the_connection_that_migrates_waits_no_longer_than_the_one_that_looks(_empty_postgres_url, monkeypatch):
+    given = []
+    connect = psycopg.connect
+
+    def noted(*parts: Any, **options: Any) -> Any:
+        given.append(options["connect_timeout"])
+        return connect(*parts, **options)
+
+    monkeypatch.setattr(psycopg, "connect", noted)
+    migrate.upgrade(_empty_postgres_url)
+    assert given == ["5", "5"]  # the lock's, and the one of the steps
+
+
+def test_a_record_in_memory_is_refused():
+    with pytest.raises(ValueError, match="name a file"):
+        migrate.upgrade("sqlite://")
+
+
+def test_a_folder_named_migrations_where_the_user_stands_is_not_mistaken_for_ours(tmp_path, monkeypatch):
+    (tmp_path / "migrations").mkdir()
+    (tmp_path / "migrations" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path / 'record.db'}"
+    migrate.upgrade(url)
+    assert migrate.check(url) is None
+
+
+def test_a_percent_sign_in_the_url_is_no_placeholder(tmp_path):
+    url = f"sqlite:///{tmp_path / '100%' / 'record.db'}"
+    migrate.upgrade(url)
+    assert migrate.check(url) is None
+    assert Path(make_url(url).database).exists()
+
+
+def test_a_new_sqlite_record_is_in_wal_mode_from_the_start(tmp_path):
+    # Switching later can fail with "locked" when two processes do it at the same moment.
+    url = f"sqlite:///{tmp_path / 'record.db'}"
+    migrate.upgrade(url)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_a_migration_that_cannot_have_its_lock_gives_up_soon(_empty_postgres_url, monkeypatch):
+    """Queries queue behind a migration that waits for a lock."""
+    seen: dict[str, str] = {}
+    create_table = op.create_table
+
+    def look(*parts: Any, **options: Any) -> Any:
+        for name in ("lock_timeout", "statement_timeout"):
+            seen[name] = op.get_bind().exec_driver_sql(f"SHOW {name}").scalar()
+        return create_table(*parts, **options)
+
+    monkeypatch.setattr("alembic.op.create_table", look)
+    migrate.upgrade(_empty_postgres_url)
+    assert seen == {"lock_timeout": "5s", "statement_timeout": "1min"}
+
+
+def test_migrations_import_of_the_product_only_its_tables():
+    """A step that used the product's code would change its meaning with it."""
+    imported = {
+        name
+        for path in (*migrate.STEPS.glob("versions/*.py"), migrate.STEPS / "env.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _modules(node)
+    }
+    assert {name for name in imported if name.split(".")[0] in PACKAGES} == {
+        "slotkeeper.registry.tables",
+        "slotkeeper.outbox.tables",
+    }
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

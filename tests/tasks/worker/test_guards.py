@@ -1,0 +1,148 @@
+"""Guards that no other suite attacks; tests/nightly/mutants takes each one out and runs these tests."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from redis.exceptions import RedisError
+from sqlalchemy import update
+
+from routing.maintenance import reconcile
+from routing.queue.leases import Renewal
+from slotkeeper.jobs import ledger
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
+from slotkeeper.redis.scripts import connect
+from tasks.worker import server_call
+from tasks.worker.heartbeat import LeaseWatch
+from tests.support.room import a
+from tests.support.stack import eventually
+from tests.support.stage import LEASE_MS, SECOND, YEAR
+
+MINUTE = 60 * SECOND
+
+
+def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage):
+    stage.register(max_poll_time=1200)
+    job_id = stage.submit()
+    task = stage.start()
+    for _ in range(20 * MINUTE // (LEASE_MS - SECOND)):
+        stage.later(LEASE_MS - SECOND)
+        assert stage.renewal(task) is Renewal.RENEWED
+        for keep in (reconcile.expire_deadlines, reconcile.reap, reconcile.reconcile, reconcile.sweep):
+            keep(stage.dispatcher)
+    assert stage.state(job_id) is State.RUNNING
+    assert stage.settle(task).moved.to is State.COMPLETED
+
+
+async def _not_noted(_: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
+def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
+    stage.register(max_poll_time=max_poll_time)
+    stage.submit()
+    task = stage.start()
+    stage.later(11 * MINUTE)
+    watch = server_call.ServerCall(
+        task, LeaseWatch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted
+    )
+    assert watch._submit_call.deadline_s == pytest.approx(left_s, abs=1)
+
+
+def test_a_job_that_waits_for_a_year_is_not_removed(stage):
+    stage.register()
+    running, queued, delayed = stage.submit(), stage.submit(), stage.submit(delay_s=360 * 86_400)
+    stage.start()
+    stage.later(YEAR)
+    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 0
+    assert [stage.state(job_id) for job_id in (running, queued, delayed)] == [
+        State.RUNNING,
+        State.QUEUED,
+        State.DELAYED,
+    ]
+
+
+def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(stage):
+    stage.register()
+    for _ in range(2):
+        stage.submit(id="twice")
+        assert ledger.read(stage.database).balanced
+    stage.run_all()
+    stage.later(YEAR)
+    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 1
+    found = ledger.read(stage.database)
+    assert found.balanced and found.accepted == 1
+    assert found.purged[State.COMPLETED] == 1
+
+
+def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
+    """Redis holds a lease by which the job does not run any more: it is given up, and the run goes on."""
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.database.write(lambda tx: tx.connection.execute(update(jobs).values(lease="newer w2")))
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    job = stage.job(job_id)
+    assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
+    assert stage.room.taken() == {}
+    assert reconcile.reconcile(stage.dispatcher) == 1
+    assert stage.room.lease_of(job_id)["lease"] == "newer"
+
+
+def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
+    """Its run ended after the record was read for the restore, and before Redis was written."""
+    job = a("j", 1)
+    room.open()
+    room.enqueue(job)
+    before = room.dump()
+    assert room.restore((job, "lease", "w1", "gpu-slot0")) == 0
+    assert room.dump() == before
+
+
+@pytest.mark.parametrize("kind", ["waits", "is leased"])
+def test_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought(room, kind):
+    if kind == "is leased":
+        room.with_slots(1)
+    job = a("j", 1)
+    room.enqueue(job)
+    assert room.enqueued(job, job) == (0, [])
+
+
+def test_lease_1_a_script_whose_answer_was_lost_has_run_once(valkey, client):
+    """The real act is done and only its answer is lost; done again it would be another act."""
+    with (
+        _loses_answers_to_scripts(valkey.port) as port,
+        connect(f"redis://127.0.0.1:{port}/0", timeout_s=0.3) as impatient,
+        pytest.raises(RedisError),
+    ):
+        impatient.eval("return redis.call('INCR', KEYS[1])", 1, "runs")
+    eventually(lambda: client.get("runs"), "it has run")
+    assert int(client.get("runs")) == 1
+
+
+@contextmanager
+def _loses_answers_to_scripts(port: int) -> Iterator[int]:
+    """A way to the Redis on `port` on which everything arrives but what scripts answer."""
+
+    def carry(near: socket.socket) -> None:
+        with suppress(OSError), near, socket.create_connection(("127.0.0.1", port)) as far:
+            while asked := near.recv(65536):
+                far.sendall(asked)
+                answer = far.recv(65536)
+                if b"EVAL" not in asked:
+                    near.sendall(answer)
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=carry, args=(door.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=listen, daemon=True).start()
+        yield door.getsockname()[1]
+        door.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,316 @@
+"""What faults do to a stack of which only that stands which they are about."""
+
+import base64
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import orjson
+import pytest
+from pytest_httpserver import HTTPServer
+from redis import Redis
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from werkzeug import Request, Response
+
+from app.up.guardian import Guardian
+from tests.support.valkey import Valkey
+from tests.tools.drill.sockets import Listener, hears_nothing
+from tools.cluster.cluster import Cluster, ServerSpec
+from tools.cluster.tcp_proxy import Proxy
+from tools.drill import fault_injection
+from tools.drill.fault_injection import ACTS, NotApplicable
+from tools.drill.fault_schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
+from tools.drill.faults import FaultInjector, InjectedFault
+from tools.drill.limits import limits
+from tools.drill.setting import DrillSetup
+
+S = 1_000_000_000
+SERVER = ServerSpec("a", "zimg", 4, 9001, False)
+
+
+def fault(kind: Kind, target: str, how: str = "", lasts_s: float = 1.0) -> Fault:
+    return Fault(0.0, kind, target, lasts_s, how)
+
+
+def wait_until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_every_kind_has_an_act() -> None:
+    assert set(ACTS) == set(Kind)
+
+
+# -- the network -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def doors(proxy: Proxy, listener: Listener) -> Cluster:
+    """A stack of doors alone."""
+    names = ("redis", "receivers")
+    return cast(Cluster, SimpleNamespace(doors={name: proxy.open(name, listener.address) for name in names}))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        fault(Kind.SILENCE, "redis", BOTH),
+        fault(Kind.SILENCE, "redis", "requests"),
+        fault(Kind.RECEIVERS, "receivers", DEAD),
+    ],
+)
+def test_silence_lasts_until_it_is_mended(doors: Cluster, listener: Listener, one: Fault) -> None:
+    talk = listener.reached_by(doors.doors[one.target].port)
+    mend = ACTS[one.kind](doors, one)
+    talk.client.sendall(b"hello")
+    assert hears_nothing(talk.server)
+    mend()
+    assert talk.server.recv(4096) == b"hello"
+
+
+@pytest.mark.parametrize("one", [fault(Kind.DELAYS, "redis"), fault(Kind.RECEIVERS, "receivers", SLOW)])
+def test_delays_end_when_they_are_mended(
+    doors: Cluster, listener: Listener, one: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_injection, "_DELAY_S", 0.05)
+    monkeypatch.setattr(fault_injection, "_SLOW_S", 0.05)
+    talk = listener.reached_by(doors.doors[one.target].port)
+    mend = ACTS[one.kind](doors, one)
+    began = time.monotonic()
+    for _ in range(10):
+        talk.says(b"hello")
+    assert time.monotonic() - began > 0.1
+    mend()
+    assert talk.says(b"again") == b"again"
+
+
+def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
+    door = doors.doors["redis"]
+    talk = listener.reached_by(door.port)
+    talk.says(b"hello")
+    ACTS[Kind.CUTS](doors, fault(Kind.CUTS, "redis"))()
+    with pytest.raises(ConnectionResetError):
+        talk.client.recv(1)
+    assert listener.reached_by(door.port).says(b"hello") == b"hello"
+
+
+# -- Redis -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
+    """A stack with nothing but its Valkeys."""
+    with Guardian() as guardian:
+        stack = Cluster(tmp_path, guardian, proxy, DrillSetup(kinds=(Kind.STALE,)))
+        try:
+            stack.start_stores()
+            yield stack
+        finally:
+            stack.end()
+
+
+def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Cluster) -> None:
+    one = fault(Kind.STALE, "redis")
+    for key in ("first", "second"):  # there and back again
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+            room.set(key, "1")
+            mend = _struck(stores, one)
+            room.set(f"after {key}", "1")
+        mend()
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+            assert room.get(key) == b"1"
+            assert room.get(f"after {key}") is None
+            assert room.set("new", "1")
+
+
+def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
+    """Once the replica has heard all."""
+    found: list[fault_injection.Undo] = []
+
+    def strikes() -> bool:
+        try:
+            found.append(ACTS[one.kind](stack, one))
+        except NotApplicable:
+            return False
+        return True
+
+    with Redis.from_url(stack.redis_url, socket_timeout=5) as room:
+        wait_until(lambda: room.info("replication")["connected_slaves"] == 1)
+        wait_until(lambda: room.wait(1, 1000) == 1)
+    wait_until(strikes)
+    return found[0]
+
+
+def test_a_replica_is_no_place_to_write(stores: Cluster) -> None:
+    with stores._valkey("replica") as replica:
+        wait_until(lambda: replica.info("replication")["role"] == "slave")
+        with pytest.raises(ReadOnlyError):
+            replica.set("a", 1)
+
+
+def test_what_redis_forgot_is_forgotten(stores: Cluster) -> None:
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+        room.set("a", "1")
+        ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
+        assert room.get("a") is None
+
+
+def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Cluster) -> None:
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+        mend = ACTS[Kind.FULL](stores, fault(Kind.FULL, "redis"))
+        with pytest.raises(OutOfMemoryError):
+            room.set("a", "1")
+        mend()
+        assert room.set("a", "1")
+
+
+# -- people ------------------------------------------------------------------------------------------------
+
+
+def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_injection, "_going_on", lambda _: ["j1", "j2"])
+    with Valkey(tmp_path) as broker, broker.client() as client:
+        stack = SimpleNamespace(broker_url=broker.url, revoked=set())
+        with client.pubsub() as worker:
+            worker.psubscribe("*celery.pidbox*")
+            assert worker.get_message(timeout=5)
+            ACTS[Kind.REVOKES](cast(Cluster, stack), fault(Kind.REVOKES, "jobs"))()
+            heard: list[Any] = []
+            wait_until(lambda: heard or heard.extend(filter(None, [worker.get_message(timeout=0.1)])))
+        assert b"j1" in base64.b64decode(orjson.loads(heard[0]["data"])["body"])
+    assert stack.revoked == {"j1", "j2"}
+
+
+def test_nobody_is_revoked_when_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_injection, "_going_on", lambda _: [])
+    with pytest.raises(NotApplicable):
+        ACTS[Kind.REVOKES](cast(Cluster, SimpleNamespace()), fault(Kind.REVOKES, "jobs"))
+
+
+class Api:
+    """An API that notes what it is asked for, and says yes."""
+
+    def __init__(self, server: HTTPServer) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.away = 0
+        """So many requests are answered 503."""
+        server.expect_request(re.compile(".*")).respond_with_handler(self._answer)
+
+    def _answer(self, request: Request) -> Response:
+        if self.away:
+            self.away -= 1
+            return Response("{}", 503, content_type="application/json")
+        self.asked.append((request.method, request.path, orjson.loads(request.data) if request.data else None))
+        return Response("{}", 200, content_type="application/json")
+
+
+@pytest.fixture
+def httpserver() -> Iterator[HTTPServer]:
+    with HTTPServer(host="127.0.0.1") as server:
+        yield server
+
+
+@pytest.fixture
+def stack(httpserver: HTTPServer, tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
+    with Guardian() as guardian:
+        stack = Cluster(tmp_path, guardian, proxy, DrillSetup())
+        stack.url, stack.servers = httpserver.url_for("").rstrip("/"), [SERVER]
+        yield stack
+
+
+@pytest.fixture
+def api(httpserver: HTTPServer) -> Api:
+    return Api(httpserver)
+
+
+SERVERS, MODEL, CONFIG = "/admin/servers/a", "/admin/models/zimg", "/admin/model-configs/zimg"
+
+
+@pytest.mark.parametrize(
+    ("change", "does", "undoes"),
+    [
+        (Change.SLOTS, ("POST", "/admin/register", "slots", 2), ("POST", "/admin/register", "slots", 4)),
+        (Change.REMOVAL, ("DELETE", SERVERS, None, None), ("POST", "/admin/register", "slots", 4)),
+        (Change.DRAIN, ("PATCH", SERVERS, "state", "draining"), ("PATCH", SERVERS, "state", "online")),
+        (Change.PAUSE, ("PATCH", MODEL, "state", "paused"), ("PATCH", MODEL, "state", "online")),
+        (Change.LIMIT, ("PUT", CONFIG, "tenant_slots", 1), ("PUT", CONFIG, "tenant_slots", None)),
+    ],
+)
+def test_an_operator_changes_something_and_undoes_it(
+    stack: Cluster, api: Api, change: Change, does: tuple[Any, ...], undoes: tuple[Any, ...]
+) -> None:
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", change))
+    assert _asked(api, does)
+    api.asked.clear()
+    mend()
+    assert _asked(api, undoes)
+
+
+def _asked(api: Api, for_: tuple[str, str, str | None, Any]) -> bool:
+    method, path, field, value = for_
+    return any((it[0], it[1]) == (method, path) and (field is None or it[2].get(field) == value) for it in api.asked)
+
+
+def test_a_policy_is_another_one_and_then_that_of_before(stack: Cluster, api: Api) -> None:
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.POLICY))
+    assert api.asked[-1][2]["policy"] in ("fifo", "aging", "fair")
+    mend()
+    assert "policy" not in api.asked[-1][2]
+
+
+def test_a_change_that_is_refused_has_not_happened(stack: Cluster, api: Api) -> None:
+    api.away = 1
+    with pytest.raises(NotApplicable):
+        ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
+
+
+def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Cluster, api: Api) -> None:
+    mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
+    api.away = 2
+    mend()
+    assert _asked(api, ("PATCH", SERVERS, "state", "online"))
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [(Change.SLOTS, 2), (Change.REMOVAL, 0), (Change.DRAIN, 0), (Change.PAUSE, 0), (Change.LIMIT, 1)],
+)
+def test_a_change_limits_runs_for_as_long_as_it_lasts(change: Change, most: int) -> None:
+    struck = InjectedFault(
+        fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S
+    )
+    (limit,) = limits([struck], [SERVER])
+    assert (limit.most, limit.from_ns, limit.until_ns, limit.servers) == (most, 2 * S, 9 * S, {"a"})
+
+
+def test_a_change_of_policy_limits_nothing() -> None:
+    struck = InjectedFault(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
+    assert limits([struck], [SERVER]) == []
+
+
+# -- the order of it all -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    mended: list[str] = []
+
+    def act(_: Cluster, one: Fault) -> fault_injection.Undo:
+        if one.target == "busy":
+            raise NotApplicable
+        return lambda: mended.append(one.target)
+
+    monkeypatch.setitem(cast(dict[Kind, fault_injection.Act], ACTS), Kind.BEAT, act)
+    stack = cast(Cluster, SimpleNamespace(look=lambda: None))
+    faults = [fault(Kind.BEAT, name, lasts_s=0.01) for name in ("busy", "beat")]
+    saboteur = FaultInjector(stack, faults, lambda _: None)
+    saboteur.start()
+    saboteur.join(10)
+    assert saboteur.error is None
+    assert [one.fault.target for one in saboteur.struck] == mended == ["beat"]
+    (one,) = saboteur.struck
+    assert one.at_ns <= one.effect_ns <= one.mending_ns <= one.mended_ns

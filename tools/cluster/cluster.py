@@ -401,6 +401,7 @@ class Cluster:
                 "SLOTKEEPER_LOG_LEVEL": "INFO",
                 "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32",
                 STARTS: str(self.starts(name)),
+                "PYTHONPATH": clocks.python_path(),
                 "PYTHONUNBUFFERED": "1",
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             }

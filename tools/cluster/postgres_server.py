@@ -71,7 +71,7 @@ def role(programs: Path, folder: Path, port: int, turn: int) -> Role:
     words += ["-c", "listen_addresses=127.0.0.1"]
     words += [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
     if (account := runs_as()) is not None:
-        words = [sys.executable, "-m", __name__, str(account.uid), str(account.gid), *words]
+        words = [sys.executable, __file__, str(account.uid), str(account.gid), *words]
     return Role("postgres", shlex.join(words), stop_timeout_s=10, stop_order=turn, stops_last=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _LIBRARIES = ("usr/lib/*/faketime", "usr/lib/faketime", "usr/lib64/faketime", "usr/local/lib/faketime")
 _CLOCKED = Path(__file__).parent / "clocked"
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _LEFT_BEHIND = ("faketime_shm_{}", "sem.faketime_sem_{}")  # in memory that all share, by a process that was killed
 _SHARED = Path("/dev/shm")
 RIGHT = "+0"
@@ -22,6 +23,12 @@ def library() -> Path | None:
     return None
 
 
+def python_path(*first: Path) -> str:
+    """Return a PYTHONPATH of these folders, the checkout (`tools` is not installed), and what this process has."""
+    folders = [*map(str, first), str(_CHECKOUT), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, folders))
+
+
 def environment(preload: Path, clock: Path) -> dict[str, str]:
     """Of a Python process that reads in `clock` how wrong its time is, once a second."""
     return {
@@ -29,7 +36,7 @@ def environment(preload: Path, clock: Path) -> dict[str, str]:
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_CACHE_DURATION": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_CLOCKED), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(_CLOCKED),
     }
 
 

@@ -446,11 +446,11 @@ def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
     turns: list[tuple[str, int]] = []
-    for name in ("promote_due", "expire_overdue"):
+    for name in ("promote_due_jobs", "expire_deadlines"):
         act = getattr(reconcile, name)
         monkeypatch.setattr(reconcile, name, lambda *a, name=name, act=act: turns.append((name, n := act(*a))) or n)
     maintenance.keep_time()
-    assert turns[:4] == [("promote_due", 0), ("expire_overdue", 10)] * 2
+    assert turns[:4] == [("promote_due_jobs", 0), ("expire_deadlines", 10)] * 2
 
 
 def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monkeypatch) -> None:

@@ -69,7 +69,7 @@ def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stag
     assert server.asked == ["submit", "status"]
 
 
-@pytest.mark.parametrize("what", ["settle_write", "noting_remote"])
+@pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
 def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, what):
     """The worker stops at last: the lease is left to expire, and the job to whoever takes it up then."""
     monkeypatch.setattr(patient_io, "_LAST_TRIES_S", 0.0)

@@ -2,7 +2,7 @@
 
 Each is one event, in the transaction of what it changes; its type begins with `act.`.  Whoever lets somebody in says
 who it is (`acting`); whoever changes the record says what is done (`act`) and notes it when it has changed something.
-Acts can only be added: the database refuses to change them (slotkeeper/audit/protected.py).
+Acts can only be added: triggers refuse to change them (migrations/versions/0001_initial.py).
 """
 
 from collections.abc import Iterator, Mapping

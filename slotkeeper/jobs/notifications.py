@@ -11,14 +11,14 @@ from slotkeeper.db.compiled_sql import BulkInsert
 from slotkeeper.db.group_commit import Transaction
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, State
-from slotkeeper.jobs.tables import messages, tellings
+from slotkeeper.jobs.tables import messages, result_notifications
 
 Row: TypeAlias = Any
 
 NOTIFY_AFTER_MS = 10_000
 """Whoever ended a job tells it at once; only after this does anybody else look."""
 
-_MESSAGES, _TELLINGS = BulkInsert(messages), BulkInsert(tellings)
+_MESSAGES, _TELLINGS = BulkInsert(messages), BulkInsert(result_notifications)
 # Stored by their place here.  A dead job may come to another end under the same attempt, which is told after that.
 _ENDS = (State.DEAD, State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED)
 _MESSAGE_ID = re.compile(r"msg_(.+)_([0-9]{1,9})_([a-z]+)", re.DOTALL)

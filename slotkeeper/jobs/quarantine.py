@@ -14,7 +14,7 @@ from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.jobs.statements import in_state
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.tables import jobs, withheld
+from slotkeeper.jobs.tables import jobs, quarantined_slots
 from slotkeeper.jobs.values import Quarantine
 
 Row: TypeAlias = Any
@@ -42,34 +42,34 @@ class QuarantinedSlot:
 
 
 _COLUMNS = [field.name for field in fields(QuarantinedSlot)]
-_THIS = (withheld.c.job_id == bindparam("p_id"), withheld.c.attempt == bindparam("p_attempt"))
+_THIS = (quarantined_slots.c.job_id == bindparam("p_id"), quarantined_slots.c.attempt == bindparam("p_attempt"))
 _LEFT = select(
     *(jobs.c[name] for name in ("id", "attempt", "server", "slot", "model", "tenant", "remote_id")),
     bindparam("p_reason"),
     jobs.c.started_ms,
-    bindparam("p_now", type_=withheld.c.since_ms.type),
-    bindparam("p_until", type_=withheld.c.until_ms.type),
+    bindparam("p_now", type_=quarantined_slots.c.since_ms.type),
+    bindparam("p_until", type_=quarantined_slots.c.until_ms.type),
 ).where(jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
 _THESE = jobs.c.seq.in_(bindparam("p_seqs", expanding=True))
 
 
 def _noting(*these: ColumnElement[bool]) -> Insert:
-    return insert(withheld).from_select(_COLUMNS[:-1], _LEFT.where(*these).with_for_update())
+    return insert(quarantined_slots).from_select(_COLUMNS[:-1], _LEFT.where(*these).with_for_update())
 
 
 _NOTE = CompiledStatement(_noting(*_THIS_RUN, in_state(State.RUNNING)))
 _NOTE_MANY = {state: _noting(_THESE, in_state(state)) for state in (State.RUNNING, State.QUEUED)}
-_ALL = CompiledStatement(select(withheld).order_by(withheld.c.since_ms, withheld.c.job_id))
-_ONE = CompiledStatement(select(withheld).where(*_THIS))
-_FORGET = CompiledStatement(delete(withheld).where(*_THIS))
+_ALL = CompiledStatement(select(quarantined_slots).order_by(quarantined_slots.c.since_ms, quarantined_slots.c.job_id))
+_ONE = CompiledStatement(select(quarantined_slots).where(*_THIS))
+_FORGET = CompiledStatement(delete(quarantined_slots).where(*_THIS))
 _KEEP_SLOT = (
     update(jobs)
     .where(jobs.c.id == bindparam("p_id"), in_state(State.QUEUED))
-    .values(slot=select(withheld.c.slot).where(*_THIS).scalar_subquery())
+    .values(slot=select(quarantined_slots.c.slot).where(*_THIS).scalar_subquery())
 )
-_SHORTEN = update(withheld).where(*_THIS).values(until_ms=bindparam("p_until"))
-_QUIET = update(withheld).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
+_SHORTEN = update(quarantined_slots).where(*_THIS).values(until_ms=bindparam("p_until"))
+_QUIET = update(quarantined_slots).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
 
 def quarantine_slot(tx: Transaction, job_id: str, attempt: int, now_ms: int, it: Quarantine) -> None:

@@ -168,8 +168,8 @@ messages = Table(
 )
 
 # Ends of jobs that came with an envelope, until those who wait outside have been told.
-tellings = Table(
-    "tellings",
+result_notifications = Table(
+    "result_notifications",
     metadata,
     Column("id", Text, primary_key=True),
     Column("job_id", Text, nullable=False, index=True),
@@ -178,8 +178,8 @@ tellings = Table(
 )
 
 # Slots whose run has ended here while its server has not let go of it; see slotkeeper/jobs/quarantine.py.
-withheld = Table(
-    "withheld",
+quarantined_slots = Table(
+    "quarantined_slots",
     metadata,
     Column("job_id", Text, primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
@@ -216,7 +216,7 @@ closed_models = Table(
     CheckConstraint(one_of_check("because", ["removing", "removed"]), name="because"),
 )
 
-# How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migration 0007) adds a part with each
+# How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migrations) adds a part with each
 # INSERT into `jobs`; on SQLite this is empty, and the jobs' numbers tell.
 accepted = Table("accepted", metadata, Column("jobs", BigInteger, nullable=False))
 

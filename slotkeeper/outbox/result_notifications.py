@@ -13,24 +13,26 @@ from sqlalchemy import bindparam, case, delete, select, update
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs import notifications
-from slotkeeper.jobs.tables import tellings
+from slotkeeper.jobs.tables import result_notifications
 
 _LONGEST_MS = 600_000
 
-_AGE = bindparam("p_now", type_=tellings.c.created_ms.type) - tellings.c.created_ms
+_AGE = bindparam("p_now", type_=result_notifications.c.created_ms.type) - result_notifications.c.created_ms
 _DUE = (
-    select(tellings.c.id)
-    .where(tellings.c.next_ms <= bindparam("p_now"))
-    .order_by(tellings.c.next_ms)
+    select(result_notifications.c.id)
+    .where(result_notifications.c.next_ms <= bindparam("p_now"))
+    .order_by(result_notifications.c.next_ms)
     .limit(bindparam("p_limit"))
 )
-_IS_ANY_DUE = CompiledStatement(select(tellings.c.next_ms).where(tellings.c.next_ms <= bindparam("p_now")).limit(1))
+_IS_ANY_DUE = CompiledStatement(
+    select(result_notifications.c.next_ms).where(result_notifications.c.next_ms <= bindparam("p_now")).limit(1)
+)
 # The next try is written before this one: a claim that comes to nothing costs no second write.
 _CLAIM = (
-    update(tellings)
-    .where(tellings.c.id.in_(_DUE), tellings.c.next_ms <= bindparam("p_now"))
+    update(result_notifications)
+    .where(result_notifications.c.id.in_(_DUE), result_notifications.c.next_ms <= bindparam("p_now"))
     .values(next_ms=bindparam("p_until") + case((_AGE < _LONGEST_MS, _AGE), else_=_LONGEST_MS))
-    .returning(tellings.c.id, tellings.c.job_id, tellings.c.created_ms)
+    .returning(result_notifications.c.id, result_notifications.c.job_id, result_notifications.c.created_ms)
 )
 
 
@@ -62,9 +64,14 @@ class ResultNotifications:
 
     def is_pending(self, telling_id: str) -> bool:
         with self.database.read() as connection:
-            return connection.execute(select(tellings.c.id).where(tellings.c.id == telling_id)).first() is not None
+            return (
+                connection.execute(
+                    select(result_notifications.c.id).where(result_notifications.c.id == telling_id)
+                ).first()
+                is not None
+            )
 
     def delete(self, ids: Sequence[str]) -> None:
         """Owed no more.  Relaxed: after a power cut it is told once more."""
-        gone = delete(tellings).where(tellings.c.id.in_(ids))
+        gone = delete(result_notifications).where(result_notifications.c.id.in_(ids))
         self.database.write(lambda tx: tx.connection.execute(gone), relaxed=True)

@@ -15,7 +15,7 @@ from slotkeeper.errors import Conflict
 from slotkeeper.jobs.counters import add_to_counter
 from slotkeeper.jobs.statements import in_state
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.tables import jobs, tellings
+from slotkeeper.jobs.tables import jobs, result_notifications
 from slotkeeper.outbox import webhook_messages
 
 _IS_DEAD = (jobs.c.id == bindparam("p_id")) & in_state(State.DEAD)
@@ -57,7 +57,7 @@ def _remove(tx: Transaction, which: ColumnElement[bool]) -> int:
     rows = tx.connection.execute(delete(jobs).where(which).returning(jobs.c.id, jobs.c.state)).all()
     ids = [row.id for row in rows]
     if ids:
-        tx.connection.execute(delete(tellings).where(tellings.c.job_id.in_(ids)))
+        tx.connection.execute(delete(result_notifications).where(result_notifications.c.job_id.in_(ids)))
         webhook_messages.forget_jobs(tx, ids)
     for state, number in sorted(Counter(row.state for row in rows).items()):
         add_to_counter(tx, f"purged.{state}", number)

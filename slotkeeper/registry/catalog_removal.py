@@ -19,7 +19,7 @@ from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import ACTIVE_STATES, State
-from slotkeeper.jobs.tables import jobs, withheld
+from slotkeeper.jobs.tables import jobs, quarantined_slots
 from slotkeeper.registry import secrets
 from slotkeeper.registry.catalog import raise_version
 from slotkeeper.registry.tables import endpoints, models, servers
@@ -250,7 +250,7 @@ def _runs(tx: Transaction, server: str) -> list[str]:
 
 
 def _withheld(tx: Transaction, server: str) -> int:
-    query = select(func.count()).select_from(withheld).where(withheld.c.server == server)
+    query = select(func.count()).select_from(quarantined_slots).where(quarantined_slots.c.server == server)
     return int(tx.connection.execute(query).scalar_one())
 
 

@@ -56,8 +56,8 @@ defaults = Table(
 )
 
 # Visits to the page that a log-out has ended; see slotkeeper/registry/visits.py.
-ended_visits = Table(
-    "ended_visits",
+revoked_sessions = Table(
+    "revoked_sessions",
     metadata,
     Column("id", Text, primary_key=True),
     Column("until_ms", BigInteger, nullable=False),  # when it would have been over anyway

@@ -6,7 +6,7 @@ They are kept until then: a copy of the cookie would open the page for as long.
 from sqlalchemy import delete, insert, select
 
 from slotkeeper.db.group_commit import Database, Transaction
-from slotkeeper.registry.tables import ended_visits
+from slotkeeper.registry.tables import revoked_sessions
 
 
 class RevokedSessions:
@@ -19,20 +19,20 @@ class RevokedSessions:
         """`until_ms`: when it would have been over anyway."""
 
         def unit(tx: Transaction) -> None:
-            known = select(ended_visits.c.id).where(ended_visits.c.id == visit_id)
-            tx.connection.execute(delete(ended_visits).where(ended_visits.c.until_ms <= now_ms))
+            known = select(revoked_sessions.c.id).where(revoked_sessions.c.id == visit_id)
+            tx.connection.execute(delete(revoked_sessions).where(revoked_sessions.c.until_ms <= now_ms))
             if tx.connection.execute(known).first() is None:
-                tx.connection.execute(insert(ended_visits), {"id": visit_id, "until_ms": until_ms})
+                tx.connection.execute(insert(revoked_sessions), {"id": visit_id, "until_ms": until_ms})
 
         self.database.write(unit)
 
     def is_revoked(self, visit_id: str) -> bool:
         with self.database.read() as connection:
-            query = select(ended_visits.c.id).where(ended_visits.c.id == visit_id)
+            query = select(revoked_sessions.c.id).where(revoked_sessions.c.id == visit_id)
             return connection.execute(query).first() is not None
 
     def list_revoked(self, now_ms: int) -> frozenset[str]:
         """Those whose time is not over."""
         with self.database.read() as connection:
-            query = select(ended_visits.c.id).where(ended_visits.c.until_ms > now_ms)
+            query = select(revoked_sessions.c.id).where(revoked_sessions.c.until_ms > now_ms)
             return frozenset(connection.execute(query).scalars())

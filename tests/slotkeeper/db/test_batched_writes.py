@@ -12,7 +12,7 @@ from slotkeeper.db.group_commit import Database, Write
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.tables import jobs, messages, tellings
+from slotkeeper.jobs.tables import jobs, messages, result_notifications
 from slotkeeper.jobs.values import JobError, Run
 from tests.support.builders import CALLBACK, T0, a_queued_job, a_running_job, rows_in, trail_of
 from tests.support.ends import store_end
@@ -119,7 +119,7 @@ def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
     runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
     moved = database.commit_all([_end(store, run) for run in runs])
     assert [it.notification_id is not None for it in moved] == [False, False, True]
-    assert (rows_in(database, messages), rows_in(database, tellings)) == (1, 1)
+    assert (rows_in(database, messages), rows_in(database, result_notifications)) == (1, 1)
 
 
 def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits(database, store):

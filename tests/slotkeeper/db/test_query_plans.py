@@ -40,7 +40,7 @@ _FIELDS = {
     "jobs": "id, model, state, why, priority, tenant, created_ms, finished_ms, deadline_ms, due_ms, source, payload",
     "events": "job_id, type, at_ms, attempt, data",
     "messages": "receiver, event, job_id, type, at_ms, state, next_ms, owed_ms, ended_ms",
-    "tellings": "id, job_id, next_ms, created_ms",
+    "result_notifications": "id, job_id, next_ms, created_ms",
     "idempotency_keys": "tenant, key, job_id, fingerprint, expires_ms",
 }
 _STATISTICS = ["no statistics", "statistics from before the backlog", "statistics of the backlog"]
@@ -66,7 +66,7 @@ def _fill_all(database: Database, name: str, rows: int, job: str, message: str, 
     _fill(database, "events", rows, f"{of_job}, 'job.enqueued', {T0}, 0, '{{}}'")
     told = f"10, {of_job}, 'job.completed', {T0}, '{message}', {T0}, {T0}, {T0}"
     _fill(database, "messages", rows, f"{of_job}, {told}")
-    _fill(database, "tellings", rows, f"'t-{name}-' || i, {of_job}, {T0} + i, {T0}")
+    _fill(database, "result_notifications", rows, f"'t-{name}-' || i, {of_job}, {T0} + i, {T0}")
     _fill(database, "idempotency_keys", rows, f"'big', {of_job}, {of_job}, '', {LATER} + {expires_ms}")
 
 
@@ -303,7 +303,7 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
             "ix_messages_due",
         ),
         (lambda now: Callbacks(database).list_newest_due_callbacks(now, 10), "ix_messages_due"),
-        (lambda now: ResultNotifications(database).claim_due(now, 50), "ix_tellings_next_ms"),
+        (lambda now: ResultNotifications(database).claim_due(now, 50), "ix_result_notifications_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
         _reads_nothing_through(plans)
@@ -331,7 +331,7 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
         (lambda: full.promote_due(LATER), "ix_jobs_due"),
         (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
         (lambda: retention.delete_ended_jobs(database, LATER, 10), "ix_jobs_finished"),
-        (lambda: ResultNotifications(database).claim_due(LATER, 10), "ix_tellings_next_ms"),
+        (lambda: ResultNotifications(database).claim_due(LATER, 10), "ix_result_notifications_next_ms"),
         (lambda: Callbacks(database).list_due_callbacks(LATER, 10), "ix_messages_due"),
         (lambda: Callbacks(database).list_newest_due_callbacks(LATER, 10), "ix_messages_due"),
     ):

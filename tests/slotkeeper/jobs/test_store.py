@@ -1,8 +1,8 @@
 """What the record promises about the life of a job, on both databases.
 
-One test for each rule; the rule is its name.  Idempotency and accepting stand in test_record_submit.py, group
-commit and failing databases in test_record_commit.py, listing in test_record_reading.py, removing in
-test_record_removal.py.
+One test for each rule; the rule is its name.  Idempotency and accepting stand in test_acceptance.py, group
+commit and failing databases in db/test_commit.py, listing in test_listings.py, removing in
+outbox/test_retention.py.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The life of a few jobs in one process: submit, offer, start, call, settle, retry, webhook, and all maintenance.
 
-    python -m tests.system.faults.life story      # dies where SLOTKEEPER_CRASH_AT says; SLOTKEEPER_* says on what it works
+    python -m tests.system.faults.life story      # dies where SLOTKEEPER_CRASH_AT says
     python -m tests.system.faults.life recover    # starts nothing new, brings to an end what is there
-    python -m tests.system.faults.life nursery    # forks one life for each line that it reads: imports are paid for once
+    python -m tests.system.faults.life nursery    # forks a life for each line, and imports once
 
 Runs live in a worker's loop, from messages that went through the broker, or handed on.  There is one pair of hands, so
 what is passed is passed in much the same order in every life.  A worker that falls
@@ -366,7 +366,7 @@ class Life:
                 return False
             if untold_events(services.database()):
                 return False
-            return not connection.exec_driver_sql("SELECT count(*) FROM tellings").scalar()
+            return not connection.exec_driver_sql("SELECT count(*) FROM result_notifications").scalar()
 
     def report(self) -> None:
         room = depths(self.dispatcher.queues.scripts, SYNC)

@@ -1,7 +1,7 @@
 """A process may die anywhere: at every crash point, at every pair of them, whatever is found is brought to its end.
 
-Each case lives one life after another on one record and one Redis (tests/system/faults/life.py).  All but the last die by
-SIGKILL at a crash point, so the second dies while it cleans up after the first, or in its own story.  The last
+Each case lives one life after another on one database and one Redis (life.py).  All but the last die by SIGKILL at a
+crash point, so the second dies while it cleans up after the first, or in its own story.  The last
 starts nothing new.  What is then in the record, in Redis, at the inference server and at the client is compared.
 
     SLOTKEEPER_ALL_PAIRS=1 pytest tests/system/faults/test_crash_points.py     # all pairs instead of a sample

@@ -251,7 +251,7 @@ def test_what_ended_while_the_result_backend_was_away_is_told_when_it_is_back(ap
 
 def _owed(database: Database) -> list[str]:
     with database.read() as connection:
-        return [row[0] for row in connection.exec_driver_sql("SELECT id FROM tellings").all()]
+        return [row[0] for row in connection.exec_driver_sql("SELECT id FROM result_notifications").all()]
 
 
 def _worker_has_threads_to_spare(apart: Town, model: str) -> None:

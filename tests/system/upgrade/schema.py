@@ -8,7 +8,9 @@ from sqlalchemy import Connection, text
 def schema_of(connection: Connection) -> dict[str, Any]:
     """All that a database knows of its tables, in a form that can be compared."""
     if connection.dialect.name == "sqlite":
-        rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite%'"))
+        rows = connection.execute(
+            text("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'index') AND name NOT LIKE 'sqlite%'")
+        )
         return {name: _sqlite_parts(sql) for name, sql in rows if name != "alembic_version"}
     columns = text(
         "SELECT table_name || '.' || column_name, data_type, is_nullable, column_default, is_identity "

@@ -62,7 +62,7 @@ def next_step(state: State, where: QueuePosition) -> str | None:
 
 def queue_position(state: State, where: QueuePosition) -> dict[str, Any]:
     """Where a job stands, and when it should start."""
-    return {"outlook": next_step(state, where), "position": where.position, **start_estimate(where.estimate)}
+    return {"next_step": next_step(state, where), "position": where.position, **start_estimate(where.estimate)}
 
 
 def job_error(it: Job) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class SubmitReceipt(ResponseSchema, source=AcceptedJob):
 
     job_id: Annotated[str, From("id")]
     status: Annotated[State, From("state")]
-    outlook: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    next_step: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
     position: Annotated[int | None, PROVIDED] = _POSITION
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
@@ -153,7 +153,7 @@ class JobView(ResponseSchema, source=Job):
 class JobDetail(JobView):
     """A job with its place or its result."""
 
-    outlook: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    next_step: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
     position: Annotated[int | None, PROVIDED] = _POSITION
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
     estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN

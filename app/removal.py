@@ -26,7 +26,7 @@ class RemovalView(ResponseSchema, source=Removal):
     state: Annotated[Literal["done", "leaving"], From(lambda it: "done" if it.is_over else "leaving")] = Field(
         description="leaving: it goes when what is left has ended."
     )
-    left: dict[str, int] = Field(description="Jobs that have not ended, by state.")
-    withheld: int = Field(description="Slots of which the server has not let go.")
+    remaining: dict[str, int] = Field(description="Jobs that have not ended, by state.")
+    quarantined: int = Field(description="Slots of which the server has not let go.")
     lost: list[str] = Field(description="Jobs whose runs are lost by it.")
     idle: list[str] = Field(description="Servers that serve no model any more.")

@@ -44,7 +44,7 @@ class AuditEntry(ResponseSchema, source=AuditRow):
     act: str
     at: Time
     actor: str = Field(description="The name of the key by which it was asked for.")
-    door: str | None = Field(description="REST, page, command line, Celery, or this process itself.")
+    interface: str | None = Field(description="REST, page, command line, Celery, or this process itself.")
     origin: str | None = Field(description="The address from which it was asked for.")
     reason: str | None
     job_id: str | None

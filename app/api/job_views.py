@@ -39,7 +39,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
 
     `wait`: answer only when it has ended, or after that many seconds.  Where too many requests wait already, it is
     answered at once: ask again.  Wherever a job's id is asked for, the first 8 characters or more of it will do, or
-    the last 8, if they mean one job; otherwise it is 409, and `may_be` lists some of the jobs.
+    the last 8, if they mean one job; otherwise it is 409, and `candidates` lists some of the jobs.
     """
     job = visible_job(path.job_id)
     if query.wait and job.finished_ms is None:
@@ -122,7 +122,7 @@ def _whole_id(short: str, whose: str | None) -> str | None:
     found = short_ids.find(dispatcher().store.database, short, whose)
     if len(found.ids) > 1:
         meant = ", ".join(found.ids) + (" and others" if found.more else "")
-        raise Conflict(f"{short!r} may be {meant}: give more of the id.", may_be=found.ids)
+        raise Conflict(f"{short!r} may be {meant}: give more of the id.", candidates=found.ids)
     return found.ids[0] if found.ids else None
 
 

@@ -87,8 +87,8 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
 def list_servers() -> dict[str, Any]:
     """List servers, how each stands in the waiting room, and the slots of each fleet.
 
-    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.  `withheld` are slots
-    whose run has ended here while its server has not let go of it.
+    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.  `quarantined` are
+    slots whose run has ended here while its server has not released it.
     """
     found = dispatcher().catalog.refresh()
     standings: Mapping[str, insight.ServerStatus] = {}
@@ -209,11 +209,11 @@ def _listed(
     use = standing and insight.slot_use(it.state, standing, len(slots))
     return ServerDetail.build(
         it,
-        standing=standing and ServerStatusView.build(standing),
-        withheld=[QuarantinedSlotView.build(slot) for slot in slots],
+        status=standing and ServerStatusView.build(standing),
+        quarantined=[QuarantinedSlotView.build(slot) for slot in slots],
         running=use and use.running,
         free=use and use.free,
-        hindrance=(use and use.blocked_by) or None,
+        blocked_by=(use and use.blocked_by) or None,
     )
 
 

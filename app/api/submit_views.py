@@ -38,7 +38,7 @@ _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
 def submit(body: SubmitBody) -> Answer:
     """Submit a job.
 
-    It is in the record when this answers, and will end in a state that says why.  `outlook` and `position` tell
+    It is in the record when this answers, and will end in a state that says why.  `next_step` and `position` tell
     what comes next.  A queue that is full is 429; a deadline that can hardly be met, constraints that no server meets
     of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
     jobs, and a key that came with another request, are 409.

@@ -42,9 +42,10 @@ def audit(limit: int, as_json: bool, export: Path | None, **wanted: str | None) 
         print_json(acts)
         return
     rows = [
-        (one["at"], one["actor"], one["door"], one["act"], _what(one), one["reason"], one["origin"]) for one in acts
+        (one["at"], one["actor"], one["interface"], one["act"], _what(one), one["reason"], one["origin"])
+        for one in acts
     ]
-    print_table(("at", "by", "door", "act", "what", "reason", "from"), rows, "Nobody has done anything.")
+    print_table(("at", "by", "interface", "act", "what", "reason", "from"), rows, "Nobody has done anything.")
 
 
 def _what(one: dict[str, str]) -> str:

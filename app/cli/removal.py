@@ -20,8 +20,8 @@ def print_removal(it: Mapping[str, Any], as_json: bool) -> None:
         print_json(it)
         return
     if it["state"] == "leaving":
-        withheld = f", {it['withheld']} slots withheld" if it["withheld"] else ""
-        remaining = f"{format_counts(it['left'])}{withheld}"
+        withheld = f", {it['quarantined']} slots quarantined" if it["quarantined"] else ""
+        remaining = f"{format_counts(it['remaining'])}{withheld}"
         echo(escape_line(f"{it['name']} takes nothing new, and will be removed when this has ended: {remaining}."))
         return
     echo(escape_line(f"{it['name']} is removed."))

@@ -24,7 +24,7 @@ from app.terminal import console, echo, escape_line
 
 _WATCH_JOBS = 12
 # Told in a sentence, or shown with the configuration.
-_NOT_OF_MODEL = ("leaving", "load", "longest_overtaking_s", "longest_wait", "model_type", "work_s")
+_NOT_OF_MODEL = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
 
 
 @click.group()
@@ -120,7 +120,7 @@ def _print_servers(found: list[dict[str, Any]]) -> None:
 
 def _now(one: dict[str, Any]) -> str:
     """What keeps a server from taking jobs at this moment."""
-    now, withheld = one["standing"], len(one["withheld"])
+    now, withheld = one["status"], len(one["quarantined"])
     if now is None:
         return "-"
     said = []
@@ -134,7 +134,7 @@ def _now(one: dict[str, Any]) -> str:
         said.append(f"away since {now['away_since']}")
     if said and one["running"]:
         said.append(f"{one['running']} running")
-    return ", ".join(said) or one["hindrance"] or "well"
+    return ", ".join(said) or one["blocked_by"] or "well"
 
 
 def _attributes(found: dict[str, Any]) -> str:
@@ -159,10 +159,10 @@ def show_server(server: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    now = found.pop("standing")
+    now = found.pop("status")
     found["attributes"] = _attributes(found["attributes"]) or None
-    print_fields({**found, **(now or {})}, ("models", "scores", "withheld"))
-    for one in found["withheld"]:
+    print_fields({**found, **(now or {})}, ("models", "scores", "quarantined"))
+    for one in found["quarantined"]:
         echo(escape_line(one["sentence"]))
     if now is None:
         echo("How it stands in the waiting room is not known: Redis is away.")
@@ -316,8 +316,8 @@ def show_model(model: str, as_json: bool) -> None:
 def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
     print_fields({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
-    if found.get("leaving"):
-        echo(escape_line(f"It is being removed; left: {removal.format_counts(found['leaving']['left'])}."))
+    if found.get("removal"):
+        echo(escape_line(f"It is being removed; left: {removal.format_counts(found['removal']['remaining'])}."))
     echo(found["longest_wait"])
     if load.get("work_s"):
         echo(f"What waits at present is about {load['work_s']:g} s of work for its slots.")

@@ -165,14 +165,19 @@ def _print_submitted(job: Job) -> None:
         echo(f"{job['job_id']}  {job['status']}  {display(without_files(job['result']))}")
     else:
         place = f"position {job['position']}" if job.get("position") else ""
-        said = [job["job_id"], job["status"], place or (job.get("outlook") == "starting" and "starting"), start_of(job)]
+        said = [
+            job["job_id"],
+            job["status"],
+            place or (job.get("next_step") == "starting" and "starting"),
+            start_of(job),
+        ]
         echo("  ".join(filter(None, said)))
 
 
 def start_of(job: Job) -> str:
     """When a job should start; "": that is not known, or a matter of seconds."""
     between = job.get("estimated_start_between_s")
-    if not between or job.get("outlook") == "starting":
+    if not between or job.get("next_step") == "starting":
         return ""
     return f"starts in about {job['estimated_start_s']:g} s ({between[0]:g} to {between[1]:g})"
 

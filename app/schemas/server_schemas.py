@@ -37,7 +37,7 @@ def leaving_of(it: Server) -> dict[str, Any] | None:
     """Of a server that is being removed."""
     if it.leaving_ms is None:
         return None
-    return RemovalProgress.build(since=iso_time(it.leaving_ms), by=it.leaving_by, left=None)
+    return RemovalProgress.build(since=iso_time(it.leaving_ms), by=it.leaving_by, remaining=None)
 
 
 def removal(model: str, catalog: CatalogSnapshot, left: Mapping[str, int] | None) -> dict[str, Any] | None:
@@ -45,7 +45,7 @@ def removal(model: str, catalog: CatalogSnapshot, left: Mapping[str, int] | None
     if not catalog.is_being_removed(model):
         return None
     closed = catalog.closed[model]
-    return RemovalProgress.build(since=iso_time(closed.changed_ms), by=closed.changed_by, left=left and dict(left))
+    return RemovalProgress.build(since=iso_time(closed.changed_ms), by=closed.changed_by, remaining=left and dict(left))
 
 
 class StateView(ResponseSchema):
@@ -65,12 +65,12 @@ class RemovalProgress(ResponseSchema):
 
     since: Time
     by: str | None
-    left: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
+    remaining: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
 
 
 class ServerView(StateView, source=Server):
     server: Annotated[str, From("name")]
-    leaving: Annotated[RemovalProgress | None, From(leaving_of)] = Field(description="null: it is not being removed.")
+    removal: Annotated[RemovalProgress | None, From(leaving_of)] = Field(description="null: it is not being removed.")
     fleet: str
     slots: int
     weight: float
@@ -130,13 +130,13 @@ class QuarantinedSlotView(ResponseSchema, source=QuarantinedSlot):
 
 
 class ServerDetail(ServerView):
-    standing: Annotated[ServerStatusView | None, PROVIDED] = Field(description="null: Redis is away.")
-    withheld: Annotated[list[QuarantinedSlotView], PROVIDED]
+    status: Annotated[ServerStatusView | None, PROVIDED] = Field(description="null: Redis is away.")
+    quarantined: Annotated[list[QuarantinedSlotView], PROVIDED]
     running: Annotated[int | None, PROVIDED] = Field(description="Slots that hold a run; null: Redis is away.")
     free: Annotated[int | None, PROVIDED] = Field(
         description="Slots that the next job can have: 0 while the whole server is kept from it; null: Redis is away."
     )
-    hindrance: Annotated[str | None, PROVIDED] = Field(
+    blocked_by: Annotated[str | None, PROVIDED] = Field(
         description="What keeps its slots from the next job: its state, busy (jobs run there), withheld, away, in "
         "cooldown, breaker open, being tried by one job; null: one is free, or it is not known."
     )
@@ -163,7 +163,7 @@ class ModelView(StateView, source=registered.Model):
     model_type: Annotated[str, From("config.model_type")]
     policy: Annotated[str, From("config.policy")]
     servers: Annotated[list[str], PROVIDED]
-    leaving: Annotated[RemovalProgress | None, PROVIDED] = Field(description="null: it is not being removed.")
+    removal: Annotated[RemovalProgress | None, PROVIDED] = Field(description="null: it is not being removed.")
     slots: Annotated[int, PROVIDED] = Field(description="Of servers that are online.")
     waiting: Annotated[int | None, PROVIDED] = Field(description="null: Redis is away.")
 
@@ -266,7 +266,7 @@ def _in_catalog(it: registered.Model, catalog: CatalogSnapshot, left: Mapping[st
     """What the catalog says of a model."""
     return {
         "servers": sorted(found.name for found in catalog.servers.values() if it.name in found.endpoints),
-        "leaving": removal(it.name, catalog, left),
+        "removal": removal(it.name, catalog, left),
         "slots": catalog.count_slots(it.name),
     }
 

@@ -41,10 +41,10 @@ _COLUMNS = ("model", "tenant", "server")
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who acts.  `name`: of the key, never the key; `door`: how they came in; `origin`: from which address."""
+    """Who acts.  `name`: of the key, never the key; `interface`: how they came in; `origin`: from which address."""
 
     name: str
-    door: str
+    interface: str
     origin: str | None = None
 
 
@@ -101,7 +101,12 @@ def make_entry(
         raise ValueError(f"{word!r} is no act")
     actor = get_actor()
     more = {name: about.pop(name, None) for name in _COLUMNS}
-    data = {"door": actor.door, "origin": actor.origin, "reason": reason and storable_text(reason, _LONGEST), **about}
+    data = {
+        "interface": actor.interface,
+        "origin": actor.origin,
+        "reason": reason and storable_text(reason, _LONGEST),
+        **about,
+    }
     row = {
         "job_id": job_id,
         "type": f"{ACTION_PREFIX}{word}",

@@ -22,7 +22,7 @@ class AuditRow:
     act: str
     at_ms: int
     actor: str
-    door: str | None
+    interface: str | None
     origin: str | None
     reason: str | None
     job_id: str | None
@@ -71,13 +71,13 @@ def _matching(wanted: AuditFilter) -> Select[Any]:
 
 def _done(row: Any) -> AuditRow:
     data = orjson.loads(row.data)
-    door, origin, reason = (data.pop(name, None) for name in ("door", "origin", "reason"))
+    interface, origin, reason = (data.pop(name, None) for name in ("interface", "origin", "reason"))
     return AuditRow(
         row.id,
         row.type.removeprefix(ACTION_PREFIX),
         row.at_ms,
         row.actor,
-        door,
+        interface,
         origin,
         reason,
         row.job_id or None,

@@ -38,8 +38,8 @@ class Removal:
     name: str
     fleet: str
     is_over: bool
-    left: Mapping[str, int] = field(default_factory=dict)
-    withheld: int = 0
+    remaining: Mapping[str, int] = field(default_factory=dict)
+    quarantined: int = 0
     lost: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
 
@@ -183,15 +183,15 @@ def remove_server(
         fleet, runs, kept = _fleet_of_server(tx, server), _runs(tx, server), _withheld(tx, server)
         if force or not (runs or kept):
             _delete_server(tx, server)
-            return Removal(server, fleet, True, withheld=kept, lost=tuple(runs))
+            return Removal(server, fleet, True, quarantined=kept, lost=tuple(runs))
         if not drain:
             raise Conflict(
-                f"Server {server!r} runs {len(runs)} jobs, and {kept} of its slots are withheld.  Remove it with "
+                f"Server {server!r} runs {len(runs)} jobs, and {kept} of its slots are quarantined.  Remove it with "
                 "?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: they are taken "
                 "for lost, and run again elsewhere.",
                 server=server,
                 running=len(runs),
-                withheld=kept,
+                quarantined=kept,
             )
         leaving = {"leaving_ms": now_ms, "leaving_by": by or None}
         tx.connection.execute(update(servers).where(servers.c.name == server).values(**leaving))

@@ -59,7 +59,7 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
         "tenant.remove",
     ]
     found = search.find_entries(database, AuditFilter())
-    assert {(it.actor, it.door, it.origin) for it in found} == {("eve", "REST", "10.0.0.7")}
+    assert {(it.actor, it.interface, it.origin) for it in found} == {("eve", "REST", "10.0.0.7")}
     (drained,) = search.find_entries(database, AuditFilter(act="server.drain"))
     assert (drained.server, drained.reason, drained.at_ms) == ("gpu1", "new disk", T0)
     (configured,) = search.find_entries(database, AuditFilter(act="model.configure"))

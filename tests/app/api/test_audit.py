@@ -30,13 +30,13 @@ def test_whoever_acts_is_noted_by_the_name_of_the_key_with_door_and_address(api:
     by_command = boss | {"User-Agent": "slotkeeper-cli"}
     api.client.patch("/admin/models/zimg", json={"state": "paused", "reason": "new weights"}, headers=by_command)
     paused, configured = _acts(api, headers=boss, model="zimg")
-    assert (configured["act"], configured["actor"], configured["door"], configured["origin"]) == (
+    assert (configured["act"], configured["actor"], configured["interface"], configured["origin"]) == (
         "model.configure",
         "boss",
         "REST",
         "203.0.113.7",
     )
-    assert (paused["act"], paused["door"], paused["reason"]) == ("model.pause", "command line", "new weights")
+    assert (paused["act"], paused["interface"], paused["reason"]) == ("model.pause", "command line", "new weights")
     assert "sk_" not in json.dumps([paused, configured])
 
 
@@ -99,7 +99,7 @@ def test_what_a_process_does_by_itself_is_not_the_last_requests(api: Api) -> Non
     job = a_queued_job(api.dispatcher.store)
     api.dispatcher.cancel(job.id)
     (done,) = _acts(api, job_id=job.id)
-    assert (done["actor"], done["door"]) == ("slotkeeper", "process")
+    assert (done["actor"], done["interface"]) == ("slotkeeper", "process")
 
 
 def test_the_command_line_exports_all_of_them(api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

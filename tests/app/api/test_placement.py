@@ -43,7 +43,7 @@ def test_a_job_that_no_server_suits_is_told_so_in_its_receipt(api: Api) -> None:
     assert (
         receipt["notice"] == "At present no known server of model 'zimg' meets gpu=H100; the job waits until one does."
     )
-    assert (receipt["outlook"], receipt["estimated_start_s"]) == ("waiting", None)
+    assert (receipt["next_step"], receipt["estimated_start_s"]) == ("waiting", None)
     assert api.submit(constraints={"gpu": "A100"}).json["notice"] is None
     jobs = [{"model": "zimg", "payload": {}, "constraints": {"gpu": gpu}} for gpu in ("A100", "H100")]
     answer = api.client.post("/queue/submit-batch", json=jobs).json
@@ -206,13 +206,13 @@ def test_the_parts_of_a_servers_score_can_be_read(timed_api: TimedApi) -> None:
     api = timed_api
     api.register(slots=2, weight=2)
     api.register(model="flux", slots=2)
-    fresh = _server(api)["standing"]
+    fresh = _server(api)["status"]
     assert (fresh["free"], fresh["taken"], fresh["breaker"], fresh["loaded"]) == (2, 0, "closed", None)
     assert fresh["scores"]["zimg"] == {"load": 0, "failures": 0, "slowness": 0, "swap": 0, "total": 0.5}
     api.submitted()
     api.run(1000, Reason.SERVER_ERROR)
     api.submitted()
-    now = _server(api)["standing"]
+    now = _server(api)["status"]
     assert (now["free"], now["taken"], now["loaded"], now["swaps"]) == (1, 1, "zimg", 0)
     zimg, flux = now["scores"]["zimg"], now["scores"]["flux"]
     assert (zimg["load"], zimg["failures"], zimg["swap"]) == (0.5, 1, 0)
@@ -227,7 +227,7 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
         api.submitted()
         api.run(1000, Reason.SERVER_ERROR)
     cool_down(api.dispatcher, "zimg", "gpu1")
-    standing = _server(api)["standing"]
+    standing = _server(api)["status"]
     assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
     assert (standing["cooling"], standing["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
 
@@ -235,4 +235,4 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
 def test_without_redis_how_servers_stand_is_not_known(mortal_api: Api) -> None:
     mortal_api.register()
     mortal_api.valkey.kill()
-    assert _server(mortal_api)["standing"] is None
+    assert _server(mortal_api)["status"] is None

@@ -39,10 +39,10 @@ def test_running_soon(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     receipt = api.submit().json
-    assert (receipt["status"], receipt["outlook"], receipt["position"]) == ("queued", "starting", None)
+    assert (receipt["status"], receipt["next_step"], receipt["position"]) == ("queued", "starting", None)
     assert (receipt["estimated_start_s"], receipt["estimated_start_between_s"]) == (0, [0, 1])
     shown = api.client.get(receipt["links"]["self"]).json
-    assert (shown["outlook"], shown["estimated_start_s"]) == ("starting", 0)
+    assert (shown["next_step"], shown["estimated_start_s"]) == ("starting", 0)
 
 
 def test_queued_with_a_position_and_an_interval(timed_api: TimedApi) -> None:
@@ -51,7 +51,7 @@ def test_queued_with_a_position_and_an_interval(timed_api: TimedApi) -> None:
     for position in range(1, 5):
         receipt = api.submit().json
         low, high = receipt["estimated_start_between_s"]
-        assert (receipt["outlook"], receipt["position"]) == ("waiting", position)
+        assert (receipt["next_step"], receipt["position"]) == ("waiting", position)
         assert 0 <= low < receipt["estimated_start_s"] < high
         assert low < position * 30 < high, "a minute each, on two slots"
     assert api.client.get(receipt["links"]["explain"]).json["estimated_start_between_s"] == [low, high]
@@ -62,26 +62,26 @@ def test_queued_before_any_run_was_measured(timed_api: TimedApi) -> None:
     api.register()
     api.submitted()
     receipt = api.submit().json
-    assert (receipt["outlook"], receipt["position"], receipt["estimated_start_s"]) == ("waiting", 1, None)
+    assert (receipt["next_step"], receipt["position"], receipt["estimated_start_s"]) == ("waiting", 1, None)
 
 
 def test_later_and_what_has_started_or_ended(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
-    assert api.submit(not_before=60).json["outlook"] == "later"
+    assert api.submit(not_before=60).json["next_step"] == "later"
     key = {"Idempotency-Key": "k-1"}
     api.submit(key)
-    assert api.submit(key).json["outlook"] == "starting"
+    assert api.submit(key).json["next_step"] == "starting"
     api.run()
     again = api.submit(key).json
-    assert (again["status"], again["outlook"], again["position"]) == (State.COMPLETED, None, None)
+    assert (again["status"], again["next_step"], again["position"]) == (State.COMPLETED, None, None)
 
 
 def test_unknown_while_redis_is_away(mortal_api: Api) -> None:
     mortal_api.register()
     mortal_api.valkey.kill()
     receipt = mortal_api.submit().json
-    assert (receipt["status"], receipt["outlook"], receipt["estimated_start_s"]) == ("queued", "unknown", None)
+    assert (receipt["status"], receipt["next_step"], receipt["estimated_start_s"]) == ("queued", "unknown", None)
 
 
 def test_full_says_to_come_back_when_so_many_have_drained(timed_api: TimedApi) -> None:

@@ -25,13 +25,13 @@ def test_a_removal_can_be_watched_and_called_off(api: Api) -> None:
     api.register()
     job_id = api.submitted()
     answer = api.client.delete("/admin/models/zimg", query_string={"drain": "true"})
-    assert (answer.status_code, answer.json["state"], answer.json["left"]) == (202, "leaving", {"queued": 1})
-    shown = api.client.get("/admin/models/zimg").json["leaving"]
-    assert (shown["left"], shown["by"]) == ({"queued": 1}, "default")
-    assert api.client.get("/admin/models").json["models"][0]["leaving"]["left"] is None
+    assert (answer.status_code, answer.json["state"], answer.json["remaining"]) == (202, "leaving", {"queued": 1})
+    shown = api.client.get("/admin/models/zimg").json["removal"]
+    assert (shown["remaining"], shown["by"]) == ({"queued": 1}, "default")
+    assert api.client.get("/admin/models").json["models"][0]["removal"]["remaining"] is None
     refused = api.submit()
     assert (refused.status_code, refused.json["code"]) == (409, "model_closed")
-    assert api.client.delete("/admin/models/zimg/removal").json["leaving"] is None
+    assert api.client.delete("/admin/models/zimg/removal").json["removal"] is None
     assert api.client.delete("/admin/models/zimg/removal").status_code == 404
     assert api.submit().status_code == 202
     assert api.client.get(f"/queue/jobs/{job_id}").json["status"] == "queued"
@@ -53,9 +53,9 @@ def test_the_removal_of_a_busy_server_is_called_off_once(api: Api) -> None:
     api.register()
     api.started()
     answer = api.client.delete("/admin/servers/gpu1?drain=true")
-    assert (answer.status_code, answer.json["left"]) == (202, {"running": 1})
-    assert api.client.get("/admin/servers").json["servers"][0]["leaving"]["by"] == "default"
-    assert api.client.delete("/admin/servers/gpu1/removal").json["leaving"] is None
+    assert (answer.status_code, answer.json["remaining"]) == (202, {"running": 1})
+    assert api.client.get("/admin/servers").json["servers"][0]["removal"]["by"] == "default"
+    assert api.client.delete("/admin/servers/gpu1/removal").json["removal"] is None
     assert api.client.delete("/admin/servers/gpu1/removal").status_code == 404
 
 

@@ -65,7 +65,7 @@ def _broken(api: TimedApi) -> str:
 @pytest.mark.parametrize("settings", _SOON)
 def test_a_breaker_is_listed_until_when_and_why(timed_api: TimedApi, settings: dict[str, str]) -> None:
     _broken(timed_api)
-    found = _servers(timed_api)[0]["standing"]
+    found = _servers(timed_api)[0]["status"]
     assert (found["breaker"], found["breaker_why"], found["breaker_opened"]) == ("open", "failures", 1)
     assert found["breaker_until"] == "2027-01-15T08:00:08.000Z"
 
@@ -75,7 +75,7 @@ def test_to_resume_a_server_closes_its_breaker(timed_api: TimedApi, settings: di
     job_id = _broken(timed_api)
     assert _offered(timed_api) == []
     _set(timed_api, "servers/gpu1", "online")
-    found = _servers(timed_api)[0]["standing"]
+    found = _servers(timed_api)[0]["status"]
     assert (found["breaker"], found["breaker_until"], found["breaker_why"]) == ("closed", None, None)
     assert _offered(timed_api) == [job_id]
 
@@ -86,8 +86,8 @@ def test_a_reset_closes_a_servers_breaker_and_forgets_its_failures(
 ) -> None:
     api, job_id = timed_api, _broken(timed_api)
     answer = api.client.post("/admin/servers/gpu1/reset")
-    assert (answer.status_code, answer.json["standing"]["breaker"]) == (200, "closed")
-    assert answer.json["standing"]["scores"]["zimg"]["failures"] == 0
+    assert (answer.status_code, answer.json["status"]["breaker"]) == (200, "closed")
+    assert answer.json["status"]["scores"]["zimg"]["failures"] == 0
     assert _offered(api) == [job_id]
 
 
@@ -98,7 +98,7 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
     for _ in range(3):
         api.run(0, Reason.SERVER_BUSY)
         api.client.post("/admin/servers/gpu1/reset")
-        assert _servers(api)[0]["standing"]["cooling"] == 0 and len(api.heard.offers) == 1
+        assert _servers(api)[0]["status"]["cooling"] == 0 and len(api.heard.offers) == 1
     api.run(0, Reason.SERVER_BUSY)
     rested = read_servers(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
     assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"
@@ -118,7 +118,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
     api.register()
     job_id = api.submitted()
     task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
-    assert task is not None and _servers(api)[0]["withheld"] == []
+    assert task is not None and _servers(api)[0]["quarantined"] == []
     end_run_with(
         api.dispatcher,
         task,
@@ -126,7 +126,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
         error=JobError("timed_out", "late"),
         server_still_running="timed_out",
     )
-    (found,) = _servers(api)[0]["withheld"]
+    (found,) = _servers(api)[0]["quarantined"]
     assert (found["slot"], found["job_id"], found["reason"]) == ("gpu1-slot0", job_id, "timed_out")
     assert found["until"] > found["since"] and job_id in found["sentence"]
 
@@ -337,11 +337,11 @@ def test_no_slot_is_shown_as_free_that_the_next_job_cannot_have(
 ) -> None:
     timed_api.register(slots=2)
     before = _servers(timed_api)[0]
-    assert (before["running"], before["free"], before["hindrance"]) == (0, 2, None)
+    assert (before["running"], before["free"], before["blocked_by"]) == (0, 2, None)
     assert visitor(timed_api).get("/").text.count("<b>free</b>") == 2
     act(timed_api)
     found = _servers(timed_api)[0]
-    assert (found["running"], found["free"], found["hindrance"]) == (0, 0, word)
+    assert (found["running"], found["free"], found["blocked_by"]) == (0, 0, word)
     for path in ("/", "/page/models/zimg", "/page/servers/gpu1"):
         shown = visitor(timed_api).get(path).text
         assert "<b>free</b>" not in shown and shown.count(f"<b>{tile}</b>") >= 2, path

@@ -13,7 +13,7 @@ from app.cli.__main__ import main
 from app.cli.arguments import parse_number, read_attributes, read_constraints
 from tests.support.api import clear_wiring
 
-RECEIPT = {"job_id": "j-1", "status": "queued", "outlook": "waiting", "position": 3, "notice": None}
+RECEIPT = {"job_id": "j-1", "status": "queued", "next_step": "waiting", "position": 3, "notice": None}
 SERVER = {
     "server": "gpu/1",
     "fleet": "zimg",
@@ -24,10 +24,10 @@ SERVER = {
     "weight": 2.0,
     "attributes": {"gpu": "A100", "labels": ["fast", "testnet"]},
     "models": {"zimg": "http://gpu1/x"},
-    "withheld": [],
+    "quarantined": [],
     "running": 1,
     "free": 1,
-    "hindrance": None,
+    "blocked_by": None,
 }
 STANDING = {
     "free": 1,
@@ -146,12 +146,12 @@ def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"outlook": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
+        ({"next_step": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
         (
             {"estimated_start_s": 90.0, "estimated_start_between_s": [45.0, 200.5]},
             "j-1  queued  position 3  starts in about 90 s (45 to 200.5)",
         ),
-        ({"status": "delayed", "outlook": "later", "position": None}, "j-1  delayed"),
+        ({"status": "delayed", "next_step": "later", "position": None}, "j-1  delayed"),
     ],
 )
 def test_a_receipt_is_one_line(api: HTTPServer, more: dict[str, Any], said: str) -> None:
@@ -214,7 +214,7 @@ def test_a_server_is_registered_with_what_it_declares(api: HTTPServer) -> None:
 
 
 def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
-    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"standing": STANDING}], "fleets": []})
+    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": STANDING}], "fleets": []})
     done = run("servers", "show", "gpu/1")
     facts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
     assert facts["reason"].strip() == "new driver"
@@ -248,7 +248,7 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
     broken = {"breaker": "open", "breaker_why": "rate", "breaker_until": "2026-01-01T00:00:08.000Z"}
     cooling = {"cooling": 2, "cooldown_until": "2026-01-01T00:00:03.000Z"}
     standings = [STANDING, STANDING | broken | cooling, None]
-    listed = [SERVER | {"server": f"gpu{n}", "standing": it} for n, it in enumerate(standings)]
+    listed = [SERVER | {"server": f"gpu{n}", "status": it} for n, it in enumerate(standings)]
     answers(api, "GET", "/admin/servers", {"servers": listed, "fleets": None})
     well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
     assert "well" in well and "rate" not in unknown
@@ -256,18 +256,18 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
 
 
 def test_a_list_of_servers_says_since_when_one_is_away(api: HTTPServer) -> None:
-    away = SERVER | {"standing": STANDING | {"away_since": "2026-01-01T00:00:01.000Z"}}
+    away = SERVER | {"status": STANDING | {"away_since": "2026-01-01T00:00:01.000Z"}}
     answers(api, "GET", "/admin/servers", {"servers": [away], "fleets": None})
     assert "away since 2026-01-01T00:00:01.000Z" in run("servers", "list").stdout
 
 
 def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
-    answers(api, "POST", "/admin/servers/gpu/1/reset", SERVER | {"standing": STANDING})
+    answers(api, "POST", "/admin/servers/gpu/1/reset", SERVER | {"status": STANDING})
     assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; well.\n"
 
 
 def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
-    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"standing": None}], "fleets": None})
+    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": None}], "fleets": None})
     assert "Redis is away" in run("servers", "show", "gpu/1").stdout
     assert "gpu=A100 labels=fast,testnet" in run("servers", "list").stdout
 

@@ -8,7 +8,7 @@ from pytest_httpserver import HTTPServer
 
 from app.cli.__main__ import main
 
-DONE: dict[str, Any] = {"name": "zimg", "state": "done", "left": {}, "withheld": 0, "lost": [], "idle": []}
+DONE: dict[str, Any] = {"name": "zimg", "state": "done", "remaining": {}, "quarantined": 0, "lost": [], "idle": []}
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_model_is_removed(api: HTTPServer) -> None:
 
 
 def test_a_model_that_drains_says_what_is_left(api: HTTPServer) -> None:
-    leaving = {**DONE, "state": "leaving", "left": {"queued": 2, "running": 1}}
+    leaving = {**DONE, "state": "leaving", "remaining": {"queued": 2, "running": 1}}
     api.expect_request("/admin/models/zimg", "DELETE", query_string="drain=true").respond_with_json(leaving, 202)
     said = "zimg takes nothing new, and will be removed when this has ended: 2 queued, 1 running."
     assert _run("models", "remove", "zimg", "--drain").stdout.strip() == said

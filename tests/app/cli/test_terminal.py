@@ -55,7 +55,7 @@ SERVER = {
     "slots": 1,
     "models": {TEXT: TEXT},
     "attributes": {TEXT: [TEXT]},
-    "standing": {
+    "status": {
         "breaker": TEXT,
         "breaker_why": TEXT,
         "breaker_until": TEXT,
@@ -66,8 +66,8 @@ SERVER = {
     },
     "running": 1,
     "free": 0,
-    "hindrance": TEXT,
-    "withheld": [{"sentence": TEXT}],
+    "blocked_by": TEXT,
+    "quarantined": [{"sentence": TEXT}],
 }
 FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "cooling": 0}
 MODEL = {"model": TEXT, "state": "paused", "reason": TEXT, "model_type": "sync", "policy": "fifo", "slots": 1}

@@ -73,5 +73,5 @@ def test_an_ambiguous_id_names_only_the_tenants_own_jobs(api: Api, settings: dic
     found = [api.client.get(f"{short[1]}/attempts", headers=who).json for who in (acme, other)]
     assert [one.get("job_id", one) for one in found] == [_ONE, _TWIN]
     refused = api.client.get(short[1], headers=root)
-    assert (refused.status_code, refused.json["may_be"]) == (409, [_ONE, _TWIN])
+    assert (refused.status_code, refused.json["candidates"]) == (409, [_ONE, _TWIN])
     assert _ONE in refused.json["detail"] and "give more of the id" in refused.json["detail"]

@@ -86,7 +86,7 @@ def test_what_is_not_there_is_not_removed(database, catalog):
 def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(database, catalog, store):
     job, later = a_running_job(store), a_delayed_job(store)
     found = catalog_removal.remove_model(database, "zimg", T0, "ops", drain=True)
-    assert (found.is_over, found.left) == (False, {"running": 1, "delayed": 1})
+    assert (found.is_over, found.remaining) == (False, {"running": 1, "delayed": 1})
     assert catalog.read().is_being_removed("zimg") and catalog.read().closed["zimg"].changed_by == "ops"
     with pytest.raises(ModelClosed):
         store.submit([a_job()], T0)
@@ -184,7 +184,7 @@ def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
 def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
     run = a_running_job(store)
     store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", withhold=Quarantine("x", T0))
-    with pytest.raises(Conflict, match="1 of its slots are withheld"):
+    with pytest.raises(Conflict, match="1 of its slots are quarantined"):
         catalog_removal.remove_server(database, "gpu1", T0, "ops")
     catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)
     assert catalog_removal.finish_server_removal(database, "gpu1") is None
@@ -195,7 +195,7 @@ def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, sto
 def test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended(database, catalog, store):
     run = a_running_job(store)
     found = catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)
-    assert (found.is_over, found.left) == (False, {"running": 1})
+    assert (found.is_over, found.remaining) == (False, {"running": 1})
     leaving = catalog.read().servers["gpu1"]
     assert (leaving.takes_jobs, leaving.leaving_by) == (False, "ops")
     assert catalog.read().count_slots("zimg") == 0

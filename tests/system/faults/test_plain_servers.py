@@ -152,7 +152,7 @@ def test_an_operator_can_say_that_a_withheld_slot_is_free(
     _cancel(town, first)
     following = town.api.submit(model, {})
     released = town.api.call("POST", f"/admin/servers/{model}-0/release", json={})
-    assert released.ok and released.json()["withheld"] == []
+    assert released.ok and released.json()["quarantined"] == []
     town.until(following, "completed", _SOON_S)
     again = town.api.call("POST", f"/admin/servers/{model}-0/release", json={"slot": f"{model}-0-slot0"})
     assert again.status_code == 409

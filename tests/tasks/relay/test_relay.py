@@ -118,7 +118,7 @@ def test_an_act_is_published_with_who_and_what(database, valkey):
     a_relay(database, valkey).relay_batch()
     (told,) = Reader(valkey).events()
     assert (told["type"], told["subject"]) == ("act.server.register", "server/gpu1")
-    assert (told["data"]["actor"], told["data"]["door"]) == ("slotkeeper", "process")
+    assert (told["data"]["actor"], told["data"]["interface"]) == ("slotkeeper", "process")
 
 
 def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(database, store, valkey):

@@ -22,6 +22,7 @@ pytest_plugins = (
     "tests.fixtures.room",
     "tests.fixtures.api",
     "tests.fixtures.worker",
+    "tests.fixtures.simulator",
 )
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
 _WORKERS_THREADS = {"engine", "heartbeat", "inquiry"}

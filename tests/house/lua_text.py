@@ -1,6 +1,7 @@
 """The texts of scripts, for the tests that read them."""
 
 import re
+from functools import cache
 
 from slotkeeper.redis.scripts import read_fragment, read_source
 
@@ -13,6 +14,7 @@ def header(name: str) -> str:
     return found[1]
 
 
+@cache
 def body(name: str) -> str:
     """The script's own lines, without header and comments."""
     return re.sub(r"--[^\n]*", "", read_source(name).split("]]", 1)[1])
@@ -23,6 +25,7 @@ def included(name: str) -> list[str]:
     return re.findall(r"@include (lib/\w+)", read_source(name))
 
 
+@cache
 def called_functions(name: str) -> str:
     """The script with those of its fragments' functions, and of policies' decisions, that it reaches."""
     text = body(name)

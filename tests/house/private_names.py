@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.house.tree import PACKAGES, REPO
+from tests.house.tree import PACKAGES, REPO, syntax_tree
 
 DOCUMENTED = {
     "_asdict": "a named tuple's",
@@ -88,7 +88,7 @@ def _defined(tree: ast.AST) -> set[str]:
 
 
 def _read(path: Path, root: Path) -> _Module:
-    module = _Module(path.relative_to(root).as_posix(), ast.parse(path.read_text("utf-8")))
+    module = _Module(path.relative_to(root).as_posix(), syntax_tree(path))
     for node in ast.walk(module.tree):
         match node:
             case ast.Import(names=names):

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from app.cli.__main__ import main
+from tests.house.tree import syntax_tree
 from tests.support.stack import REPO
 
 _CODE = re.compile(r"<code>(slotkeeper .*?)</code>", re.DOTALL)
@@ -44,7 +45,7 @@ def _told() -> Iterator[tuple[str, str]]:
 
 def _texts(path: Path) -> Iterator[str]:
     """Texts in a program; what is put into one is an x."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif isinstance(node, ast.JoinedStr):

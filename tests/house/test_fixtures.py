@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fixtures import __doc__ as said
-from tests.house.tree import REPO
+from tests.house.tree import REPO, syntax_tree
 
 TESTS = sorted((REPO / "tests").rglob("*.py"))
 SHARED = {path.stem for path in (REPO / "tests/fixtures").glob("[!_]*.py")}
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         if isinstance(node, ast.ImportFrom) and node.module:

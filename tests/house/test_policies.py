@@ -10,7 +10,7 @@ from pathlib import Path
 from slotkeeper.redis.scripts import read_source, script_names
 from slotkeeper.registry.policies import DEFAULT_POLICY, POLICIES
 from tests.house.rule import for_each
-from tests.house.tree import REPO, name_of, product_files, python_files
+from tests.house.tree import REPO, name_of, product_files, python_files, syntax_tree
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
 TABLE = "slotkeeper/registry/policies.py"
@@ -64,7 +64,7 @@ def test_no_other_module_names_a_policy(path: Path):
     """Nor asks for one by a name that also means something else."""
     if name_of(path) == TABLE:
         return
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = syntax_tree(path)
     words = {it.value for it in ast.walk(tree) if _is_word(it)} - FIELDS  # type: ignore[attr-defined]
     assert words.isdisjoint(POLICIES) and {it.value for it in asked(tree)}.isdisjoint(POLICIES)
 

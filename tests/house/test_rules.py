@@ -18,7 +18,7 @@ from migrations import migrate
 from slotkeeper.jobs.states import TRANSITIONS, Reason, State
 from tasks.celery_app import celery
 from tests.house.rule import for_each
-from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files
+from tests.house.tree import PACKAGES, REPO, name_of, product_files, python_files, syntax_tree
 
 LONGEST_FUNCTION, LONGEST_FILE, LONGEST_LINE = 60, 600, 120
 # Written for people at a terminal; everything else logs.
@@ -27,7 +27,7 @@ MAY_PRINT = ("app/cli/", "tools/")
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{name_of(path)}:{node.lineno} {node.name}", node
 
@@ -71,7 +71,7 @@ def test_no_file_is_longer_than_can_be_read_at_once():
 def _loads(path: Path, *, in_functions: bool) -> set[str]:
     """The modules that are loaded with this one, or when its functions are called; not those that only types need."""
     found: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    nodes: list[ast.AST] = [syntax_tree(path)]
     while nodes:
         for node in ast.iter_child_nodes(nodes.pop()):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -103,7 +103,7 @@ def test_every_module_says_what_it_is_for():
     silent = [
         name_of(path)
         for path in python_files()
-        if path.name != "__init__.py" and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+        if path.name != "__init__.py" and not ast.get_docstring(syntax_tree(path))
     ]
     assert silent == []
 
@@ -124,7 +124,7 @@ def test_only_the_command_line_prints():
         f"{name_of(path)}:{node.lineno}"
         for path in python_files()
         if not name_of(path).startswith(MAY_PRINT)
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "breakpoint"}
     ]
     assert found == []
@@ -147,7 +147,7 @@ def test_a_moment_that_a_function_is_told_has_its_unit_in_its_name() -> None:
     found = {
         f"{name_of(path)}:{it.lineno} {it.arg}"
         for path in python_files()
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.arguments)
         for it in (*node.posonlyargs, *node.args, *node.kwonlyargs)
         if it.arg == "now" and it.annotation is not None and re.match(r"int|float", ast.unparse(it.annotation))

@@ -1,5 +1,6 @@
 """The files of the product, for the tests that walk them."""
 
+import ast
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,12 @@ def product_files() -> tuple[Path, ...]:
 
 def python_files() -> list[Path]:
     return [path for path in product_files() if path.suffix == ".py"]
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is parsed once for all tests of a process."""
+    return ast.parse(path.read_text("utf-8"))
 
 
 def name_of(path: Path) -> str:

@@ -62,7 +62,7 @@ def test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals(
         else:
             logging.getLogger("celery").exception("it_failed job_id=j1")
     (line,) = said()
-    assert "it_failed job_id=j1" in line and "ValueError in _fail (unit/test_logs.py:" in line
+    assert "it_failed job_id=j1" in line and "ValueError in _fail (slotkeeper/test_logs.py:" in line
     assert PLANTED not in line and line.count("error=") == 1
 
 

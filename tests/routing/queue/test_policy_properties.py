@@ -425,4 +425,4 @@ def _declared(server: Server) -> CatalogServer:
 
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
-    run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(150, stateful_step_count=40))
+    run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(20, stateful_step_count=40))

@@ -443,4 +443,4 @@ class _Standing:
 
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
-    run_state_machine_as_test(lambda: RoomMachine(client), settings=search(150, stateful_step_count=40))
+    run_state_machine_as_test(lambda: RoomMachine(client), settings=search(20, stateful_step_count=40))

@@ -22,7 +22,7 @@ TERMINAL = "tests/app/cli/test_terminal.py::"
 GUARD = "tests/slotkeeper/serve/test_host_guard.py::"
 BROWSER = "tests/system/browser/test_foreign_pages.py::"
 FLOWER = "tests/system/lifecycle/test_flower.py::"
-HOME = "tests/slotkeeper/test_state_folder.py::"
+HOME = "tests/system/lifecycle/test_state_folder.py::"
 ATTACK = "attack: "
 
 

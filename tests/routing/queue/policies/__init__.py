@@ -21,5 +21,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test is over."""
     for row in ROWS:
         monkeypatch.setitem(policies.POLICIES, row.name, row)
-        lua = files("tests").joinpath("lua", "policies", f"{row.name}.lua").read_text("utf-8")
+        lua = files(__name__).joinpath(f"{row.name}.lua").read_text("utf-8")
         monkeypatch.setitem(FRAGMENTS, f"lib/policies/{row.name}", lua)

@@ -53,7 +53,7 @@ class MetricsCollector(Collector):
                 for read in reads:
                     yield from list(read())
             except (DatabaseUnavailable, RedisError) as error:
-                log.warning("figures_missing", part=part, error=str(error))
+                log.warning("metrics_missing", part=part, error=str(error))
                 up.samples.pop()
                 up.add_metric([part], 0)
         yield up

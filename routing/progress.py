@@ -163,9 +163,9 @@ class ProgressFollower:
             try:
                 await self._listen()
             except RedisError as error:
-                log.warning("watching_failed", error=str(error))
+                log.warning("progress_follower_failed", error=str(error))
             except Exception:
-                log.exception("watching_failed")
+                log.exception("progress_follower_failed")
             finally:
                 self._channel = None
             for group in self._watchers.values():

@@ -22,19 +22,19 @@ POINTS = (
     "slot_passed_on",  # the server has let go, the slot is free or the next job's, the end is not stored
     "settle_committed",  # ended or back in the record, the slot still held
     "settle_released",  # the slot is free, the next job is ours and not started
-    "slot_withheld",  # the run has ended, its slot drains, nothing else is done
-    "withheld_forgotten",  # the record has let go of a slot that drains, Redis has not
-    "settle_announced",  # the outside is told, the next job not begun
+    "slot_quarantined",  # the run has ended, its slot drains, nothing else is done
+    "quarantine_ended",  # the record has let go of a slot that drains, Redis has not
+    "end_notified",  # the outside is told, the next job not begun
     "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
     "cancel_committed",  # canceled in the record, still in the room
     "cancel_requested",  # the wish is in the record, the worker does not know
     "relay_read",  # events are read, and no sink has got them
     "relay_published",  # the sink keeps them, its cursor does not say so
     "relay_moved",  # the cursor says so
-    "events_spread",  # events have become messages of tenants' webhooks, nothing is sent
+    "events_fanned_out",  # events have become messages of tenants' webhooks, nothing is sent
     "message_claimed",  # a try of one is counted, nothing sent
     "message_sent",  # its receiver has it, the record does not say so
-    "end_told",  # Celery's clients know how the job ended, the record owes it to them still
+    "result_notified",  # Celery's clients know how the job ended, the record owes it to them still
     "promote_committed",  # queued in the record, not in the room
     "expire_committed",  # expired in the record, still in the room
     "reap_seized",  # the lease is the reaper's, the record says running

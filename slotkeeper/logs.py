@@ -1,7 +1,7 @@
 """Logs: one line for each event, bounded in length, and without what clients and servers have sent.
 
-    2026-11-22T03:51:20.123Z info    room_rebuilt fleet=zimg jobs=0
-    {"at":"2026-11-22T03:51:20.123Z","level":"info","event":"room_rebuilt","fleet":"zimg","jobs":0}
+    2026-11-22T03:51:20.123Z info    queue_rebuilt fleet=zimg jobs=0
+    {"at":"2026-11-22T03:51:20.123Z","level":"info","event":"queue_rebuilt","fleet":"zimg","jobs":0}
 
 Ours and those of the libraries leave by the same handler, on standard error.  Of an error that nobody expected the
 line has its kind and the places that it went through.  What it says is left out, unless its kind can only speak of

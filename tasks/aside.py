@@ -32,7 +32,7 @@ class BackgroundTask:
         try:
             threads.start_vital_thread(self.name, self._work)
         except RuntimeError as error:
-            log.warning("work_aside_postponed", what=self.name, error=str(error))
+            log.warning("background_work_postponed", what=self.name, error=str(error))
             with self._lock:
                 self._at_it = False
 
@@ -41,7 +41,7 @@ class BackgroundTask:
             try:
                 self._act()
             except Exception:
-                log.exception("work_aside_failed", what=self.name)
+                log.exception("background_work_failed", what=self.name)
 
     def _goes_on(self) -> bool:
         time.sleep(self._delay_s)

@@ -117,7 +117,7 @@ class Scheduler(beat.Scheduler):
             self._counted_at, was = now, self._is_full
             self._is_full = self._queued() > _MOST_QUEUED
             if self._is_full and not was:
-                log.warning("maintenance_is_not_done", queue=QUEUE)
+                log.warning("maintenance_overdue", queue=QUEUE)
         return self._is_full
 
     def _queued(self) -> int:

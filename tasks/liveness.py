@@ -76,9 +76,9 @@ class ProcessReport:
         try:
             self._processes.report(self.name, {**self._same, **self._facts()})
         except RedisError as error:
-            log.debug("sign_of_life_not_given", error=str(error))
+            log.debug("heartbeat_not_written", error=str(error))
         except Exception:  # What it says of itself is wrong; it lives all the same.
-            log.exception("facts_not_told")
+            log.exception("process_report_failed")
 
     def _run(self) -> None:
         while not self._ended.is_set():

@@ -72,7 +72,7 @@ class ResultNotifier:
             self._begin()
             self._waiting.put_nowait(telling)
         except (Full, RuntimeError) as error:
-            log.warning("telling_left_for_later", job_id=telling.job_id, error=repr(error))
+            log.warning("notification_deferred", job_id=telling.job_id, error=repr(error))
 
     def _begin(self) -> None:
         """Raises RuntimeError: the system has no thread left; it may have one next time."""
@@ -87,7 +87,7 @@ class ResultNotifier:
     def _flush(self, **_: object) -> None:
         """A worker that stops in order leaves nothing that its clients would wait five seconds more for."""
         if not self.flush(_FLUSH_S):
-            log.info("tellings_left_for_later")
+            log.info("notifications_deferred")
 
     def _run(self) -> None:
         while True:
@@ -100,7 +100,7 @@ class ResultNotifier:
             try:
                 self.notify(batch)
             except Exception as error:
-                log.error("tellings_failed", count=len(batch), error=repr(error))
+                log.error("notifications_failed", count=len(batch), error=repr(error))
             finally:
                 for _ in batch:
                     self._waiting.task_done()
@@ -121,10 +121,10 @@ class ResultNotifier:
         told = [telling.id for telling in batch if self._told(telling)]
         try:
             if told:
-                crash_at("end_told")
+                crash_at("result_notified")
                 self._owed.delete(told)
         except DatabaseUnavailable as error:
-            log.warning("telling_not_marked", count=len(told), error=str(error))
+            log.warning("notification_not_marked", count=len(told), error=str(error))
 
     def _told(self, telling: ResultNotification) -> bool:
         """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
@@ -135,10 +135,10 @@ class ResultNotifier:
                     (_notify_in_subprocess if is_expensive_to_parse(job.result or "") else notify_clients)(job)
                 return True
             except UNAVAILABLE as error:
-                log.warning("telling_postponed", job_id=telling.job_id, error=str(error))
+                log.warning("notification_postponed", job_id=telling.job_id, error=str(error))
                 self._pause.wait(_AGAIN_S)
             except Exception as error:
-                log.error("telling_failed", job_id=telling.job_id, error=repr(error))
+                log.error("notification_failed", job_id=telling.job_id, error=repr(error))
                 return False
 
 

@@ -157,7 +157,7 @@ class Entering:
                 self._call = TwoStepCall(self._queues.scripts)
             except RedisError as error:
                 self._queues.mark_unavailable()
-                log.warning("room_away", error=str(error))
+                log.warning("redis_away", error=str(error))
         return self
 
     def ask(self, fleet: str, job: QueuedJob) -> None:

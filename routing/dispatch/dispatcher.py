@@ -228,7 +228,7 @@ class Dispatcher:
         try:
             self._announcer.notify_ended(moved)
         except Exception as error:
-            log.warning("announcement_failed", job_id=moved.job.id, error=str(error))
+            log.warning("wake_up_failed", job_id=moved.job.id, error=str(error))
 
     def publish_unclaimed(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
         """The offer that `claimant` now owns; for the others workers are woken."""

@@ -182,7 +182,7 @@ class RunSteps:
         """Tell those who wait for the job that it has ended, if it has."""
         if moved is not None:
             self._dispatcher.notify_ended(moved)
-        crash_at("settle_announced")
+        crash_at("end_notified")
 
     async def release_quarantine(self, active: ActiveRun) -> None:
         """Free the quarantined slot of a run that was ended elsewhere: its server has released it after all.
@@ -261,7 +261,7 @@ class RunSteps:
         except RedisError as error:
             log.warning("quarantine_postponed", job_id=lease.job_id, error=str(error))
             return None
-        crash_at("slot_withheld")
+        crash_at("slot_quarantined")
         return self._dispatcher.publish_unclaimed(released.offers, claimant)
 
     async def _cool_server_down(self, lease: Lease) -> int:

@@ -52,7 +52,7 @@ def sync_leases(dispatcher: Dispatcher) -> int:
     _forget_gone(dispatcher, read)
     for fleet, its in rows.items():
         for row in [row for row in its if now_ms() >= row.until_ms]:
-            log.warning("slot_withheld_too_long", slot=row.slot, job_id=row.job_id)
+            log.warning("slot_quarantined_too_long", slot=row.slot, job_id=row.job_id)
             release(dispatcher, fleet, row)
             its.remove(row)
     wrong = 0
@@ -225,12 +225,12 @@ def release(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> bool:
     """The slot may be used again.  False: somebody else has said so."""
     if not quarantine.release(dispatcher.store.database, row.job_id, row.attempt):
         return False
-    crash_at("withheld_forgotten")
+    crash_at("quarantine_ended")
     seen_by(dispatcher).confirmed_running.pop((row.job_id, row.attempt), None)
     run_blocking(
         blocking_steps(dispatcher).free(quarantine_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
     )
-    log.info("slot_let_go", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
+    log.info("slot_released", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
     return True
 
 
@@ -241,7 +241,7 @@ def expire_lease(dispatcher: Dispatcher, lease: Lease) -> bool:
     if row is not None and now_ms() < row.until_ms:
         dispatcher.leases.renew(lease.fleet, QUARANTINE_OWNER, [lease])
         return False
-    log.warning("slot_withheld_too_long", slot=lease.slot, job_id=job_id)
+    log.warning("slot_quarantined_too_long", slot=lease.slot, job_id=job_id)
     quarantine.release(dispatcher.store.database, job_id, int(attempt))
     run_blocking(blocking_steps(dispatcher).free(lease, back=False))
     return True

@@ -96,7 +96,7 @@ def reap(dispatcher: Dispatcher, patience: RenewalGrace | None = None) -> int:
         if span.last_ms > span.now_ms + rooms.longest_lease_ms(dispatcher.settings):
             with isolate_errors("pull_back", fleet=fleet):
                 pulled = rooms.clamp_times(dispatcher.leases.scripts, fleet, dispatcher.settings)
-                log.warning("pulled_back", fleet=fleet, how_many=pulled)
+                log.warning("leases_pulled_back", fleet=fleet, how_many=pulled)
     if patience is not None and not _has_patience_ended(dispatcher, patience, asked_s, spans):
         return 0
     return _reap_all(dispatcher, [fleet for fleet, span in spans.items() if span.has_expired])

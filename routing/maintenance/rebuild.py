@@ -25,10 +25,10 @@ def sync_catalog(dispatcher: Dispatcher, fleets: Sequence[str], catalog: Catalog
 
 def _handle_sync_result(dispatcher: Dispatcher, fleet: str, found: SyncResult, catalog: CatalogSnapshot) -> None:
     if found.answer == "foreign":
-        log.warning("room_of_another_record", fleet=fleet, record=catalog.database_id)
+        log.warning("queue_of_another_database", fleet=fleet, record=catalog.database_id)
         return
     if found.answer == "synced":
         return
     version = dispatcher.catalog.version()
     if version < found.newest and dispatcher.slots.close(fleet, found.newest):
-        log.warning("record_went_back", fleet=fleet, version=version, before=found.newest)
+        log.warning("database_went_back", fleet=fleet, version=version, before=found.newest)

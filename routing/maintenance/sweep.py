@@ -199,7 +199,7 @@ def reconcile(dispatcher: Dispatcher) -> int:
         with isolate_errors("reconcile", fleet=fleet):
             found += rebuild_queue(dispatcher, fleet)
     for fleet in remove_unknown(dispatcher.slots.scripts, dispatcher.catalog.refresh().fleets()):
-        log.info("room_removed", fleet=fleet)
+        log.info("queue_removed", fleet=fleet)
     return found
 
 
@@ -214,7 +214,7 @@ def rebuild_queue(dispatcher: Dispatcher, fleet: str) -> int:
     try:
         filled = _fill(dispatcher, fleet)
     except OutOfMemoryError as error:  # The sweep fills the rest when what is there has made room.
-        log.warning("room_not_filled", fleet=fleet, error=str(error))
+        log.warning("queue_not_filled", fleet=fleet, error=str(error))
         seen_by(dispatcher).filling[fleet] = 0
     _end_rebuild(dispatcher, [fleet])
     dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
@@ -246,7 +246,7 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     catalog = dispatcher.catalog.get()
     begun = dispatcher.queues.begin_rebuild(fleets, catalog.database_id)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
-        log.warning("room_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
+        log.warning("queue_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     restore_leases.restore_leases(dispatcher, begun)
     quarantined_slots.restore_quarantine(dispatcher, begun)
     restore_leases.restore_offers(dispatcher, begun)
@@ -262,7 +262,7 @@ def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
     # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
     restore_leases.restore_leases(dispatcher, fleets)
     for fleet in [fleet for fleet, opened in dispatcher.queues.open_all(fleets).items() if opened]:
-        log.info("room_rebuilt", fleet=fleet)
+        log.info("queue_rebuilt", fleet=fleet)
 
 
 def _having_queued(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
@@ -292,7 +292,7 @@ def _fill_each(dispatcher: Dispatcher, fleets: Collection[str], until: float) ->
             try:
                 _fill_on(dispatcher, fleet, until)
             except OutOfMemoryError as error:
-                log.warning("room_not_filled", fleet=fleet, error=str(error))
+                log.warning("queue_not_filled", fleet=fleet, error=str(error))
                 full.add(fleet)
     return full
 

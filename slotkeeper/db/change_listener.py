@@ -103,5 +103,5 @@ class ChangeListener:
         except DatabaseUnavailable:  # It is when the record is back.
             return False
         except Exception:
-            log.exception("lookout_failed")
+            log.exception("change_listener_failed")
             return True

@@ -175,7 +175,7 @@ class Relay:
             self._sink.close()
             self._relays.release(self._name, self._holder)
         except Exception as error:  # Its time will be over soon.
-            log.warning("relay_not_ended_well", sink=self._name, error=str(error))
+            log.warning("relay_stop_failed", sink=self._name, error=str(error))
 
 
 def relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:

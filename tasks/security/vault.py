@@ -88,7 +88,7 @@ def seal_anew() -> int:
             changed += catalog().reseal_secret(it, seal(it.name, value))
     changed += sum(_seal_receiver_anew(it) for it in Subscriptions(database()).list_of_tenant(limit=_ALL))
     if changed:
-        log.info("secrets_sealed_anew", secrets=changed)
+        log.info("secrets_resealed", secrets=changed)
     return changed
 
 

@@ -120,7 +120,7 @@ class DeliveryLoop:
         try:
             gathered, self._has_pending_events = self._messages.write_messages(), self._messages.has_pending_events
         except Exception as error:
-            log.warning("events_not_spread", error=str(error))
+            log.warning("events_not_fanned_out", error=str(error))
             gathered, self._has_pending_events = False, True
         if gathered:
             self._news.set()
@@ -189,7 +189,7 @@ class DeliveryLoop:
         try:
             answered = self._messages.deliver(message)
         except DatabaseUnavailable as error:  # It is sent again, under the same id, when its claim is over.
-            log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
+            log.warning("delivery_not_recorded", webhook_id=message.id, error=str(error))
         except Exception as error:
             log.exception("webhook_failed", webhook_id=message.id)
             self._return_message(message, f"It could not be sent: {type(error).__name__}.")
@@ -200,7 +200,7 @@ class DeliveryLoop:
         try:
             self._messages.return_message(message, why)
         except DatabaseUnavailable as error:
-            log.warning("webhook_not_noted", webhook_id=message.id, error=str(error))
+            log.warning("delivery_not_recorded", webhook_id=message.id, error=str(error))
 
 
 def _postponed(error: Exception) -> None:

@@ -103,7 +103,7 @@ class MessageDelivery:
         now = now_ms()
         try:
             made = self._spreading.step(now)
-            crash_at("events_spread")
+            crash_at("events_fanned_out")
             return made > 0 or self._spreading.has_more
         finally:
             self._tidy(now)

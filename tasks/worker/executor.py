@@ -224,7 +224,7 @@ class Executor:
         if moved is None:
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
         elif isinstance(outcome, StopReason):
-            log.info("run_put_back", job_id=run.job.id, because=outcome.value)
+            log.info("run_returned", job_id=run.job.id, because=outcome.value)
 
     # -- the next run ----------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class Poller:
         try:
             self._workers.remove(self._owner)
         except Exception as error:  # It is forgotten in a few seconds anyway.
-            log.info("leaving_untold", error=str(error))
+            log.info("removal_not_reported", error=str(error))
 
     def look(self) -> int:
         """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
@@ -128,5 +128,5 @@ class Poller:
             try:
                 self.look()
             except Exception as error:
-                log.warning("look_failed", error=str(error))
+                log.warning("poll_failed", error=str(error))
             self._ended.wait(REPORT_EVERY_S)

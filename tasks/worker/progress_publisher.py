@@ -152,7 +152,7 @@ class _Words:
         except RedisError:
             pause_s = _AFTER_FAILURE_S
         except Exception:
-            log.exception("not_told", job_id=self._job_id)
+            log.exception("progress_publisher_failed", job_id=self._job_id)
             self._entries.clear()
         self._waiting = sum(entry.size for entry in self._entries)
         self._rests_until = self._saying.loop.time() + max(pause_s, _EACH_S * self._saying.active_streams)

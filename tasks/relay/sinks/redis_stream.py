@@ -24,7 +24,7 @@ class RedisStreamSink:
         try:
             found = self._stream.last()  # It may have been lost, or restored, or hold more than the cursor says.
             if found is not None and not self._is_ours(found, position):
-                log.warning("event_stream_of_another_record", kept_as=self._stream.set_aside())
+                log.warning("event_stream_of_another_database", kept_as=self._stream.set_aside())
                 found = None
         except RedisError as error:
             raise SinkUnavailable(str(error)) from error

@@ -53,7 +53,7 @@ def test_a_client_of_celery_gets_a_large_result_which_another_process_tells(http
     (worker,) = town.crew(1)
     model = _many_lists(httpserver, town, 2)
     assert json.loads(town.stack.run_with_input(_WAITS, model)) == 666_667
-    assert "telling_postponed" not in worker.log
+    assert "notification_postponed" not in worker.log
 
 
 def test_the_page_of_a_job_does_not_make_objects_of_very_many_parts(httpserver: HTTPServer, town: Town) -> None:

@@ -156,7 +156,7 @@ def _until(town: Town, sent: AsyncResult, state: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("point", ["slot_passed_on", "settle_committed", "end_told"])
+@pytest.mark.parametrize("point", ["slot_passed_on", "settle_committed", "result_notified"])
 def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: Town, bare: Celery, point: str) -> None:
     town.crew(0)
     worker = town.hire(SLOTKEEPER_CRASH_AT=point)
@@ -180,7 +180,7 @@ def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: 
 @pytest.mark.e2e
 def test_a_chord_counts_each_part_once_though_it_is_told_twice(town: Town, bare: Celery) -> None:
     town.crew(0)
-    worker = town.hire(SLOTKEEPER_CRASH_AT="end_told")
+    worker = town.hire(SLOTKEEPER_CRASH_AT="result_notified")
     model = town.model(2)
     header = [_infer(bare, model, str(n)) for n in range(3)]
     body = _infer(bare, model, "body").set(task_id="the-body")

@@ -10,7 +10,7 @@ from tests.support.stack import Process, eventually
 from tests.support.town import Town, started_town, thaw
 
 _SHORT_S = 1.0
-_POINTS = ("start_claimed", "start_committed", "run_sent", "slot_passed_on", "settle_committed", "settle_announced")
+_POINTS = ("start_claimed", "start_committed", "run_sent", "slot_passed_on", "settle_committed", "end_notified")
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-# Its plugin is not loaded, as it takes two seconds of each process of the tests (setup.cfg).
-from celery.contrib.pytest import (  # noqa: F401
-    celery_app,
-    celery_enable_logging,
-    celery_includes,
-    celery_parameters,
-    celery_worker,
-    celery_worker_pool,
-    use_celery_app_trap,
-)
-
 from tests.support.town import Town
 from tests.system.engines.canvas.contract import CONTRACT, add_tasks
 
@@ -41,7 +30,7 @@ def celery_worker_parameters() -> dict[str, Any]:
 
 
 @pytest.fixture
-def theirs(celery_app: Celery) -> Celery:  # noqa: F811
+def theirs(celery_app: Celery) -> Celery:
     """An application that does not have our code: in this process Celery shares our tasks with each of its apps."""
     celery_app.tasks.pop("infer", None)
     add_tasks(celery_app)
@@ -52,7 +41,7 @@ def theirs(celery_app: Celery) -> Celery:  # noqa: F811
 def test_an_application_composes_jobs_with_its_own_tasks(
     town: Town,
     theirs: Celery,
-    celery_worker: Any,  # noqa: F811
+    celery_worker: Any,
     composed: Callable[[Celery, str], None],
 ) -> None:
     town.crew(1)

@@ -38,6 +38,8 @@ class Installation:
 
     def __init__(self, home: Path, **settings: str) -> None:
         self.home = home
+        for name in ("app.py", "tasks.py", "celeryconfig.py"):  # a user's own, which must shadow nothing of ours
+            (home.parent / name).write_text("raise RuntimeError('a file of the user was imported')\n")
         self.ports = {name: free_port() for name in ("PORT", "REDIS_PORT", "FLOWER_PORT")}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
         chosen = {f"SLOTKEEPER_{name}": str(port) for name, port in self.ports.items()}

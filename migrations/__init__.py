@@ -1,7 +1,6 @@
-"""The record's schema, step by step (Alembic).  Run through `migrate`, unless `current` finds nothing to do, or by hand
-(`env`) while writing a step:
+"""The schema of the database (Alembic).  Run it through `migrate`; to write a step:
 
     alembic -c migrations/alembic.ini -x url=sqlite:///var/record.db revision --autogenerate -m "what it does"
 
-Steps may import slotkeeper.jobs.tables and nothing else of the product.
+Steps may import the modules with tables and nothing else of the product.
 """

@@ -1,1 +1,1 @@
-"""Finds the tenant of a request and decides what it may do."""
+"""Find the tenant of a request and decide what it may do."""

@@ -1,1 +1,1 @@
-"""Describes each request and response body once."""
+"""Request and response bodies, each described once."""

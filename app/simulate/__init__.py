@@ -1,13 +1,7 @@
-"""What if: days of a load in seconds, on routing's own scripts.
+"""Play days of load in seconds, on routing's own scripts and a private Valkey.
 
 outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
 summarize(outcome).waits.p99
-
-    plan         what is asked for, in few words            scenario     what is simulated, and what came of it
-    load         arrivals by a seed                         recorded     or as they were, by history
-    fleet        models and servers, and what if they changed
-    engine       plays, in a room, on a Valkey (valkey) of its own
-    figures      what it comes to                           show, plots  for people
 """
 
 from app.simulate.outcome_statistics import Summary, jain, summarize

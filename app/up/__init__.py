@@ -1,7 +1,4 @@
-"""local: everything on one machine, in the foreground.
+"""Everything on one machine, in the foreground: the processes of the Procfile, an embedded Valkey, demo servers.
 
-`plan` reads the settings, `home` keeps the state folder, `ports` looks before anything is started, `valkey` finds one;
-`supervisor` starts, watches, restarts and stops the processes (`children`), `signals` tell it when, `guardian` ends
-them if it cannot; `launcher` is the order in which all of that happens, `demo` what is shown then, `errors` what can
-be in the way.  Knows nothing of jobs; what it runs stands in the Procfile.
+It loads no Flask, Celery, SQLAlchemy or redis, since it stays in memory for as long as the installation runs.
 """

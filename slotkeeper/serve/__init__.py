@@ -1,10 +1,6 @@
-"""Any Python function behind the slot protocol (docs/slot-protocol.md).
+"""Serve any Python function as an inference server (docs/slot-protocol.md).
 
-`engine` decides and knows no HTTP; `runner` calls the function (`model`), which may speak in `pieces`; `http_server`
-speaks HTTP and knows no jobs; `door` stands between them, with `answers` and `guard`; `push` tells an end by itself;
-`server` puts it all together.  `demo` only pretends, `gated` waits until it may go on; `journal` and `logs` are
-written, `exact` reads numbers of any length, and writes `files` as JSON.
-  Imports nothing of jobs, routing, tasks or app (setup.cfg, importlinter).
+Imports nothing of Slotkeeper's jobs, Redis or database, so a model's environment needs nothing of them.
 """
 
 from slotkeeper.serve.served_function import Canceled, Context, InvalidRequest

@@ -1,1 +1,1 @@
-"""The secret of the installation, the keys and secrets under it, and the URLs that strangers may name."""
+"""The installation's secret, the keys and secrets under it, and the URLs that strangers may name."""

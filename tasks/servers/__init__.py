@@ -1,20 +1,6 @@
-"""tasks.servers: how to speak to an inference server.  One interpreter, servers are data.
+"""How an inference server is called: a description (data) is compiled, requests are sent, responses are judged.
 
-A Description says how to ask and how to read the answers; Description() is the slot protocol.
-Server speaks to one server by it and gives back Outcomes.  Knows httptools, pydantic and
-routing.dispatch.outcome; never jobs, Redis, Celery, Flask or SQL (setup.cfg, importlinter).
-
-  description  what can be said, checked when stored     defaults   the protocol as rules
-  templates    values put into a request                 rules      an answer -> an Outcome
-  plan         a description compiled                     health     an answer -> a Health
-  wires        bounded HTTP exchanges, in an event loop   client     Server
-  connection   one connection of those                    live       Server, spoken to from there
-  call         what goes into an exchange                 answers    what came back
-  stream       an answer that comes in pieces          inspection  one that is large, in a process
-  body         a large answer, in a file
-  pointers, patterns, paths  safe ways to read and to ask
-  presets      descriptions that come with Slotkeeper, by name
-  probe        what answers at an address, asked and told
+Description() is the slot protocol.  A `ServerAdapter` calls one server as its description says and returns Outcomes.
 """
 
 from tasks.servers.adapter import ServerAdapter

@@ -1,1 +1,1 @@
-"""benchmarks: figures of the main path, measured on real processes.  `make bench` runs them all."""
+"""Measure the main path on real processes; `make bench` runs all benchmarks."""

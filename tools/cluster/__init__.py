@@ -1,1 +1,1 @@
-"""Starts a whole Slotkeeper of real processes, and breaks it."""
+"""Start a whole Slotkeeper of real processes, and break it."""

@@ -1,7 +1,4 @@
-"""The gates of admission, in the order in which a submit passes them; the first that refuses is what a client hears.
-
-`gate` is the shape that they have: a new bound is a file like those named here, and a line here.
-"""
+"""The limits on submits, in the order in which they apply; a client gets the first that refuses."""
 
 from pkgutil import resolve_name
 

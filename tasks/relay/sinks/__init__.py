@@ -1,10 +1,4 @@
-"""sinks: where the relay publishes events to.  Each is a file here, and a word of SLOTKEEPER_EVENTS_TO.
-
-sink    what all of them are                kafka   a topic, keyed by job
-nats    a JetStream                         amqp    an exchange
-redis   a stream                            event_stream  what is said to it
-otlp    a receiver of traces              task_events  Celery's task events, as Flower receives them
-"""
+"""Sinks: where the relay publishes events.  Each is a file here and a word of SLOTKEEPER_EVENTS_TO."""
 
 from collections.abc import Callable, Mapping
 

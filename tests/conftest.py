@@ -23,6 +23,7 @@ pytest_plugins = (
     "tests.fixtures.api",
     "tests.fixtures.worker",
     "tests.fixtures.simulator",
+    "tests.fixtures.network",
 )
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
 _WORKERS_THREADS = {"engine", "heartbeat", "inquiry"}

@@ -103,7 +103,7 @@ class TaskSettings(BaseSettings):
     port: int = Field(8000, ge=1, le=65535)
     """The API's port, on this machine."""
     grace_s: float = Field(20.0, ge=0)
-    """How long a worker that is told to stop waits for its jobs before it hands them back."""
+    """How long a worker that was told to stop waits for runs that no other can resume; see restarts.md."""
 
     @property
     def broker(self) -> str:

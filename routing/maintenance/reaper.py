@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 from redis.exceptions import RedisError
 
-from routing.dispatch.decision import Decision
+from routing.dispatch.decision import Decision, decide
 from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher, active_run_of
+from routing.dispatch.outcome import StopReason
 from routing.dispatch.run_steps import blocking_steps, run_blocking
 from routing.dispatch.verdict import crash_reason
 from routing.maintenance import quarantined_slots, restore_leases, rooms
@@ -17,7 +18,7 @@ from routing.maintenance.pass_state import seen_by
 from routing.maintenance.rooms import LeaseSpan
 from routing.queue.leases import Lease
 from routing.queue.queues import Offer
-from routing.queue.worker_capacity import WorkerCapacity
+from routing.queue.worker_capacity import WorkerCapacity, was_told_to_stop
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.states import Reason, State
@@ -149,7 +150,8 @@ def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes
     if not killed:
         return 0
     for owner in killed:
-        workers.remove(owner)
+        if not was_told_to_stop(dispatcher.leases.scripts, owner):
+            workers.remove(owner)
     fleets = dispatcher.catalog.get().fleets()
     found = rooms.queue_counts(dispatcher.leases.scripts, fleets)
     running = restore_leases.restore_for_owners(dispatcher, killed)
@@ -158,6 +160,7 @@ def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes
     if len(held) == len(fleets):
         for owner in killed - running - {lease.owner for lease in theirs}:
             lifetimes.remove(owner)
+            workers.remove(owner)
     if theirs:
         log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))
     return _reap_each(theirs, lambda lease: _reap_lease(dispatcher, lease, killed=True))
@@ -226,8 +229,15 @@ def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> No
     """The worker died under the job, and its server may still run it: the job is resumed in the same slot.
 
     Anywhere else it could run twice at once.  There another worker resumes the polling, or repeats the call: the server
-    joins it to the run, answers from memory, or says that it is busy, and then the job goes back.
+    joins it to the run, answers from memory, or says that it is busy, and then the job goes back.  A worker that was
+    told to stop, and ended before it had handed the job over, costs the job nothing.
     """
+    active = active_run_of(dispatcher, job)
+    if active is not None and was_told_to_stop(dispatcher.leases.scripts, active.lease.owner):
+        config = dispatcher.catalog.resolve(job.model).config
+        stopped = decide(active.run, StopReason.STOPPED, config, dispatcher.settings, now_ms(), canceling=False)
+        _end_seized(dispatcher, mine, job, stopped, "reap_committed")
+        return
     decision = Decision(
         crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config, Reason.LEASE_EXPIRED),
         error=JobError("worker_lost", f"The worker that ran it on {job.slot} {how}."),

@@ -21,7 +21,7 @@ from routing.queries.interval import SOON, Estimate
 from routing.queries.overtaking import longest_overtaking_s
 from routing.queries.server_status import ServerStatus
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.jobs.states import State
+from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
@@ -33,6 +33,7 @@ _FAILED = {
     "probe": "failed the run that tried whether it works again",
 }
 # What passes by itself, so that a start can be foretold.
+_TAKEN_OVER_AFTER = ([Reason.HANDED_BACK], [Reason.LEASE_EXPIRED], [Reason.SERVER_LOST])
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 _MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
 
@@ -70,7 +71,7 @@ def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) ->
     if job.state is State.DELAYED:
         return _delayed(job)
     if job.state is not State.QUEUED:
-        return Explanation(_outside(job))
+        return Explanation(_outside(job) + _resumption(dispatcher, job))
     with suppress(RedisError):
         return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, estimates, job))
     return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
@@ -129,6 +130,20 @@ def _outside(job: Job) -> str:
         canceling = ", and it shall be canceled" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
     return f"It has ended: {job.state}, because of {job.why}."
+
+
+def _resumption(dispatcher: Dispatcher, job: Job) -> str:
+    """What a run waits for that was taken over from another worker without an id at its server; "": nothing."""
+    if job.state is not State.RUNNING or job.remote_id is not None:
+        return ""
+    reasons = [event.data.get("why") for event in dispatcher.store.list_events(job.id)]
+    if reasons[-2:-1] not in _TAKEN_OVER_AFTER:
+        return ""
+    return (
+        "  It was taken over from a worker that had stopped or was lost and may have sent the request.  A server that"
+        " joins repeated requests gets it at once; any other when its health no longer shows the job, its process has"
+        " ended, or the time is over that runs of the model usually take."
+    )
 
 
 def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:

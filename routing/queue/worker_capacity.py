@@ -15,7 +15,8 @@ CapacitySource = Callable[[], int]
 
 REPORT_EVERY_S = 1.0
 _BELIEVED_MS = 3_500  # Two words in a row may be lost.
-_LEAVES = -1
+_LEAVES, _STOPS = -1, -2
+_STOPPING_MS = 3_600_000  # Its runs are resumed, or given up, long before.
 _COPY_S = 0.5
 _NO_ROOM_S = 0.02  # A worker that has just come, or has just ended a run, shall not have to wait for work.
 
@@ -50,6 +51,10 @@ class WorkerCapacity:
         """`worker` takes nothing more."""
         self._ask(worker, _LEAVES)
 
+    def report_stopping(self, worker: str) -> None:
+        """`worker` was told to stop: it takes nothing more, and what it cannot end itself costs its jobs nothing."""
+        self._ask(worker, _STOPS, _STOPPING_MS)
+
     def total(self) -> int:
         """For how many runs living workers have said that they have room: at most half a second ago, or, where somebody
         else refreshes it, when it was asked for before."""
@@ -76,10 +81,15 @@ class WorkerCapacity:
         """From now on nobody waits: `room` answers what is known, and `refresh` has somebody else `look` again."""
         self._refresh = refresh
 
-    def _ask(self, worker: str, own: int) -> int:
+    def _ask(self, worker: str, own: int, ttl_ms: int = _BELIEVED_MS) -> int:
         key = self._scripts.keys.workers()
-        room = self._scripts.run(self._lua.workers(key, worker=worker, room=own, ttl_ms=_BELIEVED_MS))
+        room = self._scripts.run(self._lua.workers(key, worker=worker, room=own, ttl_ms=ttl_ms))
         with self._lock:
             self._room = room
             self._until = time.monotonic() + (_COPY_S if room else _NO_ROOM_S)
         return room
+
+
+def was_told_to_stop(scripts: Scripts, worker: str) -> bool:
+    """Return whether this worker reported that it was told to stop.  Raises redis errors."""
+    return scripts.hash(scripts.keys.workers()).get(worker, "").startswith("stopping ")

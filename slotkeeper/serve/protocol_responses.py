@@ -81,6 +81,7 @@ def health(now: Health, about: dict[str, str]) -> Response:
             "status": "stopping" if now.stopping else "ok",
             "active_jobs": now.active,
             "job_ids": now.job_ids,
+            "idempotent": True,
             "slots": now.slots,
             "direct_queue": now.direct_queue,
             "max_active": now.max_active,

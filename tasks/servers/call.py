@@ -69,4 +69,5 @@ class Health:
     running_count: bool = False  # True: active_jobs counts running jobs, not waiting ones too
     is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
     started: str | None = None  # another value: another process
+    idempotent: bool = False  # a repeated request joins its run
     message: str = ""

@@ -316,6 +316,7 @@ class Submit(_RequestStep, _ResponseReading):
     read_s: Seconds | None = None
     id: PointerText = "/job_id"  # where the server says how it calls the job
     ends_on_disconnect: bool = False  # The server ends a run whose client closes the connection.
+    idempotent: bool = False  # A request with the key of a run joins it, or gets its result: no second run begins.
     stream: Stream | None = None  # None: an answer is read when it is whole
 
     @model_validator(mode="after")
@@ -387,6 +388,7 @@ class HealthStep(_RequestStep):
     job_ids_item: PointerText = ""  # where in an element of that list the id stands
     running: bool = True  # active counts running jobs; False: waiting ones too
     started: CountSource | None = None  # a value that another process at this address would have: a pointer or a metric
+    idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
     rules: Annotated[tuple[HealthRule, ...], *_OF_STEP] = ()
 
 

@@ -32,6 +32,7 @@ class HealthJudge:
     job_ids_item: Pointer
     running: bool
     started: Pointer | re.Pattern[str] | None = None
+    idempotent: Pointer | None = None
 
     def read(self, reply: Response | NoResponse) -> Health:
         """What the server is, and what it says it is doing."""
@@ -47,8 +48,15 @@ class HealthJudge:
             return Health(HealthKind.GARBAGE, running_count=self.running, message=str(error))
         if active is None and ids is not None:
             active = len(ids)
-        started = self._started(reply)
-        return Health(kind, active, ids, running_count=self.running, is_idle=said == _IDLE, started=started)
+        return Health(
+            kind,
+            active,
+            ids,
+            running_count=self.running,
+            is_idle=said == _IDLE,
+            started=self._started(reply),
+            idempotent=self._is_idempotent(reply),
+        )
 
     def _state(self, reply: Response | NoResponse) -> str:
         return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)
@@ -59,6 +67,11 @@ class HealthJudge:
             return found[1] if found else None
         value = None if self.started is None or answer.json is NOT_JSON else resolve(answer.json, self.started)
         return str(value)[:_LONGEST_START] if isinstance(value, str | int | float) else None
+
+    def _is_idempotent(self, answer: Response) -> bool:
+        if self.idempotent is None or answer.json is NOT_JSON:
+            return False
+        return resolve(answer.json, self.idempotent) is True
 
     def _active(self, answer: Response) -> int | None:
         if self.metric is not None:
@@ -101,6 +114,7 @@ def compile_health(step: HealthStep) -> HealthJudge:
         job_ids_item=parse(step.job_ids_item),
         running=step.running,
         started=_start_of(step.started),
+        idempotent=None if step.idempotent is None else parse(step.idempotent),
     )
 
 

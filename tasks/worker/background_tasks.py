@@ -67,7 +67,9 @@ class BackgroundTasks:
             self._refresh_workers()
 
     def end(self) -> None:
-        """Forget the lifetime of a worker that has no runs."""
+        """Forget a worker that has no runs."""
+        with suppress(RedisError):
+            self._workers.remove(self._owner)
         if self._lifetimes is not None:
             self._lifetimes.release(self._owner)
 

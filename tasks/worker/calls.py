@@ -113,6 +113,7 @@ class ServerCalls:
             self._rights.is_still_held,
             partial(self._engine.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
             _has_one_slot(catalog, run.server),
+            may_be_at_server=own.taken.offer.is_resumption,
         )
 
     def _note_remote(self, own: WorkerRun, remote_id: str) -> Awaitable[bool]:

@@ -97,6 +97,7 @@ class Executor:
         self._steps = RunSteps(dispatcher, engine, background.retry_release)
         self._large_end_lock = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
+        self.is_draining = False  # All runs have been told to hand over what can be resumed.
         self.is_stopping = False  # All runs have been told to stop.
 
     # -- offers come in, from any thread ---------------------------------------------------------------------
@@ -154,6 +155,8 @@ class Executor:
         lease, active = Lease.from_offer(offer, self._owner), None
         watch = self._heartbeat.add(lease, starting=True, confirmed_at_s=requested_at_s)
         io = RetryingIo(self._engine, watch)
+        if self.is_draining:
+            watch.end("drain")
         if self.is_stopping:
             watch.end("stop")
         try:

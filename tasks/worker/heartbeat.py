@@ -32,6 +32,7 @@ class LeaseWatch:
         "_waking",
         "cancel",
         "confirmed_at_s",
+        "drain",
         "is_removed",
         "lease",
         "lost",
@@ -58,7 +59,8 @@ class LeaseWatch:
         self.starting = starting  # the record does not have the run yet, and cannot be asked for it
         self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
         self.cancel = False  # the job shall be canceled
-        self.stop = False  # this worker is going down: hand the job back
+        self.drain = False  # this worker was told to stop: hand the job back if its run can be resumed
+        self.stop = False  # its grace time is over: hand the job back
         self.is_removed = False  # the lease is not kept alive any more
         self.restored = False  # the lease was written again
         self.slot_released_at_s: float | None = (
@@ -77,7 +79,7 @@ class LeaseWatch:
     def on_change(self, heard: Callable[[], None]) -> None:
         """What to call, in the loop, when a flag is raised; at once, if one is."""
         self._heard = heard
-        if self.cancel or self.lost or self.stop:
+        if self.cancel or self.lost or self.stop or self.drain:
             heard()
 
     def clear_callback(self) -> None:
@@ -95,8 +97,8 @@ class LeaseWatch:
         """Somebody wants the job canceled: its run learns of it, and its server."""
         self._raise("cancel")
 
-    def end(self, why: Literal["lost", "stop"]) -> None:
-        """This run is over for this worker."""
+    def end(self, why: Literal["lost", "stop", "drain"]) -> None:
+        """This run is over for this worker; "drain": if another worker can resume it."""
         self._raise(why)
 
     def _raise(self, flag: str) -> None:
@@ -174,6 +176,11 @@ class Heartbeat:
         watch.is_removed = True
         with self._lock:
             self._watches.discard(watch)
+
+    def drain_all(self) -> None:
+        """Tell all runs that this worker was told to stop."""
+        for watch in self.watches():
+            watch.end("drain")
 
     def stop_all(self) -> None:
         """Tell all runs that this worker is going down."""

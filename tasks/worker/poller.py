@@ -76,11 +76,11 @@ class Poller:
         threads.start_vital_thread(self.name, self._poll)
 
     def end(self) -> None:
-        """Look no more, and say that this worker takes nothing."""
+        """Look no more, and report that this worker was told to stop."""
         self._ended.set()
         try:
-            self._workers.remove(self._owner)
-        except Exception as error:  # It is forgotten in a few seconds anyway.
+            self._workers.report_stopping(self._owner)
+        except Exception as error:  # Its capacity is forgotten in a few seconds anyway.
             log.info("removal_not_reported", error=str(error))
 
     def look(self) -> int:

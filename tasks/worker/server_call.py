@@ -11,6 +11,7 @@ import structlog
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.maintenance.server_report import MIN_AGE_MS
 from routing.queries.trace_spans import ATTEMPT
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 _DOWN_PATIENCE_S = 10.0
 _CANCEL_PATIENCE_S = 5.0
 _FIND_OUT_EVERY_S = 1.0
+_REPORT_DELAY_S = MIN_AGE_MS / 1000
 _OBSERVE_S = 600.0  # for the end of a run that is given up, at most
 _POLL_DEADLINE_S = (
     30.0  # A question takes no longer than this, and may take as long, whatever is left of the run's own time.
@@ -59,6 +61,7 @@ class ServerCall:
         "_is_lease_held",
         "_live",
         "_longest_usual_ms",
+        "_may_be_at_server",
         "_may_send_again",
         "_model_version",
         "_note_remote",
@@ -84,10 +87,12 @@ class ServerCall:
         holds: Callable[[LeaseWatch], Awaitable[bool]] = _holds_always,
         longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
         has_one_slot: bool = False,
+        may_be_at_server: bool = False,
     ) -> None:
         """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end.
 
-        `has_one_slot`: its server has no other, so if that is idle, the run has ended.
+        `has_one_slot`: its server has no other, so if that is idle, the run has ended.  `may_be_at_server`: an earlier
+        worker, which stopped or was lost, may have sent the request.
         """
         self._run: Run = active.run
         self._watch = watch
@@ -95,7 +100,7 @@ class ServerCall:
         self._live = live
         self._note_remote, self._is_lease_held = note_remote, holds
         self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
-        self._has_one_slot = has_one_slot
+        self._has_one_slot, self._may_be_at_server = has_one_slot, may_be_at_server
         self._end = time.monotonic() + _seconds_left(active.run, config)
         self._asked_with: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
@@ -151,6 +156,8 @@ class ServerCall:
             return left
         if self._watch.cancel:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
+        if self._may_be_at_server and (ended := await self._wait_for_earlier_request(live)) is not None:
+            return ended
         if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
             return StopReason.LOST
         call = self._submit_call
@@ -158,6 +165,37 @@ class ServerCall:
             return StopReason.UNSENT
         self._watch.sent = True
         return await self._submit(live, call)
+
+    async def _wait_for_earlier_request(self, live: ServerSession) -> Outcome | StopReason | None:
+        """Wait until the request of an earlier worker has left the server; None: the request may be sent.
+
+        A server that joins a repeated request to its run is sent it at once.  Any other could run the job twice at the
+        same time, so something must show that it is free of the earlier request: its health, a process that has ended,
+        or, where its health does not tell, the time that runs of the model usually take.
+        """
+        if live.description.submit.idempotent:
+            return None
+        began_s = time.monotonic()
+        longest_s = self._config.max_poll_time
+        if self._longest_usual_ms is not None:
+            longest_s = min(longest_s, await self._longest_usual_ms() / 1000)
+        while True:
+            if (reason := self._stop_reason()) is not None:
+                return reason
+            if self._watch.cancel:
+                return Outcome(OutcomeKind.CANCELED, message="Canceled.", server_still_running=True)
+            health = await live.health()
+            if health.idempotent or await self._refuses_connections(live, health):
+                return None
+            is_known, waited_s = self._is_known(health), time.monotonic() - began_s
+            # A request that was sent just before may be missing in the server's report.
+            if is_known is False and waited_s >= _REPORT_DELAY_S:
+                return None
+            if is_known is None and waited_s >= longest_s:
+                return None
+            if time.monotonic() >= self._end:
+                return await self._time_out(live, Outcome(OutcomeKind.UNKNOWN, message=health.message))
+            await self._watch.sleep(_FIND_OUT_EVERY_S)
 
     async def _submit(self, live: ServerSession, call: Call) -> Outcome:
         outcome = await live.submit(call)
@@ -229,7 +267,14 @@ class ServerCall:
         """Why this worker shall not go on with the run."""
         if self._watch.lost:
             return StopReason.LOST if self._watch.sent else StopReason.UNSENT
-        return StopReason.STOPPED if self._watch.stop else None
+        return StopReason.STOPPED if self._watch.stop or (self._watch.drain and self._is_resumable) else None
+
+    @property
+    def _is_resumable(self) -> bool:
+        """Whether another worker can ask the server for this run, and nothing is lost if our connection closes."""
+        if self._remote_id is None or self._live is None:
+            return False
+        return self._resumes or self._answered or not self._live.description.submit.ends_on_disconnect
 
     async def _outcome_after_wait(self, live: ServerSession, last: Outcome) -> Outcome | StopReason | None:
         """What the waiting itself has come to, if it is over."""
@@ -345,11 +390,11 @@ class ServerCall:
         Only its own word, or its lasting absence, ends that.
         """
         health = await live.health()
-        if health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await live.refuses_connections():
+        if await self._refuses_connections(live, health):
             return _CRASHED
         if (absent := self._outcome_if_down(health)) is not None:
             return absent
-        known = False if health.is_idle and self._has_one_slot else _knows(health, self.poll_call)
+        known = self._is_known(health)
         if known is False:
             # A job under which servers have died may be what kills them: it is sent to one at a time.
             if self._may_send_again and not self._run.crashes:
@@ -359,6 +404,14 @@ class ServerCall:
             said = "The server broke the connection under the job, and has not said since that it runs it."
             return Outcome(OutcomeKind.LOST, code="connection_lost", message=said, server_still_running=True)
         return Outcome(OutcomeKind.UNKNOWN, message=health.message)
+
+    async def _refuses_connections(self, live: ServerSession, health: Health) -> bool:
+        """Return True if the server's process has ended: nothing listens at its address."""
+        return health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await live.refuses_connections()
+
+    def _is_known(self, health: Health) -> bool | None:
+        """Return whether the server runs the job; None: its report does not tell."""
+        return False if health.is_idle and self._has_one_slot else _knows(health, self.poll_call)
 
     def _outcome_if_down(self, health: Health) -> Outcome | None:
         """What it means that nobody answers at the server; None: somebody does."""

@@ -106,12 +106,17 @@ class Worker:
             self.poller.start()
 
     def drain(self) -> None:
-        """Take nothing more, ever; after the grace time, hand back what another worker can go on with."""
+        """Take nothing more, ever, and let other workers resume runs: at once those that have an id at their server.
+
+        All others have the grace time in which to end.
+        """
         if self._is_draining:
             return
         self._is_draining, self.consumer = True, None
         self.background.is_draining = True
         self.poller.end()
+        self.executor.is_draining = True  # First: a run that begins just now is told by itself, or with the others.
+        self.heartbeat.drain_all()
         timer = threading.Timer(TaskSettings().grace_s, self.stop_runs)
         timer.daemon = True
         timer.start()

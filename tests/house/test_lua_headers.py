@@ -61,7 +61,9 @@ READS = {
     "ZSCORE",
 }
 # Words that scripts write into Redis, or compare with what stands there; they are never answers of a script.
-_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "excess", "charged", "model", "server", "run_ms", "said"}
+_FIELDS = {"epoch", "copy", "record", "catalog", "offers", "excess", "charged", "model", "server", "run_ms", "said"} | {
+    "stopping"
+}
 _NOT_ANSWERS = _FIELDS | frozenset(
     {
         "open_until",

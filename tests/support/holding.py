@@ -118,7 +118,9 @@ class HoldingServer(Scripted):
     def _health(self) -> bytes:
         with self._lock:
             ids = [run.job_id for run in self.active]
-        return answer({"status": "ok", "active_jobs": len(ids), "job_ids": ids, "slots": 1, "direct_queue": 0})
+        return answer(
+            {"status": "ok", "active_jobs": len(ids), "job_ids": ids, "idempotent": True, "slots": 1, "direct_queue": 0}
+        )
 
     def _take(self, job_id: str, attempt: str) -> tuple[HeldRun | None, bool]:
         """(the run, whether it is new); None: the slot is taken."""

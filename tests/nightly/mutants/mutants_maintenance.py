@@ -265,4 +265,15 @@ MUTANTS = [
         kills=["test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id"],
         breaks="charges",
     ),
+    Mutant(
+        "a worker that was told to stop and killed charges its jobs",
+        "routing.maintenance.reaper:_end_lost_run",
+        never("was_told_to_stop"),
+        kills=[
+            "test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_killed",
+            "test_a_silent_worker_that_was_told_to_stop_charges_nothing",
+        ],
+        breaks="charges",
+        still="test_a_worker_that_was_silent_says_so_and_not_that_it_has_died",
+    ),
 ]

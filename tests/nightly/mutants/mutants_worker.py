@@ -238,4 +238,23 @@ MUTANTS = [
         kills=["test_a_run_may_take_as_long_as_its_own_model_allows"],
         breaks="limits",
     ),
+    Mutant(
+        "a request that may be at its server is sent again at once",
+        "tasks.worker.server_call:ServerCall._begin",
+        never("self._may_be_at_server"),
+        kills=[
+            "test_a_request_is_not_sent_again_while_its_servers_health_names_the_job",
+            "test_where_nothing_shows_what_a_server_runs_the_usual_time_of_its_runs_is_waited_for",
+        ],
+        breaks="SLOT-1",
+        still="test_a_run_with_an_id_at_its_server_is_handed_over_at_once",
+    ),
+    Mutant(
+        "what can be resumed waits for the grace time",
+        "tasks.worker.worker:Worker.drain",
+        drop("self.heartbeat.drain_all()"),
+        kills=["test_a_run_with_an_id_at_its_server_is_handed_over_at_once"],
+        breaks="charges",
+        still="test_a_run_that_cannot_be_resumed_has_the_grace_time",
+    ),
 ]

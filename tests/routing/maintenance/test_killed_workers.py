@@ -32,9 +32,9 @@ class Deaths:
             self.lifetimes.acquire(worker)
             self.workers.report(worker, 1)
 
-    def kill(self) -> None:
+    def kill(self, worker: str = KILLED) -> None:
         """As the kernel lets go of what a process has held."""
-        os.close(self.lifetimes._held.pop(KILLED))
+        os.close(self.lifetimes._held.pop(worker))
 
     def reap(self) -> int:
         return reconcile.reap_dead_workers(self._stage.dispatcher, self.workers, self.lifetimes)
@@ -66,6 +66,29 @@ def test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_n
     assert (again.run.remote_id, again.run.attempt, again.lease.slot) == ("r-1", 2, task.lease.slot)
     assert stage.state(kept) is State.RUNNING and stage.job(kept).crashes == 0
     assert stage.renewal(other) is Renewal.RENEWED and stage.renewal(task) is Renewal.LOST
+
+
+def test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_killed(stage, deaths):
+    job_id = stage.submit()
+    for number in range(4):  # One more than the deaths that a job may pay for.
+        worker = f"worker/stopped{number}"
+        deaths.lifetimes.acquire(worker)
+        stage.start(worker)
+        deaths.workers.report_stopping(worker)
+        deaths.kill(worker)
+        assert deaths.reap() == 1
+        job = stage.job(job_id)
+        assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0), number
+    assert deaths.workers.read_total() == 2, "that of the others"
+
+
+def test_a_silent_worker_that_was_told_to_stop_charges_nothing(stage, deaths):
+    job_id = stage.submit()
+    stage.start(LIVING)
+    deaths.workers.report_stopping(LIVING)
+    stage.later(LEASE_MS)
+    assert reconcile.reap(stage.dispatcher) == 1
+    assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.HANDED_BACK, 0)
 
 
 def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(stage, deaths):

@@ -30,6 +30,7 @@ class FakeServer:
         self.during: Callable[[], None] = lambda: None
         self.runs: frozenset[str] | None = None
         self.down = 0  # how often it does not answer for its health
+        self.idempotent = True  # It joins a repeated request to its run.
         self.is_broken, self.has_ended = False, False  # its connection under a submit; its process
         self.abandoned: None = None
 
@@ -55,7 +56,7 @@ class FakeServer:
         self.down -= 1
         if self.down >= 0:
             return Health(HealthKind.DOWN)
-        return Health(HealthKind.UP, job_ids=self.runs)
+        return Health(HealthKind.UP, job_ids=self.runs, idempotent=self.idempotent)
 
     def cut_off(self) -> None:
         self.asked.append("cut")

@@ -103,12 +103,12 @@ class Executor:
     # -- offers come in, from any thread ---------------------------------------------------------------------
 
     def run_open_offer(self, offer: Offer) -> None:
-        """Run the job of an open offer, unless this process has taken it up before or is full.
+        """Run the job of an open offer, unless this process has taken it up before, is full, or was told to stop.
 
         Another worker that has room, or this one when it has, finds the offer when it looks for work.
         """
         taken = TakenOffer(offer)
-        if self._capacity.try_add(taken):
+        if not self.is_draining and self._capacity.try_add(taken):
             self._engine.spawn(self.run(taken))
 
     def run_claimed_offer(self, offer: Offer | None, requested_at_s: float = _NEVER_S) -> None:

@@ -136,6 +136,14 @@ def test_a_run_with_an_id_at_its_server_is_handed_over_at_once(stage, server, wo
     assert (job.state, job.why, job.crashes, job.remote_id) == (State.QUEUED, Reason.HANDED_BACK, 0, "r-1")
 
 
+def test_a_worker_that_was_told_to_stop_does_not_take_back_what_it_has_handed_over(stage, server, worker) -> None:
+    stage.register()
+    job_id = stage.submit()
+    worker.drain()
+    assert run(stage).state is State.QUEUED
+    assert (server.asked, stage.job(job_id).attempt) == ([], 0)
+
+
 def test_a_run_that_cannot_be_resumed_has_the_grace_time(stage, server, worker) -> None:
     stage.register()
     stage.submit()

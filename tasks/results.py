@@ -213,7 +213,7 @@ def _tell_result(job: Job, request: Context) -> None:
 def notify_too_large(job: Job) -> None:
     """Tell a result that the result backend cannot take as a failure that says where it is.  Raises as `tell`."""
     request = offer_messages.task_context(job)
-    where = f"read it with GET /jobs/{job.id}"
+    where = f"read it with GET /queue/jobs/{job.id}"
     error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {where}.")
     with _as_its_task(request):
         _tell_failure(job, request, error, states.FAILURE)

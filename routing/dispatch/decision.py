@@ -96,7 +96,10 @@ def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Deci
 def _error(outcome: Outcome, verdict: Verdict) -> JobError | None:
     if verdict.reason is Reason.FINISHED:
         return None
-    return JobError(outcome.code or outcome.kind.value, outcome.message or f"The run ended: {outcome.kind}.")
+    message = outcome.message or f"The run ended: {outcome.kind}."
+    if verdict.reason is Reason.DEADLINE_PASSED and outcome.code != "deadline_passed":
+        return JobError("deadline_passed", f"The job's deadline (ttl) passed.  Its last run: {message}")
+    return JobError(outcome.code or outcome.kind.value, message)
 
 
 def _cooldown_ms(verdict: Verdict, settings: RoutingSettings) -> int:

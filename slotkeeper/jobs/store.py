@@ -121,8 +121,7 @@ _WHOLE = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
 _LOCKED = CompiledStatement(select(jobs.c.seq, jobs.c.slot).where(_THIS).with_for_update())
 _HEADERS = CompiledStatement(select(jobs.c.model, jobs.c.priority, jobs.c.failures, jobs.c.envelope).where(_THIS))
 _DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
-# In the words of their index, without which it may not be used.  SQLite has to be told what is rare: without statistics
-# it takes all active jobs for few.
+# In the words of the index, or it may not be used; and without statistics SQLite takes all active jobs for few.
 _PASSED = "deadline_ms <= :p_now"
 _OVERDUE = {
     dialect: select(jobs.c.seq, jobs.c.state).where(text(condition)).order_by(jobs.c.deadline_ms)
@@ -544,7 +543,8 @@ def _accepted(tx: Transaction, it: _Coming, seq: int | None) -> AcceptedJob:
         add_to_counter(tx, "doubled")  # It took a number all the same, which the ledger must not miss.
         return _known(acceptance.check_same_request(tx.connection, it.job))
     events.add_row(tx, it.event)
-    return AcceptedJob(it.job.id, seq, it.to)
+    is_overdue = it.job.deadline_ms is not None and it.job.deadline_ms <= it.row["created_ms"]
+    return AcceptedJob(it.job.id, seq, it.to, is_overdue=is_overdue)
 
 
 def _fields(result: str | None = None, error: JobError | None = None, due_ms: int | None = None) -> dict[str, Any]:

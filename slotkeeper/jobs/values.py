@@ -46,17 +46,21 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedJob:
-    """Answer to a submit, once committed.  `deduplicated`: the job had been accepted before."""
+    """Answer to a submit, once committed.
+
+    `deduplicated`: the job had been accepted before.  `is_overdue`: its deadline had passed: it only waits to expire.
+    """
 
     id: str
     seq: int
     state: State
     deduplicated: bool = False
+    is_overdue: bool = False
 
     @property
     def enters_queue(self) -> bool:
-        """Whether the job goes into the room now."""
-        return self.state is State.QUEUED and not self.deduplicated
+        """Whether the job is put into its queue now."""
+        return self.state is State.QUEUED and not self.deduplicated and not self.is_overdue
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,9 @@ class ServerCall:
             return left
         if self._watch.cancel:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
+        if self._is_overdue:
+            message = "The job's deadline (ttl) had passed before it was sent to a server."
+            return Outcome(OutcomeKind.RETRY, code="deadline_passed", message=message)
         if self._may_be_at_server and (ended := await self._wait_for_earlier_request(live)) is not None:
             return ended
         if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
@@ -334,8 +337,7 @@ class ServerCall:
     async def _time_out(self, live: ServerSession, last: Outcome) -> Outcome:
         await self._send_cancel(live)
         said = f" Last: {last.message}" if last.message else ""
-        deadline_ms = self._run.deadline_ms
-        if deadline_ms is not None and now_ms() >= deadline_ms:
+        if self._is_overdue:
             said = f"The job's own deadline (ttl) passed while it ran.{said}"
             return Outcome(
                 OutcomeKind.RETRY,
@@ -349,6 +351,10 @@ class ServerCall:
             message=f"Exceeded max_poll_time.{said}",
             server_still_running=not self._cancel_frees_slot,
         )
+
+    @property
+    def _is_overdue(self) -> bool:
+        return self._run.deadline_ms is not None and now_ms() >= self._run.deadline_ms
 
     async def _check(self, live: ServerSession) -> Outcome:
         if live.description.mode == "callback":

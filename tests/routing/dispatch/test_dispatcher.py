@@ -615,3 +615,12 @@ def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, 
     stage.settle(task, OutcomeKind.UNREACHABLE)
     assert stage.dispatcher.leases.list_all(["zimg"])["zimg"][0][0].owner == "", "offered again"
     assert stage.state(job_id) is State.QUEUED
+
+
+def test_a_job_whose_deadline_has_passed_when_it_is_submitted_is_offered_to_no_server(stage):
+    stage.register()
+    job_id = stage.submit(ttl_s=0)
+    assert stage.offered() == []
+    assert reconcile.expire_deadlines(stage.dispatcher) == 1
+    job = stage.job(job_id)
+    assert (job.state, job.why, job.attempt) == (State.EXPIRED, Reason.DEADLINE_PASSED, 0)

@@ -749,3 +749,22 @@ def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, 
 def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, server):
     assert _watched(stage, server, lambda hold: hold.request_cancel()).kind is OutcomeKind.CANCELED
     assert "submit" not in server.asked
+
+
+def test_a_job_whose_deadline_passes_before_it_is_sent_never_reaches_a_server(stage, worker, server) -> None:
+    stage.register()
+    job_id = stage.submit(ttl_s=1)
+    stage.later(SECOND)
+    job = run(stage)
+    assert (job.state, job.why, job.error_code) == (State.EXPIRED, Reason.DEADLINE_PASSED, "deadline_passed")
+    assert server.asked == [] and "before it was sent" in (stage.job(job_id).error_message or "")
+
+
+def test_a_deadline_is_the_reason_of_its_end_whatever_the_last_exchange_was(stage, worker, server) -> None:
+    stage.register()
+    stage.submit(ttl_s=1)
+    server.answers = [Outcome(OutcomeKind.UNREACHABLE, code="connect_failed", message="no connection")]
+    server.during = lambda: stage.later(SECOND)
+    job = run(stage)
+    assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
+    assert "no connection" in (job.error_message or "")

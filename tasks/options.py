@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from routing.admission.submission import Submission
-from slotkeeper.clock import now_ms
 from slotkeeper.errors import InvalidJob
 from tasks import offer_messages
 
@@ -82,11 +81,17 @@ def read_submission(
     _check_options(given)
     _check_successors(given)
     asked = _arguments(args, kwargs) | _shared_arguments(kwargs, given)
+    ttl_s, expires_ms = _read_time("expires", given.get("expires"))
+    delay_s, not_before_ms = _read_time("eta", given.get("eta"))
+    if given.get("countdown"):
+        delay_s, not_before_ms = given["countdown"], None
     return Submission(
         id=job_id,
         priority=given.get("priority"),
-        ttl_s=_seconds_until("expires", given.get("expires")),
-        delay_s=given.get("countdown") or _seconds_until("eta", given.get("eta")),
+        ttl_s=ttl_s,
+        expires_ms=expires_ms,
+        delay_s=delay_s,
+        not_before_ms=not_before_ms,
         source="task",
         envelope=_envelope(given),
         **asked,
@@ -219,15 +224,18 @@ def _check_texts(found: Mapping[str, Any]) -> None:
         raise InvalidJob("tenant", f"tenant must be 1 to {_LONGEST_TENANT} printable characters")
 
 
-def _seconds_until(field: str, when: Any) -> float | None:
-    """Celery gives times as seconds from now, as datetimes, and in messages as ISO texts."""
+def _read_time(field: str, when: Any) -> tuple[float | None, int | None]:
+    """Return a time as seconds from now, or as a moment (ms): as it was sent, so that a repetition is the same request.
+
+    Celery gives times as seconds, as datetimes, and in messages as ISO texts.
+    """
     if when is None or (isinstance(when, int | float) and not isinstance(when, bool)):
-        return when
+        return when, None
     try:
         if isinstance(when, str):
             when = datetime.fromisoformat(when)
         if when.tzinfo is None:
             when = when.replace(tzinfo=UTC)
-        return max(when.timestamp() - now_ms() / 1000, 0.0)
+        return None, round(when.timestamp() * 1000)
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise InvalidJob(field, f"{field} must be a number of seconds, or a date and time") from None

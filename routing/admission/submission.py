@@ -31,7 +31,7 @@ class Submission:
 
     `constraints`: what its server must declare, see routing/admission/constraints.py.
     `priority`: 1 (most urgent) … 9, True for 1, None or False for the default.  `ttl_s`, `delay_s`: from now.
-    `not_before_ms`: instead of `delay_s`, where the client named a moment.
+    `expires_ms`, `not_before_ms`: instead of them, where the client named a moment.
     `traceparent`: of the trace that it belongs to; one that is not well-formed counts for none.
     `batch`: the name under which it can be found with those that came with it.
     `id`: chosen by the client (Celery's task id), else one is made.
@@ -43,6 +43,7 @@ class Submission:
     priority: int | bool | None = None
     tenant: str = "default"
     ttl_s: float | None = None
+    expires_ms: int | None = None
     constraints: Mapping[str, Any] | None = None
     delay_s: float | None = None
     not_before_ms: int | None = None
@@ -84,8 +85,10 @@ def prepare_job(asked: Submission, model: Model, check_url: UrlCheck, now_ms: in
         problem = check_url(asked.callback_url)
         if problem:
             raise InvalidJob("callback_url", f"callback_url: {problem}")
-    delay_s = _seconds("not_before", _delay_s(asked, now_ms))
-    ttl_s = _seconds("ttl", asked.ttl_s) if asked.ttl_s is not None else model.config.default_ttl
+    delay_s = _seconds("not_before", _from_now_s(asked.delay_s, asked.not_before_ms, now_ms))
+    ttl_s = _seconds("ttl", _from_now_s(asked.ttl_s, asked.expires_ms, now_ms))
+    if ttl_s is None:
+        ttl_s = model.config.default_ttl
     if ttl_s is not None and delay_s and ttl_s <= delay_s:
         raise InvalidJob("ttl", "ttl ends before not_before: the job would expire before it may start")
     return NewJob(
@@ -169,10 +172,8 @@ def _seconds(field: str, value: float | None) -> float | None:
     return float(value)
 
 
-def _delay_s(asked: Submission, now_ms: int) -> float | None:
-    if asked.not_before_ms is None:
-        return asked.delay_s
-    return max(asked.not_before_ms - now_ms, 0) / 1000
+def _from_now_s(seconds: float | None, moment_ms: int | None, now_ms: int) -> float | None:
+    return seconds if moment_ms is None else max(moment_ms - now_ms, 0) / 1000
 
 
 def _job_id(wanted: str | None) -> str:
@@ -191,8 +192,18 @@ def check_idempotency_key(key: str | None, longest: int = MAX_KEY_LENGTH) -> str
 
 
 def _fingerprint(asked: Submission, payload: str) -> str:
-    # The moment, not how far off it is: that differs when the same request is sent again.
-    parts = [asked.model, payload, asked.callback_url, asked.priority, asked.ttl_s, asked.delay_s, asked.not_before_ms]
+    # Moments as they were sent, not how far off they are: that differs when the same request is sent again.
+    parts: list[Any] = [
+        asked.model,
+        payload,
+        asked.callback_url,
+        asked.priority,
+        asked.ttl_s,
+        asked.delay_s,
+        asked.not_before_ms,
+    ]
     if asked.constraints:
         parts.append(encode_constraints(asked.constraints))
+    if asked.expires_ms is not None:
+        parts.append(asked.expires_ms)
     return hashlib.sha256(orjson.dumps(parts)).hexdigest()

@@ -5,7 +5,6 @@ import os
 import pydoc
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,14 +14,16 @@ from celery import chain, signature
 from celery.canvas import Signature
 from kombu.utils import json
 
-from routing.admission.submission import Submission
+from routing.admission.submission import Submission, prepare_job
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
+from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.model_config import ModelConfig
 from tasks import inference
 from tasks import options as call_options
 from tasks.inference import infer
-from tests.support.clock import set_clock
+from tests.support.builders import T0
 from tests.support.stack import REPO
 from tests.support.stage import Stage
 
@@ -124,21 +125,33 @@ def test_options_that_say_nothing_else_than_what_is_are_taken():
 
 
 def test_times_are_seconds_or_moments():
+    asked = _read("zimg", expires=60, countdown=5)
+    assert (asked.ttl_s, asked.delay_s, asked.expires_ms, asked.not_before_ms) == (60, 5, None, None)
     soon = datetime.now(UTC) + timedelta(seconds=60)
-    assert _read("zimg", expires=60, countdown=5).delay_s == 5
+    moment_ms = round(soon.timestamp() * 1000)
     for when in (soon, soon.replace(tzinfo=None), soon.isoformat()):
         asked = _read("zimg", expires=when, eta=when)
-        assert asked.ttl_s is not None and asked.delay_s is not None
-        assert 55 < asked.ttl_s < 60.01 and 55 < asked.delay_s < 60.01
-    assert _read("zimg", eta=datetime.now(UTC) - timedelta(days=1)).delay_s == 0
+        assert (asked.ttl_s, asked.delay_s, asked.expires_ms, asked.not_before_ms) == (None, None, moment_ms, moment_ms)
 
 
-def test_celerys_times_go_by_the_common_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose clock is an hour behind that of the record expires nothing an hour late."""
-    set_clock(monkeypatch, lambda: time.time_ns() // 1_000_000 + 3_600_000)
-    when = datetime.now(UTC) + timedelta(seconds=3_700)
-    asked = _read("zimg", expires=when, eta=when)
-    assert asked.ttl_s == pytest.approx(100, abs=30) and asked.delay_s == pytest.approx(100, abs=30)
+def test_a_call_that_names_a_moment_is_the_same_request_when_it_is_sent_again() -> None:
+    """What was sent is compared, not how far off it is by now."""
+    model, moment = Model("zimg", "zimg", {}, ModelConfig()), datetime.fromtimestamp((T0 + 60_000) / 1000, UTC)
+    asked = [_read("zimg", idempotency_key="k", expires=moment, eta=moment - timedelta(seconds=30)) for _ in range(2)]
+    first, again = (prepare_job(it, model, lambda url: None, now) for it, now in zip(asked, (T0, T0 + 5), strict=True))
+    assert first.fingerprint == again.fingerprint
+    other = _read(
+        "zimg", idempotency_key="k", expires=moment + timedelta(seconds=1), eta=moment - timedelta(seconds=30)
+    )
+    assert prepare_job(other, model, lambda url: None, T0).fingerprint != first.fingerprint
+
+
+def test_celerys_times_go_by_the_common_clock() -> None:
+    """A host whose clock is an hour behind that of the database expires nothing an hour late."""
+    model, moment_ms = Model("zimg", "zimg", {}, ModelConfig()), T0 + 100_000
+    when = datetime.fromtimestamp(moment_ms / 1000, UTC)
+    job = prepare_job(_read("zimg", expires=when), model, lambda url: None, T0)
+    assert job.deadline_ms == moment_ms
 
 
 @pytest.mark.parametrize("name", ["expires", "eta"])

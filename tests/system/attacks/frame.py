@@ -44,11 +44,11 @@ class Seen:
     looks: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def look(self, check: Check, stage: Any) -> None:
-        took_s = [self._look(check, stage)]
-        while took_s[-1] > check.within_s and len(took_s) < check.tries:
+    def look(self, check: Check, stage: Any, patience: float = 1.0) -> None:
+        took_s, within_s = [self._look(check, stage)], check.within_s * patience
+        while took_s[-1] > within_s and len(took_s) < check.tries:
             took_s.append(self._look(check, stage))
-        if min(took_s) > check.within_s:
+        if min(took_s) > within_s:
             self.wrong.append(f"took {min(took_s):.1f} s")
 
     def _look(self, check: Check, stage: Any) -> float:
@@ -115,13 +115,13 @@ class Played:
         ]
 
 
-def play(attack: Attack, stage: Any) -> Played:
-    """Play it once."""
+def play(attack: Attack, stage: Any, patience: float = 1.0) -> Played:
+    """Play it once.  `patience`: by how much answers may be later than their checks say, on a machine that is shared."""
     played = Played(attack, {check.name: {phase: Seen() for phase in PHASES} for check in attack.checks})
 
     def look(phase: str) -> None:
         for check in attack.checks:
-            played.seen[check.name][phase].look(check, stage)
+            played.seen[check.name][phase].look(check, stage, patience)
 
     look("before")
     with _elsewhere(attack, stage):

@@ -116,7 +116,7 @@ class Played:
 
 
 def play(attack: Attack, stage: Any, patience: float = 1.0) -> Played:
-    """Play it once.  `patience`: by how much answers may be later than their checks say, on a machine that is shared."""
+    """Play it once.  `patience`: how many times later answers may be than their checks say."""
     played = Played(attack, {check.name: {phase: Seen() for phase in PHASES} for check in attack.checks})
 
     def look(phase: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ _LONGEST_WAIT_S = 20.0
 _NOTIFY_EVERY_S = 2
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
+_PATIENCE_S = 300.0  # A restart takes seconds.
 _NO_KEY = "set SLOTKEEPER_KEY to a tenant's key; `slotkeeper tenants add NAME` on the API's machine makes one."
 _GOING_ON = ("queued", "delayed", "running")
 
@@ -23,6 +25,12 @@ class ClientError(click.ClickException):
 
 class ApiUnreachable(ClientError):
     """Nothing answers at the address."""
+
+
+class OutcomeUnknown(ClientError):
+    """The API stayed away for too long while a job was waited for, so nobody here knows how it ends."""
+
+    exit_code = 3
 
 
 class ApiError(ClientError):
@@ -84,10 +92,16 @@ class Client:
             raise ClientError(f"{self.url} cannot be asked: {error}") from error
         return _read(answer, self.url)
 
-    def retry(self, ask: Callable[[], Any], patience_s: float = 300.0) -> Any:
+    def retry(
+        self,
+        ask: Callable[[], Any],
+        patience_s: float = _PATIENCE_S,
+        on_pause: Callable[[ClientError], object] = lambda error: None,
+    ) -> Any:
         """Ask again while the answer is "not now", as long as it says, for at most `patience_s` in all.
 
-        For requests that may be sent twice: reads, and submits under an Idempotency-Key.
+        For requests that may be sent twice: reads, and submits under an Idempotency-Key.  `on_pause`: called with the
+        error before each pause.
         """
         until = time.monotonic() + patience_s
         wait_s = 0.5
@@ -101,18 +115,37 @@ class Client:
                 pause_s = wait_s if told_s is None else told_s
                 if time.monotonic() + pause_s > until:
                     raise
+                on_pause(error)
             time.sleep(pause_s)
             wait_s = min(wait_s * 2, 15.0)
 
     def wait_for_job(
-        self, job_id: str, timeout_s: float | None = None, notify: Callable[[dict[str, Any]], object] | None = None
+        self,
+        job_id: str,
+        timeout_s: float | None = None,
+        notify: Callable[[dict[str, Any]], object] | None = None,
+        patience_s: float = _PATIENCE_S,
+        on_pause: Callable[[ClientError], object] = lambda error: None,
     ) -> dict[str, Any]:
-        """The job once it has ended, or as it is after `timeout_s`.  `notify`: gets the job every few seconds."""
+        """Return the job once it has ended, or as it is after `timeout_s`.
+
+        `notify`: gets the job every few seconds.  An API that is away, as in a restart, is asked again for at most
+        `patience_s`; then OutcomeUnknown is raised.  `on_pause`: called with the error before each pause.
+        """
         longest_s = _LONGEST_WAIT_S if notify is None else _NOTIFY_EVERY_S
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = longest_s if until is None else min(until - time.monotonic(), longest_s)
-            job: dict[str, Any] = self.get(f"/queue/jobs/{job_id}", wait=max(left_s, 0))
+            ask = partial(self.get, f"/queue/jobs/{job_id}", wait=max(left_s, 0))
+            try:
+                job: dict[str, Any] = self.retry(ask, patience_s, on_pause)
+            except (ApiError, ApiUnreachable) as error:
+                if isinstance(error, ApiError) and error.status not in _AGAIN:
+                    raise
+                again = f"slotkeeper job {job_id} --wait"
+                raise OutcomeUnknown(
+                    f"{error.message}  How job {job_id} ends is not known here; go on waiting by: {again}"
+                ) from error
             if is_final(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
                 return job
             if notify is not None:

@@ -402,7 +402,7 @@ def watch(every: float) -> None:
 
     from rich.live import Live
 
-    from slotkeeper.client import ApiUnreachable
+    from slotkeeper.client import ApiError, ApiUnreachable
 
     api = api_client()
     screen = console()
@@ -414,7 +414,7 @@ def watch(every: float) -> None:
                 time.sleep(every)
                 try:
                     picture = _picture(api)
-                except ApiUnreachable as error:
+                except (ApiError, ApiUnreachable) as error:  # as in a restart
                     picture = error.message
         except KeyboardInterrupt:
             return

@@ -69,7 +69,8 @@ def submit(
 ) -> None:
     """Submit a job for MODEL.
 
-    PAYLOAD is JSON, or - for standard input, or @FILE.  With --wait the exit status is 0 only if all have completed.
+    PAYLOAD is JSON, or - for standard input, or @FILE.  With --wait the exit status is 0 only if all have
+    completed, and 3 if the API stayed away, so that nothing is known; waiting outlives its restart.
 
     \b
     slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
@@ -122,8 +123,13 @@ def _trace() -> dict[str, str]:
 def _wait(jobs: list[Job]) -> list[Job]:
     api = api_client()
     if len(jobs) == 1:
-        return [api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]))]
-    return [api.wait_for_job(job["job_id"]) for job in _tracked(jobs, len(jobs), "ended")]
+        return [api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]), on_pause=_tell_pause)]
+    return [api.wait_for_job(job["job_id"], on_pause=_tell_pause) for job in _tracked(jobs, len(jobs), "ended")]
+
+
+def _tell_pause(error: click.ClickException) -> None:
+    """Tell why nothing is known at the moment."""
+    echo(f"{error.message}  The job goes on; asking again.", err=True)
 
 
 def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
@@ -358,11 +364,11 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
 @output_option
 @json_option
 def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
-    """Show a job and its result.  With --wait the exit status is 0 only if it has completed."""
+    """Show a job and its result.  With --wait the exit status is 0 only if it has completed, 3 if that is not known."""
     api = api_client()
     job = api.get(f"/queue/jobs/{path_segment(job_id)}")
     if wait:
-        job = api.wait_for_job(path_segment(job_id), notify=_saying_changes(job))
+        job = api.wait_for_job(path_segment(job_id), notify=_saying_changes(job), on_pause=_tell_pause)
     if output is not None:
         save_result(job, output)
     if as_json:

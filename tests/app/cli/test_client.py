@@ -13,7 +13,7 @@ from werkzeug import Request, Response
 
 from app.cli.__main__ import main
 from app.up.ports import free_port
-from slotkeeper.client import ApiError, ApiUnreachable, Client
+from slotkeeper.client import ApiError, ApiUnreachable, Client, OutcomeUnknown
 
 PROBLEM = "application/problem+json"
 
@@ -287,3 +287,38 @@ def test_without_a_valid_key_the_variable_that_holds_it_is_named(api: HTTPServer
     done = run("job", "j1")
     assert done.exit_code == 1
     assert "SLOTKEEPER_KEY" in done.stderr and "slotkeeper tenants add" in done.stderr
+
+
+# -- an API that is away while a job is waited for ---------------------------------------------------------------
+
+
+def test_waiting_for_a_job_outlives_a_restart_of_the_api(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = {"job_id": "j", "status": "running", "position": None, "attempts": 1}
+    answers: list[Any] = [running, ApiUnreachable("Nothing answers."), ApiError(503, {"title": "Starting"}, 0.0)]
+    answers += [running, {**running, "status": "completed", "result": {"ok": True}}]
+
+    def get(_: Client, path: str, **params: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Client, "get", get)
+    done = run("job", "j", "--wait")
+    assert done.exit_code == 0 and answers == []
+    assert "Nothing answers.  The job goes on; asking again." in done.stderr
+
+
+def test_the_end_of_a_job_is_not_known_where_the_api_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(OutcomeUnknown, match="slotkeeper job j --wait") as unknown:
+        client.wait_for_job("j", patience_s=0.0)
+    assert unknown.value.exit_code == 3
+
+
+def test_a_job_that_has_failed_is_another_exit_status_than_one_of_which_nothing_is_known(
+    api: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {"job_id": "j", "status": "failed", "attempts": 1, "error": {"code": "bad", "message": "no"}}
+    monkeypatch.setattr(Client, "get", lambda *_, **__: failed)
+    assert run("job", "j", "--wait").exit_code == 1

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     result: str | None = None  # JSON text, for FINISHED
     error: JobError | None = None
     due_ms: int | None = None  # when a delayed job may run again, for SERVER_ERROR
-    signal: Literal["ok", "refused", "failed", "busy", ""] = ""  # what the run says of its server and model
+    signal: Literal["ok", "refused", "failed", "busy", "told", ""] = ""  # what the run says of its server and model
     cooldown_ms: int = 0
     cools_server_down: bool = False  # The server has a cooldown too.
     quarantine: Quarantine | None = None

@@ -24,17 +24,17 @@ class Verdict(NamedTuple):
     cools_server_down: bool = False
 
     @property
-    def signal(self) -> Literal["ok", "refused", "failed", "busy", ""]:
+    def signal(self) -> Literal["ok", "refused", "failed", "busy", "told", ""]:
         """What the run tells of its server and model.
 
-        "refused": the job is at fault; "": nothing, or when to come back has been said already.
+        "refused": the job is at fault; "told": the server is busy and said when to come back; "": nothing.
         """
         if self.reason is Reason.FINISHED:
             return "ok"
         if self.reason is Reason.INVALID_REQUEST:
             return "refused"
-        if self.reason is Reason.SERVER_BUSY and self.retry_after_s is None:
-            return "busy"
+        if self.reason is Reason.SERVER_BUSY:
+            return "busy" if self.retry_after_s is None else "told"
         return "failed" if self.reason in _FAILURES else ""
 
 

@@ -2,7 +2,8 @@
   Keys: free, cooling, slots, servers, stats, meta
   Takes
     server: text
-    first_ms: int     the first cooldown, doubled each time in a row; 0: it is over, all is well
+    first_ms: int     the first cooldown, doubled each time in a row; 0: it is over, all is well, but for slots whose
+                      server said itself when to come back (release)
     max_ms: int
   Returns
     cooldown_ms: int
@@ -28,7 +29,8 @@ else
 end
 for n = 0, slots_in(entry) - 1 do
   local slot = server .. "-slot" .. n
-  if redis.call("ZREM", from, slot) == 1 then
+  local told_ms = first_ms == 0 and tonumber(redis.call("HGET", stats_key("server", server), "told:" .. slot) or 0) or 0
+  if told_ms <= now and redis.call("ZREM", from, slot) == 1 then
     return_slot(slot, now, cooldown_ms)
     moved = moved + 1
   end

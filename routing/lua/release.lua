@@ -6,14 +6,14 @@
       failures in a row, or this rate of them, 0 to 1, open a server's breaker for open_ms, doubled each time in a row
       up to open_max_ms; likewise the cooldown of a slot that was busy, up to busy_cooldown_max_ms
     releases: [{lease: {job_id: text, name: text, owner: text},
-                back: flag, cooldown_ms: int, outcome: "ok" | "refused" | "failed" | "busy" | "",
+                back: flag, cooldown_ms: int, outcome: "ok" | "refused" | "failed" | "busy" | "told" | "",
                 draining: {job_id: text, name: text, owner: text},
                 offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}}]
       lease         its owner is "" where it is an offer that nobody has claimed
       back          the job goes back to its place in its lane; else it has left the room
       cooldown_ms   how long the slot is offered to nobody
       outcome       what the run tells of its server and model; "refused": the server is well, its job is not;
-                    "": nothing
+                    "told": it is busy, and cooldown_ms is what it asked for; "": nothing
       draining      under this its slot stays taken; job_id "": it is free
       offering      see lib/offer
   Returns
@@ -48,7 +48,8 @@ local function note_run(was, outcome, now)
   local server, model = server_of(was.slot), was.lane.model
   if not field(SERVERS, server) then return end -- it has been removed meanwhile
   local of_server, of_model = stats_key("server", server), stats_key("model", model)
-  local told, in_a_row = outcome == "busy" and "" or outcome, rules_of(model).failures
+  local is_busy = outcome == "busy" or outcome == "told"
+  local told, in_a_row = is_busy and "" or outcome, rules_of(model).failures
   note_outcome(of_server, was.job, told, now, settings)
   if in_a_row > 0 then note_outcome(of_model, was.job, told, now, settings, in_a_row) end
   if outcome == "ok" then
@@ -58,9 +59,11 @@ local function note_run(was, outcome, now)
 end
 
 -- A slot whose server said "busy", again and again, is tried less and less often; a look at its health may end that.
-local function cooldown_of(slot, outcome, cooldown_ms)
+-- When a server said itself when to come back, only time ends that: see cool_down.
+local function cooldown_of(slot, outcome, cooldown_ms, now)
   local stats, name = stats_key("server", server_of(slot)), "busy:" .. slot
   read_hash(stats)
+  set_field(stats, "told:" .. slot, outcome == "told" and exact(now + cooldown_ms) or false)
   if outcome ~= "busy" or not is_online_slot(slot) then
     set_field(stats, name, false)
     return cooldown_ms
@@ -82,7 +85,7 @@ local function let_go(it, now)
     write_lease(draining.job_id, draining.name, draining.owner, was.slot, was.lane, was.constraints, was.seq,
       was.created, 0, 0, now, now + it.offering.lease_ms)
   else
-    return_slot(was.slot, now, cooldown_of(was.slot, it.outcome, it.cooldown_ms), is_let_go)
+    return_slot(was.slot, now, cooldown_of(was.slot, it.outcome, it.cooldown_ms, now), is_let_go)
   end
   if it.outcome ~= "ok" then doubt_loaded(was) end
   note_run(was, it.outcome, now)

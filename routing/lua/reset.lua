@@ -19,7 +19,7 @@ if kind ~= "server" then return moved end
 
 redis.call("HDEL", META, "failures:" .. name)
 for _, count in ipairs(redis.call("HKEYS", stats)) do
-  if string.match(count, "^busy:") then redis.call("HDEL", stats, count) end
+  if string.match(count, "^busy:") or string.match(count, "^told:") then redis.call("HDEL", stats, count) end
 end
 for _, slot in ipairs(redis.call("ZRANGE", COOLING, 0, -1)) do
   if server_of(slot) == name then

@@ -21,7 +21,7 @@ from slotkeeper.redis.scripts import Command, Scripts, log_failures
 
 log = structlog.get_logger(__name__)
 
-HealthSignal = Literal["ok", "refused", "failed", "busy", ""]
+HealthSignal = Literal["ok", "refused", "failed", "busy", "told", ""]
 
 
 class Renewal(StrEnum):

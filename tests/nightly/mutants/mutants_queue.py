@@ -400,4 +400,12 @@ MUTANTS = [
         kills=["test_lease_1_a_script_whose_answer_was_lost_has_run_once"],
         breaks="LEASE-1",
     ),
+    Mutant(
+        "health ends a cooldown that its server asked for",
+        "lua:cool_down",
+        lua_swap("if told_ms <= now and redis", "if redis"),
+        kills=["test_a_time_that_a_server_asked_for_is_not_ended_by_its_health"],
+        breaks="SLOT-2",
+        still="test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room",
+    ),
 ]

@@ -7,7 +7,7 @@ from routing.maintenance import reconcile
 from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
-from tests.support.stage import DOWN, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.stage import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
 
@@ -258,3 +258,16 @@ def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic
     stage.settle(stage.start())
     reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
     assert stage.free() == 2
+
+
+def test_a_time_that_a_server_asked_for_is_not_ended_by_its_health(stage):
+    stage.register()
+    job_id = stage.submit()
+    stage.settle(stage.start(), OutcomeKind.BUSY, retry_after_s=5)
+    for _ in range(3):
+        reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+        stage.later(SECOND)
+    assert stage.offered() == [], "it said when to come back"
+    stage.later(2 * SECOND)
+    stage.dispatcher.queues.offer("zimg", 1)
+    assert stage.job(job_id).state is State.QUEUED and stage.free() == 0, "its time is over, so it is offered"

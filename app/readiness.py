@@ -14,7 +14,6 @@ from kombu.exceptions import OperationalError as BrokerError
 from redis.exceptions import RedisError
 
 from migrations import migrate
-from routing.maintenance import task_runs
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.suitability import explain_unsuitable
@@ -62,14 +61,10 @@ def probe_broker() -> str | None:
 def probe_maintenance() -> str | None:
     """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
     try:
-        if not task_runs.has_sweep_stopped(scripts()):
-            return None
+        problem = ready.maintenance_problem(scripts())
     except RedisError:
         return None  # It is said elsewhere.
-    return (
-        f"Maintenance has not run for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it.  "
-        "See that beat and a worker of the queue `maintenance` run."
-    )
+    return problem and f"{problem}  See that beat and a worker of the queue `maintenance` run."
 
 
 def probe_workers() -> str | None:

@@ -11,9 +11,11 @@ from routing.queries.process_list import Process, ProcessList
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from tasks import process_files
+from tasks.beat import PERIODS_S
 from tasks.security.keyring import fingerprints
 
 _CANARY_MS = 20_000
+_FREQUENT_S = 10.0  # Rarer tasks have not yet run when maintenance has just been started again.
 
 
 def liveness_problem(role: str) -> str | None:
@@ -29,15 +31,25 @@ def readiness_problem(role: str) -> str | None:
     scripts = Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
         found = [it for it in ProcessList(scripts).read_all() if it.role == role and it.host == socket.gethostname()]
-        stopped = role == "maintenance" and task_runs.has_sweep_stopped(scripts)
+        problem = maintenance_problem(scripts) if role == "maintenance" else None
     except RedisError:
         return "Redis does not answer."
     lives = [it for it in found if it.lives]
     if not lives:
         return f"No process {role} of this host has said lately that it lives."
-    if stopped:
-        return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s."
+    if problem is not None:
+        return problem
     return next(filter(None, map(worker_problem, lives)), None)
+
+
+def maintenance_problem(scripts: Scripts) -> str | None:
+    """Return what of maintenance does not go on: its sweeps, or any of its frequent tasks.  Raises redis errors."""
+    if task_runs.has_sweep_stopped(scripts):
+        return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
+    frequent = {name: every_s for name, every_s in PERIODS_S.items() if every_s <= _FREQUENT_S}
+    if late := task_runs.find_late_tasks(scripts, frequent):
+        return f"Tasks of maintenance have not come to their end for long: {', '.join(sorted(late))}."
+    return None
 
 
 def worker_problem(it: Process) -> str | None:

@@ -26,8 +26,6 @@ _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
 _SKEW_MS = 2_000
 _OLDEST_REDIS = (7, 0)
-_LATE = 5.0  # periods, after which a task of maintenance is late
-_LATE_S = 30.0
 _SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
 _TRIES = 3
 _OURS = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY"})  # which the client reads
@@ -383,7 +381,6 @@ def _of_slots(snapshot: Any) -> Iterator[Finding]:
 def maintenance() -> Iterator[Finding]:
     """It goes on, and each of its tasks has lately come to its end."""
     from routing.maintenance import task_runs
-    from slotkeeper.clock import now_ms
     from tasks.beat import PERIODS_S
     from tasks.services import scripts
 
@@ -392,15 +389,12 @@ def maintenance() -> Iterator[Finding]:
         said = f"It has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines, retries and lost jobs wait for it."
         yield Finding("maintenance", "fail", said, remedy)
         return
-    runs, now, late = task_runs.read_task_runs(scripts()), now_ms(), []
-    for name, every_s in PERIODS_S.items():
-        if name in runs and now - runs[name].ended_ms > (_LATE * every_s + _LATE_S) * 1000:
-            late.append(f"{name} ({(now - runs[name].ended_ms) / 1000:.0f} s ago)")
-    if late:
-        said = f"These came to their end too long ago: {', '.join(sorted(set(late)))}."
+    if late := task_runs.find_late_tasks(scripts(), PERIODS_S):
+        named = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
+        said = f"These came to their end too long ago: {named}."
         yield Finding("maintenance", "warn", said, remedy)
     else:
-        yield Finding("maintenance", "ok", f"It goes on; {len(runs)} tasks have run.")
+        yield Finding("maintenance", "ok", f"It goes on; {len(task_runs.read_task_runs(scripts()))} tasks have run.")
 
 
 def secret() -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.redis.scripts import Scripts
 
 SWEEP_MARK_TTL_S = 15
+_LATE, _LATE_S = 5.0, 30.0  # periods, and seconds more, after which a task that has not ended again is late
 _TOLD_EVERY_S = 1.0
 
 
@@ -22,7 +23,7 @@ def mark_sweep(scripts: Scripts) -> None:
 
 
 def has_sweep_stopped(scripts: Scripts) -> bool:
-    """Nobody has swept for FADES_S.  Raises redis errors."""
+    """Nobody has swept for SWEEP_MARK_TTL_S.  Raises redis errors."""
     return not scripts.redis.exists(scripts.keys.maintenance_heartbeat())
 
 
@@ -53,6 +54,13 @@ class TaskRunRecorder:
             self._told_at = self._clock()
         with suppress(RedisError):
             self._scripts.redis.hset(self._scripts.keys.tasks(), mapping=untold)
+
+
+def find_late_tasks(scripts: Scripts, periods_s: Mapping[str, float]) -> dict[str, float]:
+    """Task -> seconds since it last came to its end, of those that should have ended again.  Raises redis errors."""
+    now, runs = now_ms(), read_task_runs(scripts)
+    ages_s = {name: (now - runs[name].ended_ms) / 1000 for name in periods_s if name in runs}
+    return {name: age_s for name, age_s in ages_s.items() if age_s > _LATE * periods_s[name] + _LATE_S}
 
 
 def read_task_runs(scripts: Scripts) -> dict[str, TaskRun]:

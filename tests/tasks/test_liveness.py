@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from app import readiness
 from app.cli.__main__ import main
 from routing.queries import process_list
 from routing.queries.process_list import ProcessList
+from slotkeeper.clock import now_ms
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from tasks import process_files, ready, services
@@ -195,6 +197,24 @@ def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
     assert "swept" in str(ready.readiness_problem("maintenance"))
     task_runs.mark_sweep(services.scripts())
     assert ready.readiness_problem("maintenance") is None
+
+
+def test_maintenance_is_not_ready_while_a_frequent_task_does_not_come_to_its_end(api: Api) -> None:
+    from routing.maintenance import task_runs
+
+    scripts = services.scripts()
+    _a_process("maintenance")
+    task_runs.mark_sweep(scripts)
+
+    def ended_ago(name: str, ago_s: float) -> None:
+        scripts.redis.hset(scripts.keys.tasks(), name, f"{now_ms() - int(ago_s * 1000)} 0.001")
+
+    ended_ago("reap", 20)
+    ended_ago("check_invariants", 10_000)
+    assert ready.readiness_problem("maintenance") is None, "a rare task may not have run since a new start"
+    ended_ago("reap", 40)
+    assert "end for long: reap" in str(ready.readiness_problem("maintenance"))
+    assert "end for long: reap" in str(readiness.probe_maintenance())
 
 
 def test_the_command_says_why_and_fails(api: Api) -> None:

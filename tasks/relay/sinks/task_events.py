@@ -1,32 +1,45 @@
 """Celery's task events as a sink, made from the outbox: Flower, and whoever else receives them, sees every job.
 
-Jobs that wait or are delayed are shown too, and the workers themselves publish no task events.
+Jobs that wait or are delayed are shown too, and the workers themselves publish no task events.  Each event describes
+its task whole: a receiver may have come after those before it.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import orjson
 from celery import Celery
 from celery.events import Event, EventDispatcher
 from kombu.exceptions import OperationalError
 from sqlalchemy import bindparam, func, select
 
 from slotkeeper.db.group_commit import Database
-from slotkeeper.jobs.states import Reason
-from slotkeeper.jobs.tables import jobs
+from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
+from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.tables import events, jobs
 from tasks import offer_messages
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 CLIENT = "slotkeeper"
 """The host name of events of jobs that no worker has started."""
-_RUNS_REMEMBERED = 100_000
 _RESULT_SHOWN = 200  # characters
 _BATCH = 100_000  # The dispatcher publishes a batch only when it is told to.
 _RESULTS = select(jobs.c.id, func.substr(jobs.c.result, 1, _RESULT_SHOWN).label("result")).where(
     jobs.c.id.in_(bindparam("p_ids", expanding=True))
 )
+_LAST_EVENTS = select(events.c.job_id, events.c.type, events.c.at_ms, events.c.data).where(
+    events.c.id.in_(
+        select(func.max(events.c.id))
+        .where(
+            events.c.job_id.in_(bindparam("p_ids", expanding=True)),
+            events.c.type.in_(sorted(TRANSITION_TYPES)),
+            events.c.id < bindparam("p_before"),
+        )
+        .group_by(events.c.job_id)
+    )
+)
+_STARTED = EVENT_TYPES[State.RUNNING]
 _SUBMITTED = frozenset({Reason.SUBMITTED, Reason.SCHEDULED})
 
 
@@ -43,7 +56,6 @@ class TaskEventSink:
 
     def __init__(self, app: Celery, database: Database) -> None:
         self._app, self._database = app, database
-        self._runs: OrderedDict[str, _Run] = OrderedDict()  # by job; the oldest goes first
         self._dispatcher: EventDispatcher | None = None
         self._connection: Any = None
         self._errors: tuple[type[BaseException], ...] = (
@@ -58,13 +70,16 @@ class TaskEventSink:
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """Publish the events of a batch as one message, in their order.  Raises SinkAway, RecordUnavailable."""
         try:
-            transitions = [published.event for published in batch if published.type.startswith("job.")]
-            results = self._results(transitions)
-            dispatcher = self._connected()
-            for event in transitions:
-                for type_, fields in self._task_events(event, results):
-                    dispatcher.send(type_, Event=_at_worker(fields.pop("hostname")), **fields)
+            transitions = [published for published in batch if published.type.startswith("job.")]
+            results, runs = self._results(transitions), self._runs(transitions)
+            dispatcher, has_no_worker = self._connected(), False
+            for it in transitions:
+                for type_, hostname, fields in _task_events(it.event, runs, results):
+                    has_no_worker |= hostname == CLIENT and type_ != "task-sent"
+                    dispatcher.send(type_, Event=_at_worker(hostname), **fields)
             dispatcher.flush()
+            if has_no_worker:  # A receiver has taken their host name for a worker.
+                dispatcher.send("worker-offline")
         except self._errors as error:
             self.close()
             raise SinkUnavailable(str(error) or type(error).__name__) from error
@@ -82,53 +97,68 @@ class TaskEventSink:
             )
         return self._dispatcher
 
-    def _results(self, transitions: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    def _results(self, transitions: Iterable[PublishedEvent]) -> dict[str, str]:
         """Return the beginnings of the results of jobs that have completed, by job."""
-        completed = [event["subject"] for event in transitions if event["type"] == "job.completed"]
+        completed = [it.key for it in transitions if it.type == "job.completed"]
         if not completed:
             return {}
         with self._database.read() as connection:
             return {row.id: row.result or "" for row in connection.execute(_RESULTS, {"p_ids": completed})}
 
-    def _task_events(
-        self, event: Mapping[str, Any], results: Mapping[str, str]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the types and fields of the task events that tell one transition."""
-        told, job = event["data"], event["subject"]
-        at_s = datetime.fromisoformat(told["at"]).timestamp()
-        run = self._runs.get(job)
-        common = {"uuid": job, "timestamp": at_s, "hostname": run.worker if run is not None else CLIENT}
-        match event["type"]:
-            case "job.enqueued" | "job.delayed" if told["why"] in _SUBMITTED:
-                yield "task-sent", common | _request(told)
-            case "job.started":
-                self._note(job, _Run(told.get("worker") or CLIENT, at_s))
-                common["hostname"] = self._runs[job].worker
-                yield "task-received", common | _request(told)
-                yield "task-started", common
-            case "job.enqueued" | "job.delayed" if told["why"] != Reason.DUE:
-                yield "task-retried", common | {"exception": _reason(told), "traceback": ""}
-            case "job.completed":
-                runtime = {} if run is None else {"runtime": at_s - run.began_s}
-                yield "task-succeeded", common | runtime | {"result": results.get(job, "")}
-            case "job.failed" | "job.dlq":
-                yield "task-failed", common | {"exception": _reason(told), "traceback": ""}
-            case "job.canceled" | "job.expired" as ended:
-                expired = ended == "job.expired"
-                yield "task-revoked", common | {"terminated": run is not None, "signum": None, "expired": expired}
-        if event["type"] != "job.started":
-            self._runs.pop(job, None)
-
-    def _note(self, job: str, run: _Run) -> None:
-        self._runs[job] = run
-        if len(self._runs) > _RUNS_REMEMBERED:
-            self._runs.popitem(last=False)
+    def _runs(self, transitions: Sequence[PublishedEvent]) -> dict[str, _Run]:
+        """Return the runs that went on before these transitions, by job."""
+        first: dict[str, PublishedEvent] = {}
+        for it in transitions:
+            first.setdefault(it.key, it)
+        ids = [job_id for job_id, it in first.items() if it.type != _STARTED and not _is_submit(it.event)]
+        if not ids:
+            return {}
+        with self._database.read() as connection:
+            found = connection.execute(_LAST_EVENTS, {"p_ids": ids, "p_before": transitions[0].number}).all()
+        return {
+            row.job_id: _Run(orjson.loads(row.data).get("worker") or CLIENT, row.at_ms / 1000)
+            for row in found
+            if row.type == _STARTED
+        }
 
     def close(self) -> None:
         self._dispatcher = None
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.collect()
+
+
+def _task_events(
+    event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the types, host names and fields of the task events that tell one transition, and keep `runs`."""
+    told, job = event["data"], event["subject"]
+    at_s = datetime.fromisoformat(told["at"]).timestamp()
+    run = runs.pop(job, None)
+    if event["type"] == _STARTED:
+        run = runs[job] = _Run(told.get("worker") or CLIENT, at_s)
+    worker = CLIENT if run is None else run.worker
+    task = _request(told) | {"uuid": job, "timestamp": at_s}
+    match event["type"]:
+        case "job.enqueued" | "job.delayed" if _is_submit(event):
+            yield "task-sent", worker, task
+        case "job.started":
+            yield "task-received", worker, task
+            yield "task-started", worker, task
+        case "job.enqueued" | "job.delayed" if told["why"] != Reason.DUE:
+            yield "task-retried", worker, task | {"exception": _reason(told), "traceback": ""}
+        case "job.completed":
+            runtime = {} if run is None else {"runtime": at_s - run.began_s}
+            yield "task-succeeded", worker, task | runtime | {"result": results.get(job, "")}
+        case "job.failed" | "job.dlq":
+            yield "task-failed", worker, task | {"exception": _reason(told), "traceback": ""}
+        case "job.canceled" | "job.expired" as ended:
+            expired = ended == "job.expired"
+            yield "task-revoked", worker, task | {"terminated": run is not None, "signum": None, "expired": expired}
+
+
+def _is_submit(event: Mapping[str, Any]) -> bool:
+    return event["data"]["why"] in _SUBMITTED
 
 
 def _request(told: Mapping[str, Any]) -> dict[str, Any]:

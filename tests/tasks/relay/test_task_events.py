@@ -61,11 +61,11 @@ def received(app: Celery) -> Iterator[list[dict[str, Any]]]:
 
 
 def _relay(app: Celery, database: Database) -> Relay:
-    return Relay("celery", database, TaskEventSink(app, database))
+    return Relay("celery", database, TaskEventSink(app, database), holder="the relay")
 
 
 def _types(events: list[dict[str, Any]], job_id: str) -> list[str]:
-    return [it["type"].removeprefix("task-") for it in events if it["uuid"] == job_id]
+    return [it["type"].removeprefix("task-") for it in events if it.get("uuid") == job_id]
 
 
 def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store: JobStore) -> None:
@@ -113,3 +113,34 @@ def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
         relay.relay_batch()
         eventually(lambda: len(events) >= 3, "all are received")
     assert _types(events, first.job.id) == ["retried", "received", "started"]
+
+
+def test_an_event_is_whole_for_a_receiver_and_a_relay_that_came_late(app: Celery, store: JobStore) -> None:
+    job_id = a_job_in(store, State.QUEUED).id
+    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    _relay(app, store.database).relay_batch()
+    store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND)
+    with received(app) as events:
+        _relay(app, store.database).relay_batch()
+        eventually(lambda: len(events) == 1, "it is received")
+    state = app.events.State()
+    state.event(events[0])
+    task = state.tasks[job_id]
+    assert (task.name, task.worker.hostname, task.runtime) == ("infer", "worker@host", 2)
+    assert "'zimg'" in task.args
+
+
+def test_no_worker_is_online_by_the_name_of_jobs_that_none_had(app: Celery, store: JobStore) -> None:
+    waits, retried = a_job_in(store, State.QUEUED).id, a_running_job(store).job.id
+    store_end(store, retried, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
+    _relay(app, store.database).relay_batch()
+    for job_id in (waits, retried):
+        assert store.cancel_waiting(job_id, Reason.CANCEL_REQUESTED, T0 + 2 * SECOND)
+    with received(app) as events:
+        _relay(app, store.database).relay_batch()
+        eventually(lambda: len(events) == 3, "all are received")
+    state = app.events.State()
+    for event in events:
+        state.event(event)
+    assert not any(worker.alive for worker in state.workers.values())
+    assert [(it["type"], it["terminated"]) for it in events[:2]] == [("task-revoked", False)] * 2

@@ -391,6 +391,7 @@ def live(step: str) -> None:
     notifications.NOTIFY_AFTER_MS = 50
     results.ResultNotifier.put = lambda self, owed: self.notify([owed])  # type: ignore[method-assign]  # one pair of hands
     server_report.MIN_AGE_MS = 0
+    server_call._REPORT_DELAY_S = 0.0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
     crash_points._left.update(dict.fromkeys(crash_points.POINTS, _COUNTS_ONLY))

@@ -69,7 +69,7 @@ def test_beat_sends_all_when_it_begins_and_each_task_at_the_multiples_of_its_per
     assert scheduler.tick() == pytest.approx(0.25)
     (first,) = sent
     assert sorted(first) == sorted(PERIODS_S)
-    for now_s, due in ((0.51, {0.5}), (1.02, {0.5, 1.0}), (1.5, {0.5}), (2.0, {0.5, 1.0, 2.0})):
+    for now_s, due in ((0.51, {0.5}), (1.02, {0.5, 1.0}), (1.51, {0.5}), (2.01, {0.5, 1.0, 2.0})):
         sent.clear()
         at(now_s)
         assert scheduler.tick() == pytest.approx(0.5 - now_s % 0.5)

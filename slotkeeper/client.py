@@ -109,7 +109,7 @@ class Client:
             try:
                 return ask()
             except (ApiError, ApiUnreachable) as error:
-                if isinstance(error, ApiError) and error.status not in _AGAIN:
+                if not _is_temporary(error):
                     raise
                 told_s = error.retry_after_s if isinstance(error, ApiError) else None
                 pause_s = wait_s if told_s is None else told_s
@@ -140,7 +140,7 @@ class Client:
             try:
                 job: dict[str, Any] = self.retry(ask, patience_s, on_pause)
             except (ApiError, ApiUnreachable) as error:
-                if isinstance(error, ApiError) and error.status not in _AGAIN:
+                if not _is_temporary(error):
                     raise
                 again = f"slotkeeper job {job_id} --wait"
                 raise OutcomeUnknown(
@@ -162,6 +162,11 @@ class Client:
             cursor = page["next_cursor"]
             if cursor is None:
                 return
+
+
+def _is_temporary(error: ApiError | ApiUnreachable) -> bool:
+    """Return whether the same request may succeed later."""
+    return isinstance(error, ApiUnreachable) or error.status in _AGAIN
 
 
 def is_final(job: Mapping[str, Any]) -> bool:

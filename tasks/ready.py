@@ -47,7 +47,7 @@ def maintenance_problem(scripts: Scripts) -> str | None:
     if task_runs.has_sweep_stopped(scripts):
         return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
     frequent = {name: every_s for name, every_s in PERIODS_S.items() if every_s <= _FREQUENT_S}
-    if late := task_runs.find_late_tasks(scripts, frequent):
+    if late := task_runs.find_late_tasks(task_runs.read_task_runs(scripts), frequent):
         return f"Tasks of maintenance have not come to their end for long: {', '.join(sorted(late))}."
     return None
 

@@ -389,12 +389,13 @@ def maintenance() -> Iterator[Finding]:
         said = f"It has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines, retries and lost jobs wait for it."
         yield Finding("maintenance", "fail", said, remedy)
         return
-    if late := task_runs.find_late_tasks(scripts(), PERIODS_S):
+    runs = task_runs.read_task_runs(scripts())
+    if late := task_runs.find_late_tasks(runs, PERIODS_S):
         named = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
         said = f"These came to their end too long ago: {named}."
         yield Finding("maintenance", "warn", said, remedy)
     else:
-        yield Finding("maintenance", "ok", f"It goes on; {len(task_runs.read_task_runs(scripts()))} tasks have run.")
+        yield Finding("maintenance", "ok", f"It goes on; {len(runs)} tasks have run.")
 
 
 def secret() -> Iterator[Finding]:

@@ -3,11 +3,11 @@
 Pure: no clock, no chance, no Redis, no SQL.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from routing.config import RoutingSettings
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.dispatch.verdict import Verdict, judge
+from routing.dispatch.verdict import HealthSignal, Verdict, judge
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.values import JobError, Quarantine, Run
@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     result: str | None = None  # JSON text, for FINISHED
     error: JobError | None = None
     due_ms: int | None = None  # when a delayed job may run again, for SERVER_ERROR
-    signal: Literal["ok", "refused", "failed", "busy", "told", ""] = ""  # what the run says of its server and model
+    signal: HealthSignal = ""  # what the run says of its server and model
     cooldown_ms: int = 0
     cools_server_down: bool = False  # The server has a cooldown too.
     quarantine: Quarantine | None = None

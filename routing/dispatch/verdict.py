@@ -13,6 +13,9 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.jobs.states import Reason
 from slotkeeper.registry.model_config import ModelConfig
 
+# As routing.queue.leases has it, which needs Redis.
+HealthSignal = Literal["ok", "refused", "failed", "busy", "told", ""]
+
 _FAILURES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
 
 
@@ -24,7 +27,7 @@ class Verdict(NamedTuple):
     cools_server_down: bool = False
 
     @property
-    def signal(self) -> Literal["ok", "refused", "failed", "busy", "told", ""]:
+    def signal(self) -> HealthSignal:
         """What the run tells of its server and model.
 
         "refused": the job is at fault; "told": the server is busy and said when to come back; "": nothing.

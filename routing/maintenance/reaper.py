@@ -232,14 +232,13 @@ def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> No
     joins it to the run, answers from memory, or says that it is busy, and then the job goes back.  A worker that was
     told to stop, and ended before it had handed the job over, costs the job nothing.
     """
-    active = active_run_of(dispatcher, job)
+    active, config = active_run_of(dispatcher, job), dispatcher.catalog.resolve(job.model).config
     if active is not None and was_told_to_stop(dispatcher.leases.scripts, active.lease.owner):
-        config = dispatcher.catalog.resolve(job.model).config
         stopped = decide(active.run, StopReason.STOPPED, config, dispatcher.settings, now_ms(), canceling=False)
         _end_seized(dispatcher, mine, job, stopped, "reap_committed")
         return
     decision = Decision(
-        crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config, Reason.LEASE_EXPIRED),
+        crash_reason(job.crashes, config, Reason.LEASE_EXPIRED),
         error=JobError("worker_lost", f"The worker that ran it on {job.slot} {how}."),
         quarantine=Quarantine("worker_lost", now_ms() + dispatcher.settings.withhold_max_ms, resumes=True),
         resume_in_slot=True,

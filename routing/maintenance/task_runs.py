@@ -56,9 +56,9 @@ class TaskRunRecorder:
             self._scripts.redis.hset(self._scripts.keys.tasks(), mapping=untold)
 
 
-def find_late_tasks(scripts: Scripts, periods_s: Mapping[str, float]) -> dict[str, float]:
-    """Task -> seconds since it last came to its end, of those that should have ended again.  Raises redis errors."""
-    now, runs = now_ms(), read_task_runs(scripts)
+def find_late_tasks(runs: Mapping[str, TaskRun], periods_s: Mapping[str, float]) -> dict[str, float]:
+    """Return task -> seconds since its last run ended, of those that should have ended again."""
+    now = now_ms()
     ages_s = {name: (now - runs[name].ended_ms) / 1000 for name in periods_s if name in runs}
     return {name: age_s for name, age_s in ages_s.items() if age_s > _LATE * periods_s[name] + _LATE_S}
 

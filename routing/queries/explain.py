@@ -32,8 +32,8 @@ _FAILED = {
     "rate": "failed most of its latest runs",
     "probe": "failed the run that tried whether it works again",
 }
+_TAKEN_OVER_AFTER = {Reason.HANDED_BACK, Reason.LEASE_EXPIRED, Reason.SERVER_LOST}
 # What passes by itself, so that a start can be foretold.
-_TAKEN_OVER_AFTER = ([Reason.HANDED_BACK], [Reason.LEASE_EXPIRED], [Reason.SERVER_LOST])
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 _MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
 
@@ -137,7 +137,7 @@ def _resumption(dispatcher: Dispatcher, job: Job) -> str:
     if job.state is not State.RUNNING or job.remote_id is not None:
         return ""
     reasons = [event.data.get("why") for event in dispatcher.store.list_events(job.id)]
-    if reasons[-2:-1] not in _TAKEN_OVER_AFTER:
+    if len(reasons) < 2 or reasons[-2] not in _TAKEN_OVER_AFTER:
         return ""
     return (
         "  It was taken over from a worker that had stopped or was lost and may have sent the request.  A server that"

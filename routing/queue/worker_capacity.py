@@ -6,7 +6,7 @@ An offer is made only for a run that a living worker has said it has room for, s
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from slotkeeper.redis.scripts import Command, Scripts
 
@@ -92,4 +92,5 @@ class WorkerCapacity:
 
 def was_told_to_stop(scripts: Scripts, worker: str) -> bool:
     """Return whether this worker reported that it was told to stop.  Raises redis errors."""
-    return scripts.hash(scripts.keys.workers()).get(worker, "").startswith("stopping ")
+    said: Any = scripts.redis.hget(scripts.keys.workers(), worker)
+    return said is not None and said.startswith(b"stopping ")

@@ -107,9 +107,7 @@ class TaskEventSink:
 
     def _runs(self, transitions: Sequence[PublishedEvent]) -> dict[str, _Run]:
         """Return the runs that went on before these transitions, by job."""
-        first: dict[str, PublishedEvent] = {}
-        for it in transitions:
-            first.setdefault(it.key, it)
+        first = {it.key: it for it in reversed(transitions)}
         ids = [job_id for job_id, it in first.items() if it.type != _STARTED and not _is_submit(it.event)]
         if not ids:
             return {}

@@ -19,6 +19,7 @@ import msgspec
 import orjson
 
 from slotkeeper import json_text
+from slotkeeper.json_fault import describe_fault
 
 LARGE_BYTES = 256 * 1024
 """Bytes of a text above which it is not made into objects."""
@@ -182,14 +183,30 @@ def _in(value: Any, token: str) -> Any:
 
 
 def main() -> int:
-    """Read an answer, and tell what stands at the pointers that are named; status 1: it is no JSON."""
+    """Write what stands at the named pointers of the JSON on standard input.
+
+    Returns the exit status: 1, with the fault in place of that, if it is not JSON.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     pointers = [tuple(pointer) for pointer in orjson.loads(sys.argv[1])]
+    text = b""
     try:
-        sys.stdout.buffer.write(report_pointers(sys.stdin.buffer.read(), pointers))
-    except (ValueError, MemoryError):
+        text = sys.stdin.buffer.read()
+        sys.stdout.buffer.write(report_pointers(text, pointers))
+    except ValueError as error:
+        sys.stdout.write(_describe(text, error))
+        return 1
+    except MemoryError:
+        sys.stdout.write("it is too large to be read")
         return 1
     return 0
+
+
+def _describe(text: bytes, error: ValueError) -> str:
+    try:
+        return describe_fault(text) or str(error)
+    except MemoryError:  # The objects before the fault take more than reading without them.
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,11 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 
 
 def read_push(job: Job, body: bytes) -> Outcome | None:
-    """What the push says; None: not the end of the run, or its server is not known any more."""
+    """Return what the push says; None: not the end of the run, or its server is not known any more.
+
+    PENDING: the push is JSON with a fault.  If nobody polls the server, so that it cannot be asked again, that ends the
+    run.
+    """
     url = endpoint_of_run(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
     if url is None:
         return None
@@ -45,7 +49,9 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
         outcome = call_server(
             server, partial(ServerSession.fetch_result, call=call, remote_id=job.remote_id, outcome=outcome)
         )
-    return outcome if outcome.kind in _ENDS else None
+    if outcome.is_faulty_json and server.description.mode == "callback":
+        outcome = outcome._replace(kind=OutcomeKind.RETRY, server_still_running=True)
+    return outcome if outcome.kind in _ENDS or outcome.is_faulty_json else None
 
 
 def release_quarantined_slot(job: Job, body: bytes) -> bool:
@@ -53,7 +59,10 @@ def release_quarantined_slot(job: Job, body: bytes) -> bool:
 
     Raises RecordUnavailable.
     """
-    if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None or read_push(job, body) is None:
+    if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None:
+        return False
+    outcome = read_push(job, body)
+    if outcome is None or outcome.is_faulty_json:
         return False
     return quarantined_slots.release_run_slot(dispatcher(), job.id, job.attempt)
 

@@ -11,6 +11,7 @@ from app.job_answers import PushResult
 from app.problems import ProblemError
 from app.request_json import read_body
 from app.schemas.job_schemas import JobPath
+from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Job
 from tasks import callbacks, server_push
@@ -39,7 +40,8 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
 
     Only under the token that came with the job's present run; sent twice, the second changes nothing.  The body is
     what the server would answer to a poll.  A result that cannot be kept (422) ends the job as failed, as in an
-    answer.  Between two workers a run cannot end (503): push it again.
+    answer.  JSON with a fault is refused (422); the refusal names the fault.  Between two workers a run cannot end
+    (503): push it again.
     """
     job = _pushed_to(path.job_id)
     if server_push.is_between_workers(job):
@@ -51,7 +53,10 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
         server_push.release_quarantined_slot(job, read_body(request))
     if outcome is None:
         return PushResult.build(status="ignored" if job.state is State.RUNNING else job.state), _status(job)
-    server_push.apply_push(job, outcome)
+    if outcome.kind is not OutcomeKind.PENDING:
+        server_push.apply_push(job, outcome)
+    if outcome.is_faulty_json:
+        raise ProblemError(422, outcome.code, "Not a result that can be read", f"{outcome.message}.")
     if outcome is TOO_DEEP:
         raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
     now = dispatcher().store.get_state(job.id)

@@ -3,10 +3,11 @@
 Pure: no clock, no chance, no Redis, no SQL.
 """
 
+import re
 from typing import NamedTuple
 
 from routing.config import RoutingSettings
-from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind, StopReason
 from routing.dispatch.verdict import HealthSignal, Verdict, judge
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
@@ -15,6 +16,7 @@ from slotkeeper.registry.model_config import ModelConfig
 
 # The server has answered, and the job does not come back: the slot need not wait for the database.
 _FREES_SLOT_FIRST = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST})
+_NUMBERS = re.compile(r"[0-9]+")
 
 
 class Decision(NamedTuple):
@@ -62,6 +64,9 @@ def decide(
         return _stopped(outcome, settings, now_ms)
     overdue = run.deadline_ms is not None and now_ms >= run.deadline_ms
     verdict = judge(outcome, run.failures, run.crashes, canceling, config, overdue=overdue)
+    if verdict.reason is Reason.SERVER_ERROR and _is_repeated(run.last_error, outcome):
+        verdict = Verdict(Reason.RETRIES_EXHAUSTED)
+        outcome = outcome._replace(message=f"{outcome.message} (the same answer twice: it is not tried again)")
     retries = verdict.reason is Reason.SERVER_ERROR
     reason = outcome.code or outcome.kind.value
     return Decision(
@@ -91,6 +96,16 @@ def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Deci
             return Decision(Reason.HANDED_BACK, enqueue_again=True)
         case StopReason.LOST:
             raise ValueError("a run that is another worker's, or over, is not ended here")
+
+
+def _is_repeated(last: JobError | None, outcome: Outcome) -> bool:
+    """Return True if the run before ended with the same answer that cannot be read.
+
+    Each try is a whole run on a GPU.  Places and sizes in the messages may differ.
+    """
+    if last is None or outcome.code != BAD_ANSWER or last.code != BAD_ANSWER:
+        return False
+    return _NUMBERS.sub("", last.message) == _NUMBERS.sub("", outcome.message)
 
 
 def _error(outcome: Outcome, verdict: Verdict) -> JobError | None:

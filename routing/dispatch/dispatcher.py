@@ -340,6 +340,7 @@ def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         described_by=job.described_by,
         sent_to=job.sent_to,
         traceparent=job.traceparent,
+        last_error=job.error,
     )
     return ActiveRun(
         run, Lease.from_stored_text(dispatcher.catalog.resolve(job.model).fleet, job.id, job.lease, job.slot)

@@ -6,6 +6,9 @@ The server adapters produce it, routing.dispatch.decision says what it means for
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
+BAD_ANSWER = "bad_answer"
+"""Code of an outcome whose answer is whole, and cannot be read or is none that the server's description knows."""
+
 
 class OutcomeKind(StrEnum):
     """What an exchange can mean for a job."""
@@ -34,6 +37,7 @@ class Outcome(NamedTuple):
     server_still_running: bool = (
         False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
     )
+    is_faulty_json: bool = False  # PENDING, BAD_ANSWER: the server will answer the same if it is asked again
 
 
 class StopReason(Enum):

@@ -33,6 +33,7 @@ _ALSO_MOVED = (
     *("callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
 )
 _MOVED_COLUMNS = (*QUEUED_JOB_COLUMNS, *(jobs.c[name] for name in _ALSO_MOVED))
+_STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message)
 # A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
 # What happens to many at the same moment.
@@ -94,7 +95,7 @@ def _moving(state: State, why: Reason, guarded: Update) -> ReturningUpdate[Any]:
     values = _values(state, why, found.to)
     if found.costs is not Budget.NOTHING:
         values[found.costs.value] = jobs.c[found.costs.value] + 1
-    columns = (*_MOVED_COLUMNS, jobs.c.payload) if found.to is State.RUNNING else _MOVED_COLUMNS
+    columns = (*_MOVED_COLUMNS, *_STARTED_COLUMNS) if found.to is State.RUNNING else _MOVED_COLUMNS
     return guarded.values(state=found.to.value, why=why.value, **values).returning(*columns)
 
 

@@ -165,7 +165,6 @@ class JobStore:
 
     def submit_write(self, new: Sequence[NewJob], now_ms: int, committed: Committed | None) -> Write[list[AcceptedJob]]:
         """The write of `submit`."""
-
         coming = [_coming(job, now_ms) for job in new]  # Here, where nobody is kept from writing.
 
         def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict:
@@ -587,6 +586,7 @@ def _run(row: Row, server: str, slot: str) -> Run:
         described_by=row.described_by,
         sent_to=row.sent_to,
         traceparent=row.traceparent,
+        last_error=None if row.error_code is None else JobError(row.error_code, row.error_message or ""),
     )
 
 

@@ -120,6 +120,7 @@ class Run:
     described_by: str | None = None  # how its server is spoken to; None: by the slot protocol
     traceparent: str | None = None
     sent_to: str | None = None  # its server's address when it began; None: not known
+    last_error: JobError | None = None  # of the run before; None: it is the first, or the job was revived
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,11 @@ class Job:
     sent_to: str | None = None  # as of its run
     traceparent: str | None = None
     batch: str | None = None
+
+    @property
+    def error(self) -> JobError | None:
+        """Why its last run did not succeed."""
+        return None if self.error_code is None else JobError(self.error_code, self.error_message or "")
 
     @property
     def queued(self) -> QueuedJob:

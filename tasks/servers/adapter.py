@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind, Limits
 from tasks.servers.compiled import CompiledDescription, CompiledStep, RequestTemplate, compile_description
@@ -99,7 +99,7 @@ class ServerAdapter:
             )
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
-        return outcome or Outcome(OutcomeKind.RETRY, code="bad_answer")
+        return outcome or Outcome(OutcomeKind.RETRY, code=BAD_ANSWER)
 
     def is_run_over(self, call: Call, reply: Response | NoResponse) -> bool:
         """Whether the end of a submit that was given up tells that the server has done with the run."""
@@ -148,7 +148,7 @@ class ServerAdapter:
         """
         values = self._values(call, remote_id or self.given_id_of(call))
         outcome = self._plan.callback.outcome(Response(200, {}, body), self._about(values))
-        return outcome or Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
+        return outcome or Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
         """Fetch the result of a run of which a push said that it is done."""
@@ -172,14 +172,14 @@ class ServerAdapter:
                 reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
         except TemplateError as error:
             return Health(HealthKind.UNKNOWN, message=str(error))
-        return judge.read(reply)
+        return judge.read(reply, self._secrets_to_redact(None))
 
     async def _first_verdict(self, values: TemplateValues, end: float, send: Send) -> Outcome:
         for step in self._plan.status:
             outcome = await self._ask(step, values, end, send)
             if outcome is not None:
                 return outcome
-        return Outcome(OutcomeKind.PENDING, code="bad_answer", remote_id=values.remote_id)
+        return Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     async def _with_result(self, outcome: Outcome, values: TemplateValues, end: float, send: Send) -> Outcome:
         if outcome.kind is not OutcomeKind.DONE or self._plan.result is None:
@@ -264,9 +264,10 @@ class ServerAdapter:
         assert values.call is not None
         return ResponseContext(values.call.job_id, values.remote_id, self._secrets_to_redact(values.call), time.time())
 
-    def _secrets_to_redact(self, call: Call) -> tuple[str, ...]:
+    def _secrets_to_redact(self, call: Call | None) -> tuple[str, ...]:
         """What an answer may repeat and nobody is told: an earlier exchange may have sent what this one does not."""
-        known = (*self._secrets_of_endpoint, call.callback_token) if call.callback_token else self._secrets_of_endpoint
+        token = call.callback_token if call is not None else None
+        known = (*self._secrets_of_endpoint, token) if token else self._secrets_of_endpoint
         if self._secret is None or not self.description.secrets:
             return known
         return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)

@@ -1,6 +1,7 @@
 """Reading a health check: from a reply to a Health.  Pure."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,8 @@ from tasks.servers.call import Health, HealthKind
 from tasks.servers.default_rules import health_rules
 from tasks.servers.description import CountSource, HealthStep
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
-from tasks.servers.responses import NOT_JSON, NoResponse, Response, id_text
-from tasks.servers.rules import CompiledRule, compile_rule
+from tasks.servers.responses import NOT_JSON, NoResponse, Response, id_text, redact
+from tasks.servers.rules import CompiledRule, compile_rule, describe_unreadable, is_redirect
 
 _IDLE = "idle"
 _LONGEST_START = 100  # characters
@@ -34,18 +35,18 @@ class HealthJudge:
     started: Pointer | re.Pattern[str] | None = None
     idempotent: Pointer | None = None
 
-    def read(self, reply: Response | NoResponse) -> Health:
-        """What the server is, and what it says it is doing."""
+    def read(self, reply: Response | NoResponse, secrets: Iterable[str] = ()) -> Health:
+        """Return what the server is, and what it says it is doing; without `secrets`, which its answer may repeat."""
         said = self._state(reply)
         kind = HealthKind.UP if said == _IDLE else HealthKind(said)
-        message = reply.message if isinstance(reply, NoResponse) else f"the server answered {reply.status}"
+        message = redact(_message(reply), secrets)
         # A server that is busy by a rule of its own may still have answered in full (Cog does).
         if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
             return Health(kind, running_count=self.running, message=message)
         try:
             active, ids = self._active(reply), self._job_ids(reply)
         except _NotAsDescribed as error:
-            return Health(HealthKind.GARBAGE, running_count=self.running, message=str(error))
+            return Health(HealthKind.GARBAGE, running_count=self.running, message=redact(str(error), secrets))
         if active is None and ids is not None:
             active = len(ids)
         return Health(
@@ -96,9 +97,15 @@ class HealthJudge:
         if pointer is None or (self.metric is not None and answer.json is NOT_JSON):
             return None  # a page of metrics holds no ids
         if answer.json is NOT_JSON:
-            raise _NotAsDescribed("the answer is not JSON")
+            raise _NotAsDescribed(describe_unreadable(answer))
         value = resolve(answer.json, pointer)
         return None if value is MISSING else value
+
+
+def _message(reply: Response | NoResponse) -> str:
+    if isinstance(reply, NoResponse):
+        return reply.message
+    return describe_unreadable(reply) if is_redirect(reply) else f"the server answered {reply.status}"
 
 
 def compile_health(step: HealthStep) -> HealthJudge:

@@ -151,7 +151,7 @@ class HttpExchange:
                 if self._unpacker.unused_data:
                     raise zlib.error("it goes on behind its end")
             except zlib.error:
-                self.fail(FailureReason.RESET)
+                self.fail(FailureReason.DAMAGED)
                 return
         self._size += len(piece)
         if self._size > self._limits.max_bytes:
@@ -163,7 +163,7 @@ class HttpExchange:
 
     def on_complete(self) -> None:
         if self._unpacker is not None and not self._unpacker.eof and not self.is_abandoned:
-            self.fail(FailureReason.RESET)
+            self.fail(FailureReason.DAMAGED)
         else:
             self._finish(Response(self._status, self._head, *self._body.whole()))
 

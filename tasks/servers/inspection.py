@@ -18,8 +18,11 @@ log = structlog.get_logger(__name__)
 _WITHIN_S = 30.0
 
 
-async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> Any:
-    """Return the JSON value of an answer, which is known where these pointers lead, or NOT_JSON."""
+async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> tuple[Any, str]:
+    """Return the JSON value of an answer, which is known where these pointers lead, and "".
+
+    If it cannot be read: NOT_JSON, and why.
+    """
     command = [
         sys.executable,
         "-P",
@@ -31,11 +34,13 @@ async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[
     process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(_WITHIN_S):
-            told, _ = await process.communicate(sent)
+            output, _ = await process.communicate(sent)
     except TimeoutError:
         log.warning("answer_not_inspected")
-        return NOT_JSON
+        return NOT_JSON, f"it could not be read within {_WITHIN_S:g} s"
     finally:
         if process.returncode is None:
             process.kill()
-    return large_json.apply_report(body, told) if process.returncode == 0 else NOT_JSON
+    if process.returncode == 0:
+        return large_json.apply_report(body, output), ""
+    return NOT_JSON, output.decode() or "it cannot be read"

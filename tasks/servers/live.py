@@ -78,7 +78,7 @@ class ServerSession:
         """An answer that would keep all threads waiting is read in a process of its own."""
         if isinstance(reply, Response) and reply.size > SPOOL_AFTER_BYTES:
             async with self._http.large_response_lock:
-                reply.set_json(await parse_in_subprocess(reply.file or reply.body, self._server.pointers))
+                reply.set_json(*await parse_in_subprocess(reply.file or reply.body, self._server.pointers))
         return reply
 
     def cut_off(self) -> None:

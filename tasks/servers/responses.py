@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from slotkeeper import json_text, large_json
+from slotkeeper.json_fault import describe_fault
 from slotkeeper.large_json import AnonymousFile
 from tasks.servers.patterns import TEXT_LIMIT
 
@@ -21,6 +22,10 @@ MAX_ID = 256  # characters
 _DEEPEST_WRITTEN = 254  # levels, by orjson, which reads 1024
 MAX_DEPTH = 200
 """Levels of lists and objects in what is kept of an answer: what is written of it later stands deeper still."""
+DECODED_CODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
+"""Content codings that the HTTP client decodes, though it asks for none."""
+_BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
+_JSON_STARTS = (b"{", b"[", b'"')
 _SHORTEST_HALF = 4  # characters of a secret
 _SEEN_OF_A_TEXT = 64 * 1024  # characters of an error text that are looked at, at most
 
@@ -32,6 +37,7 @@ class FailureReason(StrEnum):
     TIMEOUT = "timeout"  # the request may have been sent, and no whole answer came in time
     RESET = "reset"  # the request may have been sent, and the connection broke or spoke no HTTP
     TOO_LARGE = "too_large"  # the answer was longer than allowed
+    DAMAGED = "damaged"  # the answer's body is compressed, and cannot be decompressed
     UNSENDABLE = "unsendable"  # nothing was sent: no HTTP request can be made of this
 
 
@@ -43,6 +49,7 @@ MESSAGES = {
     FailureReason.RESET: "the connection broke before the whole answer was there",
     FailureReason.TOO_LARGE: f"the server's answer is larger than {MAX_RESPONSE_BYTES >> 20} MiB: have the server "
     "store large results, and answer with their URL",
+    FailureReason.DAMAGED: "the server compressed its answer, and the compressed data are damaged",
     FailureReason.UNSENDABLE: "no HTTP request can be made of the address or the headers",
 }
 
@@ -61,7 +68,7 @@ class NoResponse(NamedTuple):
 class Response:
     """A whole answer.  Its body is parsed at most once, and only if somebody asks."""
 
-    __slots__ = ("_json", "body", "file", "headers", "status")
+    __slots__ = ("_fault", "_json", "body", "file", "headers", "status")
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: AnonymousFile | None = None) -> None:
         """`headers` is looked up with the names as they stand in the HTTP specifications.
@@ -70,15 +77,16 @@ class Response:
         """
         self.status, self.headers, self.body, self.file = status, headers, body, file
         self._json: Any = self  # itself: not parsed yet
+        self._fault: str | None = None  # None: not looked for yet
 
     @property
     def size(self) -> int:
         """Bytes of its body."""
         return len(self.body) if self.file is None else self.file.size
 
-    def set_json(self, value: Any) -> None:
-        """Its JSON value, or NOT_JSON, has been found elsewhere."""
-        self._json = value
+    def set_json(self, value: Any, fault: str) -> None:
+        """Set its JSON value, or NOT_JSON and the fault, as another process has found them."""
+        self._json, self._fault = value, fault
 
     @property
     def json(self) -> Any:
@@ -86,6 +94,30 @@ class Response:
         if self._json is self:
             self._json = parse_json(self._whole)
         return self._json
+
+    @property
+    def fault(self) -> str:
+        """Why the body is not JSON, as one clause that names the place; "" if it is JSON.
+
+        It quotes the body: redact it.
+        """
+        if self.json is not NOT_JSON:
+            return ""
+        if self._fault is None:
+            coding = self.headers.get("Content-Encoding", "identity").lower()
+            self._fault = describe_fault(self._whole)
+            if self._fault and coding not in DECODED_CODINGS:
+                self._fault = f"its body is encoded as {coding!r}, but the request accepts only 'identity'"
+        return self._fault or "it cannot be read"
+
+    @property
+    def is_faulty_json(self) -> bool:
+        """Return True if the body was meant as JSON, by its first character, and is not.
+
+        Its server wrote that by itself and will write it again.  A web page, an empty body or a plain text may come
+        from something else, such as a proxy, and differ the next time.
+        """
+        return self.json is NOT_JSON and self.body.lstrip(_BEFORE_JSON)[:1] in _JSON_STARTS
 
     @property
     def cannot_be_too_deep(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
 from tasks.servers.description import Condition, HealthRule, Rule
 from tasks.servers.patterns import Pattern
@@ -47,6 +47,8 @@ TOO_DEEP = Outcome(
     message=f"The server's result is nested more than {MAX_DEPTH} levels deep: have the model return flatter lists and "
     "objects, or its result as one text.",
 )
+# Kinds that a rule gives an answer of which no rule knows what it means.
+_UNDECIDED = frozenset({OutcomeKind.RETRY, OutcomeKind.PENDING})
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
 _MENTIONED_WITHIN = 1 << 20  # bytes of an answer
 _ECHO_HEADER = "X-Job-Id"
@@ -172,16 +174,19 @@ class Judge:
     def outcome(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
         found = self._judged(reply, about)
-        is_unread = found is not None and found.code == "bad_answer" and isinstance(reply, Response)
-        return TOO_DEEP if is_unread and reply.is_too_deep_to_read else found  # type: ignore[union-attr]
+        if found is None or found.code != BAD_ANSWER or not isinstance(reply, Response):
+            return found
+        return TOO_DEEP if reply.is_too_deep_to_read else found._replace(is_faulty_json=reply.is_faulty_json)
 
     def _judged(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE:
             return Outcome(OutcomeKind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.UNSENDABLE:
             return self._bad_answer(reply.message, about, code="misconfigured")
-        if isinstance(reply, Response) and self._is_about_other_job(reply, about):
-            return self._bad_answer("the answer is about another job", about)
+        if isinstance(reply, NoResponse) and reply.reason is FailureReason.DAMAGED:
+            return self._bad_answer(reply.message, about)
+        if isinstance(reply, Response) and (other := self._find_other_job(reply, about)) is not None:
+            return self._bad_answer(redact(f"the answer is about another job: {other}", about.secrets), about)
         for rule in self.rules:
             if rule.holds_for(reply, about.remote_id):
                 return None if rule.then == "next" else self.apply(rule, reply, about)
@@ -219,7 +224,7 @@ class Judge:
             return Outcome(OutcomeKind.DONE, result=answer.text)
         document = answer.json
         if document is NOT_JSON:
-            return self._bad_answer("the answer is not JSON", about)
+            return self._bad_answer(redact(describe_unreadable(answer), about.secrets), about)
         value = resolve(document, _with_id(self.result, about.remote_id))
         if value is MISSING:
             return Outcome(OutcomeKind.DONE)
@@ -235,25 +240,30 @@ class Judge:
         value = resolve(reply.json, self.id)
         return about.remote_id if value is MISSING else id_text(value)
 
-    def _bad_answer(self, message: str, about: ResponseContext, code: str = "bad_answer") -> Outcome:
+    def _bad_answer(self, message: str, about: ResponseContext, code: str = BAD_ANSWER) -> Outcome:
         kind = OutcomeKind.PENDING if self.is_poll else OutcomeKind.RETRY
         return Outcome(kind, code=code, message=message, remote_id=about.remote_id if self.is_poll else None)
 
-    def _is_about_other_job(self, answer: Response, about: ResponseContext) -> bool:
+    def _find_other_job(self, answer: Response, about: ResponseContext) -> str | None:
+        """Return what the answer names instead of the job that it should be about; None: it names that or nothing."""
         if not 200 <= answer.status < 300:
-            return False
+            return None
         ours = (about.job_id, about.remote_id)
         named = answer.headers.get(_ECHO_HEADER) if self.echo_header else None
         if named and named.strip() not in ours:
-            return True
+            return named.strip()
         if self.echo is None or about.remote_id is None or answer.json is NOT_JSON:
-            return False
+            return None
         value = resolve(answer.json, self.echo)
-        return value is not MISSING and value is not None and id_text(value) not in ours
+        if value is MISSING or value is None or id_text(value) in ours:
+            return None
+        return _as_sentence(value) or "something that is not an id"
 
     def _message(self, reply: Response | NoResponse, about: ResponseContext, kind: OutcomeKind) -> str:
         if isinstance(reply, NoResponse):
             return reply.message
+        if kind in _UNDECIDED and (is_redirect(reply) or (200 <= reply.status < 300 and reply.json is NOT_JSON)):
+            return redact(describe_unreadable(reply), about.secrets)
         said = self._said(reply)
         if kind is OutcomeKind.CANCELED:
             return redact(f"the server canceled the run: {said}", about.secrets)
@@ -268,6 +278,24 @@ class Judge:
             if value is not MISSING and value not in (None, ""):
                 return _as_sentence(value)
         return "" if _is_wordless(answer.json) else _as_sentence(answer.json)
+
+
+def is_redirect(answer: Response) -> bool:
+    """Return True if the answer names another address."""
+    return 300 <= answer.status < 400 and bool(answer.headers.get("Location"))
+
+
+def describe_unreadable(answer: Response) -> str:
+    """Return a clause that says why an answer of status 2xx or 3xx is not the JSON that was expected.
+
+    It quotes the answer: redact it.
+    """
+    if is_redirect(answer):
+        target = answer.headers["Location"].partition("?")[0]
+        return f"the server answered {answer.status}, a redirect to {target}: register that address"
+    clause = f"the server's answer is not JSON: {answer.fault}"
+    head = answer.head.strip()
+    return clause if answer.is_faulty_json or not head or head.startswith("<") else f"{clause}: {head}"
 
 
 def _is_wordless(document: Any) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from tasks.servers.default_rules import event_rules
 from tasks.servers.description import EventRule, Stream
 from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
-from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep
+from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep, redact
 from tasks.servers.rules import TOO_DEEP, Judge, ResponseContext
 
 MAX_PIECES = 100_000
@@ -24,6 +24,8 @@ _ENDINGS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, O
 _UNENDED = Outcome(
     OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
 )
+# The connection was closed here, so the server may still be running the job.
+_CUT_BY_US = frozenset({FailureReason.TOO_LARGE, FailureReason.DAMAGED})
 _TOO_MANY = Outcome(
     OutcomeKind.FAILED,
     code="answer_too_large",
@@ -179,11 +181,7 @@ class StreamReader:
             return self._verdict
         if isinstance(reply, NoResponse):
             judged = self._judge.outcome(reply, self._about())
-            return (
-                judged._replace(server_still_running=True)
-                if judged and reply.reason is FailureReason.TOO_LARGE
-                else judged
-            )
+            return judged._replace(server_still_running=True) if judged and reply.reason in _CUT_BY_US else judged
         if not _tells_its_length(reply.headers):
             return _UNENDED
         self._flush()
@@ -216,7 +214,8 @@ class StreamReader:
     def _take_piece(self, answer: Response, *, requires_json: bool) -> None:
         if answer.json is NOT_JSON:
             if requires_json:
-                self._verdict = self._garbage("what stands in the stream is not JSON")
+                message = f"an event of the server's stream is not JSON: {answer.fault}"
+                self._verdict = self._garbage(redact(message, self._about().secrets))
             return
         self._heard_s, self._last = time.monotonic(), answer
         for name, pointer in self._plan.keep:
@@ -271,7 +270,7 @@ class StreamReader:
         return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)
 
     def _garbage(self, message: str) -> Outcome:
-        return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message, server_still_running=True)
+        return Outcome(OutcomeKind.RETRY, code=BAD_ANSWER, message=message, server_still_running=True)
 
 
 def _tells_its_length(headers: Mapping[str, str]) -> bool:

@@ -50,6 +50,7 @@ class ServerCall:
         "__weakref__",
         "_answered",
         "_asked_with",
+        "_bad_answer",
         "_broken_until",
         "_cancel_frees_slot",
         "_cancel_until",
@@ -119,6 +120,7 @@ class ServerCall:
         self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
         # When in its interval it is asked: runs that began together each need a connection if asked together.
         self._poll_phase = random.random()
+        self._bad_answer = ""  # what was wrong with the last answer to a poll
         self._may_send_again = True  # once, if the server has been there all the time
 
     async def run(self) -> Outcome | StopReason:
@@ -371,7 +373,15 @@ class ServerCall:
             self._may_send_again = False
         elif outcome.kind is OutcomeKind.PENDING:
             self._submit_unconfirmed = False
-        return outcome
+        return await self._end_if_unreadable(live, outcome)
+
+    async def _end_if_unreadable(self, live: ServerSession, outcome: Outcome) -> Outcome:
+        """Return the outcome; if the server has answered the same unreadable JSON before, as one that ends the run."""
+        last, self._bad_answer = self._bad_answer, outcome.message if outcome.is_faulty_json else ""
+        if not outcome.is_faulty_json or (last != outcome.message and live.description.keeps_results):
+            return outcome
+        has_ended = self._is_known(await live.health()) is False
+        return outcome._replace(kind=OutcomeKind.RETRY, server_still_running=not has_ended)
 
     async def _await_push(self, live: ServerSession) -> Outcome:
         """The server tells the end itself, to the door.  It is lost if the server has gone, or is well, at nothing that

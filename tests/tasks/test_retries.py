@@ -8,6 +8,7 @@ from celery.exceptions import Reject
 from celery.utils.time import get_exponential_backoff_interval
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
+from routing.maintenance.deadlines import promote_due_jobs
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.registry.model_config import ModelConfig
 from tasks import retries
@@ -171,3 +172,38 @@ def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(
     steady: None, retry_after_s: float | None, wait_s: float
 ) -> None:
     assert countdown_s(1, CONFIG, retry_after_s) == wait_s
+
+
+# -- answers that cannot be read -----------------------------------------------------------------------------------
+
+
+def _bad_answer(message: str) -> Outcome:
+    return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message)
+
+
+def _second_reason(stage: Stage, first: Outcome, second: Outcome) -> Reason:
+    """How the second run of a job ends."""
+    stage.register()
+    stage.submit()
+    task = stage.start()
+    end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, first))
+    stage.later(60_000)
+    promote_due_jobs(stage.dispatcher)
+    decision = decided(stage.dispatcher, stage.start(), second)
+    assert ("twice" in decision.error.message) is (decision.reason is Reason.RETRIES_EXHAUSTED)
+    return decision.reason
+
+
+@pytest.mark.parametrize("character", [7, 1234])
+def test_the_same_unreadable_answer_twice_makes_a_job_dead(stage: Stage, character: int) -> None:
+    first, second = _bad_answer("NaN at character 7"), _bad_answer(f"NaN at character {character}")
+    assert _second_reason(stage, first, second) is Reason.RETRIES_EXHAUSTED
+
+
+@pytest.mark.parametrize("first", [_bad_answer("an HTML page"), FAULT, Outcome(OutcomeKind.RETRY, code="bad_answer")])
+def test_another_answer_before_it_does_not_count(stage: Stage, first: Outcome) -> None:
+    assert _second_reason(stage, first, _bad_answer("no")) is Reason.SERVER_ERROR
+
+
+def test_the_same_error_that_can_be_read_is_tried_again(stage: Stage) -> None:
+    assert _second_reason(stage, FAULT, FAULT) is Reason.SERVER_ERROR

@@ -120,6 +120,23 @@ def test_a_result_that_is_too_deep_ends_the_job(api: Api, task: ActiveRun, level
     assert (job.state, job.why, job.error_code) == (State.FAILED, Reason.INVALID_REQUEST, "answer_too_deep")
 
 
+@pytest.mark.parametrize(("mode", "state", "slots_held"), [("async", State.RUNNING, 0), ("callback", State.DELAYED, 1)])
+def test_json_with_a_fault_is_refused_and_ends_a_run_that_nobody_polls(
+    api: Api, mode: str, state: State, slots_held: int
+) -> None:
+    api.model(description={"mode": mode})
+    api.register(slots=1)
+    task = api.started()
+    pushed = {"data": '{"status": "success", "result": NaN}', "headers": {"Authorization": f"Bearer {_token(task)}"}}
+    refused = api.client.post(f"/tasks/callback/{task.run.job.id}", **pushed)
+    again = api.client.post(f"/tasks/callback/{task.run.job.id}", **pushed)
+    job = api.job(task.run.job.id)
+    assert (refused.status_code, refused.json["code"], job.state) == (422, "bad_answer", state)
+    assert "NaN at character 33" in refused.json["detail"]
+    assert again.status_code == (422 if state is State.RUNNING else 200)
+    assert len(quarantine.list_all(api.database)) == slots_held
+
+
 def test_a_result_of_the_greatest_depth_is_kept_and_shown(api: Api, task: ActiveRun) -> None:
     result: Any = 1
     for _ in range(200):

@@ -4,6 +4,14 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, s
 
 MUTANTS = [
     Mutant(
+        "a push of faulty JSON leaves a run waiting that nobody polls",
+        "tasks.server_push:read_push",
+        never('outcome.is_faulty_json and server.description.mode == "callback"'),
+        kills=["test_json_with_a_fault_is_refused_and_ends_a_run_that_nobody_polls"],
+        breaks="reading errors",
+        still="test_what_does_not_tell_the_end_is_ignored",
+    ),
+    Mutant(
         "a push ends the run of another job",
         "tasks.server_push:read_push",
         never("_is_about_other_job(job, body)"),

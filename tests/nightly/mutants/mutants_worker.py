@@ -4,6 +4,22 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap
 
 MUTANTS = [
     Mutant(
+        "an unreadable status is asked for until max_poll_time",
+        "tasks.worker.server_call:ServerCall._end_if_unreadable",
+        always("not outcome.is_faulty_json"),
+        kills=["test_the_same_faulty_status_twice_ends_the_run"],
+        breaks="reading errors",
+        still="test_a_page_in_place_of_a_status_is_asked_again",
+    ),
+    Mutant(
+        "the same unreadable answer costs 51 runs",
+        "routing.dispatch.decision:decide",
+        never("_is_repeated(run.last_error, outcome)"),
+        kills=["test_the_same_unreadable_answer_twice_makes_a_job_dead"],
+        breaks="reading errors",
+        still="test_another_answer_before_it_does_not_count",
+    ),
+    Mutant(
         "a worker that was suspended after its claim starts the job",
         "tasks.worker.executor:Executor._start",
         never("not await self._rights.is_still_held(watch)"),

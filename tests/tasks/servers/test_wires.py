@@ -332,7 +332,7 @@ _PACKED = gzip.compress(b"x" * 1000)
 )
 def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
     reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)
-    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.DAMAGED
 
 
 def test_a_large_request_arrives_whole(scripted, ask):

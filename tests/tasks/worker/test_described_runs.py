@@ -248,3 +248,38 @@ def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(
 def test_an_idle_server_does_not_know_an_unanswered_run_if_it_has_one_slot(has_one_slot, code):
     live = Live({"mode": "sync"}, submit=[UNKNOWN], health=[Health(HealthKind.UP, is_idle=True)])
     assert _watch(live, _run(crashes=1), has_one_slot=has_one_slot)[0].code == code
+
+
+# -- answers that cannot be read ---------------------------------------------------------------------------------
+
+FAULTY = Outcome(
+    OutcomeKind.PENDING, code="bad_answer", message="the server's answer is not JSON: NaN at 9", is_faulty_json=True
+)
+PAGE = Outcome(OutcomeKind.PENDING, code="bad_answer", message="the server's answer is not JSON: a page")
+LISTS_NONE = Health(HealthKind.UP, active_jobs=0, job_ids=frozenset())
+
+
+@pytest.mark.parametrize(("health", "is_held"), [(LISTS_NONE, False), (BUSY, True)])
+def test_the_same_faulty_status_twice_ends_the_run(health, is_held):
+    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[health])
+    outcome, _ = _watch(live, max_s=30)
+    assert (outcome.kind, outcome.message) == (OutcomeKind.RETRY, FAULTY.message)
+    assert live.asked.count("status") == 2 and outcome.server_still_running is is_held
+
+
+def test_a_faulty_status_that_heals_does_not_end_the_run():
+    other = FAULTY._replace(message="NaN at 12")
+    statuses = [FAULTY, other, PENDING, other, DONE]
+    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=statuses)
+    assert _watch(live, max_s=30)[0] == DONE
+
+
+def test_a_page_in_place_of_a_status_is_asked_again():
+    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[PAGE, PAGE, PAGE, DONE])
+    assert _watch(live, max_s=30)[0] == DONE
+
+
+def test_a_faulty_result_that_its_server_does_not_keep_ends_the_run_at_once():
+    described = {"mode": "async", "keeps_results": False}
+    live = Live(described, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[LISTS_NONE])
+    assert _watch(live, max_s=30)[0].kind is OutcomeKind.RETRY and live.asked.count("status") == 1

@@ -9,16 +9,24 @@ our own code: the text of a ValueError may be a client's prompt.  So are argumen
 whatever a library appends in further lines.  At the level DEBUG nothing is left out.
 
 What a line is about (job, tenant, trace) is said once by who begins with it, and stands in all lines of that context.
+
+A thread writes the lines, so that no other thread waits for a full pipe, a stopped terminal or a slow disk.  Lines that
+do not fit into its queue are dropped and counted; `log_lines_dropped` reports them when lines are written again.
 """
 
+import atexit
+import io
 import logging
+import os
+import queue
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO, TypeAlias
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any, Literal, TypeAlias
 
 import orjson
 import structlog
@@ -27,6 +35,8 @@ LogFormat: TypeAlias = Literal["console", "json"]
 
 MAX_VALUE_LENGTH = 300  # characters
 MAX_LINE_LENGTH = 4000
+_MAX_QUEUED = 5_000  # lines
+_FLUSH_S = 1.0
 _MOST_FACTS, _SHORT_VALUE = 20, 60  # of a line that would be too long
 _PLACES = 12  # of an error: the innermost, where it was raised
 _OURS = ("slotkeeper", "routing", "tasks", "app", "tools", "migrations", "__main__")
@@ -46,10 +56,11 @@ def bind_context(**facts: Any) -> None:
 
 def configure(level: int | str = logging.WARNING, form: LogFormat = "console") -> None:
     """Let all that this process logs leave as such lines: ours from INFO on, that of the libraries from `level` on."""
-    handler = _StandardError()
-    handler.setFormatter(_Lines() if form == "console" else _JsonLines())
+    _writer.start()
+    _handler.setFormatter(_Lines() if form == "console" else _JsonLines())
     root = logging.getLogger()
-    root.handlers = [it for it in root.handlers if not isinstance(it, _StandardError)] + [handler]
+    if _handler not in root.handlers:
+        root.addHandler(_handler)
     root.setLevel(level)
     for name in _OURS:
         logging.getLogger(name).setLevel(min(root.level, logging.INFO))
@@ -62,15 +73,88 @@ def configure(level: int | str = logging.WARNING, form: LogFormat = "console") -
     logging.captureWarnings(True)
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error at that moment."""
+def flush(timeout_s: float = _FLUSH_S) -> bool:
+    """Wait until all lines so far are written.  Returns False if that takes too long."""
+    return _handler.wait_until_empty(timeout_s)
+
+
+def count_dropped_lines() -> int:
+    """Return how many lines of this process were dropped."""
+    return _handler.dropped + _writer.failed
+
+
+class _Handler(QueueHandler):
+    """Formats a record in the thread that logs it, and queues the line."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        self._lines: queue.Queue[Any] = queue.Queue(_MAX_QUEUED)
+        super().__init__(self._lines)
+        self.dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, record: Any) -> None:  # The line; the handler's lock is held.
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        with self._lines.all_tasks_done:
+            return self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout_s)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
+    def has_caught_up(self) -> bool:
+        """Return True if the queue has room for a report of the dropped lines."""
+        return self._lines.qsize() < _MAX_QUEUED // 2
+
+
+class _Writer(QueueListener):
+    """A thread that writes queued lines to what is standard error at that moment."""
+
+    def __init__(self, handler: _Handler) -> None:
+        super().__init__(handler.queue)
+        self._handler = handler
+        self._is_started = False
+        self.failed = 0  # lines
+        self._reported = 0
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if not self._is_started:
+            self._is_started = True
+            super().start()
+
+    def handle(self, record: Any) -> None:
+        """Write a line."""
+        try:
+            _write(f"{record}\n")
+        except OSError:  # Nobody reads any more, or the disk is full.
+            self.failed += 1
+            return
+        dropped = self._handler.dropped + self.failed - self._reported
+        if dropped and self._handler.has_caught_up:
+            self._reported += dropped
+            structlog.get_logger(__name__).warning("log_lines_dropped", lines=dropped)
+
+
+def _write(line: str) -> None:
+    """Raises OSError."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except io.UnsupportedOperation:
+        sys.stderr.write(line)
+        return
+    # Past the stream, whose lock a blocked write would hold when the interpreter flushes it at its end.
+    left = line.encode(errors="backslashreplace")
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+_handler = _Handler()
+_writer = _Writer(_handler)
+atexit.register(flush)
 
 
 class _Lines(logging.Formatter):

@@ -17,6 +17,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.queries.process_list import REPORT_EVERY_S, ProcessList
+from slotkeeper import logs
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.state_folder import make_private_folder
@@ -74,7 +75,8 @@ class ProcessReport:
                 make_private_folder(self._file.parent)  # Whoever left last has taken it away.
                 self._file.touch(mode=0o600)
         try:
-            self._processes.report(self.name, {**self._same, **self._facts()})
+            lost = {"log_lines_dropped": logs.count_dropped_lines()}
+            self._processes.report(self.name, self._same | lost | self._facts())
         except RedisError as error:
             log.debug("heartbeat_not_written", error=str(error))
         except Exception:  # What it says of itself is wrong; it lives all the same.

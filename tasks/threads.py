@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import structlog
 
+from slotkeeper import logs
+
 log = structlog.get_logger(__name__)
 
 
@@ -24,6 +26,7 @@ def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread
         except BaseException:
             try:
                 log.critical("thread_failed", thread=name, exc_info=True)
+                logs.flush()
             finally:
                 os._exit(os.EX_SOFTWARE)
 

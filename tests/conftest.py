@@ -8,12 +8,12 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from logging.handlers import QueueHandler
 from pathlib import Path
 
 import pytest
 import structlog
 
-from slotkeeper import logs
 from slotkeeper.clock import Clock, clock
 from tests.support.postgres import ENVIRONMENT
 
@@ -54,7 +54,7 @@ def _own_logging() -> Iterator[None]:
     root, hook, before = logging.getLogger(), threading.excepthook, structlog.get_config()
     level = root.level
     yield
-    root.handlers = [it for it in root.handlers if not isinstance(it, logs._StandardError)]
+    root.handlers = [it for it in root.handlers if not isinstance(it, QueueHandler)]
     root.setLevel(level)
     structlog.configure(**before)
     threading.excepthook = hook

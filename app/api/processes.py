@@ -16,8 +16,10 @@ def _said(fact: str) -> From:
 
 
 class ProcessView(ResponseSchema, source=Process):
-    """`silent_s`: since it last said that it lives.  Of workers also: runs under way, of `capacity`; how long the last
-    canary took, and how long ago it came."""
+    """`silent_s`: since it last said that it lives.  `log_lines_dropped`: because its log was not read in time.
+
+    Of workers also: runs under way, of `capacity`; how long the last canary took, and how long ago it came.
+    """
 
     name: str
     role: str
@@ -27,6 +29,7 @@ class ProcessView(ResponseSchema, source=Process):
     since: Annotated[Time | None, From(lambda it: iso_time(it.facts.get("since_ms")))]
     lives: bool
     silent_s: Annotated[float, From(lambda it: it.age_ms / 1000)]
+    log_lines_dropped: Annotated[int | None, _said("log_lines_dropped")]
     runs: Annotated[int | None, _said("runs")]
     capacity: Annotated[int | None, _said("capacity")]
     canary_ms: Annotated[float | None, _said("canary_ms")]

@@ -124,6 +124,7 @@ def all_checks() -> dict[str, Check]:
         "servers": servers,
         "workers": workers,
         "maintenance": maintenance,
+        "logs": logs,
         "secret": secret,
         "port": port,
     }
@@ -396,6 +397,19 @@ def maintenance() -> Iterator[Finding]:
         yield Finding("maintenance", "warn", said, remedy)
     else:
         yield Finding("maintenance", "ok", f"It goes on; {len(runs)} tasks have run.")
+
+
+def logs() -> Iterator[Finding]:
+    """Each process's log is read as fast as it is written."""
+    from tasks.services import processes
+
+    dropped = {it.name: it.facts.get("log_lines_dropped", 0) for it in processes().read_all() if it.lives}
+    if behind := {name: lines for name, lines in dropped.items() if lines}:
+        named = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))
+        said = f"Lines were dropped, because they were not read in time: {named}."
+        yield Finding("logs", "warn", said, "See what reads the standard error of these processes, and its disk.")
+    else:
+        yield Finding("logs", "ok", "No process has dropped a line.")
 
 
 def secret() -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from app.factory import create_app
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from routing.progress import ProgressFollower
+from slotkeeper import logs
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.garbage import tune_garbage_collection
 from slotkeeper.registry.tenants import Tenants
@@ -52,8 +53,8 @@ def main() -> NoReturn:
     uvloop.run(serve(web, uvicorn.Server(configuration(web, settings))))
     living.end()
     # Threads that are still at work would be waited for; the database is consistent whenever this ends.
+    logs.flush()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)
 
 

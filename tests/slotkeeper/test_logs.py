@@ -2,9 +2,12 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from logging.handlers import QueueHandler
 
 import pytest
 import structlog
@@ -22,7 +25,11 @@ def configured() -> None:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
-    return lambda: capsys.readouterr().err.splitlines()
+    def read() -> list[str]:
+        assert logs.flush(10)
+        return capsys.readouterr().err.splitlines()
+
+    return read
 
 
 def _fail(text: str, kind: type[Exception] = ValueError) -> None:
@@ -124,7 +131,7 @@ def test_configured_twice_it_speaks_once(said: Callable[[], list[str]]) -> None:
     logs.configure()
     structlog.get_logger("tasks.x").error("once")
     assert len(said()) == 1
-    assert sum(isinstance(it, logs._StandardError) for it in logging.getLogger().handlers) == 1
+    assert sum(isinstance(it, QueueHandler) for it in logging.getLogger().handlers) == 1
 
 
 def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +139,7 @@ def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.M
 
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     structlog.get_logger("tasks.x").error("here")
+    assert logs.flush(10)
     assert "here" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
@@ -183,3 +191,60 @@ def test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_ab
         "three job_id=j3",
         "four",
     ]
+
+
+# -- a reader that stalls ------------------------------------------------------------------------------------------
+
+_LOGS_MUCH = """
+import sys
+import structlog
+from slotkeeper import logs
+logs.configure(form="json")
+log = structlog.get_logger("slotkeeper.test")
+for number in range(30_000):
+    log.info("line", number=number)
+print("done", logs.count_dropped_lines(), flush=True)
+if sys.stdin.readline():
+    assert logs.flush(60)
+"""
+
+
+@pytest.fixture
+def stalled() -> Iterator[subprocess.Popen[str]]:
+    """A process that logs more than fits into its pipe and its queue, and whose log nobody reads."""
+    command = [sys.executable, "-c", _LOGS_MUCH]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_a_process_goes_on_and_ends_though_nobody_reads_its_log(stalled: subprocess.Popen[str]) -> None:
+    assert stalled.stdout is not None and stalled.stdin is not None
+    assert stalled.stdout.readline().startswith("done ")
+    stalled.stdin.close()
+    assert stalled.wait() == 0
+
+
+@pytest.mark.timeout(60)
+def test_each_line_is_written_or_reported_as_dropped(stalled: subprocess.Popen[str]) -> None:
+    assert stalled.stdout is not None and stalled.stderr is not None and stalled.stdin is not None
+    dropped = int(stalled.stdout.readline().split()[1])
+    print(file=stalled.stdin, flush=True)
+    lines = [json.loads(line) for line in stalled.stderr]
+    reports = [line["lines"] for line in lines if line["event"] == "log_lines_dropped"]
+    assert dropped > 0 and sum(reports) == dropped
+    assert len(lines) - len(reports) + dropped == 30_000
+
+
+def test_lines_that_cannot_be_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    before = logs.count_dropped_lines()
+    with open(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        structlog.get_logger("tasks.x").info("it_happened")
+        assert logs.flush(10)
+    assert logs.count_dropped_lines() == before + 1

@@ -119,6 +119,14 @@ def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
     assert "releases 1, 2" in found[1].said
 
 
+def test_a_process_whose_log_is_not_read_is_named(api: Api) -> None:
+    assert [it.level for it in _said("logs")] == ["ok"]
+    services.processes().report("worker@a/1", {"role": "worker", "host": "a", "log_lines_dropped": 7})
+    services.processes().report("web@a/2", {"role": "web", "host": "a", "log_lines_dropped": 0})
+    (found,) = _said("logs")
+    assert found.level == "warn" and "worker@a/1 (7 lines)" in found.said and "web@a/2" not in found.said
+
+
 @pytest.mark.parametrize("mode, level", [(0o600, "ok"), (0o644, "fail"), (0o640, "fail")])
 def test_a_secret_that_others_can_read_is_told(
     api: Api, tmp_path: Path, mode: int, level: str, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,14 @@ from tests.nightly.mutants.operators import Mutant, drop, never, swap, swap_entr
 
 MUTANTS = [
     Mutant(
+        "a full log stops the process",
+        "slotkeeper.logs:_Handler.enqueue",
+        swap("self._lines.put_nowait(record)", "self._lines.put(record)"),
+        kills=["test_a_process_goes_on_and_ends_though_nobody_reads_its_log"],
+        breaks="logs",
+        still="test_an_event_is_one_line_with_its_facts",
+    ),
+    Mutant(
         "a living process is taken for dead",
         "slotkeeper.process_locks:ProcessLocks._proved",
         drop("fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)"),

@@ -34,6 +34,11 @@ def _count(stage: Stage) -> None:
         pass
 
 
+def _read(capsys: pytest.CaptureFixture[str]) -> str:
+    assert logs.flush(10)
+    return capsys.readouterr().err
+
+
 def _ends(text: str) -> list[dict[str, Any]]:
     return [it for it in map(json.loads, text.splitlines()) if it["event"] == "job_ended"]
 
@@ -63,7 +68,7 @@ def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_
     stage.submit(payload={"prompt": PLANTED})
     run(stage)
     _count(stage)
-    said = capsys.readouterr().err
+    said = _read(capsys)
     assert said.count("job_ended") >= 2 and "run_failed" in said
     assert PLANTED not in said
 
@@ -78,7 +83,7 @@ def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_i
     stage.store.cancel_waiting(canceled, Reason.CANCEL_REQUESTED, stage.now)
     _count(stage)
     _count(stage)
-    first, second = _ends(capsys.readouterr().err)
+    first, second = _ends(_read(capsys))
     told = ("job_id", "tenant", "trace_id", "state", "why", "attempt")
     assert [first[it] for it in told] == [done, "acme", find_trace(done, None).id, State.COMPLETED, Reason.FINISHED, 1]
     assert (first["server"], first["model"]) == ("gpu", "zimg") and first["run_ms"] >= 0
@@ -97,7 +102,7 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
 
     monkeypatch.setattr(worker.calls, "_runner", says)
     run(stage)
-    (line,) = [it for it in map(json.loads, capsys.readouterr().err.splitlines()) if it["event"] == "here"]
+    (line,) = [it for it in map(json.loads, _read(capsys).splitlines()) if it["event"] == "here"]
     assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", find_trace(job_id, None).id)
 
 

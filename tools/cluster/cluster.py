@@ -1,5 +1,6 @@
 """A whole Slotkeeper in a folder of its own, whose processes can be killed, stopped and started again."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from redis import Redis
 from sqlalchemy import make_url
@@ -31,17 +33,26 @@ from tools.drill.drill_model import STARTS
 from tools.drill.fault_schedule import Fault, Kind, targets
 from tools.drill.setting import DrillSetup
 
-GRACE_S = 5.0
+GRACE_S = 7.0
+UNREAD = "maintenance"
+"""The process whose log nobody reads, in a drill with that fault: it logs the end of each job."""
 _START_S = 60.0
 _STOP_S = 15.0
 _LOOK_S = 0.05
 _REDIS_S = 5
-# Runs that are short beside the default two seconds between polls.
-_ASYNC = {"model_type": "async", "poll_interval": 0.2}
 # Whoever kills at random must not take the jobs that were hit for poison.
-_CONFIG = {"max_crashes": 100}
+_CONFIG: dict[str, object] = {"max_crashes": 100}
 _ELSEWHERE = frozenset({"worker", "web", "beat", "flower"})
 _STORES = frozenset({"redis", "replica", "broker", "database"})
+
+
+_CONFIG_OF: Mapping[str, dict[str, object]] = {
+    "sync": {},
+    # Runs that are short beside the default two seconds between polls.
+    "async": {"model_type": "async", "poll_interval": 0.2},
+    # A health check that counts runs and names none, as most servers have it.
+    "plain": {"description": {"mode": "sync", "health": {"job_ids": None}, "cancel": None}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,8 @@ class ServerSpec:
     model: str
     slots: int
     port: int
-    asynchronous: bool
+    kind: Literal["sync", "async", "plain"]
+    """plain: it knows no keys (tools/drill/plain_server.py); the others are the reference server."""
 
     @property
     def url(self) -> str:
@@ -61,16 +73,17 @@ class ServerSpec:
     @property
     def config(self) -> dict[str, object]:
         """Of its model."""
-        return _CONFIG | (_ASYNC if self.asynchronous else {})
+        return _CONFIG | _CONFIG_OF[self.kind]
 
 
 def server_plans(slots: int = 8) -> list[ServerSpec]:
-    """Three servers for two models, one of them asynchronous; at least 4 `slots` among them."""
+    """Four servers for three models, with at least 4 `slots` among them."""
     quarter = slots // 4
     return [
-        ServerSpec("sync-1", "sync", quarter, ports.free_port(), False),
-        ServerSpec("sync-2", "sync", quarter, ports.free_port(), False),
-        ServerSpec("async-1", "async", slots - 2 * quarter, ports.free_port(), True),
+        ServerSpec("sync-1", "sync", quarter, ports.free_port(), "sync"),
+        ServerSpec("sync-2", "sync", quarter, ports.free_port(), "sync"),
+        ServerSpec("async-1", "async", slots - 2 * quarter - 1, ports.free_port(), "async"),
+        ServerSpec("plain-1", "plain", 1, ports.free_port(), "plain"),
     ]
 
 
@@ -113,6 +126,7 @@ class Cluster:
         """What ended although nobody killed it."""
         self.revoked: set[str] = set()
         """Jobs that were, by Celery."""
+        self._unread: int | None = None  # the pipe that takes the log of UNREAD
 
     def journal(self, server: str) -> Path:
         return self.home / f"{server}.journal"
@@ -221,6 +235,9 @@ class Cluster:
     def end(self) -> None:
         """Kill everything at once."""
         self._end(self._children.values())
+        if self._unread is not None:
+            os.close(self._unread)
+            self._unread = None
 
     def _end(self, children: Iterable[ManagedProcess]) -> None:
         ending = list(children)
@@ -376,15 +393,22 @@ class Cluster:
     def _roles(self) -> list[Role]:
         roles = []
         for server in self.servers:
-            mode = "--async" if server.asynchronous else ""
-            command = f'"{sys.executable}" -m slotkeeper.serve tools.drill.drill_model:work {mode} --grace 1'
-            command += f' --slots {server.slots} --port {server.port} --journal "{self.journal(server.name)}"'
-            roles.append(Role(server.name, command))
+            roles.append(Role(server.name, self._server_command(server)))
         for worker in self.workers:
             roles.append(Role(worker, self._commands["worker"].replace("worker@", f"{worker}@")))
         return roles + [Role(name, self._commands[name]) for name in (*self.helpers, "beat", "web")]
 
+    def _server_command(self, server: ServerSpec) -> str:
+        journal, starts = self.journal(server.name), self.starts(server.name)
+        if server.kind == "plain":
+            return f'"{sys.executable}" -m tools.drill.plain_server {server.port} "{journal}" "{starts}"'
+        mode = "--async" if server.kind == "async" else ""
+        command = f'"{sys.executable}" -m slotkeeper.serve tools.drill.drill_model:work {mode} --grace 1'
+        return f'{command} --slots {server.slots} --port {server.port} --journal "{journal}"'
+
     def _make(self, role: Role) -> None:
+        if role.name == UNREAD and self.setting.has_unread_log:
+            self._unread = _make_pipe(self._log(role.name))
         self._children[role.name] = ManagedProcess(role, self._environment(role.name), self.home, self._log(role.name))
 
     def _environment(self, name: str) -> Mapping[str, str]:
@@ -434,6 +458,8 @@ class Cluster:
         return self.logs / f"{name}.log"
 
     def _launch(self, name: str) -> None:
+        if name == UNREAD and self._unread is not None:
+            _empty(self._unread)  # As a supervisor does that makes a new pipe for each process.
         try:
             self._guardian.add(self._children[name].start())
         except OSError as error:
@@ -463,6 +489,20 @@ class Cluster:
 
     def _started(self, name: str) -> bool:
         return self._log(name).exists()
+
+
+def _make_pipe(path: Path) -> int:
+    """Make a pipe that this process holds open and does not read, as small as the system allows."""
+    os.mkfifo(path, 0o600)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1)
+    return pipe
+
+
+def _empty(pipe: int) -> None:
+    with suppress(BlockingIOError):
+        while os.read(pipe, 1 << 16):
+            pass
 
 
 def _ready(client: Client) -> bool:

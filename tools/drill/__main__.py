@@ -44,7 +44,8 @@ Then compares what clients were promised with what servers and receivers saw.
 Kinds of faults; `all` is every one that the setting allows:
   worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
   stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
-  restarts    SIGTERM of a worker, and a start
+  restarts    SIGTERM of any process, and a start
+  impatient   SIGTERM of any process, SIGKILL 5 s later, and a start
   flush       FLUSHALL
   stale       Redis fails over to a replica that lacks the latest writes
   messages    the broker's messages are doubled, delayed, lost
@@ -57,6 +58,7 @@ Kinds of faults; `all` is every one that the setting allows:
   receivers   webhook receivers are slow, or dead
   deadlines   many jobs have the same deadline
   operator    slots, servers, policies and limits are changed
+  unread      nobody reads the log of maintenance
 
 Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
 stood still, nobody paid for what was not his fault, and nobody was told what is not so.

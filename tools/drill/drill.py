@@ -112,7 +112,7 @@ class _Drill:
 
     def _ordered(self) -> list[PlannedJob]:
         wishes, hooks = self._wishes, self._stack.setting.has_receivers
-        models = sorted({server.model for server in self._stack.servers})
+        models = [server.model for server in self._stack.servers for _ in range(server.slots)]
         plain = plan_jobs(
             wishes.seed, wishes.jobs, models, sum(self._slots.values()), self._seconds, wishes.burst, hooks=hooks
         )
@@ -125,7 +125,7 @@ class _Drill:
     def run(self) -> ScoreCard:
         with ExitStack() as left:
             left.callback(self._end)
-            with self._console.status("Starting Valkey, workers, beat, the API and three inference servers ..."):
+            with self._console.status("Starting Valkey, workers, beat, the API and four inference servers ..."):
                 self._stack.start()
             self._truth = LeaseComparison(self._stack.redis_url, self._stack.servers)
             self._console.print(
@@ -307,6 +307,7 @@ class _Drill:
         mortal = {job_id for job_id, order in clients.orders_of.items() if order.expires_s is not None}
         return ConductReport(
             {
+                "two at once": self._crowded(),
                 "stuck": [f"{job_id} {what}" for job_id, what in self._stuck.stuck.items()],
                 "doubled accepts": conduct_checks.doubled(seen.numbers),
                 "lies": clients.lies,
@@ -336,6 +337,14 @@ class _Drill:
             )
         ]
 
+    def _crowded(self) -> list[str]:
+        """Runs that servers began beyond their slots, as those servers counted."""
+        return [
+            line
+            for server in self._stack.servers
+            for line in evidence.crowded_starts(server.name, self._stack.starts(server.name), server.slots)
+        ]
+
     def _clocks_were_wrong(self) -> bool:
         return any(one.fault.kind is Kind.CLOCK for one in self._saboteur.struck)
 
@@ -345,6 +354,7 @@ class _Drill:
             Kind.WORKER: all_slots,
             Kind.STOP: all_slots,
             Kind.RESTARTS: all_slots,
+            Kind.IMPATIENT: all_slots,
             Kind.SERVER: self._slots.get(fault.target, 0),
             Kind.WEB: clients,
             Kind.MAINTENANCE: 0,
@@ -377,8 +387,11 @@ class _Read:
 
 
 def _takes_runs_along(one: InjectedFault) -> bool:
-    """Whether it may cost a crash: a process died, or stood still for longer than a lease."""
-    return one.fault.kind in (Kind.WORKER, Kind.STOP, Kind.SERVER) or (one.fault.kind is Kind.RESTARTS and one.killed)
+    """Whether it may cost a crash: a process died, or stood still for longer than a lease.
+
+    An orderly restart costs nothing, also if the process is killed before it has ended.
+    """
+    return one.fault.kind in (Kind.WORKER, Kind.STOP, Kind.SERVER)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ the start alone.
 """
 
 import os
+import threading
 import time
 from functools import cache
 from typing import Any
@@ -17,11 +18,32 @@ STARTS = "SLOTKEEPER_DRILL_STARTS"
 """Environment: the file that gets one JSON line per start."""
 
 
+class _Running:
+    """Counts the runs that are under way in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+_running = _Running()
+
+
 def work(payload: dict[str, Any], context: Context) -> dict[str, Any]:
     """`seconds`: how long it takes.  `fails`: how many attempts answer with an error that a retry may cure."""
-    note = {"job_id": context.job_id, "attempt": context.attempt, "slot": context.slot, "at_ns": time.monotonic_ns()}
-    os.write(_starts(), orjson.dumps(note, option=orjson.OPT_APPEND_NEWLINE))
-    context.sleep(float(payload["seconds"]))
+    with _running:
+        note = {"job_id": context.job_id, "attempt": context.attempt, "slot": context.slot, "at_once": _running.count}
+        note["at_ns"] = time.monotonic_ns()
+        os.write(_starts(), orjson.dumps(note, option=orjson.OPT_APPEND_NEWLINE))
+        context.sleep(float(payload["seconds"]))
     if (context.attempt or 0) <= payload.get("fails", 0):
         raise RuntimeError("this attempt was to fail")
     return {"number": payload["number"]}

@@ -47,6 +47,15 @@ def server_runs(server: str, journal: Path, starts: Path, killed_ns: Sequence[in
     return runs
 
 
+def crowded_starts(server: str, starts: Path, slots: int) -> list[str]:
+    """Return a line for each run that a server began while it had no free slot, by its own count (`at_once`)."""
+    return [
+        f"{it['job_id']} attempt {it['attempt']} on {server}: {it['at_once']} runs, {slots} slots"
+        for it in _lines(starts)
+        if it["at_once"] > slots
+    ]
+
+
 def write_receipts(path: Path, receipts: Iterable[Receipt]) -> None:
     """One JSON line for each, for whoever wants to look closer afterwards."""
     path.write_bytes(b"".join(orjson.dumps(receipt, option=orjson.OPT_APPEND_NEWLINE) for receipt in receipts))

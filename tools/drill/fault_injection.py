@@ -229,6 +229,7 @@ ACTS: Mapping[Kind, Act] = {
     Kind.WORKER: _kill,
     Kind.STOP: _stop,
     Kind.RESTARTS: _restart,
+    Kind.IMPATIENT: _restart,
     Kind.MAINTENANCE: _kill,
     Kind.BEAT: _kill,
     Kind.WEB: _kill,

@@ -17,7 +17,8 @@ class Kind(StrEnum):
 
     WORKER = "worker"  # SIGKILL
     STOP = "stop"  # SIGSTOP for longer than a lease, then SIGCONT: a zombie that wakes must change nothing
-    RESTARTS = "restarts"  # SIGTERM of a worker, which drains, and a start
+    RESTARTS = "restarts"  # SIGTERM of any process, which has the time to end in order, and a start
+    IMPATIENT = "impatient"  # SIGTERM, SIGKILL before its grace time is over, and a start
     MAINTENANCE = "maintenance"  # SIGKILL
     BEAT = "beat"  # SIGKILL
     WEB = "web"  # SIGKILL
@@ -37,6 +38,7 @@ class Kind(StrEnum):
     RECEIVERS = "receivers"  # webhook receivers are slow, or dead
     DEADLINES = "deadlines"  # many jobs with the same deadline
     OPERATOR = "operator"  # somebody changes slots, servers, policies, limits
+    UNREAD = "unread"  # nobody reads the log of maintenance, from its start on
 
 
 OUTSIDE = frozenset(
@@ -68,7 +70,8 @@ class Fault:
 _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.WORKER: (0.2, 1.0),
     Kind.STOP: (9.0, 14.0),  # a lease is 4 s
-    Kind.RESTARTS: (9.0, 9.0),  # its grace time and a little
+    Kind.RESTARTS: (9.0, 9.0),  # the grace time, 7 s, and a little
+    Kind.IMPATIENT: (5.0, 5.0),  # as honcho's patience
     Kind.MAINTENANCE: (0.2, 2.0),
     Kind.BEAT: (0.2, 5.0),
     Kind.WEB: (0.2, 1.5),
@@ -88,6 +91,7 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.RECEIVERS: (5.0, 20.0),
     Kind.DEADLINES: (3.0, 6.0),  # from the submits to the deadline
     Kind.OPERATOR: (2.0, 8.0),
+    Kind.UNREAD: (0.0, 0.0),
 }
 
 BOTH = "both"
@@ -124,7 +128,7 @@ def targets(
     valkeys: Sequence[str] = ("redis",),
     doors: Sequence[str] = (),
 ) -> dict[Kind, Sequence[str]]:
-    """What each kind of fault can happen to.
+    """What each kind of fault can happen to; a kind without a target lasts for the whole drill.
 
     `helpers`: the processes beside workers, web and beat.  `valkeys`: the room's and the broker's.  `doors`: of the
     proxy.
@@ -132,7 +136,8 @@ def targets(
     return {
         Kind.WORKER: workers,
         Kind.STOP: workers,
-        Kind.RESTARTS: workers,
+        Kind.RESTARTS: (*workers, *helpers, "beat", "web"),
+        Kind.IMPATIENT: (*workers, *helpers, "beat", "web"),
         Kind.MAINTENANCE: helpers,
         Kind.BEAT: ("beat",),
         Kind.WEB: ("web",),
@@ -152,6 +157,7 @@ def targets(
         Kind.RECEIVERS: ("receivers",),
         Kind.DEADLINES: ("jobs",),
         Kind.OPERATOR: models,
+        Kind.UNREAD: (),
     }
 
 
@@ -168,6 +174,7 @@ def schedule(
     `count`: exactly so many, however long that takes.  Nothing happens to what has not been mended yet.
     """
     chance = random.Random(seed)
+    kinds = [kind for kind in kinds if among[kind]]
     faults: list[Fault] = []
     up_again: dict[str, float] = {}
     deck: list[Kind] = []

@@ -13,8 +13,11 @@ _BUSY = 0.7  # of the slots' time until the faults end
 _LONG_S = 16.0  # a lease that is not renewed has been taken away by then, and the server is still at work
 _LONG_EVERY = 100
 _FAILS_EVERY = 50
+_GARBLES_EVERY = 20  # of the jobs for plain servers
 _HOOKED_EVERY = 4
 _PRIORITIES = (5, 5, 5, 1, 9)
+PLAIN = "plain"
+"""The model whose server knows no keys, and answers some first attempts with JSON that has a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ def plan_jobs(
     """`burst` of them (0 … 1) at once, the others evenly until four fifths of the time are over.
 
     Runs take 20 to 200 ms, or longer in proportion if all would be over before the faults are.  One in a hundred
-    outlives a lease, if `long`; one in fifty fails at its first attempt; a quarter has a webhook, if `hooks`.
+    outlives a lease, if `long`; one in fifty fails at its first attempt; a quarter has a webhook, if `hooks`.  A model
+    gets as many jobs as it stands in `models`.
     """
     chance = random.Random(f"{seed} orders")
     longs = set(range(_LONG_EVERY // 2, count, _LONG_EVERY)) if long else set()
@@ -63,6 +67,8 @@ def plan_jobs(
         payload: dict[str, Any] = {"number": number, "seconds": _LONG_S if number in longs else round(run_s, 3)}
         if chance.randrange(_FAILS_EVERY) == 0:
             payload["fails"] = 1
+        if model == PLAIN and chance.randrange(_GARBLES_EVERY) == 0:
+            payload["garbles"] = 1
         late = max(number - at_once, 0) / max(count - at_once, 1)
         hooked = hooks and number % _HOOKED_EVERY == 0
         found.append(PlannedJob(number, round(late * seconds * 0.8, 3), model, priority, payload, hooked))

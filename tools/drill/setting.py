@@ -42,6 +42,10 @@ class DrillSetup:
         return Kind.RECEIVERS in self.kinds
 
     @property
+    def has_unread_log(self) -> bool:
+        return Kind.UNREAD in self.kinds
+
+    @property
     def has_clocks(self) -> bool:
         return Kind.CLOCK in self.kinds
 

@@ -59,7 +59,7 @@ def test_so_many_faults_as_asked_for_however_long_that_takes(every_s: float) -> 
 
 def test_every_kind_gets_its_turn() -> None:
     counts = Counter(fault.kind for fault in schedule(1, tuple(Kind), AMONG, 600, 5))
-    assert set(counts) == set(Kind)
+    assert set(counts) == set(Kind) - {Kind.UNREAD}
     assert max(counts.values()) - min(counts.values()) <= 3
 
 
@@ -110,7 +110,26 @@ def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -
     with Guardian() as guardian, Proxy() as proxy:
         stack = Cluster(tmp_path, guardian, proxy, DrillSetup(workers=4, slots=18))
     assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
-    assert [server.slots for server in stack.servers] == [4, 4, 10]
+    assert [server.slots for server in stack.servers] == [4, 4, 9, 1]
+
+
+def test_orderly_restarts_are_of_every_role() -> None:
+    assert (
+        set(AMONG[Kind.RESTARTS])
+        == set(AMONG[Kind.IMPATIENT])
+        == {*("worker-1", "worker-2", "maintenance", "beat", "web")}
+    )
+
+
+def test_what_lasts_for_the_whole_drill_does_not_keep_faults_from_happening() -> None:
+    faults = schedule(1, (Kind.UNREAD, Kind.WEB), AMONG, 300, 5)
+    assert len(faults) > 40 and {fault.kind for fault in faults} == {Kind.WEB}
+    assert schedule(1, (Kind.UNREAD,), AMONG, 300, 5) == []
+
+
+def test_only_jobs_for_plain_servers_are_answered_with_faulty_json() -> None:
+    jobs = plan_jobs(3, 2000, ["sync", "plain"], 8, 40, 0.5)
+    assert {job.model for job in jobs if "garbles" in job.payload} == {"plain"}
 
 
 def test_kills_without_a_kind_of_fault_are_refused() -> None:

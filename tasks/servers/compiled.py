@@ -51,7 +51,7 @@ class CompiledDescription:
     stream: StreamPlan | None  # of the submit's answer
     status: tuple[CompiledStep, ...]
     result: CompiledStep | None
-    cancel: CompiledStep | None
+    cancel: tuple[CompiledStep, ...]
     callback: Judge
     health: tuple[RequestTemplate, HealthJudge] | None
     output_size: CompiledOutputSize | None
@@ -59,7 +59,7 @@ class CompiledDescription:
     @property
     def pointers(self) -> frozenset[Pointer]:
         """Where its steps look in answers."""
-        steps = [self.submit, *self.status, *(it for it in (self.result, self.cancel) if it is not None)]
+        steps = [self.submit, *self.status, *self.cancel, *([self.result] if self.result else [])]
         return frozenset[Pointer]().union(*(step.judge.pointers for step in steps))
 
 
@@ -70,9 +70,9 @@ def compile_description(description: Description) -> CompiledDescription:
         description=d,
         submit=CompiledStep(_request(d.submit), _submit_judge(d)),
         stream=compile_stream(d.submit.stream) if d.submit.stream else None,
-        status=tuple(CompiledStep(_request(s), _poll_judge(d, s, default_rules.poll_rules())) for s in d.status),
-        result=_optional(d, d.result, default_rules.result_rules()),
-        cancel=_optional(d, d.cancel, default_rules.cancel_rules()),
+        status=tuple(_asked(d, step, default_rules.poll_rules()) for step in d.status),
+        result=_asked(d, d.result, default_rules.result_rules()) if d.result else None,
+        cancel=tuple(_asked(d, step, default_rules.cancel_rules()) for step in d.cancel or ()),
         callback=_poll_judge(d, d.callback, default_rules.poll_rules()),
         health=(_request(d.health), compile_health(d.health)) if d.health else None,
         output_size=CompiledOutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
@@ -81,8 +81,8 @@ def compile_description(description: Description) -> CompiledDescription:
     )
 
 
-def _optional(d: Description, step: Result | Cancel | None, more: tuple[Rule, ...]) -> CompiledStep | None:
-    return CompiledStep(_request(step), _poll_judge(d, step, more)) if step else None
+def _asked(d: Description, step: StatusStep | Result | Cancel, more: tuple[Rule, ...]) -> CompiledStep:
+    return CompiledStep(_request(step), _poll_judge(d, step, more))
 
 
 def _request(step: _Step) -> RequestTemplate:

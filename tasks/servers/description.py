@@ -95,6 +95,7 @@ Status = Annotated[int | str, BeforeValidator(_status)]
 Connection = Literal["connect", "timeout", "reset"]
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
+MetricName = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,199}$")]
 HeaderText = Annotated[str, Field(pattern=r"^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$", max_length=2000)]
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 EventName = Annotated[str, Field(min_length=1, max_length=100)]
@@ -343,6 +344,9 @@ class Result(_RequestStep, _ResponseReading):
     path: str | None = "/result/{{id}}"
 
 
+FreesSlot = Literal["immediate", "eventual", "no"]
+
+
 class Cancel(_RequestStep, _ResponseReading):
     """Asking to give the job up.  `canceled` means it said yes, `failed` that it said no."""
 
@@ -352,7 +356,7 @@ class Cancel(_RequestStep, _ResponseReading):
     path: str | None = "/cancel/{{id}}"
     echo: bool = False  # the id may not be known yet, and a yes or no is all there is to lose
     # Whether a yes frees the slot.  A cancel can lie: "eventual" waits for status or health to agree.
-    frees_slot: Literal["immediate", "eventual", "no"] = "eventual"
+    frees_slot: FreesSlot = "eventual"
 
 
 class Callback(_ResponseReading):
@@ -363,16 +367,29 @@ class Callback(_ResponseReading):
 
 
 class CountSource(_Data):
-    """Where the number of active jobs stands: exactly one of these."""
+    """Where the number of active jobs stands: one kind of place, the sum of all of that kind."""
 
-    pointer: PointerText | None = None  # a whole number
-    count: PointerText | None = None  # a list: its length
-    metric: Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,199}$")] | None = None  # Prometheus text
+    pointer: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] = ()  # a whole number
+    count: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] = ()  # a list: its length
+    metric: Annotated[tuple[MetricName, ...], Field(max_length=5), _one_or_more(MetricName)] = ()  # Prometheus text
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        if sum(bool(places) for places in (self.pointer, self.count, self.metric)) != 1:
+            raise ValueError("active is a pointer, a count or a metric")
+        return self
+
+
+class StartSource(_Data):
+    """Where a value stands that another process at this address would have: exactly one of these."""
+
+    pointer: PointerText | None = None
+    metric: MetricName | None = None  # Prometheus text
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if sum(place is not None for place in (self.pointer, self.count, self.metric)) != 1:
-            raise ValueError("active is a pointer, a count or a metric")
+        if (self.pointer is None) == (self.metric is None):
+            raise ValueError("started is a pointer or a metric")
         return self
 
 
@@ -383,11 +400,13 @@ class HealthStep(_RequestStep):
     path: str | None = "/health"
     connect_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     read_s: Seconds | None = 5.0
-    active: CountSource | None = CountSource(pointer="/active_jobs")
-    job_ids: PointerText | None = "/job_ids"  # a list
+    active: CountSource | None = CountSource(pointer=("/active_jobs",))
+    job_ids: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] | None = (
+        "/job_ids",
+    )  # lists
     job_ids_item: PointerText = ""  # where in an element of that list the id stands
     running: bool = True  # active counts running jobs; False: waiting ones too
-    started: CountSource | None = None  # a value that another process at this address would have: a pointer or a metric
+    started: StartSource | None = None
     idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
     rules: Annotated[tuple[HealthRule, ...], *_OF_STEP] = ()
 
@@ -409,7 +428,7 @@ class Description(_Data):
         StatusStep(),
     )
     result: Result | None = None
-    cancel: Cancel | None = Cancel()
+    cancel: Annotated[tuple[Cancel, ...], Field(min_length=1, max_length=5), _one_or_more(Cancel)] | None = (Cancel(),)
     callback: Callback = Callback()
     health: HealthStep | None = HealthStep()
     # The id under which the server will know the job, if it is us who give it, so that the job can be
@@ -440,10 +459,16 @@ class Description(_Data):
         """Whether a run can be asked for, or told of, although no answer to its submit ever came."""
         return self.given_id is not None and self.mode in ("async", "callback")
 
+    @property
+    def cancel_frees_slot(self) -> FreesSlot:
+        """Whether a cancel to which a server says yes frees the slot: what is true of each of its requests."""
+        found = {step.frees_slot for step in self.cancel or ()}
+        return "no" if not found or "no" in found else "eventual" if "eventual" in found else "immediate"
+
     @cached_property
     def asks_by_payload(self) -> bool:
         """Whether something of the payload is needed to ask for a run, or to cancel it."""
-        asked = (*self.status, self.result, self.cancel)
+        asked = (*self.status, self.result, *(self.cancel or ()))
         texts = (text for step in asked if step for _, text in iter_texts(step.model_dump()))
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
 

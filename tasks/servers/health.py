@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.servers.call import Health, HealthKind
 from tasks.servers.default_rules import health_rules
-from tasks.servers.description import CountSource, HealthStep
+from tasks.servers.description import CountSource, HealthStep, StartSource
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.responses import NOT_JSON, NoResponse, Response, id_text, redact
 from tasks.servers.rules import CompiledRule, compile_rule, describe_unreadable, is_redirect
@@ -26,10 +26,10 @@ class HealthJudge:
     """How a server's health check is read."""
 
     rules: tuple[CompiledRule, ...]
-    active: Pointer | None
-    is_count: bool  # the pointer leads to a list, whose length counts
-    metric: re.Pattern[str] | None
-    job_ids: Pointer | None
+    active: tuple[Pointer, ...]  # what stands there is summed up
+    is_count: bool  # the pointers lead to lists, whose lengths count
+    metrics: tuple[re.Pattern[str], ...]
+    job_ids: tuple[Pointer, ...]
     job_ids_item: Pointer
     running: bool
     started: Pointer | re.Pattern[str] | None = None
@@ -75,26 +75,29 @@ class HealthJudge:
         return resolve(answer.json, self.idempotent) is True
 
     def _active(self, answer: Response) -> int | None:
-        if self.metric is not None:
-            return _whole(_sum_of_metric(self.metric, answer.text))
-        value = self._at(answer, self.active)
-        if value is None or not self.is_count:
-            return _whole(value)
-        if not isinstance(value, list):
-            raise _NotAsDescribed("what should be counted is not a list")
-        return len(value)
+        """Return how many jobs are there; None: one of the numbers is not told."""
+        numbers = [_whole(_sum_of_metric(metric, answer.text)) for metric in self.metrics]
+        for pointer in self.active:
+            value = self._at(answer, pointer)
+            numbers.append(_length(value) if self.is_count and value is not None else _whole(value))
+        told = [number for number in numbers if number is not None]
+        return sum(told) if told and len(told) == len(numbers) else None
 
     def _job_ids(self, answer: Response) -> frozenset[str] | None:
-        value = self._at(answer, self.job_ids)
-        if value is None:
-            return None
-        ids = [id_text(resolve(item, self.job_ids_item)) for item in value] if isinstance(value, list) else [None]
-        if None in ids:
-            raise _NotAsDescribed("the job ids are not a list of ids")
-        return frozenset(job_id for job_id in ids if job_id is not None)
+        """Return the ids of all jobs that are there; None: one of the lists is not told."""
+        found: set[str] = set()
+        for pointer in self.job_ids:
+            value = self._at(answer, pointer)
+            if value is None:
+                return None
+            ids = [id_text(resolve(item, self.job_ids_item)) for item in value] if isinstance(value, list) else [None]
+            if None in ids:
+                raise _NotAsDescribed("the job ids are not a list of ids")
+            found.update(job_id for job_id in ids if job_id is not None)
+        return frozenset(found) if self.job_ids else None
 
-    def _at(self, answer: Response, pointer: Pointer | None) -> Any:
-        if pointer is None or (self.metric is not None and answer.json is NOT_JSON):
+    def _at(self, answer: Response, pointer: Pointer) -> Any:
+        if self.metrics and answer.json is NOT_JSON:
             return None  # a page of metrics holds no ids
         if answer.json is NOT_JSON:
             raise _NotAsDescribed(describe_unreadable(answer))
@@ -110,14 +113,13 @@ def _message(reply: Response | NoResponse) -> str:
 
 def compile_health(step: HealthStep) -> HealthJudge:
     """A health step that has been checked, made fast."""
-    active = step.active or CountSource.model_construct(pointer=None, count=None, metric=None)
-    place = active.pointer if active.pointer is not None else active.count
+    active = step.active or CountSource.model_construct()
     return HealthJudge(
         rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
-        active=None if place is None else parse(place),
-        is_count=active.count is not None,
-        metric=_sample(active.metric) if active.metric else None,
-        job_ids=None if step.job_ids is None else parse(step.job_ids),
+        active=tuple(map(parse, active.pointer or active.count)),
+        is_count=bool(active.count),
+        metrics=tuple(map(_sample, active.metric)),
+        job_ids=tuple(map(parse, step.job_ids or ())),
         job_ids_item=parse(step.job_ids_item),
         running=step.running,
         started=_start_of(step.started),
@@ -125,10 +127,10 @@ def compile_health(step: HealthStep) -> HealthJudge:
     )
 
 
-def _start_of(where: CountSource | None) -> Pointer | re.Pattern[str] | None:
+def _start_of(where: StartSource | None) -> Pointer | re.Pattern[str] | None:
     if where is None:
         return None
-    return _sample(where.metric) if where.metric else parse(where.pointer or where.count or "")
+    return _sample(where.metric) if where.metric else parse(where.pointer or "")
 
 
 def _sample(name: str) -> re.Pattern[str]:
@@ -142,6 +144,12 @@ def _sum_of_metric(sample: re.Pattern[str], text: str) -> float | None:
         return sum(map(float, found)) if found else None
     except ValueError:
         raise _NotAsDescribed("the metric is not a number") from None
+
+
+def _length(value: Any) -> int:
+    if not isinstance(value, list):
+        raise _NotAsDescribed("what should be counted is not a list")
+    return len(value)
 
 
 def _whole(value: Any) -> int | None:

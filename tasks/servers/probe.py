@@ -225,13 +225,13 @@ class _Steps:
         if self._name == "result" and it.result is not None:
             return "result", it.result.rules, result_rules()
         if self._name == "cancel" and it.cancel is not None:
-            return "cancel", it.cancel.rules, cancel_rules()
+            return f"cancel[{self._number}]", it.cancel[self._number].rules, cancel_rules()
         return "health", it.health.rules if it.health else (), health_rules()
 
     def _go_on(self, rule: Rule | HealthRule) -> None:
         if self._name == "submit" and isinstance(rule, Rule) and rule.only_when_up:
             self._name = "health"
-        elif self._name == "status" and rule.then == "next":
+        elif self._name == "cancel" or (self._name == "status" and rule.then == "next"):
             self._number += 1
         elif self._name == "status" and rule.then == "done" and self._description.result is not None:
             self._name = "result"

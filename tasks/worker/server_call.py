@@ -146,7 +146,7 @@ class ServerCall:
     def _has_server_stopped(self, live: ServerSession, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""
         sent = self._answered or self._remote_id is not None
-        return outcome.kind is not OutcomeKind.CANCELED or not sent or cancel_frees_slot(live) != "no"
+        return outcome.kind is not OutcomeKind.CANCELED or not sent or live.description.cancel_frees_slot != "no"
 
     async def _begin(self, live: ServerSession) -> Outcome | StopReason:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
@@ -334,7 +334,7 @@ class ServerCall:
 
     async def _send_cancel(self, live: ServerSession) -> None:
         said_yes = await live.cancel(self.poll_call, self._remote_id)
-        self._cancel_frees_slot = said_yes and cancel_frees_slot(live) == "immediate"
+        self._cancel_frees_slot = said_yes and live.description.cancel_frees_slot == "immediate"
 
     async def _time_out(self, live: ServerSession, last: Outcome) -> Outcome:
         await self._send_cancel(live)
@@ -451,11 +451,6 @@ _CRASHED = Outcome(
     code="server_lost",
     message="The server's process ended under the job: its address refuses connections.",
 )
-
-
-def cancel_frees_slot(live: ServerSession) -> str:
-    cancel = live.description.cancel
-    return "no" if cancel is None else cancel.frees_slot
 
 
 def _knows(health: Health, call: Call) -> bool | None:

@@ -204,7 +204,7 @@ def test_a_description_is_shown_as_given_and_as_it_is_in_force(api):
     for shown in (_put(api, given).json, api.client.get(CONFIG).json):
         assert shown["overrides"] == given
         assert shown["description"]["status"][0]["path"] == "/v1/{{id}}"
-        assert shown["description"]["cancel"]["path"] == "/cancel/{{id}}"
+        assert shown["description"]["cancel"][0]["path"] == "/cancel/{{id}}"
         assert re.fullmatch("[0-9a-f]{32}", shown["described_by"])
 
 

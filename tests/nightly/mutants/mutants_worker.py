@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "every confirmed cancel frees its slot",
         "tasks.worker.server_call:ServerCall._send_cancel",
-        swap('said_yes and cancel_frees_slot(live) == "immediate"', "said_yes"),
+        swap('said_yes and live.description.cancel_frees_slot == "immediate"', "said_yes"),
         kills=[
             "test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",
             "test_what_a_cancel_frees_is_as_the_server_is_described",

@@ -16,7 +16,7 @@ def test_the_default_description_is_the_slot_protocol():
     assert described() == DEFAULT
     assert DEFAULT.submit.path is None and DEFAULT.submit.body is None
     assert [step.path for step in DEFAULT.status] == ["/status/{{id}}"]
-    assert (DEFAULT.mode, DEFAULT.cancel.path, DEFAULT.health.path) == ("auto", "/cancel/{{id}}", "/health")
+    assert (DEFAULT.mode, DEFAULT.cancel[0].path, DEFAULT.health.path) == ("auto", "/cancel/{{id}}", "/health")
 
 
 def test_a_description_survives_being_stored():
@@ -156,3 +156,17 @@ def test_a_payload_is_looked_into_where_something_of_it_is_put_elsewhere(submit,
 def test_a_payload_is_looked_into_where_it_says_what_output_is_expected():
     size = {"pointer": "/n", "default": 1}
     assert not described(submit={"headers": {"X-N": "{{run/output_size}}"}}, output_size=size).sends_payload_alone
+
+
+@pytest.mark.parametrize(
+    ("frees", "means"),
+    [
+        ([], "no"),
+        (["immediate"], "immediate"),
+        (["immediate", "eventual"], "eventual"),
+        (["immediate", "no", "eventual"], "no"),
+    ],
+)
+def test_a_cancel_of_several_requests_promises_what_each_of_them_does(frees, means):
+    cancel = [{"path": "/c", "frees_slot": one} for one in frees] or None
+    assert Description.model_validate({"cancel": cancel}).cancel_frees_slot == means

@@ -74,6 +74,27 @@ def test_a_list_can_be_counted_and_its_elements_name_the_jobs():
     assert (found.active_jobs, found.job_ids) == (2, frozenset({"p1", "p2"}))
 
 
+@pytest.mark.parametrize(
+    ("body", "active", "ids"),
+    [
+        ({"running": [["p1"]], "waiting": [["p2"], ["p3"]]}, 3, frozenset({"p1", "p2", "p3"})),
+        ({"running": [["p1"]], "waiting": []}, 1, frozenset({"p1"})),
+        ({"running": [["p1"]]}, None, None),
+    ],
+)
+def test_what_runs_and_what_waits_can_be_added_up(body, active, ids):
+    found = health(
+        body, active={"count": ["/running", "/waiting"]}, job_ids=["/running", "/waiting"], job_ids_item="/0"
+    )
+    assert (found.active_jobs, found.job_ids) == (active, ids)
+
+
+def test_numbers_and_metrics_can_be_added_up():
+    assert health({"run": 2, "wait": 3}, active={"pointer": ["/run", "/wait"]}, job_ids=None).active_jobs == 5
+    assert health(METRICS, active={"metric": ["plain", "vllm:num_requests_running"]}).active_jobs == 7
+    assert health(METRICS, active={"metric": ["plain", "absent"]}).active_jobs is None
+
+
 METRICS = b"""# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="a}b"} 2.0
 vllm:num_requests_running{engine="1"} 1 1700000000

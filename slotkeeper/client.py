@@ -24,7 +24,9 @@ class ClientError(click.ClickException):
 
 
 class ApiUnreachable(ClientError):
-    """Nothing answers at the address."""
+    """Nothing answers at the address, so it is not known what became of the request."""
+
+    exit_code = 3
 
 
 class OutcomeUnknown(ClientError):

@@ -26,8 +26,8 @@ def main() -> None:
     """A dispatcher for GPU inference: durable queue, exact order, one slot per job.
 
     Commands that ask the API find it at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT there),
-    and show it the key in SLOTKEEPER_KEY.  Exit status: 0 done, 1 not done, 2 wrong usage, 3 not
-    known, because the API stayed away while a job was waited for.
+    and show it the key in SLOTKEEPER_KEY.  Exit status: 0 done, 1 not done, such as a job that was waited for and
+    failed, 2 wrong usage, 3 not known, because the API could not be reached or stayed away.
     """
 
 

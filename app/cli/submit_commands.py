@@ -111,7 +111,7 @@ def _submit(body: Job, count: int) -> list[Job]:
 
     if count == 1:
         return [one(0)]
-    return [api.retry(partial(one, n)) for n in _tracked(range(count), count, "submitted")]
+    return [api.retry(partial(one, n), on_pause=_tell_resend) for n in _tracked(range(count), count, "submitted")]
 
 
 def _trace() -> dict[str, str]:
@@ -128,8 +128,13 @@ def _wait(jobs: list[Job]) -> list[Job]:
 
 
 def _tell_pause(error: click.ClickException) -> None:
-    """Tell why nothing is known at the moment."""
+    """Tell why nothing is known of a job at the moment."""
     echo(f"{error.message}  The job goes on; asking again.", err=True)
+
+
+def _tell_resend(error: click.ClickException) -> None:
+    """Tell why a submit is sent again, under its key."""
+    echo(f"{error.message}  Sending it again; it is accepted once.", err=True)
 
 
 def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
@@ -197,7 +202,8 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
 
     The lines are one batch, in the order of the file.  The run is named before the first line is sent.  The command
     that goes on with a broken-off run is printed; within a day it submits no line twice.  Refused lines are named by
-    their numbers, and the others are submitted.
+    their numbers, and the others are submitted.  An API that restarts is asked again for five minutes; exit status 3:
+    it stayed away.
     """
     from uuid_utils import uuid7
 
@@ -209,7 +215,8 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
         for numbers, lines in _batches(file, sent.name):
             _submit_batch(api, sent, numbers, lines)
     except click.ClickException as error:
-        raise click.ClickException(f"{error.message}\n{_broken_off(sent, again)}") from error
+        error.message = f"{error.message}\n{_broken_off(sent, again)}"  # type: ignore[misc]
+        raise
     except KeyboardInterrupt:
         echo(_broken_off(sent, again), err=True)
         sys.exit(130)
@@ -308,7 +315,7 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
     while lines:
         path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
         try:
-            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers))
+            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers), on_pause=_tell_resend)
         except ApiError as error:
             index = error.problem.get("index")
             if not isinstance(index, int) or not 0 <= index < len(lines):

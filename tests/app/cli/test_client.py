@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def problem(status: int, title: str, detail: str, **more: object) -> Response:
 def test_a_server_that_does_not_run_is_one_line_that_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_PORT", str(port := free_port()))
     done = run("jobs")
-    assert done.exit_code == 1
+    assert done.exit_code == 3
     assert done.stderr == (
         f"Error: Nothing answers at http://127.0.0.1:{port}: start it with `slotkeeper up`, or set SLOTKEEPER_URL.\n"
     )
@@ -192,6 +193,37 @@ def test_a_line_keeps_its_own_idempotency_key(api: HTTPServer, tmp_path: Path) -
     assert batches.accepted == [{"idempotency_key": "mine", "model": "zimg"}, {"idempotency_key": "r-2"}]
 
 
+def test_a_file_goes_on_through_a_restart_of_the_api_and_says_so(
+    api: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, post, away = Batches(api), Client.post, [True, True]
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def post_when_back(client: Client, *request: Any) -> Any:
+        if away and away.pop():
+            raise ApiUnreachable("Nothing answers at the API.")
+        return post(client, *request)
+
+    monkeypatch.setattr(Client, "post", post_when_back)
+    (path := tmp_path / "jobs.ndjson").write_text('{"model": "zimg"}\n')
+    done = run("submit-file", str(path))
+    assert (done.exit_code, len(batches.accepted)) == (0, 1)
+    assert done.stderr.count("Nothing answers at the API.  Sending it again; it is accepted once.") == 2
+
+
+def test_a_file_whose_api_stays_away_is_not_known_to_be_submitted(
+    api: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stay_away(client: Client, *request: Any) -> Any:
+        raise ApiUnreachable("Nothing answers at the API.")
+
+    monkeypatch.setattr(Client, "post", stay_away)
+    monkeypatch.setattr(Client, "retry", partialmethod(Client.retry, patience_s=0.0))
+    (path := tmp_path / "jobs.ndjson").write_text('{"model": "zimg"}\n')
+    done = run("submit-file", str(path), "--run", "mine")
+    assert done.exit_code == 3 and "go on with the rest by" in done.stderr
+
+
 def test_a_file_that_was_broken_off_says_how_to_go_on(api: HTTPServer, tmp_path: Path) -> None:
     api.expect_request("/queue/submit-batch").respond_with_response(problem(401, "No valid key", "Send one."))
     path = tmp_path / "jobs.ndjson"
@@ -220,7 +252,7 @@ def test_the_command_printed_at_ctrl_c_goes_on_with_the_run(
         patched.setattr(Client, "post", post_until_ctrl_c)
         stopped = run("submit-file", str(path), *(["--run", chosen] if chosen else []))
     assert (stopped.exit_code, len(batches.accepted)) == (130, 200)
-    first, last = stopped.stderr.splitlines()
+    first, *_, last = stopped.stderr.splitlines()
     assert last.startswith("200 jobs were accepted; go on with the rest by: slotkeeper submit-file ")
     command = shlex.split(last.partition("rest by: ")[2])
     assert command == shlex.split(first.partition("go on with: ")[2]), "it was named before the first line was sent"

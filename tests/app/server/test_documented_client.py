@@ -1,0 +1,39 @@
+"""The client of docs/streams.md, as it stands there."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.tree import REPO
+from tests.support.scripted import Act, Scripted, Seen, answer, hang_up
+
+_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def _cut_after(event: bytes) -> bytes:
+    """A stream that breaks off behind an event, as that of a process that is killed."""
+    return _STREAM + b"%x\r\n%s\r\n" % (len(event), event)
+
+
+@pytest.mark.timeout(60)
+def test_it_outlives_a_restart_of_the_api_and_goes_on_behind_what_it_has() -> None:
+    code = re.search("```python\n(.*?)```", (REPO / "docs" / "streams.md").read_text("utf-8"), re.DOTALL)
+    assert code is not None
+    said: list[Act] = [_cut_after(b"id: 7\ndata: first\n\n"), hang_up, answer(b"", 503)]
+
+    def act(seen: Seen) -> Act:
+        return said.pop(0) if said else _cut_after(b"id: 8\ndata: second\n\n")
+
+    with Scripted(act) as server:
+        script = code[1].replace("http://127.0.0.1:8000", server.url).replace("time.sleep(1)", "time.sleep(0)")
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            printed = []
+            while "second" not in printed:
+                printed.append(client.stdout.readline().strip())
+            client.kill()
+        after = [seen.headers.get("last-event-id") for seen in server.seen[:4]]
+    assert printed[0] == "first" and all(line.startswith("The stream broke off") for line in printed[1:-1])
+    assert after == [None, "7", "7", "7"]

@@ -96,7 +96,7 @@ def explain_job(path: JobPath) -> dict[str, Any]:
 
     `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
     server_breaker_open, server_away, server_cooling, slot_withheld, server_unavailable, constraints_unmet, no_server,
-    retry, not_before, not_in_room, redis_away.
+    retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
     found = explain_job_state(dispatcher(), context().estimates, job)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
+from routing.queue.leases import server_of_slot
 from routing.queue.slots import Cooldown, Slots
 from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
@@ -115,7 +116,7 @@ def list_troubled(scripts: Scripts, fleets: Sequence[str]) -> dict[str, Troubled
 
 def _trouble(cooling: Sequence[bytes], meta: Sequence[bytes]) -> TroubledServers:
     return TroubledServers(
-        frozenset(slot.decode().rsplit("-slot", 1)[0] for slot in cooling),
+        frozenset(server_of_slot(slot.decode()) for slot in cooling),
         frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
     )
 

@@ -19,9 +19,10 @@ from routing.queries import server_status
 from routing.queries.estimates import Estimates
 from routing.queries.interval import SOON, Estimate
 from routing.queries.overtaking import longest_overtaking_s
+from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
@@ -32,7 +33,6 @@ _FAILED = {
     "rate": "failed most of its latest runs",
     "probe": "failed the run that tried whether it works again",
 }
-_TAKEN_OVER_AFTER = {Reason.HANDED_BACK, Reason.LEASE_EXPIRED, Reason.SERVER_LOST}
 # What passes by itself, so that a start can be foretold.
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 _MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
@@ -71,7 +71,8 @@ def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) ->
     if job.state is State.DELAYED:
         return _delayed(job)
     if job.state is not State.QUEUED:
-        return Explanation(_outside(job) + _resumption(dispatcher, job))
+        awaited = _awaited(dispatcher, job)
+        return Explanation("  ".join([_outside(job), *(it.sentence for it in awaited)]), awaited)
     with suppress(RedisError):
         return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, estimates, job))
     return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
@@ -132,18 +133,14 @@ def _outside(job: Job) -> str:
     return f"It has ended: {job.state}, because of {job.why}."
 
 
-def _resumption(dispatcher: Dispatcher, job: Job) -> str:
-    """What a run waits for that was taken over from another worker without an id at its server; "": nothing."""
-    if job.state is not State.RUNNING or job.remote_id is not None:
-        return ""
-    reasons = [event.data.get("why") for event in dispatcher.store.list_events(job.id)]
-    if len(reasons) < 2 or reasons[-2] not in _TAKEN_OVER_AFTER:
-        return ""
-    return (
-        "  It was taken over from a worker that had stopped or was lost and may have sent the request.  A server that"
-        " joins repeated requests gets it at once; any other when its health no longer shows the job, its process has"
-        " ended, or the time is over that runs of the model usually take."
-    )
+def _awaited(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
+    """Return what a run waits for beside its server's answer, as its worker says."""
+    if job.state is State.RUNNING and job.slot is not None:
+        with suppress(RedisError):
+            known_job, sentence = ProcessList(dispatcher.slots.scripts).read_awaits().get(job.slot, ("", ""))
+            if known_job == job.id:
+                return (Blocker("run_waits", sentence, job.slot),)
+    return ()
 
 
 def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:

@@ -10,7 +10,9 @@ from routing.maintenance import quarantined_slots
 from routing.queries import job_list
 from routing.queries.explain import Blocker, breaker_open, of_server, stopped
 from routing.queries.model_status import QueueLoad, read_model_load
+from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus, read_servers, slot_use
+from routing.queue.leases import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.catalog import CatalogSnapshot
@@ -80,6 +82,9 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
     use = slot_use(server.state, standing, len(withheld))
     if use.running and not standing.free:
         yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {use.running} run jobs", server.name)
+    for slot, (job_id, sentence) in ProcessList(dispatcher.slots.scripts).read_awaits().items():
+        if server_of_slot(slot) == server.name:
+            yield Blocker("run_waits", f"job {job_id} on {slot}: {sentence}", slot)
     for row in withheld:
         yield Blocker("slot_withheld", quarantined_slots.sentence(row), row.slot)
 

@@ -40,7 +40,7 @@ class Process:
 
     `role`: web, worker, maintenance, webhooks, relay, beat.  `facts`: what else it says of itself: `pid`, `version`,
     `since_ms`, `secret` (its fingerprint), and a worker `runs` and `capacity`, `takes`, `canary_ms` (how long the last
-    took) and `canary_age_ms`.
+    took), `canary_age_ms` and `awaits`.
     """
 
     name: str
@@ -79,6 +79,11 @@ class ProcessList:
         """By role, host and name."""
         found = [_process(it) for it in self._ask("", "")]
         return sorted(found, key=lambda it: (it.role, it.host, it.name))
+
+    def read_awaits(self) -> dict[str, tuple[str, str]]:
+        """Return what runs wait for beside their servers' answers: slot -> job and sentence."""
+        workers = (process for process in self.read_all() if process.lives)
+        return {slot: (job, said) for it in workers for slot, (job, said) in it.facts.get("awaits", {}).items()}
 
     def _ask(self, process: str, facts: str) -> list[ProcessReport]:
         key = self._scripts.keys.processes()

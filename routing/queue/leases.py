@@ -33,6 +33,11 @@ class Renewal(StrEnum):
     UNKNOWN = "unknown"  # Redis was emptied, or lost its last moments, and is not filled yet: carry on
 
 
+def server_of_slot(slot: str) -> str:
+    """Return the name of the server that a slot belongs to."""
+    return slot.rsplit("-slot", 1)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A lease as its holder, or the reaper, sees it."""
@@ -45,7 +50,7 @@ class Lease:
 
     @property
     def server(self) -> str:
-        return self.slot.rsplit("-slot", 1)[0]
+        return server_of_slot(self.slot)
 
     @property
     def stored_text(self) -> str:

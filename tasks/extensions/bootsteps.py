@@ -74,7 +74,8 @@ def _say_that_it_lives() -> liveness.ProcessReport:
 def _facts() -> dict[str, Any]:
     worker, canary = this_worker(), _canary()
     canary.send_if_due()
-    return {"runs": worker.runs, "capacity": worker.max_runs, "takes": worker.accepts_jobs, **canary.facts()}
+    facts = {"runs": worker.runs, "capacity": worker.max_runs, "takes": worker.accepts_jobs, "awaits": worker.awaits}
+    return facts | canary.facts()
 
 
 class JobsStep(bootsteps.StartStopStep):

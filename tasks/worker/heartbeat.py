@@ -30,6 +30,7 @@ class LeaseWatch:
         "_heard",
         "_timer",
         "_waking",
+        "awaits",
         "cancel",
         "confirmed_at_s",
         "drain",
@@ -63,6 +64,7 @@ class LeaseWatch:
         self.stop = False  # its grace time is over: hand the job back
         self.is_removed = False  # the lease is not kept alive any more
         self.restored = False  # the lease was written again
+        self.awaits = ""  # what its run waits for, beside its server's answer, as a sentence for people
         self.slot_released_at_s: float | None = (
             None  # monotonic: since when its slot is the next run's, its end being stored
         )

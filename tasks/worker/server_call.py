@@ -35,6 +35,12 @@ _POLL_DEADLINE_S = (
 )
 
 
+_AWAITS_EARLIER_REQUEST = (
+    "A worker that stopped or was lost may have sent its request, and the server does not join repeated ones: it is"
+    " sent again when the server's health no longer shows the job, when its process has ended"
+)
+
+
 async def _holds_always(_: LeaseWatch) -> bool:
     return True
 
@@ -134,6 +140,7 @@ class ServerCall:
             while isinstance(found, Outcome) and found.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
                 if not await self._store_remote_id(found.remote_id):
                     return StopReason.LOST
+                self._watch.awaits = self._awaited_answer(found)
                 if self._stop_reason() is None:
                     await self._watch.sleep(self._interval_s(found))
                 found = await self._outcome_after_wait(live, found) or await self._check(live)
@@ -142,6 +149,18 @@ class ServerCall:
         if isinstance(found, StopReason) or self._has_server_stopped(live, found):
             return found
         return found._replace(server_still_running=True)
+
+    def _awaited_answer(self, found: Outcome) -> str:
+        """Return what a run waits for that goes on, as a sentence; "": it runs as it should."""
+        if found.kind is OutcomeKind.PENDING:
+            return f"Its server could not be asked, and is asked again: {found.message}." if found.code else ""
+        if self._broken_until is None:
+            return "Its request has no answer: its slot is held until the server's health no longer shows the job."
+        left_s = max(self._broken_until - time.monotonic(), 0)
+        return (
+            "The connection broke under its request: its slot is held until the server's health no longer shows the"
+            f" job, or for {left_s:.0f} s more if that does not tell."
+        )
 
     def _has_server_stopped(self, live: ServerSession, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""
@@ -163,6 +182,7 @@ class ServerCall:
             return Outcome(OutcomeKind.RETRY, code="deadline_passed", message=message)
         if self._may_be_at_server and (ended := await self._wait_for_earlier_request(live)) is not None:
             return ended
+        self._watch.awaits = ""
         if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
             return StopReason.LOST
         call = self._submit_call
@@ -193,6 +213,8 @@ class ServerCall:
             if health.idempotent or await self._refuses_connections(live, health):
                 return None
             is_known, waited_s = self._is_known(health), time.monotonic() - began_s
+            latest = f", or in {max(longest_s - waited_s, 0):.0f} s" if is_known is None else ""
+            self._watch.awaits = f"{_AWAITS_EARLIER_REQUEST}{latest}."
             # A request that was sent just before may be missing in the server's report.
             if is_known is False and waited_s >= _REPORT_DELAY_S:
                 return None

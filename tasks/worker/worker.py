@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from routing.dispatch.dispatcher import Dispatcher, new_lease_owner
@@ -22,6 +23,8 @@ from tasks.worker.inquiry import DatabaseCheck
 from tasks.worker.poller import Poller
 from tasks.worker.progress_publisher import ProgressPublisher
 from tasks.worker.rights import LeaseCheck
+
+_MAX_AWAITS = 50
 
 
 class Worker:
@@ -88,6 +91,12 @@ class Worker:
     def runs(self) -> int:
         """How many are under way."""
         return self.concurrency.running
+
+    @property
+    def awaits(self) -> dict[str, list[str]]:
+        """What runs wait for, beside their servers' answers: slot -> job and sentence; so many as fit a report."""
+        waiting = (watch for watch in self.heartbeat.watches() if watch.awaits)
+        return {watch.lease.slot: [watch.lease.job_id, watch.awaits] for watch in islice(waiting, _MAX_AWAITS)}
 
     @property
     def max_runs(self) -> int:

@@ -116,7 +116,7 @@ class Stage:
 
     def set_clock(self, now_ms: int) -> None:
         self.now = now_ms
-        for tag in (*FLEETS, "test:workers", *(f"test:rate:{tenant}" for tenant in TENANTS)):
+        for tag in (*FLEETS, "test:workers", "test:processes", *(f"test:rate:{tenant}" for tenant in TENANTS)):
             self.redis.set(f"clock:{{{tag}}}", now_ms)
 
     def later(self, ms: int) -> None:

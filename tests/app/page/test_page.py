@@ -13,6 +13,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.registry.visits import RevokedSessions
+from tasks import services
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
@@ -350,6 +351,15 @@ def test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline(api:
 def test_settings_are_shown_without_what_is_secret_in_them(name: str, value: str) -> None:
     assert "hunter2" not in display_setting(name, value)
     assert display_setting(name, "") == "empty"
+
+
+def test_a_running_job_shows_what_it_waits_for(api: Api) -> None:
+    api.register()
+    job = api.started().run.job.id
+    facts = {"role": "worker", "host": "a", "awaits": {"gpu1-slot0": [job, "Its request has no answer."]}}
+    assert "Its request has no answer." not in visitor(api).get(f"/page/jobs/{job}").text
+    services.processes().report("worker@a/1", facts)
+    assert "Its request has no answer." in visitor(api).get(f"/page/jobs/{job}").text
 
 
 def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:

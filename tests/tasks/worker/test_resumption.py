@@ -103,6 +103,25 @@ def test_a_process_that_has_ended_holds_no_request(stage, server, job_id) -> Non
     assert server.asked == ["health", "submit"]
 
 
+@pytest.mark.parametrize("names_job", [False, True])
+def test_a_worker_says_what_a_run_that_it_took_over_awaits(stage, server, worker, job_id, names_job: bool) -> None:
+    health = Health(HealthKind.UP, job_ids=frozenset({job_id})) if names_job else SILENT
+    said: list[str] = []
+
+    def look() -> None:
+        if worker.awaits:
+            ((slot, (job, sentence)),) = worker.awaits.items()
+            assert (slot, job) == ("gpu-slot0", job_id)
+            said.append(sentence)
+            worker.heartbeat.stop_all()
+
+    _reports(server, [health, health], then=look)
+    run(stage)
+    assert "sent again when the server's health no longer shows the job" in said[0]
+    assert ("or in 600 s." in said[0]) is not names_job
+    assert worker.awaits == {}
+
+
 def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_has_sent_nothing(
     stage, server, worker, job_id
 ) -> None:

@@ -1,0 +1,47 @@
+"""What a run waits for beside its server's answer, as its worker reports it."""
+
+import pytest
+
+from routing.queries.idle import explain_idle_server
+from routing.queries.process_list import ProcessList
+from routing.queue.worker_capacity import WorkerCapacity
+from tests.support.stage import Stage
+
+pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+SENTENCE = "Its request has no answer."
+
+
+def _report(stage: Stage, job_id: str) -> None:
+    facts = {"role": "worker", "host": "a", "awaits": {"gpu-slot0": [job_id, SENTENCE]}}
+    ProcessList(stage.dispatcher.slots.scripts).report("worker@a/1", facts)
+
+
+def test_explain_says_what_the_worker_says(stage: Stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    assert stage.explained(job_id) == "It runs on gpu-slot0, attempt 1."
+    _report(stage, job_id)
+    assert stage.explained(job_id) == f"It runs on gpu-slot0, attempt 1.  {SENTENCE}"
+
+
+def test_what_was_said_of_the_slots_last_run_is_not_said_of_the_next(stage: Stage) -> None:
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    _report(stage, "another")
+    assert SENTENCE not in stage.explained(job_id)
+
+
+def test_a_check_of_the_server_names_the_run(stage: Stage) -> None:
+    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
+    stage.register()
+    stage.register(server="other")
+    job_id = stage.submit()
+    stage.start()
+    _report(stage, job_id)
+    catalog = stage.dispatcher.catalog.get()
+    found = {name: explain_idle_server(stage.dispatcher, workers, catalog.servers[name]) for name in ("gpu", "other")}
+    sentences = {name: [it.sentence for it in those if it.code == "run_waits"] for name, those in found.items()}
+    assert sentences == {"gpu": [f"job {job_id} on gpu-slot0: {SENTENCE}"], "other": []}

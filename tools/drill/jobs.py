@@ -14,6 +14,7 @@ _LONG_S = 16.0  # a lease that is not renewed has been taken away by then, and t
 _LONG_EVERY = 100
 _FAILS_EVERY = 50
 _GARBLES_EVERY = 20  # of the jobs for plain servers
+_PLAIN_LONG_SHARE = 0.5  # of the time until the faults end
 _HOOKED_EVERY = 4
 _PRIORITIES = (5, 5, 5, 1, 9)
 PLAIN = "plain"
@@ -54,9 +55,14 @@ def plan_jobs(
     Runs take 20 to 200 ms, or longer in proportion if all would be over before the faults are.  One in a hundred
     outlives a lease, if `long`; one in fifty fails at its first attempt; a quarter has a webhook, if `hooks`.  A model
     gets as many jobs as it stands in `models`.
+
+    A plain server has such long runs for half of the time, if `long`: only a run that outlives its worker's grace time
+    shows whether its request is sent a second time meanwhile.
     """
     chance = random.Random(f"{seed} orders")
     longs = set(range(_LONG_EVERY // 2, count, _LONG_EVERY)) if long else set()
+    plain_every = max(round(count * models.count(PLAIN) / len(models) / (_PLAIN_LONG_SHARE * seconds / _LONG_S)), 1)
+    plain = 0
     needed_s = _BUSY * seconds * slots - len(longs) * _LONG_S
     stretch = min(max(needed_s / (count * _MEAN_S), 1.0), _LONGEST_STRETCH)
     at_once = round(count * burst)
@@ -64,7 +70,9 @@ def plan_jobs(
     for number in range(count):
         model, priority = chance.choice(models), chance.choice(_PRIORITIES)
         run_s = chance.uniform(*_RUN_S) * stretch
-        payload: dict[str, Any] = {"number": number, "seconds": _LONG_S if number in longs else round(run_s, 3)}
+        plain += model == PLAIN
+        is_long = plain % plain_every == 0 and long if model == PLAIN else number in longs
+        payload: dict[str, Any] = {"number": number, "seconds": _LONG_S if is_long else round(run_s, 3)}
         if chance.randrange(_FAILS_EVERY) == 0:
             payload["fails"] = 1
         if model == PLAIN and chance.randrange(_GARBLES_EVERY) == 0:

@@ -31,6 +31,7 @@ PERIODS_S = {
     "scan_dlq": 60.0,
     "count": 5.0,
     "tell_due": 5.0,
+    "publish_task_events": 30.0,
 }
 """Maintenance's tasks, each of which is one function of tasks/maintenance.py, and their periods in s.
 

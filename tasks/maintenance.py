@@ -35,6 +35,8 @@ from tasks.celery_app import celery
 from tasks.config import EventSettings
 from tasks.ends import log_job_end
 from tasks.health_checks import HealthChecks, PendingReports
+from tasks.relay.sinks.sink import SinkUnavailable
+from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end
 from tasks.security import vault
 from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
@@ -197,6 +199,22 @@ def reconcile_all() -> None:
 def tell_due() -> None:
     """Tell Celery's clients of ends that they should have been told of by now."""
     result_notifier().notify_overdue()
+
+
+@_task("publish_task_events")
+def publish_task_events() -> None:
+    """Publish the task events of jobs that wait or run again, for a Flower that started after they were published."""
+    if "celery" not in EventSettings().sinks:
+        return
+    try:
+        _task_event_sink().publish_active()
+    except SinkUnavailable as error:
+        log.warning("task_events_not_published", error=str(error))
+
+
+@singleton
+def _task_event_sink() -> TaskEventSink:
+    return TaskEventSink(celery, database())
 
 
 @_task("count")

@@ -24,6 +24,7 @@ from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 CLIENT = "slotkeeper"
 """The host name of events of jobs that no worker has started."""
 _RESULT_SHOWN = 200  # characters
+_NEWEST = (1 << 63) - 1
 _BATCH = 100_000  # The dispatcher publishes a batch only when it is told to.
 _RESULTS = select(jobs.c.id, func.substr(jobs.c.result, 1, _RESULT_SHOWN).label("result")).where(
     jobs.c.id.in_(bindparam("p_ids", expanding=True))
@@ -40,6 +41,13 @@ _LAST_EVENTS = select(events.c.job_id, events.c.type, events.c.at_ms, events.c.d
     )
 )
 _STARTED = EVENT_TYPES[State.RUNNING]
+_MAX_ACTIVE = 500  # of each state
+_ACTIVE = (
+    select(jobs.c.id, jobs.c.model, jobs.c.attempt, jobs.c.created_ms)
+    .where(jobs.c.state == bindparam("p_state"))
+    .order_by(jobs.c.seq)
+    .limit(_MAX_ACTIVE)
+)
 _SUBMITTED = frozenset({Reason.SUBMITTED, Reason.SCHEDULED})
 
 
@@ -76,10 +84,32 @@ class TaskEventSink:
             for it in transitions:
                 for type_, hostname, fields in _task_events(it.event, runs, results):
                     has_no_worker |= hostname == CLIENT and type_ != "task-sent"
-                    dispatcher.send(type_, Event=_at_worker(hostname), **fields)
-            dispatcher.flush()
-            if has_no_worker:  # A receiver has taken their host name for a worker.
-                dispatcher.send("worker-offline")
+                    _send(dispatcher, type_, hostname, fields)
+            _flush(dispatcher, has_no_worker)
+        except self._errors as error:
+            self.close()
+            raise SinkUnavailable(str(error) or type(error).__name__) from error
+
+    def publish_active(self) -> None:
+        """Publish the latest events of jobs that wait or run, for receivers that came later: at most 500 of each.
+
+        A receiver that has them already changes nothing.  Raises SinkUnavailable, DatabaseUnavailable.
+        """
+        with self._database.read() as connection:
+            waiting, running = (
+                connection.execute(_ACTIVE, {"p_state": state}).all() for state in (State.QUEUED, State.RUNNING)
+            )
+        runs = self._read_runs([row.id for row in running], _NEWEST)
+        try:
+            dispatcher = self._connected()
+            for row in waiting:
+                if row.attempt == 0:  # Of others, the receiver has heard that they are tried again.
+                    _send(dispatcher, "task-sent", CLIENT, _task(row, row.created_ms / 1000))
+            for row in running:
+                if (run := runs.get(row.id)) is not None:
+                    for type_ in ("task-received", "task-started"):
+                        _send(dispatcher, type_, run.worker, _task(row, run.began_s))
+            _flush(dispatcher, any(run.worker == CLIENT for run in runs.values()))
         except self._errors as error:
             self.close()
             raise SinkUnavailable(str(error) or type(error).__name__) from error
@@ -109,10 +139,12 @@ class TaskEventSink:
         """Return the runs that went on before these transitions, by job."""
         first = {it.key: it for it in reversed(transitions)}
         ids = [job_id for job_id, it in first.items() if it.type != _STARTED and not _is_submit(it.event)]
-        if not ids:
-            return {}
+        return self._read_runs(ids, transitions[0].number) if ids else {}
+
+    def _read_runs(self, ids: Sequence[str], before: int) -> dict[str, _Run]:
+        """Return the runs of these jobs that went on before the event of this number, by job."""
         with self._database.read() as connection:
-            found = connection.execute(_LAST_EVENTS, {"p_ids": ids, "p_before": transitions[0].number}).all()
+            found = connection.execute(_LAST_EVENTS, {"p_ids": ids, "p_before": before}).all()
         return {
             row.job_id: _Run(orjson.loads(row.data).get("worker") or CLIENT, row.at_ms / 1000)
             for row in found
@@ -178,15 +210,28 @@ def _request(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _task(row: Any, at_s: float) -> dict[str, Any]:
+    """Return the fields of an event of a job that waits or runs."""
+    told = {"job_id": row.id, "model": row.model, "attempt": row.attempt}
+    return _request(told) | {"uuid": row.id, "timestamp": at_s}
+
+
 def _reason(told: Mapping[str, Any]) -> str:
     error = told.get("error")
     return f"{error['code']}: {error['message']}" if error else str(told["why"])
 
 
-def _at_worker(hostname: str) -> Any:
-    """Return a maker of events that names the worker of the job in place of the process that publishes them."""
+def _flush(dispatcher: EventDispatcher, has_no_worker: bool) -> None:
+    """Publish what was sent.  `has_no_worker`: some of it names a host that a receiver takes for a worker."""
+    dispatcher.flush()
+    if has_no_worker:
+        dispatcher.send("worker-offline")
+
+
+def _send(dispatcher: EventDispatcher, type_: str, hostname: str, fields: Mapping[str, Any]) -> None:
+    """Send an event that names the worker of the job in place of the process that publishes it."""
 
     def made(type_: str, **fields: Any) -> Any:
         return Event(type_, **fields | {"hostname": hostname})
 
-    return made
+    dispatcher.send(type_, Event=made, **fields)

@@ -144,3 +144,32 @@ def test_no_worker_is_online_by_the_name_of_jobs_that_none_had(app: Celery, stor
         state.event(event)
     assert not any(worker.alive for worker in state.workers.values())
     assert [(it["type"], it["terminated"]) for it in events[:2]] == [("task-revoked", False)] * 2
+
+
+def test_a_receiver_that_comes_late_is_told_of_what_waits_and_runs(app: Celery, store: JobStore) -> None:
+    waits, runs, ended = a_job_in(store, State.QUEUED).id, a_job_in(store, State.QUEUED).id, an_ended_job(store).id
+    store.database.commit(store.start_write(runs, "gpu1", "gpu1-slot0", "lease", T0 + 9, 0, worker="worker@host"))
+    with received(app) as events:
+        TaskEventSink(app, store.database).publish_active()
+        eventually(lambda: len(events) == 3, "all are received")
+    state = app.events.State()
+    for event in events:
+        state.event(event)
+    assert {job_id: task.state for job_id, task in state.tasks.items()} == {waits: "PENDING", runs: "STARTED"}
+    assert state.tasks[runs].worker.hostname == "worker@host" and state.tasks[runs].started == (T0 + 9) / 1000
+    assert ended not in state.tasks and CLIENT not in [it.hostname for it in state.workers.values() if it.alive]
+
+
+def test_a_receiver_that_knew_better_is_not_misled(app: Celery, store: JobStore) -> None:
+    job_id = a_job_in(store, State.QUEUED).id
+    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    with received(app) as events:
+        TaskEventSink(app, store.database).publish_active()
+        eventually(lambda: len(events) == 2, "both are received")
+        store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND, result="1")
+        _relay(app, store.database).relay_batch()
+        eventually(lambda: len(events) == 6, "all are received")
+    state = app.events.State()
+    for event in [*events[2:], *events[:2]]:
+        state.event(event)
+    assert state.tasks[job_id].state == "SUCCESS"

@@ -268,8 +268,10 @@ def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bo
     active = active_run_of(dispatcher, job)
     if model is None or active is None:
         return False
-    ends_ms = active.run.started_ms + round(model.config.max_poll_time * 1000) + _OVERLONG_MARGIN_MS
-    if now_ms() < ends_ms:
+    longest_ms = round(model.config.max_poll_time * 1000)
+    if job.attempt > 1 and job.remote_id is None:  # It may first have waited for the request of an earlier worker.
+        longest_ms += min(longest_ms, dispatcher.settings.withhold_max_ms)
+    if now_ms() < active.run.started_ms + longest_ms + _OVERLONG_MARGIN_MS:
         return False
     message = "Exceeded max_poll_time, and its worker did not end it."
     outcome = Outcome(OutcomeKind.RETRY, code="timed_out", message=message, server_still_running=True)

@@ -108,7 +108,7 @@ class ServerCall:
         self._note_remote, self._is_lease_held = note_remote, holds
         self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
         self._has_one_slot, self._may_be_at_server = has_one_slot, may_be_at_server
-        self._end = time.monotonic() + _seconds_left(active.run, config)
+        self._end = time.monotonic() + _seconds_left(active.run, config, active.run.sent_ms or active.run.started_ms)
         self._asked_with: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
         self._remote_id = active.run.remote_id
@@ -182,6 +182,8 @@ class ServerCall:
             return Outcome(OutcomeKind.RETRY, code="deadline_passed", message=message)
         if self._may_be_at_server and (ended := await self._wait_for_earlier_request(live)) is not None:
             return ended
+        if self._may_be_at_server:  # Its own time begins when its request is sent.
+            self._end = time.monotonic() + _seconds_left(self._run, self._config, now_ms())
         self._watch.awaits = ""
         if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
             return StopReason.LOST
@@ -220,7 +222,7 @@ class ServerCall:
                 return None
             if is_known is None and waited_s >= longest_s:
                 return None
-            if time.monotonic() >= self._end:
+            if self._is_overdue:
                 return await self._time_out(live, Outcome(OutcomeKind.UNKNOWN, message=health.message))
             await self._watch.sleep(_FIND_OUT_EVERY_S)
 
@@ -484,10 +486,9 @@ def _knows(health: Health, call: Call) -> bool | None:
     return None
 
 
-def _seconds_left(run: Run, config: ModelConfig) -> float:
-    """What is left of the longest time that this run may take, or of the job's own deadline."""
-    began = run.sent_ms or run.started_ms
-    ends = began + config.max_poll_time * 1000
+def _seconds_left(run: Run, config: ModelConfig, began_ms: int) -> float:
+    """Return what is left of the longest time of a run that began then, or of the job's own deadline."""
+    ends = began_ms + config.max_poll_time * 1000
     if run.deadline_ms is not None:
         ends = min(ends, run.deadline_ms)
     return max(ends - now_ms(), 0) / 1000

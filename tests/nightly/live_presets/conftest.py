@@ -1,8 +1,17 @@
-"""Prints the table server × scene after the tests."""
+"""The installation that the real servers are put behind; the table server × scene after the tests."""
+
+from collections.abc import Iterator
 
 import pytest
 
 from tests.nightly.live_presets.servers import SCENE
+from tests.support.town import Town, started_town
+
+
+@pytest.fixture(scope="session")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with started_town(tmp_path_factory.mktemp("town")) as running:
+        yield running
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -240,6 +240,19 @@ def test_h_a_restart_under_load_ends_every_job_once(played: Played, note: Callab
     note(f"ok, {sum(row.crashes for row in rows)} crash")
 
 
+def test_r_an_orderly_restart_of_the_worker_runs_nothing_twice_at_once(played: Played, note: Callable[[str], None]):
+    job = played.submit("restart", LONG_S)
+    played.begun("restart")
+    (worker,) = played.town.crew(1)
+    worker.stop()
+    played.town.crew(1)
+    row = played.town.until(job, "completed", 150)
+    happened = [what for _, what, word in played.server.lines() if word == "restart"]
+    assert happened == ["begins", "ends"] * (len(happened) // 2), f"two at once: {played.server.lines()}"
+    assert (row.failures, row.crashes) == (0, 0), f"wrong charge: {row.failures} retries, {row.crashes} crashes"
+    note(f"ok, {len(happened) // 2} runs")
+
+
 def test_s_a_server_that_starts_under_waiting_jobs_costs_them_nothing(played: Played, note: Callable[[str], None]):
     played.server.halt()
     jobs = [played.submit(f"wait {n}") for n in range(40)]

@@ -118,6 +118,17 @@ def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
     return job_id, State.CANCELED
 
 
+def test_a_run_that_waited_for_an_earlier_request_has_its_longest_time_behind_that(stage: Stage) -> None:
+    stage.register(max_poll_time=60)
+    stage.submit()
+    assert hand_back(stage.dispatcher, stage.start())
+    task = stage.start()
+    for ended, later_ms in ((0, 149 * SECOND), (1, SECOND)):
+        stage.later(later_ms)
+        assert stage.renewal(task) is Renewal.RENEWED
+        assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == ended
+
+
 def _hung(stage: Stage) -> tuple[str, State]:
     """Its worker renews, and has forgotten the run."""
     job_id = stage.submit(id="one")

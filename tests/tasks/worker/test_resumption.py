@@ -96,6 +96,15 @@ def test_where_nothing_shows_what_a_server_runs_the_usual_time_of_its_runs_is_wa
     assert server.asked.count("health") > 2 and server.asked.count("submit") == 1
 
 
+def test_the_time_in_which_a_run_waits_for_an_earlier_request_is_not_of_its_own(stage, server, job_id) -> None:
+    stage.register(model_type="async", max_poll_time=1, poll_interval=0.01)
+    _reports(server, [SILENT])
+    server.answers = [PENDING, PENDING, DONE]
+    job = run(stage)
+    assert (job.state, job.failures, job.crashes) == (State.COMPLETED, 0, 0)
+    assert server.asked.count("submit") == 1
+
+
 def test_a_process_that_has_ended_holds_no_request(stage, server, job_id) -> None:
     server.has_ended = True
     _reports(server, [Health(HealthKind.DOWN)])

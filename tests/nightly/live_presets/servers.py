@@ -224,7 +224,7 @@ SERVERS = [
     Live(
         GENERIC,
         "mosec",
-        ("python", "mosec_app.py", "--port", "{port}", "--address", "127.0.0.1"),
+        ("python", "mosec_app.py", "--port", "{port}", "--address", "127.0.0.1", "--timeout", "30000"),
         "/inference",
         "/",
         WORDS,

@@ -180,11 +180,11 @@ class ServerCall:
         if self._is_overdue:
             message = "The job's deadline (ttl) had passed before it was sent to a server."
             return Outcome(OutcomeKind.RETRY, code="deadline_passed", message=message)
-        if self._may_be_at_server and (ended := await self._wait_for_earlier_request(live)) is not None:
-            return ended
-        if self._may_be_at_server:  # Its own time begins when its request is sent.
-            self._end = time.monotonic() + _seconds_left(self._run, self._config, now_ms())
-        self._watch.awaits = ""
+        if self._may_be_at_server:
+            if (ended := await self._wait_for_earlier_request(live)) is not None:
+                return ended
+            self._end = time.monotonic() + _seconds_left(self._run, self._config, now_ms())  # Its own time begins.
+            self._watch.awaits = ""
         if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
             return StopReason.LOST
         call = self._submit_call

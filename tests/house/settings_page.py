@@ -27,8 +27,8 @@ _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_min_rate"
 _TOP = """# Settings
 
 All are environment variables; the defaults suit one machine. What several machines need is in
-[several-machines.md](several-machines.md); [web.md](web.md) says more on the API's connections, [secrets.md](secrets.md) on
-secrets. Processes that belong together get the same of them, but for those of one role.
+[several-machines.md](several-machines.md). [web.md](web.md) says more on the API's connections,
+[secrets.md](secrets.md) on secrets. Processes that belong together get the same of them, but for those of one role.
 
 This page is written by `python -m tests.house.settings_page` from the settings' own explanations.
 """

@@ -126,6 +126,7 @@ class Cluster:
         """What ended although nobody killed it."""
         self.revoked: set[str] = set()
         """Jobs that were, by Celery."""
+        self.last_event_before_failover: int | None = None
         self._unread: int | None = None  # the pipe that takes the log of UNREAD
 
     def journal(self, server: str) -> Path:
@@ -295,10 +296,11 @@ class Cluster:
         return True
 
     def fail_over(self) -> None:
-        """The room's Redis dies, and what its replica knows is all that is left.  Raises UpError, redis errors."""
+        """Kill the queues' Redis, and let its replica take over.  Raises UpError, redis errors."""
         old, new = self._room
         self._down.add(old)
         self._end([self._children[old]])
+        self.last_event_before_failover = self.latest_event()  # From here on offers are numbered by the replica.
         self._room = [new, old]
         self.doors["redis"].redirect(("127.0.0.1", self._ports[new]))
         self._launch(old)

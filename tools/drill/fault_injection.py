@@ -160,8 +160,8 @@ def _going_on(stack: Cluster) -> list[str]:
         database.close()
 
 
-def _nobody(_: Cluster, __: Fault) -> Undo:
-    """The clients submit the jobs that this is about."""
+def _no_act(_: Cluster, __: Fault) -> Undo:
+    """The clients submit the jobs that this is about, or the cluster is started so."""
     return _nothing
 
 
@@ -247,6 +247,7 @@ ACTS: Mapping[Kind, Act] = {
     Kind.REVOKES: _revoke,
     Kind.CLOCK: _clock,
     Kind.RECEIVERS: _receivers,
-    Kind.DEADLINES: _nobody,
+    Kind.DEADLINES: _no_act,
     Kind.OPERATOR: _operate,
+    Kind.UNREAD: _no_act,
 }

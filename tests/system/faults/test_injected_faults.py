@@ -28,7 +28,7 @@ from tools.drill.limits import limits
 from tools.drill.setting import DrillSetup
 
 S = 1_000_000_000
-SERVER = ServerSpec("a", "zimg", 4, 9001, False)
+SERVER = ServerSpec("a", "zimg", 4, 9001, "sync")
 
 
 def fault(kind: Kind, target: str, how: str = "", lasts_s: float = 1.0) -> Fault:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from redis.exceptions import ConnectionError
 
 from tests.support.stack import eventually
 from tests.support.town import Town
@@ -23,7 +24,10 @@ def worker(town: Town) -> Iterator[Any]:
         inspect = bare.control.inspect(destination=[name], timeout=5)
 
         def shown(command: str) -> Any:
-            return (getattr(inspect, command)() or {}).get(name)
+            try:
+                return (getattr(inspect, command)() or {}).get(name)
+            except ConnectionError:  # The broker closed the connection; the next one is new.
+                return None
 
         yield shown
 

@@ -24,7 +24,7 @@ class ClientError(click.ClickException):
 
 
 class ApiUnreachable(ClientError):
-    """Nothing answers at the address, so it is not known what became of the request."""
+    """Nothing answers at the address, so the outcome of the request is not known."""
 
     exit_code = 3
 

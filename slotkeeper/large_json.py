@@ -189,7 +189,6 @@ def main() -> int:
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     pointers = [tuple(pointer) for pointer in orjson.loads(sys.argv[1])]
-    text = b""
     try:
         text = sys.stdin.buffer.read()
         sys.stdout.buffer.write(report_pointers(text, pointers))

@@ -29,8 +29,8 @@ _FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
 def read_push(job: Job, body: bytes) -> Outcome | None:
     """Return what the push says; None: not the end of the run, or its server is not known any more.
 
-    PENDING: the push is JSON with a fault.  If nobody polls the server, so that it cannot be asked again, that ends the
-    run.
+    PENDING: the push is JSON with a fault.  If no worker polls the server, which thus cannot be asked again, that ends
+    the run.
     """
     url = endpoint_of_run(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
     if url is None:

@@ -33,6 +33,7 @@ from slotkeeper.jobs.values import (
     QueuedJob,
     Run,
     storable_text,
+    stored_error,
 )
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
@@ -224,7 +225,6 @@ class JobStore:
         placed |= {"p_described_by": described_by, "p_sent_to": sent_to}
         told = {"server": server, "slot": slot, "offer": offer} | ({"worker": worker} if worker else {})
         step = _Change(State.QUEUED, Reason.STARTED, now_ms, placed, told)
-
         # A start is no promise: after a power cut the job is queued again, as it is after any crash.
         return Write(
             lambda tx: self._started(tx, [step])[0], relaxed=True, alike=self._started, about=job_id, asked=step
@@ -586,7 +586,7 @@ def _run(row: Row, server: str, slot: str) -> Run:
         described_by=row.described_by,
         sent_to=row.sent_to,
         traceparent=row.traceparent,
-        last_error=None if row.error_code is None else JobError(row.error_code, row.error_message or ""),
+        last_error=stored_error(row.error_code, row.error_message),
     )
 
 

@@ -84,6 +84,11 @@ class JobError:
     message: str
 
 
+def stored_error(code: str | None, message: str | None) -> JobError | None:
+    """Return the error that two columns of a job hold; None: there is none."""
+    return None if code is None else JobError(code, message or "")
+
+
 @dataclass(frozen=True, slots=True)
 class Quarantine:
     """That a run's slot is to be withheld when the run ends.
@@ -165,7 +170,7 @@ class Job:
     @property
     def error(self) -> JobError | None:
         """Why its last run did not succeed."""
-        return None if self.error_code is None else JobError(self.error_code, self.error_message or "")
+        return stored_error(self.error_code, self.error_message)
 
     @property
     def queued(self) -> QueuedJob:

@@ -126,20 +126,20 @@ class ServerAdapter:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def cancel(self, call: Call, remote_id: str | None, send: Send) -> bool:
-        """Ask to give the job up, by each of the described requests; return True if the server said yes to one.
+        """Ask to give the job up, by each of the described requests; return True if the server accepts one.
 
         A yes is not a promise: whether it frees the slot is description.cancel_frees_slot.
         Without the server's id, the job's own is used, which it was told in X-Job-Id.
         """
         values = self._values(call, remote_id or self.given_id_of(call) or call.job_id)
-        said_yes = False
+        is_accepted = False
         for step in self._plan.cancel:
             try:
                 outcome = await self._ask(step, values, _end_of(call), send)
             except TemplateError:
                 continue
-            said_yes |= outcome is not None and outcome.kind is OutcomeKind.CANCELED
-        return said_yes
+            is_accepted |= outcome is not None and outcome.kind is OutcomeKind.CANCELED
+        return is_accepted
 
     def read_push(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
         """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.

@@ -75,16 +75,16 @@ class HealthJudge:
         return resolve(answer.json, self.idempotent) is True
 
     def _active(self, answer: Response) -> int | None:
-        """Return how many jobs are there; None: one of the numbers is not told."""
+        """Return how many jobs are there; None: a number is missing."""
         numbers = [_whole(_sum_of_metric(metric, answer.text)) for metric in self.metrics]
         for pointer in self.active:
             value = self._at(answer, pointer)
             numbers.append(_length(value) if self.is_count and value is not None else _whole(value))
-        told = [number for number in numbers if number is not None]
-        return sum(told) if told and len(told) == len(numbers) else None
+        known = [number for number in numbers if number is not None]
+        return sum(known) if known and len(known) == len(numbers) else None
 
     def _job_ids(self, answer: Response) -> frozenset[str] | None:
-        """Return the ids of all jobs that are there; None: one of the lists is not told."""
+        """Return the ids of all jobs that are there; None: a list is missing."""
         found: set[str] = set()
         for pointer in self.job_ids:
             value = self._at(answer, pointer)

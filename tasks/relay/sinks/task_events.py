@@ -103,7 +103,7 @@ class TaskEventSink:
         try:
             dispatcher = self._connected()
             for row in waiting:
-                if row.attempt == 0:  # Of others, the receiver has heard that they are tried again.
+                if row.attempt == 0:  # The others are shown as retried, which this event would undo.
                     _send(dispatcher, "task-sent", CLIENT, _task(row, row.created_ms / 1000))
             for row in running:
                 if (run := runs.get(row.id)) is not None:
@@ -212,8 +212,8 @@ def _request(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _task(row: Any, at_s: float) -> dict[str, Any]:
     """Return the fields of an event of a job that waits or runs."""
-    told = {"job_id": row.id, "model": row.model, "attempt": row.attempt}
-    return _request(told) | {"uuid": row.id, "timestamp": at_s}
+    job = {"job_id": row.id, "model": row.model, "attempt": row.attempt}
+    return _request(job) | {"uuid": row.id, "timestamp": at_s}
 
 
 def _reason(told: Mapping[str, Any]) -> str:

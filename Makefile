@@ -16,7 +16,7 @@ side-by-side := -n 2 --dist loadfile --no-loadscope-reorder
 quick-tests := tests/app tests/house tests/routing tests/slotkeeper tests/tasks tests/tools tests/system/smoke
 LOCK_ARGS ?=
 
-.PHONY: help setup setup-dev run demo test test-all test-system test-nightly attack drill live-presets lint check format bench lock clean
+.PHONY: help setup setup-dev run demo test test-all test-system test-nightly attack drill live-presets docs lint check format bench lock clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -50,6 +50,10 @@ test-nightly: setup-dev ## Mutants, pairs of crash points, generated requests, l
 
 live-presets: setup-dev ## Run presets against real servers, installed into var/live; takes minutes (LIVE="cog mosec")
 	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/nightly/live_presets $(PYTEST_ARGS)
+
+docs: setup-dev ## Build the site of the documents into build/docs; a warning is an error
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
+	@echo "The site is in build/docs/docs"
 
 lint: setup-dev ## Format, lint, types, import contracts, Lua lint: what can be said without running anything
 	@step() { echo "== $$*"; "$$@"; }

@@ -1,4 +1,4 @@
-"""Files in a job's result, as docs/files.md describes them.
+"""Files in a job's result, as docs/how-to/files.md describes them.
 
 A file is an object with `media_type` and `base64`, or a text that is a data: URL.
 """

@@ -117,7 +117,7 @@ def get_config(path: ModelPath) -> dict[str, Any]:
 
 @api.get("/description-schema", responses={200: DescriptionSchema})
 def get_description_schema() -> dict[str, Any]:
-    """Show the JSON schema of a description of a server, for editors.  docs/servers.md explains each field."""
+    """Show the JSON schema of a description of a server, for editors.  docs/reference/descriptions.md explains it."""
     return Description.model_json_schema()
 
 

@@ -40,7 +40,7 @@ def conform(
     gate_host: str,
     as_json: bool,
 ) -> None:
-    """Put the server at URL to the slot protocol, clause by clause (docs/slot-protocol.md).
+    """Put the server at URL to the slot protocol, clause by clause (docs/reference/slot-protocol.md).
 
     It must be idle, serve nobody else meanwhile, and wrap the model that slotkeeper/serve/gated.py describes: one that
     ends its runs when it is told to.  Without a URL the reference server is started and put to it, which shows what a
@@ -73,7 +73,7 @@ def _known(only: tuple[str, ...]) -> frozenset[str]:
 
     wrong = sorted(set(only) - {check.name for check in CHECKS})
     if wrong:
-        raise click.UsageError(f"There is no check {wrong[0]!r}; docs/slot-protocol.md names them.")
+        raise click.UsageError(f"There is no check {wrong[0]!r}; docs/reference/slot-protocol.md names them.")
     return frozenset(only)
 
 

@@ -138,11 +138,15 @@ def settings() -> Iterator[Finding]:
     kinds = _kinds()
     wrong = [problem for kind in kinds for problem in _wrong(kind)]
     for problem in wrong:
-        yield Finding("settings", "fail", problem, "Correct it, or unset it to have its default; see docs/settings.md.")
+        yield Finding(
+            "settings", "fail", problem, "Correct it, or unset it to have its default; see docs/reference/settings.md."
+        )
     known = {_variable(kind, field) for kind in kinds for field in kind.model_fields}
     for name in sorted(it for it in os.environ if it.startswith("SLOTKEEPER_") and it not in known | _OURS):
         near = get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {near[0]}?" if near else "Remove it; docs/settings.md lists all that there are."
+        remedy = (
+            f"Did you mean {near[0]}?" if near else "Remove it; docs/reference/settings.md lists all that there are."
+        )
         yield Finding("settings", "warn", f"{name} is no setting, and does nothing.", remedy)
     if not wrong:
         yield from _contradictions()

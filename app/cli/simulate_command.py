@@ -107,7 +107,7 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
       slotkeeper simulate --from-record yesterday --slots 12 --slots 16
       slotkeeper simulate --load load.toml --set demo.tier_head_start=30 --plots plots
 
-    The same seed gives the same figures.  See docs/simulator.md for the file's fields.
+    The same seed gives the same figures.  See docs/how-to/simulator.md for the file's fields.
     """
     from app.simulate import plots as drawings
     from app.simulate import run, summarize

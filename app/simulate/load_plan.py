@@ -168,5 +168,5 @@ def _content(file: Path) -> dict[str, Any]:
             f"{file} is not {kind} ({error}): correct it, or name it .toml or .json as it is."
         ) from None
     if not isinstance(found, dict):
-        raise SimulationError(f"{file} holds no object: write the fields that docs/simulator.md lists.")
+        raise SimulationError(f"{file} holds no object: write the fields that docs/how-to/simulator.md lists.")
     return found

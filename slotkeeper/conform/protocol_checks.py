@@ -1,6 +1,7 @@
 """The clauses of the slot protocol, each as a function that puts a server to it.
 
-To add one: a function here, and its name behind the clause in docs/slot-protocol.md; tests/house compares both.
+To add one: a function here, and its name behind the clause in docs/reference/slot-protocol.md.  tests/house compares
+both.
 """
 
 import http.client

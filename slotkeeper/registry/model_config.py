@@ -42,7 +42,7 @@ class ModelConfig(BaseModel):
     preset: Annotated[str, Field(max_length=100)] | None = None
     """The kind of inference server, by name; null: one that speaks the slot protocol."""
     description: dict[str, Any] | None = None
-    """How its servers are spoken to, as docs/servers.md says; with `preset`: what differs from that."""
+    """How its servers are spoken to, as docs/reference/descriptions.md says; with `preset`: what differs from that."""
     poll_interval: float = Field(2.0, gt=0, le=3600)
     """Seconds between two polls."""
     max_poll_time: float = Field(600.0, gt=0, le=7 * 86_400)

@@ -1,4 +1,4 @@
-"""Serve any Python function as an inference server (docs/slot-protocol.md).
+"""Serve any Python function as an inference server (docs/reference/slot-protocol.md).
 
 Imports nothing of Slotkeeper's jobs, Redis or database, so a model's environment needs nothing of them.
 """

@@ -1,6 +1,6 @@
 """Bytes, images and files as JSON: {"media_type": ..., "size": ..., "base64": ..., "name": ...}.
 
-`size` is in bytes, `name` is there for a file.  docs/files.md describes the form.
+`size` is in bytes, `name` is there for a file.  docs/how-to/files.md describes the form.
 """
 
 import base64

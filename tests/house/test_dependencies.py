@@ -1,4 +1,4 @@
-"""What is installed is written down: with hashes in the locks, and with reasons in docs/dependencies.md."""
+"""What is installed is written down: with hashes in the locks, and with reasons in docs/reference/dependencies.md."""
 
 import configparser
 import re
@@ -38,7 +38,9 @@ def _locked(name: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def _said() -> set[str]:
-    rows = [line for line in (REPO / "docs/dependencies.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line for line in (REPO / "docs/reference/dependencies.md").read_text().splitlines() if line.startswith("| `")
+    ]
     return {canonicalize_name(name) for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
 

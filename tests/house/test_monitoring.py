@@ -1,4 +1,4 @@
-"""The examples of docs/monitoring: each is well formed, and names figures that there are."""
+"""The examples of deploy/: each is well formed, and names figures that there are."""
 
 import ast
 import json
@@ -12,7 +12,8 @@ import pytest
 from app.api.figures import ModelStats
 
 REPO = Path(__file__).resolve().parents[2]
-FOLDER = REPO / "docs" / "monitoring"
+MONITORING, KUBERNETES = REPO / "deploy" / "monitoring", REPO / "deploy" / "kubernetes"
+PAGE = REPO / "docs" / "how-to" / "monitoring.md"
 _PARTS = re.compile(r"_(bucket|sum|count|total)$")
 _NAME = re.compile(r"\bslotkeeper_[a-z_]+\b")
 
@@ -28,24 +29,27 @@ def _named(text: str) -> set[str]:
     return {_PARTS.sub("", name) for name in _NAME.findall(text)}
 
 
-@pytest.mark.parametrize("name", ["alerts.yml", "alerts.test.yml", "dashboard.json", "hpa.yaml"])
-def test_every_figure_that_an_example_names_is_told(name: str) -> None:
-    named = _named((FOLDER / name).read_text())
+@pytest.mark.parametrize(
+    "path",
+    [MONITORING / "alerts.yml", MONITORING / "alerts.test.yml", MONITORING / "dashboard.json", KUBERNETES / "hpa.yaml"],
+)
+def test_every_metric_that_an_example_names_exists(path: Path) -> None:
+    named = _named(path.read_text())
     assert named and sorted(named - _told()) == []
 
 
 def test_the_page_explains_every_figure_and_no_other() -> None:
-    page = (REPO / "docs" / "monitoring.md").read_text()
+    page = PAGE.read_text()
     assert {_PARTS.sub("", name) for name in re.findall(r"`(slotkeeper_[a-z_]+)`", page)} == _told()
 
 
 def test_the_page_names_every_example() -> None:
-    page = (REPO / "docs" / "monitoring.md").read_text()
-    assert sorted(it.name for it in FOLDER.iterdir() if f"(monitoring/{it.name})" not in page) == []
+    page = PAGE.read_text()
+    assert sorted(path.name for path in MONITORING.iterdir() if f"deploy/monitoring/{path.name})" not in page) == []
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:
-    board = json.loads((FOLDER / "dashboard.json").read_text())
+    board = json.loads((MONITORING / "dashboard.json").read_text())
     assert board["title"] and board["schemaVersion"] >= 36
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
@@ -56,15 +60,15 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
 
 
 def test_keda_reads_a_number_that_a_models_load_has() -> None:
-    text = (FOLDER / "keda.yaml").read_text()
+    text = (KUBERNETES / "keda.yaml").read_text()
     (field,) = re.findall(r"valueLocation: (\w+)", text)
     assert ModelStats.model_fields[field].annotation is int
     assert re.search(r"url: \S+/models/zimg/stats", text)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_the_dashboards_questions_are_ones_that_prometheus_understands(tmp_path: Path) -> None:
-    board = json.loads((FOLDER / "dashboard.json").read_text())
+def test_prometheus_understands_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
+    board = json.loads((MONITORING / "dashboard.json").read_text())
     asked = [it["expr"].replace("$model", "zimg") for panel in board["panels"] for it in panel["targets"]]
     rules = [{"record": f"asked:{n}", "expr": expr} for n, expr in enumerate(asked)]
     (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
@@ -81,6 +85,6 @@ def test_the_dashboards_questions_are_ones_that_prometheus_understands(tmp_path:
         ("check", "config", "--syntax-only", "prometheus.yml"),
     ],
 )
-def test_prometheus_takes_the_rules_and_they_say_what_they_shall(words: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *words], cwd=FOLDER, capture_output=True, text=True, check=False)
+def test_prometheus_accepts_the_rules_and_their_tests_pass(words: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *words], cwd=MONITORING, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

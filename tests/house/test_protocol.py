@@ -1,11 +1,11 @@
-"""docs/slot-protocol.md and the checks of `slotkeeper conform` say the same."""
+"""docs/reference/slot-protocol.md and the checks of `slotkeeper conform` say the same."""
 
 import re
 from pathlib import Path
 
 from slotkeeper.conform.protocol_checks import CHECKS
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/slot-protocol.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/reference/slot-protocol.md").read_text("utf-8")
 _MARK = re.compile(r"\[`([a-z-]+)`\](?!\()")
 
 

@@ -1,4 +1,4 @@
-"""docs/servers.md is true: its examples are descriptions, and it names every field with its default."""
+"""docs/reference/descriptions.md is true: its examples are descriptions, and it names every field with its default."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tasks.servers import Description, compile_description
 from tasks.servers import description as parts
 from tests.house.tree import REPO
 
-PAGE = (Path(REPO) / "docs/servers.md").read_text("utf-8")
+PAGE = (Path(REPO) / "docs/reference/descriptions.md").read_text("utf-8")
 EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
 CLASSES: list[type[BaseModel]] = [
     Description,

@@ -5,10 +5,10 @@ import re
 from pydantic_settings import BaseSettings
 
 from tests.house.rule import for_each
-from tests.house.settings_page import CHAPTERS, PAGE, explained, page
 from tests.house.tree import REPO, python_files
+from tools.reference.settings import CHAPTERS, explained
 
-_PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+_PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 _CLASSES = tuple(CHAPTERS.values())
 _OF_TESTS = {"SLOTKEEPER_CRASH_AT", "SLOTKEEPER_STOP_AT"}
 
@@ -42,7 +42,3 @@ def test_a_setting_is_explained_beside_it_alone_in_a_sentence(kind: type[BaseSet
     assert sorted(kind.model_fields.keys() - told.keys()) == []
     odd = [name for name in kind.model_fields if not told[name].endswith(".") or "…" in told[name] or "|" in told[name]]
     assert odd == []
-
-
-def test_the_page_of_settings_says_what_the_settings_say() -> None:
-    assert PAGE.read_text("utf-8") == page(), "python -m tests.house.settings_page"

@@ -5,8 +5,8 @@
         ...
         server.release("job-1")
 
-All other runs end at once.  It keeps docs/slot-protocol.md, but for two things: it goes on with a run whatever it is
-told, and one whose answers come later (`asynchronous`) runs more than its one slot allows, so that it can count.
+All other runs end at once.  It keeps the slot protocol, but for two things: it goes on with a run whatever it is told,
+and one whose answers come later (`asynchronous`) runs more than its one slot allows, so that it can count.
 `runs` is the oracle: what ran, from when to when on the monotonic clock.
 """
 

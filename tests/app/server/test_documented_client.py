@@ -1,4 +1,4 @@
-"""The client of docs/streams.md, as it stands there."""
+"""The client of docs/how-to/streams.md, as it stands there."""
 
 import re
 import subprocess

@@ -58,7 +58,7 @@ class Live:
     when_full: OutcomeKind = OutcomeKind.DONE  # of those that queue inside
     cancels: bool = False
     recognized: bool = True
-    described: dict[str, Any] | None = None  # by a newcomer, from docs/servers.md; None: by the preset
+    described: dict[str, Any] | None = None  # by a newcomer, from docs/reference/descriptions.md; None: by the preset
 
     def __str__(self) -> str:
         return f"{self.preset}-{self.package.partition('[')[0]}"

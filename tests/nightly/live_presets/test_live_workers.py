@@ -22,7 +22,7 @@ from tests.support.town import Town
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
 
-# As docs/servers.md describes a server that pushes.
+# As docs/reference/descriptions.md describes a server that pushes.
 PUSHES: dict[str, Any] = {
     "mode": "callback",
     "submit": {

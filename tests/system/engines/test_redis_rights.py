@@ -16,7 +16,7 @@ _BY_CELERY = (
 
 
 def test_a_redis_user_with_the_rights_of_the_document_is_enough(tmp_path: Path) -> None:
-    (rules,) = _RULES.findall((REPO / "docs/dependencies.md").read_text())
+    (rules,) = _RULES.findall((REPO / "docs/reference/dependencies.md").read_text())
     with Stack(tmp_path) as stack:
         assert stack.valkey is not None
         with stack.valkey.client() as redis:

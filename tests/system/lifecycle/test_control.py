@@ -1,4 +1,4 @@
-"""What Celery's remote control shows of a real worker, as docs/coming-from-celery.md says."""
+"""What Celery's remote control shows of a real worker, as docs/how-to/celery.md says."""
 
 from collections.abc import Iterator
 from socket import gethostname

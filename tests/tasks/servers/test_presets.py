@@ -15,7 +15,6 @@ import pytest
 
 from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import DEFAULT, Call, Description, compile_description, presets
-from tests.support import presets_page
 from tests.support.scripted import Seen, answer
 
 CONVERSATIONS = Path(__file__).parent / "conversations"
@@ -127,11 +126,6 @@ def test_a_conversation_has_all_that_the_preset_speaks_of(name):
     assert bool(had["health"]) == (described.health is not None)
     if described.health is not None and described.health.active is not None:
         assert any("active_jobs" in one["is"] for one in conversation(name)["exchange"])
-
-
-def test_the_page_of_the_presets_is_as_they_are():
-    """python -m tests.support.presets_page writes it."""
-    assert presets_page.PAGE.read_text("utf-8") == presets_page.whole()
 
 
 def test_every_conversation_is_a_presets():

@@ -1,4 +1,4 @@
-"""The examples of docs/webhooks.md do what the page says."""
+"""The examples of docs/how-to/webhooks.md do what the page says."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.house.tree import REPO
 from tests.support.api import Api
 from tests.support.stack import eventually
 
-PAGE = (REPO / "docs/webhooks.md").read_text("utf-8")
+PAGE = (REPO / "docs/how-to/webhooks.md").read_text("utf-8")
 TEMPLATE = json.loads(shlex.split(re.search(r"--template ('.*?')\n", PAGE)[1])[0])  # type: ignore[index]
 
 

@@ -1,4 +1,4 @@
-"""docs/presets.md, of which the second half is written from the presets: `python -m tests.support.presets_page`."""
+"""The page of presets: its second half is written from `tasks/servers/presets`."""
 
 import shlex
 from pathlib import Path
@@ -7,17 +7,16 @@ import orjson
 
 from tasks.servers import presets
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/presets.md"
-MARK = "<!-- From here on written by python -m tests.support.presets_page -->\n"
+_PAGE = Path(__file__).resolve().parents[2] / "docs/reference/presets.md"
+_MARK = "<!-- python -m tools.reference writes what follows -->\n"
 
 
-def written() -> str:
-    """What stands behind the mark."""
+def _generated() -> str:
     rows = ["| preset | servers | how it was checked |", "| --- | --- | --- |"]
     for name in presets.names():
         about = presets.info(name)
         rows.append(f"| [`{name}`](#{name}) | {about.servers} | {about.evidence}: {about.checked} |")
-    return "\n\n".join([MARK + "## All presets", "\n".join(rows), *map(_section, presets.names())]) + "\n"
+    return "\n\n".join([_MARK + "## All presets", "\n".join(rows), *map(_section, presets.names())]) + "\n"
 
 
 def _section(name: str) -> str:
@@ -33,9 +32,5 @@ def _section(name: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def whole() -> str:
-    return PAGE.read_text("utf-8").partition(MARK)[0] + written()
-
-
-if __name__ == "__main__":
-    PAGE.write_text(whole(), "utf-8")
+def page() -> str:
+    return _PAGE.read_text("utf-8").partition(_MARK)[0] + _generated()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tasks.beat import PERIODS_S
 from tasks.servers import Call, ServerAdapter
 from tasks.servers.responses import FailureReason, NoResponse
 from tests.house.tree import PACKAGES, REPO, name_of
@@ -134,6 +135,12 @@ def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:
     read = set(re.findall(r'headers\.get\("([\w-]+)"', (REPO / "app/api/push_views.py").read_text("utf-8")))
     assert read == {"Authorization", "X-Callback-Token"}
     assert all(re.search(rf"\b{name}\b", push) for name in read)
+
+
+def test_the_page_of_maintenance_has_every_task_with_its_period() -> None:
+    page = (REPO / "docs/reference/maintenance.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\d.]+) s \| `(\w+)` \|", page, re.MULTILINE)
+    assert {name: float(period_s) for period_s, name in rows} == PERIODS_S
 
 
 _ARCHITECTURE = (REPO / "ARCHITECTURE.md").read_text("utf-8")

@@ -327,7 +327,7 @@ def test_a_script_that_says_it_writes_nothing_has_no_writing_command(name):
 
 @every_script
 def test_an_invariant_that_a_header_cites_is_one(name):
-    page = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
+    page = Path(__file__).resolve().parents[2] / "docs/explanation/invariants.md"
     known = set(re.findall(r"\b[A-Z]+-\d\b", page.read_text("utf-8")))
     assert set(re.findall(r"\b[A-Z]+-\d\b", header(name))) <= known
 

@@ -28,7 +28,7 @@ ALLOWED = (
         "slotkeeper/redis/pipeline.py",
         ("self._connection._writer",),
         "redis-py connects and shakes hands, but gives nobody its transport",
-        "10 of 37 us of a round trip (docs/explanation/performance.md); not measured on a workload",
+        "10 of 37 us of a round trip (docs/adr/0007-one-event-loop-per-worker.md); not measured on a workload",
     ),
     Allowed(
         "tasks/extensions/transport.py",

@@ -6,153 +6,25 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from redis import Redis
 
-from app.cli.__main__ import main
-from app.up.ports import free_port, is_open
-from tests.support.api import clear_wiring
+from tests.support.installation import DEADLINE_S, Installation, Up, until
 from tests.support.valkey import Valkey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-SLOTKEEPER = str(Path(sys.executable).with_name("slotkeeper"))
-DEADLINE_S = 120.0
 # Grace and a little more; the rest is for a machine that has much else to do.
 STOPPED_WITHIN_S = 30.0
-
-
-class Installation:
-    """A state folder, its ports, and what runs on them."""
-
-    def __init__(self, home: Path, **settings: str) -> None:
-        self.home = home
-        for name in ("app.py", "tasks.py", "celeryconfig.py"):  # a user's own, which must shadow nothing of ours
-            (home.parent / name).write_text("raise RuntimeError('a file of the user was imported')\n")
-        self.ports = {name: free_port() for name in ("PORT", "REDIS_PORT", "FLOWER_PORT")}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
-        chosen = {f"SLOTKEEPER_{name}": str(port) for name, port in self.ports.items()}
-        self.environment = {**inherited, **chosen, "SLOTKEEPER_HOME": str(home), "COLUMNS": "200", **settings}
-
-    def run(self, *words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-        """A command that ends by itself."""
-        return subprocess.run(
-            [SLOTKEEPER, *words],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            cwd=self.home.parent,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-
-    def ask(self, *words: str, stdin: str = "") -> Any:
-        """What a command answers as JSON."""
-        done = self.run(*words, "--json", stdin=stdin)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def run_here(self, *words: str, stdin: str = "") -> Result:
-        """The same in this process."""
-        try:
-            return CliRunner().invoke(main, words, input=stdin, env=self.environment)
-        finally:
-            clear_wiring()
-
-    def ask_here(self, *words: str, stdin: str = "") -> Any:
-        done = self.run_here(*words, "--json", stdin=stdin)
-        assert done.exit_code == 0, done.stderr
-        return json.loads(done.stdout)
-
-    @contextmanager
-    def up(self, *options: str) -> Iterator["Up"]:
-        """Started; stopped at the end of the block, if that has not been done in it."""
-        started = Up(self, options)
-        try:
-            yield started
-        finally:
-            started.process.kill()  # Its guardian ends the rest.
-            started.process.wait()
-            until(lambda: not self.processes(), "the end of all processes")
-
-    def processes(self) -> dict[int, str]:
-        """Pid and command of every process that has our folder in its environment, and of our Valkey."""
-        mark = f"SLOTKEEPER_HOME={self.home}".encode()
-        valkey = f"valkey-server 127.0.0.1:{self.ports['REDIS_PORT']}"  # It writes this over its environment.
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if not entry.name.isdigit():
-                    continue
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command and (valkey in command or mark in (entry / "environ").read_bytes().split(b"\0")):
-                    found[int(entry.name)] = command
-            except OSError:
-                continue
-        return found
-
-    def pid_of(self, part: str) -> int | None:
-        return next((pid for pid, command in self.processes().items() if part in command), None)
-
-    def open_ports(self) -> list[str]:
-        return [name for name, port in self.ports.items() if is_open("127.0.0.1", port)]
-
-
-class Up:
-    """A running `slotkeeper up`."""
-
-    def __init__(self, installation: Installation, options: tuple[str, ...]) -> None:
-        self._printed = installation.home.parent / "printed"
-        with open(self._printed, "w") as printed:
-            self.process = subprocess.Popen(
-                [SLOTKEEPER, "up", *options],
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                env=installation.environment,
-                cwd=installation.home.parent,
-                # As a script's `slotkeeper up &` has it.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-            )
-
-    @property
-    def printed(self) -> str:
-        return self._printed.read_text()
-
-    def says(self, words: str) -> None:
-        """Wait until it has said this."""
-        self.source(lambda: words in self.printed, words)
-
-    def source(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until this is so, and no longer than it runs."""
-        until(lambda: condition() or self.process.poll() is not None, what)
-        assert condition(), self.printed
-
-    def stop(self, number: int = signal.SIGINT) -> float:
-        """Ask it to stop; the seconds that it took."""
-        began = time.monotonic()
-        self.process.send_signal(number)
-        assert self.process.wait(DEADLINE_S) == 0, self.printed
-        return time.monotonic() - began
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come true in {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def _cut_after(event: bytes) -> bytes:
 
 @pytest.mark.timeout(60)
 def test_it_outlives_a_restart_of_the_api_and_goes_on_behind_what_it_has() -> None:
-    code = re.search("```python\n(.*?)```", (REPO / "docs" / "streams.md").read_text("utf-8"), re.DOTALL)
+    code = re.search("```python\n(.*?)```", (REPO / "docs" / "how-to" / "streams.md").read_text("utf-8"), re.DOTALL)
     assert code is not None
     said: list[Act] = [_cut_after(b"id: 7\ndata: first\n\n"), hang_up, answer(b"", 503)]
 

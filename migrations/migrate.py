@@ -45,6 +45,31 @@ def upgrade(url: str) -> None:
             raise Conflict(check(url) or str(error)) from error
 
 
+def migrate_to(url: str, revision: str) -> None:
+    """Bring the schema of the database to `revision`, forwards or back.  All or nothing.
+
+    Raises as `upgrade` does, and Conflict also if this release does not know the revision.
+    """
+    from alembic import command
+    from alembic.script import ScriptDirectory
+
+    known, _ = read_revisions(STEPS)
+    if revision not in known:
+        raise Conflict(f"This release does not know the schema {revision}; it knows {', '.join(sorted(known))}.")
+    with _answered(), _alone(url):
+        found = _revisions(url)
+        if not found <= known:
+            raise Conflict(str(check(url)))
+        config = _config(url)
+        earlier = {
+            step.revision for step in ScriptDirectory.from_config(config).iterate_revisions(tuple(found), "base")
+        }
+        if revision in earlier - found:
+            command.downgrade(config, revision)
+        else:
+            command.upgrade(config, revision)
+
+
 def check(url: str) -> str | None:
     """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
     known, followed = read_revisions(STEPS)

@@ -6,6 +6,9 @@ server default, nothing is renamed, and what is dropped has been unused for one 
 are filled in batches by a maintenance task, not here; on PostgreSQL an index on one is built CONCURRENTLY
 (op.get_context().autocommit_block()).
 
+A downgrade leads back to what the release before needs: `slotkeeper migrate --to`.  Drop a column by op.drop_column: on
+SQLite a batch copies the table, and loses its indexes of expressions.
+
 Revision: ${up_revision}, after: ${down_revision | comma,n}
 """
 

@@ -81,9 +81,14 @@ def _close_flower() -> None:
 
 
 @click.command()
-def migrate() -> None:
-    """Bring the schema of the record to what this release needs."""
-    from migrations.migrate import upgrade
+@click.option("--to", "revision", metavar="REVISION", help="Go to this schema instead, also back to an older one.")
+def migrate(revision: str | None) -> None:
+    """Bring the database's schema to what this release needs.
+
+    With --to, before an older release is installed: go back to the schema that the older release needs.  Columns that
+    came later are dropped with their content, so back up first.
+    """
+    from migrations.migrate import migrate_to, upgrade
     from slotkeeper.config import StorageSettings
     from slotkeeper.state_folder import make_private_folder
 
@@ -91,8 +96,11 @@ def migrate() -> None:
     with _said():
         if not settings.database_url:
             make_private_folder(settings.home)
-        upgrade(settings.sqlalchemy_url)
-    echo("The record has the schema that this release needs.")
+        if revision is None:
+            upgrade(settings.sqlalchemy_url)
+        else:
+            migrate_to(settings.sqlalchemy_url, revision)
+    echo("The database has the schema " + (revision or "that this release needs") + ".")
 
 
 @click.group()

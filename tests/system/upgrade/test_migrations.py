@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,58 @@ def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(emp
     assert row_of(database, job.id)["state"] == "queued"
     assert migrate.check(empty_url) is None
     database.close()
+
+
+@pytest.fixture
+def a_later_step(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Gives this release one more step, which adds a column; returns what takes the step away again."""
+    steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
+    (steps / "versions" / "9999_next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n\n"
+        f'revision = "9999"\ndown_revision = "{_HEAD}"\n\n\n'
+        'def upgrade():\n    op.add_column("jobs", sa.Column("later", sa.Text, nullable=True))\n\n\n'
+        'def downgrade():\n    op.drop_column("jobs", "later")\n'
+    )
+    patch = pytest.MonkeyPatch()
+    patch.setattr(migrate, "STEPS", steps)
+    yield patch.undo
+    patch.undo()
+
+
+def test_the_schema_goes_back_to_an_older_release_and_forward_again_and_keeps_the_jobs(empty_url, a_later_step):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    job = a_queued_job(JobStore(database))
+    migrate.migrate_to(empty_url, _HEAD)
+    before = _schema(empty_url)
+    older = migrate.check(empty_url)
+    assert older is not None and "needs 9999" in older
+    migrate.migrate_to(empty_url, "9999")
+    assert migrate.check(empty_url) is None
+    migrate.migrate_to(empty_url, _HEAD)
+    a_later_step()
+    assert migrate.check(empty_url) is None  # The older release runs on it.
+    assert _schema(empty_url) == before
+    assert row_of(database, job.id)["state"] == "queued"
+    database.close()
+
+
+def _schema(url: str) -> Any:
+    engine = create_engine(url)
+    try:
+        with engine.connect() as connection:
+            return schema_of(connection)
+    finally:
+        engine.dispose()
+
+
+def test_going_to_a_schema_that_this_release_does_not_know_is_refused(empty_url, a_later_step):
+    migrate.upgrade(empty_url)
+    with pytest.raises(Conflict, match=f"does not know the schema 1234; it knows {_HEAD}, 9999"):
+        migrate.migrate_to(empty_url, "1234")
+    a_later_step()
+    with pytest.raises(Conflict, match="install the release that migrated it"):
+        migrate.migrate_to(empty_url, _HEAD)
 
 
 def test_a_schema_at_head_needs_nothing(empty_url):

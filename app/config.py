@@ -1,4 +1,4 @@
-"""Settings of the door."""
+"""Settings of the API."""
 
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
@@ -16,23 +16,23 @@ class AppSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     host: str = "127.0.0.1"
-    """The address that is listened on."""
+    """The address on which the API listens."""
     port: int = Field(8000, ge=1, le=65535)
-    """The port that is listened on."""
+    """The port on which the API listens."""
     tls_certificate: str = ""
-    """The file with the certificate, and those that lead to its authority, as PEM.  With it the API speaks HTTPS."""
+    """The file with the certificate and its intermediate certificates, as PEM.  With it the API uses HTTPS."""
     tls_key: str = ""
-    """The file with the certificate's key, as PEM.  Empty: it stands in the certificate's file."""
+    """The file with the certificate's key, as PEM.  Empty: the key is in the certificate's file."""
     require_keys: bool = False
-    """Whether a request must show a tenant's key.  Without keys only this machine is served."""
+    """Whether a request needs a tenant's key.  Without keys only requests from this machine are served."""
     metrics_key: str = Field("", repr=False)
-    """With keys: one that shows /metrics and the stats of models, and nothing else.  Empty: administrators' keys do."""
+    """With keys: a key that may read only /metrics and the stats of models.  Empty: only administrators may."""
     trusted_proxies: str = ""
-    """Without keys: addresses or networks of proxies whose requests are served, as CIDRs with commas between them."""
+    """Without keys: addresses or networks of proxies whose requests are served, as CIDRs, separated by commas."""
     key_cache_s: float = Field(5.0, ge=0, le=300)
-    """How long a key that was looked up is not looked up again; a removed one works this long at most."""
+    """How long a process caches a key; a removed key stays valid for at most this time."""
     session_s: int = Field(43_200, ge=60, le=30 * 86_400)
-    """How long a log-in to the page holds; removing its key ends it at once."""
+    """How long a log-in to the page is valid; removing its key ends it at once."""
     max_body_bytes: int = Field(2 << 20, gt=0)
     """Largest body of a request."""
     max_batch_bytes: int = Field(16 << 20, gt=0)
@@ -40,31 +40,31 @@ class AppSettings(BaseSettings):
     max_push_bytes: int = Field(16 << 20, gt=0)
     """Largest result that a server may push."""
     web_threads: int = Field(16, ge=1, le=2000)
-    """Threads that answer requests in one process; with keys, one tenant may have a quarter of them."""
+    """Threads of one process that process requests; with keys, one tenant may have a quarter of them."""
     max_waiting_requests: int = Field(1024, ge=0, le=100_000)
     """Requests of one process that may wait for a job to end; with keys, one tenant may have half of them."""
     max_streams: int = Field(1024, ge=0, le=100_000)
-    """Open streams of events of one process."""
+    """Streams of events that one process may have open."""
     max_tenant_streams: int = Field(256, ge=0, le=100_000)
-    """Open streams of one tenant, where there are keys."""
+    """With keys: streams that one tenant may have open."""
     max_connections: int = Field(4096, ge=16, le=100_000)
-    """Connections of one process; of more, those go that have been silent for longest."""
+    """Connections of one process; beyond this limit it closes the one that was silent for longest."""
     max_buffered_bytes: int = Field(256 << 20, ge=32 << 20)
-    """Bodies and answers that one process holds; those of one tenant's key, or of one address, may be a fourth."""
+    """Bodies and responses that one process may hold; those of one key, or of one address, may be a quarter."""
     head_timeout_s: float = Field(10.0, gt=0, le=300)
-    """How long a request's head may take, and a new connection may send nothing."""
+    """How long a request's head may take, and how long a new connection may send nothing."""
     keep_alive_s: int = Field(30, ge=1, le=3600)
     """How long a connection is kept between two requests."""
     body_timeout_s: float = Field(10.0, gt=0, le=300)
-    """How long a body may take, beside a second for each SLOTKEEPER_BODY_MIN_RATE bytes that have come; then 408."""
+    """How long a body may take, plus a second for each SLOTKEEPER_BODY_MIN_RATE bytes that have arrived; then 408."""
     body_min_rate: int = Field(32 << 10, gt=0)
-    """Bytes a second that a body must keep up with, and an answer that is read."""
+    """Lowest rate at which a client must send a body, or read a response."""
     send_timeout_s: float = Field(10.0, gt=0, le=300)
-    """How long a client may read nothing of its answer."""
+    """How long a client may read nothing of its response."""
 
     @cached_property
     def own_hostnames(self) -> frozenset[str]:
-        """Host names under which this machine may be addressed while no keys are asked for."""
+        """Host names that requests may use for this machine while no keys are required."""
         return frozenset({self.host.lower().strip("[]"), urlsplit(TaskSettings().public_url).hostname or ""} - {""})
 
     @cached_property
@@ -73,11 +73,11 @@ class AppSettings(BaseSettings):
         return tuple(ip_network(one.strip()) for one in self.trusted_proxies.split(",") if one.strip())
 
     def is_trusted_proxy(self, address: str) -> bool:
-        """Whether a proxy that is trusted has this address."""
+        """Whether a trusted proxy has this address."""
         return any(ip_address(address) in network for network in self.proxies)
 
     def check_exposure(self) -> None:
-        """Raises ValueError where the settings would open the door to strangers."""
+        """Raises ValueError if the settings would open the API to the network without keys."""
         try:
             _ = self.proxies
         except ValueError as error:
@@ -91,7 +91,7 @@ class AppSettings(BaseSettings):
 
 @lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
-    """Whether this name or address can only mean this very machine."""
+    """Whether this name or address always refers to this machine."""
     name = host.lower().strip("[]")
     if name == "localhost":
         return True

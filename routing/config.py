@@ -1,4 +1,4 @@
-"""Settings of routing: where Redis is, and how long things are held."""
+"""Settings of routing: the address of Redis, and the durations of leases, cooldowns and breakers."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from slotkeeper.config import StorageSettings
 
 VALKEY_PASSWORD_FILE = "valkey-password"
-"""In the state folder: what the embedded Valkey asks for."""
+"""In the state folder: the password of the embedded Valkey."""
 VALKEY_PORT_FILE = "valkey-port"
-"""In the state folder: where the embedded Valkey listens."""
+"""In the state folder: the port on which the embedded Valkey listens."""
 
 
 class RoutingSettings(BaseSettings):
@@ -19,43 +19,43 @@ class RoutingSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     redis_port: int = Field(6399, ge=1, le=65535)
-    """Port of the embedded Valkey.  Processes that are not given it find it in the state folder."""
+    """Port of the embedded Valkey.  Processes without this setting read the port from the state folder."""
     redis_url: str = ""
-    """A Redis of one's own; empty: the embedded one."""
+    """URL of a separate Redis; empty: the embedded Valkey."""
     redis_prefix: str = Field("slotkeeper", pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
-    """Every key begins with it, so that installations can share a Redis."""
+    """Prefix of every key, so that several installations can share a Redis."""
     redis_timeout_s: float = Field(3.0, gt=0)
-    """How long one call of Redis may take."""
+    """How long one request to Redis may take."""
     lease_ms: int = Field(4_000, ge=200)
-    """A worker that has not renewed for this long has lost its slots."""
+    """A worker loses its slots if it has not renewed its leases for this time."""
     renew_every_ms: int = Field(1_000, ge=50)
-    """How often a worker renews its leases; under half of SLOTKEEPER_LEASE_MS, so that two in a row may be lost."""
+    """How often a worker renews its leases; under half of SLOTKEEPER_LEASE_MS, so that one renewal may be lost."""
     offer_ms: int = Field(5_000, ge=200)
-    """How long an offer waits for a worker until maintenance looks at it."""
+    """How long an offer waits for a worker until maintenance checks it."""
     busy_cooldown_ms: int = Field(500, ge=0)
-    """A slot's cooldown after its server answered "busy" without a Retry-After; doubled each time in a row."""
+    """Cooldown of a slot after its server answered "busy" without a Retry-After; doubled each time in a row."""
     busy_cooldown_max_ms: int = Field(30_000, ge=0)
-    """The longest cooldown of a slot whose server is busy, and the longest Retry-After that is honoured."""
+    """Longest cooldown of a slot of a busy server, and longest Retry-After that is obeyed."""
     unreachable_cooldown_ms: int = Field(1_000, ge=1)
-    """The cooldown of a server's slots when it cannot be reached; doubled each time in a row."""
+    """Cooldown of a server's slots when it cannot be reached; doubled each time in a row."""
     unreachable_cooldown_max_ms: int = Field(30_000, ge=1)
-    """The longest cooldown of the slots of a server that cannot be reached."""
+    """Longest cooldown of the slots of a server that cannot be reached."""
     breaker_failures: int = Field(10, ge=1)
-    """Failures in a row, of different jobs, that open a server's breaker: for a while it gets no more jobs."""
+    """Consecutive failures, of different jobs, that open a server's breaker, so that it gets no jobs for a while."""
     breaker_rate: float = Field(0.8, gt=0, le=1)
-    """Share of a server's latest runs whose failure opens its breaker, after twenty runs."""
+    """Share of failed runs among a server's latest runs that opens its breaker, after twenty runs."""
     breaker_open_ms: int = Field(5_000, ge=1)
-    """How long a breaker is open the first time; doubled each time that a job which tries again fails."""
+    """How long a breaker is open the first time; doubled each time the job that tests the server fails."""
     breaker_open_max_ms: int = Field(300_000, ge=1)
-    """How long a breaker is open at most."""
+    """Longest time for which a breaker is open."""
     most_constraints: int = Field(100, ge=1)
-    """Different constraints of one tenant that may wait for a model; a submit beyond is answered 429."""
+    """Different constraints of one tenant that may wait for a model; a further submit gets 429."""
     most_constraints_of_all: int = Field(2_000, ge=1)
-    """Different constraints of all tenants together that may wait in one fleet; a submit beyond is answered 429."""
+    """Different constraints of all tenants together that may wait in one fleet; a further submit gets 429."""
     withhold_max_ms: int = Field(600_000, ge=0)
-    """How long at most a slot is withheld whose server has not let go of a run that has ended here."""
+    """Longest time for which a slot is quarantined because its server may still run a job that has ended."""
     catalog_refresh_s: float = Field(1.0, ge=0)
-    """How old a process's copy of models and servers may grow."""
+    """Longest age of a process's copy of models and servers."""
 
     @model_validator(mode="after")
     def _relations(self) -> "RoutingSettings":
@@ -73,7 +73,7 @@ class RoutingSettings(BaseSettings):
         )
 
     def _saved_port(self, home: Path) -> int:
-        """The port that `slotkeeper up` has noted in `home`; the default before that."""
+        """Return the port that `slotkeeper up` wrote to `home`, or the default if it has not."""
         try:
             return int((home / VALKEY_PORT_FILE).read_text())
         except (OSError, ValueError):
@@ -81,7 +81,7 @@ class RoutingSettings(BaseSettings):
 
 
 def embedded_redis_url(port: int, home: Path) -> str:
-    """Of the embedded Valkey, with the password that `slotkeeper up` keeps in `home`; without it before that."""
+    """Return the URL of the embedded Valkey, with the password if `slotkeeper up` has written one to `home`."""
     try:
         password = (home / VALKEY_PASSWORD_FILE).read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings of the record: where it lies, and how long it may keep anybody waiting."""
+"""Settings of the database: its location and its time limits."""
 
 from pathlib import Path
 
@@ -7,46 +7,46 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class DatabaseTimeouts(BaseSettings):
-    """How long the record may keep anybody waiting, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
+    """Time limits of the database, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
 
-    A write is answered within `turn_s + transaction_s + inquiry_s`, whatever the database does.
+    A write returns or fails within `turn_s + transaction_s + inquiry_s`, whatever the database does.
     """
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_DATABASE_", extra="ignore", frozen=True)
 
     turn_s: float = Field(2.5, gt=0)
-    """How long a write waits for those before it; then it is refused, and nothing of it was stored."""
+    """How long a write waits for the writes before it.  After this it is refused, and nothing of it was stored."""
     transaction_s: float = Field(4.0, ge=2)  # A new connection is given two seconds at least.
-    """How long a transaction takes until its COMMIT is answered (PostgreSQL)."""
+    """How long a transaction may take until the database confirms its COMMIT (PostgreSQL)."""
     inquiry_s: float = Field(2.5, ge=2)
-    """How long is asked what became of a COMMIT that was not answered."""
+    """How long the outcome of a COMMIT without a response is queried."""
     lock_s: float = Field(3.0, ge=0)
-    """How long is waited for a lock that another transaction holds; 0: no limit (PostgreSQL), no wait (SQLite)."""
+    """How long a transaction waits for a lock of another one; 0: no limit (PostgreSQL), no wait (SQLite)."""
     read_s: float = Field(8.0, gt=0)
-    """How long a read takes that a request waits for (PostgreSQL)."""
+    """How long a read of a waiting request may take (PostgreSQL)."""
     statement_s: float = Field(30.0, ge=0)
-    """How long any statement takes, counts of all jobs included (PostgreSQL); 0: no limit."""
+    """How long any statement may take, also a count of all jobs (PostgreSQL); 0: no limit."""
     idle_s: float = Field(15.0, ge=0)
-    """How long a transaction may stand still before the server ends it (PostgreSQL); 0: no limit."""
+    """How long a transaction may be idle before the database ends it (PostgreSQL); 0: no limit."""
 
 
 class StorageSettings(BaseSettings):
-    """Where the record lies.  Environment: SLOTKEEPER_HOME, SLOTKEEPER_DATABASE_URL, …"""
+    """Location and retention of the database.  Environment: SLOTKEEPER_HOME, SLOTKEEPER_DATABASE_URL, …"""
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     home: Path = Path("var")
-    """The one folder that holds all state of an embedded installation."""
+    """The folder with the whole state of an embedded installation."""
     database_url: str = ""
     """An SQLAlchemy URL, such as postgresql://user@host/name; empty: SQLite in the state folder."""
     idempotency_window_s: int = Field(86_400, gt=0)
-    """How long an Idempotency-Key names the same job."""
+    """How long an Idempotency-Key identifies the same job."""
     retention_s: int = Field(30 * 86_400, gt=0)
-    """How long an ended job, dead ones included, stays in the record."""
+    """How long an ended job stays in the database, also a dead one."""
     events_retention_s: int = Field(90 * 86_400, gt=0)
-    """How long an event stays in the record; and as long as its job, and until all sinks have got it."""
+    """How long an event stays in the database.  It stays longer if its job does, or if a sink has not received it."""
     acts_retention_s: int = Field(400 * 86_400, gt=0)
-    """How long an act of an operator stays there."""
+    """How long an act of an operator stays in the database."""
 
     @property
     def sqlalchemy_url(self) -> str:

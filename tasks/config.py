@@ -11,31 +11,31 @@ Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
 
 class EventSettings(BaseSettings):
-    """Where events are published to.  Environment: SLOTKEEPER_EVENTS_TO, SLOTKEEPER_EVENTS_STREAM_LENGTH, …"""
+    """Sinks of events.  Environment: SLOTKEEPER_EVENTS_TO, SLOTKEEPER_EVENTS_STREAM_LENGTH, …"""
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_EVENTS_", extra="ignore")
 
     to: str = "redis,celery"
-    """Sinks, with commas: `redis`, `kafka`, `nats`, `amqp`, `celery` for Celery's task events, which Flower shows, and
-    `otlp` for traces; empty: none."""
+    """Sinks, separated by commas: `redis`, `kafka`, `nats`, `amqp`, `celery` for Celery's task events (shown by
+    Flower), and `otlp` for traces; empty: none."""
     stream_length: int = Field(100_000, ge=1000, le=100_000_000)
-    """So many of the newest events the stream in Redis keeps, or a few more."""
+    """Number of newest events that the stream in Redis keeps, or a few more."""
     kafka_servers: str = ""
-    """Brokers of Kafka, as host:port with commas."""
+    """Brokers of Kafka, as host:port, separated by commas."""
     kafka_topic: str = "slotkeeper.events"
-    """The topic; it is not created here."""
+    """The topic of Kafka; Slotkeeper does not create it."""
     kafka_options: dict[str, Any] = Field({}, repr=False)
-    """More of librdkafka's own settings, as a JSON object: how to log in, for one."""
+    """Further options of librdkafka, as a JSON object, such as the log-in."""
     nats_url: str = Field("", repr=False)
-    """A NATS server with JetStream, as nats://user:password@host:4222."""
+    """URL of a NATS server with JetStream, as nats://user:password@host:4222."""
     nats_stream: str = Field("slotkeeper", pattern="^[A-Za-z0-9_-]+$")
-    """The stream, made where there is none; subjects are its name, a dot, and the event's type."""
+    """The stream of NATS, created if it is missing; a subject is its name, a dot, and the event's type."""
     amqp_url: str = Field("", repr=False)
-    """An AMQP broker, as amqp://user:password@host:5672/vhost."""
+    """URL of an AMQP broker, as amqp://user:password@host:5672/vhost."""
     amqp_exchange: str = "slotkeeper.events"
-    """The exchange, of the kind topic, made where there is none; the routing key is the event's type."""
+    """The topic exchange, created if it is missing; the routing key is the event's type."""
     otlp_endpoint: str = Field("", repr=False)
-    """A receiver of OTLP over HTTP, as http://host:4318."""
+    """URL of a receiver of OTLP over HTTP, as http://host:4318."""
 
     @field_validator("to")
     @classmethod
@@ -51,7 +51,7 @@ class EventSettings(BaseSettings):
 
     @property
     def durable_sinks(self) -> list[str]:
-        """Those that each event is kept for until they have got it.  The others show jobs while these are here."""
+        """Return the sinks for which an event is kept until they have received it."""
         return [it for it in self.sinks if it not in ("otlp", "celery")]
 
 
@@ -72,38 +72,38 @@ class TaskSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     broker_url: str = ""
-    """A broker of one's own; empty: the Redis of the waiting room."""
+    """URL of a separate broker; empty: the Redis of the queue."""
     broker_queues: Literal["classic", "quorum"] = "classic"
-    """The type of our queues at RabbitMQ; `quorum` also where the virtual host makes quorum queues by default."""
+    """Type of Slotkeeper's queues at RabbitMQ; `quorum` also if the virtual host creates quorum queues by default."""
     result_url: str = ""
-    """Celery's result backend; empty: the Redis of the waiting room."""
+    """URL of Celery's result backend; empty: the Redis of the queue."""
     threads: int = Field(1000, ge=1, le=100_000)
-    """Runs that one worker process may have in flight, unless it is started with a number of its own, `-c`."""
+    """Runs that one worker process may have in flight, unless it is started with another number, `-c`."""
     secret: str = Field("", repr=False)
-    """Base64 of at least 24 bytes, from which all keys are derived (tasks/security/keyring.py); the same on every host.
-    Empty: one is kept in the state folder."""
+    """Base64 of at least 24 bytes; all keys are derived from it (tasks/security/keyring.py).  The same on every host.
+    Empty: the secret is in the state folder."""
     former_secret: str = Field("", repr=False)
-    """The secret before this one, while it is being replaced: what it has signed is still valid."""
+    """The former secret, while it is being replaced: its signatures stay valid."""
     webhook_allow: str = ""
-    """Networks inside that webhooks may reach, as CIDRs with commas."""
+    """Internal networks that webhooks may reach, as CIDRs, separated by commas."""
     webhook_timeout_s: float = Field(10.0, gt=0)
     """How long one try of a webhook may take."""
     webhook_most_receivers: int = Field(20, ge=0, le=100_000)
-    """Webhooks that one tenant may have, beside the `callback_url` of its jobs."""
+    """Webhooks that one tenant may have, in addition to the `callback_url` of its jobs."""
     webhook_keep_s: float = Field(3 * 86_400.0, ge=60)
-    """How long a webhook is tried with a message that it refuses, and stays enabled if it takes none."""
+    """How long a refused message is sent again, and how long a webhook that accepts none stays enabled."""
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda it: str(it).upper())
     ] = "WARNING"
-    """From which on the lines of libraries are logged; ours always are from INFO on.  DEBUG leaves nothing out."""
+    """Lowest level of log lines of libraries; Slotkeeper logs from INFO on.  DEBUG logs everything."""
     log_format: Literal["console", "json"] = "console"
-    """How lines of logs are written: for people, or each as a JSON object."""
+    """Format of log lines: for people, or a JSON object each."""
     public_url: str = ""
-    """Where inference servers reach us for callbacks; empty: http://127.0.0.1:<port>."""
+    """Where inference servers reach the API for callbacks; empty: http://127.0.0.1:<port>."""
     port: int = Field(8000, ge=1, le=65535)
     """The API's port, on this machine."""
     grace_s: float = Field(20.0, ge=0)
-    """How long a worker that was told to stop waits for runs that no other can resume; see restarts.md."""
+    """How long a worker that stops waits for runs that no other worker can resume; see restarts.md."""
 
     @property
     def broker(self) -> str:

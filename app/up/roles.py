@@ -1,4 +1,4 @@
-"""What is to run, where: the settings, put together and checked."""
+"""Which processes run, and where: combines and checks the settings."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ from tasks.config import TaskSettings
 
 S = TypeVar("S", bound=BaseSettings)
 
-_GRACE_S = 4.0  # on one machine, Ctrl-C shall take seconds
+_GRACE_S = 4.0  # On one machine Ctrl-C should take only seconds.
 _ENDS_AFTER_GRACE_S = 4.0
 
 
@@ -35,7 +35,7 @@ class UpSettings(BaseSettings):
     flower_port: int = Field(5555, ge=1, le=65535)
     """Port of Flower's page."""
     demo_port: int | None = Field(None, ge=1, le=65533)
-    """Port of the first demo server; the others have the next ones.  Empty: any that are free."""
+    """Port of the first demo server; the others have the next ports.  Empty: any free ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class UpPlan:
         return {**os.environ, **given}
 
     def migration(self) -> Role | None:
-        """A process of its own, so that this one loads no database.  None: the record has the schema that it needs."""
+        """Return the process that migrates the database, or None if the schema is current."""
         if is_current(self.record_url):
             return None
         return Role("migrate", f'"{sys.executable}" -m app.cli migrate', exits=True)

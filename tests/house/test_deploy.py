@@ -1,0 +1,96 @@
+"""The examples of deploy/ start the processes of the Procfile, with settings that exist."""
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.up.roles import read_procfile
+from tests.house.tree import REPO
+from tools.reference.settings import CHAPTERS
+
+DEPLOY = REPO / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+def words(command: str | list[str]) -> list[str]:
+    """Return a command without the folder of its program, and with the default log level."""
+    text = shlex.join(command) if isinstance(command, list) else command
+    text = text.replace("%%h", "%h")
+    parts = shlex.split(re.sub(r"\$\{SLOTKEEPER_LOG_LEVEL[^}]*\}", "WARNING", text))
+    return [Path(parts[0]).name, *parts[1:]]
+
+
+EXPECTED = {role: words(command) for role, command in read_procfile().items()}
+
+
+def composed() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
+    return services
+
+
+def deployments() -> dict[str, Any]:
+    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    pods = [manifest["spec"]["template"]["spec"] for manifest in manifests if manifest["kind"] == "Deployment"]
+    return {pod["containers"][0]["name"]: pod for pod in pods}
+
+
+def test_systemd_starts_what_the_procfile_starts() -> None:
+    found = {}
+    for unit in UNITS:
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(unit)
+        found[unit.stem.removeprefix("slotkeeper-")] = words(parser["Service"]["ExecStart"])
+    assert found == EXPECTED
+
+
+def test_compose_starts_what_the_procfile_starts() -> None:
+    found = {name: words(service["command"]) for name, service in composed().items() if name in EXPECTED}
+    assert found == EXPECTED
+
+
+def test_kubernetes_starts_what_the_procfile_starts_but_for_flower() -> None:
+    found = {role: words(pod["containers"][0]["command"]) for role, pod in deployments().items()}
+    assert found == {role: command for role, command in EXPECTED.items() if role != "flower"}
+
+
+def test_supervisors_wait_longer_than_a_worker_needs_to_hand_its_runs_over() -> None:
+    default_s = next(
+        kind.model_fields["grace_s"].default for kind in CHAPTERS.values() if "grace_s" in kind.model_fields
+    )
+    common = (DEPLOY / "systemd/slotkeeper-.service.d/common.conf").read_text("utf-8")
+    waits = [int(re.findall(r"^TimeoutStopSec=(\d+)$", common, re.MULTILINE)[0])]
+    waits += [int(composed()["worker"]["stop_grace_period"].removesuffix("s"))]
+    waits += [pod["terminationGracePeriodSeconds"] for pod in deployments().values()]
+    assert min(waits) > default_s
+
+
+def test_every_setting_in_an_example_exists() -> None:
+    known = {
+        f"{kind.model_config['env_prefix']}{name}".upper() for kind in CHAPTERS.values() for name in kind.model_fields
+    }
+    known |= {"SLOTKEEPER_KEY", "SLOTKEEPER_URL", "SLOTKEEPER_LOG_LEVEL"}
+    for file in (path for path in DEPLOY.rglob("*") if path.is_file()):
+        used = set(re.findall(r"\bSLOTKEEPER_[A-Z_]+(?=[=:])", file.read_text("utf-8")))
+        assert used <= known, file
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    """With this Python in place of that of /opt, since systemd looks whether a program is there."""
+    shutil.copytree(DEPLOY / "systemd", tmp_path, dirs_exist_ok=True)
+    for unit in tmp_path.glob("*.service"):
+        text = unit.read_text("utf-8").replace("/opt/slotkeeper/.venv/bin", str(Path(sys.executable).parent))
+        unit.write_text(text, "utf-8")
+    units = [str(unit) for unit in (*tmp_path.glob("*.service"), *tmp_path.glob("*.target"))]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *units], env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

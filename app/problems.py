@@ -120,20 +120,25 @@ def _of_door(error: ProblemError) -> Response:
 
 
 def _of_use_case(error: SlotkeeperError) -> Response:
-    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    status = status_of(type(error))
     if status >= 500:
         log.warning("request_refused", code=error.code, path=request.path, detail=error.detail)
     facts = dict(error.facts)
     if isinstance(error, InvalidRequest):
         facts["errors"] = [{"field": error.field, "message": printable_text(error.detail)}]
     return problem_response(
-        status, error.code, error_title(error), error.detail, facts, _retry_after(error.retry_after_s)
+        status, error.code, error_title(type(error)), error.detail, facts, _retry_after(error.retry_after_s)
     )
 
 
-def error_title(error: SlotkeeperError) -> str:
-    """The first line of its class's docstring."""
-    return (type(error).__doc__ or error.code).partition("\n")[0].rstrip(".")
+def status_of(kind: type[SlotkeeperError]) -> int:
+    """Return the HTTP status of a class of errors."""
+    return next((status for base, status in _STATUS if issubclass(kind, base)), 500)
+
+
+def error_title(kind: type[SlotkeeperError]) -> str:
+    """Return the first line of the docstring of a class of errors."""
+    return (kind.__doc__ or kind.code).partition("\n")[0].rstrip(".")
 
 
 def _retry_after(seconds: float | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ def documents(tmp_path: Path) -> Path:
     pages = subprocess.run(
         ["git", "ls-files", "-co", "*.md", "docs", "deploy"], cwd=REPO, capture_output=True, text=True
     )
-    for name in {*pages.stdout.splitlines(), "setup.cfg"}:
+    for name in {*pages.stdout.splitlines(), "setup.cfg", "Procfile"}:
         copy = tmp_path / "checkout" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(REPO / name, copy)

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.reference import presets, settings
+from tools.reference import command_line, presets, rest_api, settings
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings.page,
     "docs/reference/presets.md": presets.page,
+    "docs/reference/command-line.md": command_line.page,
+    "docs/reference/rest-api.md": rest_api.rest_page,
+    "docs/reference/errors.md": rest_api.errors_page,
 }
 
 

@@ -28,7 +28,12 @@ def _section(name: str) -> str:
         f"slotkeeper submit MODEL {payload}",
     ]
     notes = "\n".join(f"- {note}" for note in about.notes)
-    parts = [f"### {name}", f"{about.title}. {about.servers}.", notes, "```sh\n" + "\n".join(commands) + "\n```"]
+    parts = [
+        f"### {name}",
+        f"{about.title}. {about.servers}.",
+        notes,
+        "<!-- not run: it needs such a server -->\n```sh\n" + "\n".join(commands) + "\n```",
+    ]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -16,7 +16,7 @@ from app.up.ports import free_port
 from tests.support.installation import Installation, until
 from tests.support.snippets import PAGES, RUNNABLE, Snippet, snippets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 _BIN = Path(sys.executable).parent
 _DONE = "-- the snippet has ended --"
@@ -51,7 +51,7 @@ class Reader:
     """Runs the snippets of one page in a folder of its own: one shell, one Python shell, and second terminals."""
 
     def __init__(self, installation: Installation, folder: Path) -> None:
-        self._folder = folder
+        self._installation, self._folder = installation, folder
         (folder / ".venv").symlink_to(_BIN.parent)
         self._environment = {
             **installation.environment,
@@ -62,6 +62,7 @@ class Reader:
         self._ports = {shown: installation.ports[name] for shown, name in ports.items()}
         self._ports |= {shown: free_port() for shown in _OTHER_PORTS}
         self._started: list[subprocess.Popen[str]] = []
+        self._servers = self._names("servers")
         self._shell: subprocess.Popen[str] | None = None
         self._python: subprocess.Popen[str] | None = None
 
@@ -81,10 +82,18 @@ class Reader:
             self._run_in(self._shell, f"source {file} </dev/null; echo; echo '{_DONE}'", snippet)
 
     def close(self) -> None:
+        """End what the page has started, and remove what it has registered."""
         for process in self._started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+        for webhook in self._installation.ask("webhooks", "list")["webhooks"]:
+            self._installation.run("webhooks", "remove", webhook["webhook"])
+        for server in self._names("servers") - self._servers:
+            self._installation.run("servers", "remove", server, "--force")
+
+    def _names(self, kind: str) -> set[str]:
+        return {found["server"] for found in self._installation.ask(kind, "list")[kind]}
 
     def _start(self, command: list[str], output: int | IO[str] = subprocess.PIPE) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
@@ -122,7 +131,7 @@ class Reader:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if (runnable(page) and "tutorial" in page.parts) or page.name == "README.md"],
+    [page for page in PAGES if runnable(page)],
     ids=lambda page: page.name,
 )
 def test_what_a_page_tells_its_reader_to_run_succeeds(page: Path, installation: Installation, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ live-presets: setup-dev ## Run presets against real servers, installed into var/
 	@LIVE="$(LIVE)" exec $(BIN)/python -m pytest -m live_servers tests/nightly/live_presets $(PYTEST_ARGS)
 
 docs: setup-dev ## Build the site of the documents into build/docs; a warning is an error
-	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
+	@$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs . build/docs
 	@echo "The site is in build/docs/docs"
 
 lint: setup-dev ## Format, lint, types, import contracts, Lua lint: what can be said without running anything

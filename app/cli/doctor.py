@@ -1,7 +1,6 @@
-"""`slotkeeper doctor`: what is wrong with this installation, and what to do about it."""
+"""`slotkeeper doctor`: find faults of this installation and say how to repair them."""
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -13,38 +12,47 @@ if TYPE_CHECKING:
     from app.cli.doctor_checks import Finding
 
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+_SUMMARIES = {
+    "ok": "All checks passed.",
+    "warn": "No check failed; see the warnings.",
+    "fail": "At least one check failed.",
+}
 
 
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Look at every part of this installation, from this host, and say what to do.
+    """Check every part of this installation.
 
-    Settings, database, disk, Redis, broker, inference servers, workers, maintenance, secret, port.  Works when they
-    are down: no part is waited for longer than ten seconds, and all are asked at once.  Exit status: 1 if anything
-    fails.
+    Checks settings, database, disk, Redis, broker, inference servers, workers, maintenance, logs, secret and port from
+    this host, and says how to repair what is wrong.  All checks run at once, and each ends after ten seconds, so the
+    command works when parts are down.  Exit status 1: a check failed.
     """
     from app.cli import doctor_checks
     from slotkeeper import logs
 
     logs.configure("CRITICAL")
-    found = []
-    with console(stderr=True).status("asking ...") as status:
+    findings = []
+    with console(stderr=True).status("checking ...") as status:
         for finding in doctor_checks.run_checks(doctor_checks.all_checks()):
-            found.append(finding)
-            status.update(f"asking ... {finding.part} has answered")
+            findings.append(finding)
+            status.update(f"checking ... {finding.part} is done")
             if not as_json:
                 _print(finding)
-    level = doctor_checks.worst_level(found)
+    level = doctor_checks.worst_level(findings)
     if as_json:
-        print_json({"level": level, "findings": [asdict(it) for it in found]})
+        print_json({"level": level, "findings": [_as_json(finding) for finding in findings]})
     else:
-        echo({"ok": "All is well.", "warn": "It works; see the warnings.", "fail": "Something does not work."}[level])
+        echo(_SUMMARIES[level])
     sys.exit(1 if level == "fail" else 0)
 
 
+def _as_json(finding: "Finding") -> dict[str, str]:
+    return {"part": finding.part, "level": finding.level, "said": finding.message, "remedy": finding.remedy}
+
+
 def _print(finding: "Finding") -> None:
-    echo(f"{_MARKS[finding.level]}  {finding.part:<12} {finding.said}")
+    echo(f"{_MARKS[finding.level]}  {finding.part:<12} {finding.message}")
     if finding.remedy:
         echo(f"{'':<18}{finding.remedy}")
 

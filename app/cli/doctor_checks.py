@@ -1,6 +1,6 @@
-"""What `slotkeeper doctor` looks at: each part by itself, side by side, and none for longer than its time.
+"""The checks of `slotkeeper doctor`: one for each part, all at the same time, each with a time limit.
 
-A check answers findings; one that fails, or does not end, is a finding too, so it works when everything is down.
+A check yields findings.  An exception and a timeout become findings too, so that doctor works when everything is down.
 """
 
 import os
@@ -28,22 +28,22 @@ _SKEW_MS = 2_000
 _OLDEST_REDIS = (7, 0)
 _SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
 _TRIES = 3
-_OURS = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY"})  # which the client reads
+_CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY"})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of a part.  `level`: ok, warn or fail.  `remedy`: what to do, a sentence; "": nothing."""
+    """The result of a check.  `level`: ok, warn or fail.  `remedy`: a sentence with what to do; "": nothing."""
 
     part: str
     level: str
-    said: str
+    message: str
     remedy: str = ""
 
 
 Check = Callable[[], Iterator[Finding]]
 
-# What the checks import, also what Celery and SQLAlchemy import on first use.
+# The modules that the checks import, and those that Celery and SQLAlchemy import on first use.
 _MODULES = (
     "app.config",
     "celeryconfig",
@@ -82,15 +82,20 @@ def load() -> None:
 
 
 def run_checks(checks: dict[str, Check], within_s: float = WITHIN_S) -> Iterator[Finding]:
-    """All findings, as they come: all checks begin at once, and who has not answered in time is told as well."""
+    """Run all checks at once and yield their findings as they arrive.
+
+    A check that takes longer than `within_s` seconds yields a finding of level "fail".
+    """
     load()
-    return _side_by_side(checks, within_s)
+    return _run_in_parallel(checks, within_s)
 
 
-def _side_by_side(checks: dict[str, Check], within_s: float) -> Iterator[Finding]:
+def _run_in_parallel(checks: dict[str, Check], within_s: float) -> Iterator[Finding]:
     found: Queue[tuple[str, list[Finding]]] = Queue()
     for part, check in checks.items():
-        threading.Thread(target=lambda part=part, check=check: found.put((part, _of(part, check))), daemon=True).start()
+        threading.Thread(
+            target=lambda part=part, check=check: found.put((part, _run_check(part, check))), daemon=True
+        ).start()
     missing, until = list(checks), time.monotonic() + within_s
     while missing:
         try:
@@ -100,21 +105,23 @@ def _side_by_side(checks: dict[str, Check], within_s: float) -> Iterator[Finding
         missing.remove(part)
         yield from findings
     for part in missing:
-        said = f"It has not answered within {within_s:g} s."
-        yield Finding(part, "fail", said, "See that it runs and can be reached from here, and ask again.")
+        message = f"The check got no answer within {within_s:g} s."
+        yield Finding(part, "fail", message, "See that it runs and that this host can reach it, then try again.")
 
 
-def _of(part: str, check: Check) -> list[Finding]:
+def _run_check(part: str, check: Check) -> list[Finding]:
+    """Run one check and return its findings.  An exception becomes a finding."""
     found: list[Finding] = []
     try:
         found.extend(check())
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        found.append(Finding(part, "fail", said, "See that it runs, and that the settings name the right place."))
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        found.append(Finding(part, "fail", message, "See that it runs and that the settings hold its address."))
     return found
 
 
 def all_checks() -> dict[str, Check]:
+    """Return every check by the name of its part."""
     return {
         "settings": settings,
         "database": database,
@@ -134,25 +141,24 @@ def all_checks() -> dict[str, Check]:
 
 
 def settings() -> Iterator[Finding]:
-    """Each can be read, they go together, and none is misspelled."""
-    kinds = _kinds()
-    wrong = [problem for kind in kinds for problem in _wrong(kind)]
+    """Check that each setting is valid, none contradicts another, and no name is misspelled."""
+    kinds = _settings_classes()
+    wrong = [problem for kind in kinds for problem in _find_invalid(kind)]
     for problem in wrong:
         yield Finding(
-            "settings", "fail", problem, "Correct it, or unset it to have its default; see docs/reference/settings.md."
+            "settings", "fail", problem, "Correct it, or unset it to use its default; see docs/reference/settings.md."
         )
     known = {_variable(kind, field) for kind in kinds for field in kind.model_fields}
-    for name in sorted(it for it in os.environ if it.startswith("SLOTKEEPER_") and it not in known | _OURS):
+    ours = (name for name in os.environ if name.startswith("SLOTKEEPER_"))
+    for name in sorted(set(ours) - known - _CLIENT_VARIABLES):
         near = get_close_matches(name, known, n=1)
-        remedy = (
-            f"Did you mean {near[0]}?" if near else "Remove it; docs/reference/settings.md lists all that there are."
-        )
-        yield Finding("settings", "warn", f"{name} is no setting, and does nothing.", remedy)
+        remedy = f"Did you mean {near[0]}?" if near else "Remove it; docs/reference/settings.md lists all settings."
+        yield Finding("settings", "warn", f"{name} is no setting and has no effect.", remedy)
     if not wrong:
-        yield from _contradictions()
+        yield from _find_contradictions()
 
 
-def _kinds() -> list[type[BaseSettings]]:
+def _settings_classes() -> list[type[BaseSettings]]:
     from app.config import AppSettings
     from app.up.roles import UpSettings
     from routing.config import RoutingSettings
@@ -167,7 +173,8 @@ def _variable(kind: type[BaseSettings], field: str) -> str:
     return f"{kind.model_config.get('env_prefix', '')}{field}".upper()
 
 
-def _wrong(kind: type[BaseSettings]) -> Iterator[str]:
+def _find_invalid(kind: type[BaseSettings]) -> Iterator[str]:
+    """Yield a sentence for each invalid setting of a class, without its value."""
     try:
         kind()
     except ValidationError as error:
@@ -177,38 +184,40 @@ def _wrong(kind: type[BaseSettings]) -> Iterator[str]:
             yield f"{_variable(kind, name.removeprefix(prefix))}: {one['msg']}."
 
 
-def _contradictions() -> Iterator[Finding]:
+def _find_contradictions() -> Iterator[Finding]:
     from app.config import AppSettings, is_loopback
     from tasks.config import TaskSettings
 
-    door, tasks, said = AppSettings(), TaskSettings(), False
+    api, tasks, is_consistent = AppSettings(), TaskSettings(), True
     try:
-        door.check_exposure()
+        api.check_exposure()
     except ValueError as error:
-        said = True
-        yield Finding("settings", "fail", f"{error}.", "The API does not start like this.")
-    if door.metrics_key and not door.require_keys:
-        said = True
-        told = "SLOTKEEPER_METRICS_KEY is set, and no keys are asked for: it opens nothing."
-        yield Finding("settings", "warn", told, "Set SLOTKEEPER_REQUIRE_KEYS=true, or unset it.")
-    if not tasks.public_url and not is_loopback(door.host):
-        said = True
-        told = "The API serves the network, and servers are told to push results to 127.0.0.1."
-        yield Finding("settings", "warn", told, "Set SLOTKEEPER_PUBLIC_URL to where servers reach the API.")
-    if not said:
-        yield Finding("settings", "ok", "They can be read, and go together.")
+        is_consistent = False
+        yield Finding("settings", "fail", f"{error}.", "The API does not start with these settings.")
+    if api.metrics_key and not api.require_keys:
+        is_consistent = False
+        message = "SLOTKEEPER_METRICS_KEY is set but has no effect, because the API requires no keys."
+        yield Finding("settings", "warn", message, "Set SLOTKEEPER_REQUIRE_KEYS=true, or unset SLOTKEEPER_METRICS_KEY.")
+    if not tasks.public_url and not is_loopback(api.host):
+        is_consistent = False
+        message = "The API listens on the network, but servers are given 127.0.0.1 as the address to push results to."
+        yield Finding(
+            "settings", "warn", message, "Set SLOTKEEPER_PUBLIC_URL to the address where servers reach the API."
+        )
+    if is_consistent:
+        yield Finding("settings", "ok", "All settings are valid, and none contradicts another.")
 
 
 def database() -> Iterator[Finding]:
-    """It answers, has this release's schema, and keeps what is written in a fair time."""
+    """Check that the database answers, has this release's schema, and commits a write fast enough."""
     from sqlalchemy import insert, update
 
     from migrations.migrate import check
     from slotkeeper.jobs.tables import counters
-    from tasks.services import database as record
+    from tasks.services import database as open_database
 
-    found = record()
-    if (problem := check(found.url)) is not None:
+    job_store = open_database()
+    if (problem := check(job_store.url)) is not None:
         yield Finding("database", "fail", problem, "Run `slotkeeper migrate` with the newest release.")
         return
 
@@ -218,15 +227,16 @@ def database() -> Iterator[Finding]:
         if connection.execute(update(counters).where(counters.c.name == "doctor").values(mark)).rowcount == 0:
             connection.execute(insert(counters), {"name": "doctor", **mark})
 
-    took_s = _best_s(lambda: found.write(write))
-    said = f"It answers, its schema is right, and a durable write takes {took_s * 1000:.0f} ms."
+    took_s = _measure_fastest_s(lambda: job_store.write(write))
+    message = f"It answers, its schema is right, and a durable write takes {took_s * 1000:.0f} ms."
     level = "fail" if took_s > _TOO_SLOW_S else "warn" if took_s > _SLOW_S else "ok"
-    remedy = "" if level == "ok" else "Each submit waits for this: see what else the disk or the server is doing."
-    yield Finding("database", level, said, remedy)
+    remedy = "" if level == "ok" else "Each submit waits for such a write: see what else uses the disk or the server."
+    yield Finding("database", level, message, remedy)
 
 
-def _best_s(act: Callable[[], object]) -> float:
-    """Return how many seconds an act takes at best: one slow try may be chance, or other work on this host."""
+def _measure_fastest_s(act: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few calls; the first fast one ends the measurement."""
+    # One slow call may be due to other work on this host.
     best = float("inf")
     for _ in range(_TRIES):
         began = time.monotonic()
@@ -238,23 +248,23 @@ def _best_s(act: Callable[[], object]) -> float:
 
 
 def disk() -> Iterator[Finding]:
-    """There is room where the state lies."""
+    """Check that the disk with the state folder has free space."""
     from slotkeeper.config import StorageSettings
 
     home = StorageSettings().home.absolute()
-    place = next(it for it in (home, *home.parents) if it.exists())
-    usage = shutil.disk_usage(place)
-    said = f"{usage.free / _GIB:.1f} GiB are free of {usage.total / _GIB:.1f} GiB at {place}."
+    folder = next(path for path in (home, *home.parents) if path.exists())
+    usage = shutil.disk_usage(folder)
+    message = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB are free at {folder}."
     if usage.free < _GIB // 10:
-        yield Finding("disk", "fail", said, "Make room now: a full disk refuses every submit.")
+        yield Finding("disk", "fail", message, "Free space now: with a full disk every submit fails.")
     elif usage.free < _GIB or usage.free < usage.total // 50:
-        yield Finding("disk", "warn", said, "Make room, or shorten SLOTKEEPER_RETENTION_S.")
+        yield Finding("disk", "warn", message, "Free space, or lower SLOTKEEPER_RETENTION_S.")
     else:
-        yield Finding("disk", "ok", said)
+        yield Finding("disk", "ok", message)
 
 
 def redis() -> Iterator[Finding]:
-    """It answers, is new enough, keeps what it is given, and its clock goes with this host's."""
+    """Check that Redis answers, is new enough, keeps its keys, and has the same time as this host."""
     from slotkeeper.redis.suitability import explain_no_persistence, explain_unsuitable
     from tasks.services import scripts
 
@@ -267,21 +277,23 @@ def redis() -> Iterator[Finding]:
     for check, level in ((explain_unsuitable, "fail"), (explain_no_persistence, "warn")):
         if (advice := check(client)) is not None:
             problems += 1
-            said, _, remedy = advice.partition(": ")
-            yield Finding("redis", level, f"{said}.", f"{remedy[:1].upper()}{remedy[1:]}")
+            message, _, remedy = advice.partition(": ")
+            yield Finding("redis", level, f"{message}.", f"{remedy[:1].upper()}{remedy[1:]}")
     seconds, micros = client.time()
     apart_ms = abs(seconds * 1000 + micros / 1000 - time.time() * 1000)
     if apart_ms > _SKEW_MS:
         problems += 1
-        said = f"Its clock is {apart_ms / 1000:.1f} s from this host's."
-        yield Finding("redis", "warn", said, "Have both set by NTP; leases go by the one, people by the other.")
+        message = f"The clocks of Redis and of this host differ by {apart_ms / 1000:.1f} s."
+        yield Finding(
+            "redis", "warn", message, "Set both by NTP; leases use the clock of Redis, logs that of the host."
+        )
     if not problems:
         libraries = len(client.execute_command("FUNCTION", "LIST"))
-        yield Finding("redis", "ok", f"It answers (version {version}, {libraries} of our scripts are loaded).")
+        yield Finding("redis", "ok", f"It answers (version {version}, {libraries} function libraries are loaded).")
 
 
 def broker() -> Iterator[Finding]:
-    """It answers."""
+    """Check that the broker answers."""
     from tasks.celery_app import celery
 
     began = time.monotonic()
@@ -292,153 +304,160 @@ def broker() -> Iterator[Finding]:
 
 
 def workers() -> Iterator[Finding]:
-    """Some live, canaries come through, and all processes are of one release."""
+    """Check that workers are alive, canaries pass through them, and all processes are of one release."""
     from tasks.ready import worker_problem
     from tasks.services import processes
 
-    found = [it for it in processes().read_all() if it.lives]
-    mine = [it for it in found if it.role == "worker"]
-    troubled = [why for it in mine if (why := worker_problem(it)) is not None]
-    versions = sorted({str(it.facts.get("version")) for it in found})
-    if not mine:
-        said = "No worker says that it lives: jobs are accepted, and none starts."
-        yield Finding("workers", "fail", said, "Start one: python -m tasks worker, as in the Procfile.")
-    for why in troubled:
-        yield Finding("workers", "warn", why, "See its log, and whether it reaches broker, Redis and database.")
+    alive = [process for process in processes().read_all() if process.lives]
+    found = [process for process in alive if process.role == "worker"]
+    problems = [problem for worker in found if (problem := worker_problem(worker)) is not None]
+    versions = sorted({str(process.facts.get("version")) for process in alive})
+    if not found:
+        message = "No worker reports that it is alive: the API accepts jobs, but none starts."
+        yield Finding("workers", "fail", message, "Start one: python -m tasks worker, as in the Procfile.")
+    for problem in problems:
+        yield Finding(
+            "workers", "warn", problem, "Read its log; see that it reaches the broker, Redis and the database."
+        )
     if len(versions) > 1:
-        said = f"Processes of releases {', '.join(versions)} live together."
-        yield Finding("workers", "warn", said, "That is right while you update; else restart the older ones.")
-    if mine and not troubled:
-        runs = sum(int(it.facts.get("runs") or 0) for it in mine)
-        yield Finding("workers", "ok", f"{len(mine)} live, with {runs} runs under way.")
+        message = f"Processes of releases {', '.join(versions)} run at the same time."
+        yield Finding("workers", "warn", message, "This is normal during an update; otherwise restart the older ones.")
+    if found and not problems:
+        runs = sum(int(worker.facts.get("runs") or 0) for worker in found)
+        yield Finding("workers", "ok", f"{len(found)} are alive and run {runs} jobs.")
 
 
 def servers() -> Iterator[Finding]:
-    """Each registered server answers its health check, and its slots can be used."""
+    """Check that each registered server answers its health check, and that jobs can use its slots."""
     from tasks.services import catalog
 
     snapshot = catalog().read()
     if not snapshot.servers:
         remedy = "Register one: `slotkeeper servers register MODEL NAME URL --slots 1`."
-        yield Finding("servers", "warn", "No inference server is registered: jobs are accepted, and wait.", remedy)
+        yield Finding(
+            "servers", "warn", "No inference server is registered: the API accepts jobs, but none starts.", remedy
+        )
         return
-    asked = {it.name: _of_server(it, snapshot) for it in snapshot.servers.values() if it.state == "online"}
-    troubled = [
-        replace(it, part="servers", said=f"{it.part}: {it.said}") for it in _side_by_side(asked, _SERVERS_WITHIN_S)
+    online = [server for server in snapshot.servers.values() if server.state == "online"]
+    checks = {server.name: _server_check(server, snapshot) for server in online}
+    problems = [
+        replace(finding, part="servers", message=f"{finding.part}: {finding.message}")
+        for finding in _run_in_parallel(checks, _SERVERS_WITHIN_S)
     ]
-    troubled += _of_slots(snapshot)
-    yield from troubled
-    stopped = len(snapshot.servers) - len(asked)
-    if not troubled:
-        slots = sum(it.slots for it in snapshot.servers.values() if it.name in asked)
+    problems += _find_unusable_slots(snapshot)
+    yield from problems
+    stopped = len(snapshot.servers) - len(online)
+    if not problems:
+        slots = sum(server.slots for server in online)
         others = f"; {stopped} are stopped by an operator" if stopped else ""
-        yield Finding("servers", "ok", f"{len(asked)} answer, with {slots} slots{others}.")
+        yield Finding("servers", "ok", f"{len(online)} answer, with {slots} slots{others}.")
 
 
-def _of_server(server: Any, snapshot: Any) -> Check:
-    """Return the check of one server: a finding only where something is wrong."""
+def _server_check(server: Any, snapshot: Any) -> Check:
+    """Return the check of one server, which yields only problems."""
 
     def check() -> Iterator[Finding]:
         from tasks.server_adapters import health_adapter
         from tasks.servers import HealthKind, ServerSession, call_server
 
-        speaker = health_adapter(snapshot, server)
-        if speaker is None:
+        adapter = health_adapter(snapshot, server)
+        if adapter is None:
             if server.endpoints:
-                said = "Its description cannot be used, so no job is sent there."
-                yield Finding(server.name, "fail", said, f"See `slotkeeper servers check {server.name}`.")
+                message = "Its description is invalid, so it gets no job."
+                yield Finding(server.name, "fail", message, f"See `slotkeeper servers check {server.name}`.")
             return
-        health = call_server(speaker, ServerSession.health)
-        where = f"It is registered at {speaker.endpoint}: see that it runs, and that this host reaches it."
+        health = call_server(adapter, ServerSession.health)
+        remedy = f"It is registered at {adapter.endpoint}: see that it runs and that this host can reach it."
         if health.kind is HealthKind.DOWN:
-            yield Finding(server.name, "fail", f"Nobody answers its health check ({health.message}).", where)
+            yield Finding(server.name, "fail", f"It does not answer its health check ({health.message}).", remedy)
         elif health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
-            yield Finding(server.name, "warn", f"Its health check is not understood ({health.message}).", where)
+            yield Finding(server.name, "warn", f"Its health check has an unknown form ({health.message}).", remedy)
 
     return check
 
 
-def _of_slots(snapshot: Any) -> Iterator[Finding]:
-    """Slots that no job can use, by what keeps them."""
+def _find_unusable_slots(snapshot: Any) -> Iterator[Finding]:
+    """Yield a finding for each server with slots that no job can use, with the reason."""
     from routing.config import RoutingSettings
     from routing.queries.server_status import read_servers_of_fleets
     from routing.queue.slots import Slots
     from slotkeeper.jobs import quarantine
     from tasks.services import database, scripts
 
-    rows = Counter(row.server for row in quarantine.list_all(database()))
-    found = read_servers_of_fleets(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
-    known = {name: it for its in found.values() for name, it in its.items()}
+    quarantined = Counter(row.server for row in quarantine.list_all(database()))
+    fleets = read_servers_of_fleets(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
+    statuses = {name: status for fleet in fleets.values() for name, status in fleet.items()}
     for server in snapshot.servers.values():
         remedy = f"See `slotkeeper servers check {server.name}`."
-        now = known.get(server.name)
-        said = []
-        if now is not None and now.breaker != "closed":
-            said.append(f"its breaker is {now.breaker.replace('_', ' ')}")
-        if now is not None and now.cooling:
-            said.append(f"{now.cooling} of its {server.slots} slots are in cooldown")
-        if rows[server.name]:
-            said.append(f"{rows[server.name]} of its {server.slots} slots are withheld")
-        if said:
-            yield Finding("servers", "warn", f"{server.name}: {', '.join(said)}.", remedy)
+        status = statuses.get(server.name)
+        reasons = []
+        if status is not None and status.breaker != "closed":
+            reasons.append(f"its breaker is {status.breaker.replace('_', ' ')}")
+        if status is not None and status.cooling:
+            reasons.append(f"{status.cooling} of its {server.slots} slots are in cooldown")
+        if quarantined[server.name]:
+            reasons.append(f"{quarantined[server.name]} of its {server.slots} slots are quarantined")
+        if reasons:
+            yield Finding("servers", "warn", f"{server.name}: {', '.join(reasons)}.", remedy)
 
 
 def maintenance() -> Iterator[Finding]:
-    """It goes on, and each of its tasks has lately come to its end."""
+    """Check that maintenance runs and that each of its tasks has ended recently."""
     from routing.maintenance import task_runs
     from tasks.beat import PERIODS_S
     from tasks.services import scripts
 
-    remedy = "See that beat and a worker of the queue `maintenance` run, and their logs."
+    remedy = "See that beat and a worker of the queue `maintenance` run, and read their logs."
     if task_runs.has_sweep_stopped(scripts()):
-        said = f"It has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines, retries and lost jobs wait for it."
-        yield Finding("maintenance", "fail", said, remedy)
+        message = f"The task sweep has not run for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries are late."
+        yield Finding("maintenance", "fail", message, remedy)
         return
     runs = task_runs.read_task_runs(scripts())
     if late := task_runs.find_late_tasks(runs, PERIODS_S):
         named = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
-        said = f"These came to their end too long ago: {named}."
-        yield Finding("maintenance", "warn", said, remedy)
+        yield Finding("maintenance", "warn", f"The last run of these tasks ended too long ago: {named}.", remedy)
     else:
-        yield Finding("maintenance", "ok", f"It goes on; {len(runs)} tasks have run.")
+        yield Finding("maintenance", "ok", f"It runs; {len(runs)} tasks have run on time.")
 
 
 def logs() -> Iterator[Finding]:
-    """Each process's log is read as fast as it is written."""
+    """Check that no process has dropped lines of its log because its reader is too slow."""
     from tasks.services import processes
 
-    dropped = {it.name: it.facts.get("log_lines_dropped", 0) for it in processes().read_all() if it.lives}
+    alive = [process for process in processes().read_all() if process.lives]
+    dropped = {process.name: process.facts.get("log_lines_dropped", 0) for process in alive}
     if behind := {name: lines for name, lines in dropped.items() if lines}:
         named = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))
-        said = f"Lines were dropped, because they were not read in time: {named}."
-        yield Finding("logs", "warn", said, "See what reads the standard error of these processes, and its disk.")
+        message = f"These processes dropped log lines, because their standard error is read too slowly: {named}."
+        yield Finding("logs", "warn", message, "See which program reads it, and whether its disk is full or slow.")
     else:
-        yield Finding("logs", "ok", "No process has dropped a line.")
+        yield Finding("logs", "ok", "No process has dropped a log line.")
 
 
 def secret() -> Iterator[Finding]:
-    """The installation's is there, for its owner's eyes only, and that of the other processes."""
+    """Check that the secret exists, only its owner can read it, and all processes have the same one."""
     from slotkeeper.config import StorageSettings
     from tasks.config import TaskSettings
 
     if TaskSettings().secret:
-        yield from _compared("It is set by SLOTKEEPER_SECRET")
+        yield from _compare_secrets("SLOTKEEPER_SECRET sets it")
         return
     path = StorageSettings().home.absolute() / "secret"
     if not path.exists():
-        said = f"There is none yet at {path}; the first process makes one."
-        remedy = "Where there are several hosts, give all the same SLOTKEEPER_SECRET."
-        yield Finding("secret", "warn", said, remedy)
+        message = f"{path} does not exist yet; the first process creates it."
+        remedy = "With several hosts, set the same SLOTKEEPER_SECRET on all of them."
+        yield Finding("secret", "warn", message, remedy)
         return
     found = path.stat()
     if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
-        said = f"Others than its owner can read {path}, or it belongs to another user."
-        yield Finding("secret", "fail", said, f"chown it to who runs Slotkeeper, and chmod 600 {path}")
+        message = f"Other users can read {path}, or it belongs to another user."
+        yield Finding("secret", "fail", message, f"Run chown to the user who runs Slotkeeper, and chmod 600 {path}.")
         return
-    yield from _compared("It is there, for its owner only")
+    yield from _compare_secrets("The file exists, and only its owner can read it")
 
 
-def _compared(said: str) -> Iterator[Finding]:
+def _compare_secrets(source: str) -> Iterator[Finding]:
+    """Check that all processes have the secret of this host.  `source`: the start of the sentence if they do."""
     from redis.exceptions import RedisError
 
     from tasks.ready import processes_with_other_secret
@@ -449,32 +468,33 @@ def _compared(said: str) -> Iterator[Finding]:
         known: Any = scripts().redis.get(scripts().keys.secret())
         others = processes_with_other_secret(processes().read_all())
     except RedisError:
-        yield Finding("secret", "ok", f"{said}; whether others have the same is not known without Redis.")
+        yield Finding("secret", "ok", f"{source}.  Redis does not answer, so other hosts could not be compared.")
         return
-    remedy = "Give all hosts the same SLOTKEEPER_SECRET; the one before goes into SLOTKEEPER_FORMER_SECRET."
+    remedy = "Set the same SLOTKEEPER_SECRET on all hosts, and the previous one as SLOTKEEPER_FORMER_SECRET."
     if others:
-        yield Finding("secret", "fail", f"It is not that of {', '.join(it.name for it in others)}.", remedy)
+        names = ", ".join(process.name for process in others)
+        yield Finding("secret", "fail", f"These processes have another secret than this host: {names}.", remedy)
     elif known is not None and known.decode() not in fingerprints():
-        yield Finding("secret", "fail", "It is not that of the processes before this one.", remedy)
+        yield Finding("secret", "fail", "The processes that started before have another secret than this host.", remedy)
     else:
-        yield Finding("secret", "ok", f"{said}.")
+        yield Finding("secret", "ok", f"{source}.")
 
 
 def port() -> Iterator[Finding]:
-    """Somebody listens at the API's address."""
+    """Check that a process listens at the API's address."""
     from app.config import AppSettings
 
-    door = AppSettings()
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(door.host, door.host)
+    api = AppSettings()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(api.host, api.host)
     try:
-        with socket.create_connection((host, door.port), 2):
-            yield Finding("port", "ok", f"The API's port {door.port} is listened on.")
+        with socket.create_connection((host, api.port), 2):
+            yield Finding("port", "ok", f"A process listens on the API's port {api.port}.")
     except OSError:
-        said = f"Nobody listens on {host}:{door.port}, the API's port."
-        yield Finding("port", "warn", said, "Start `python -m app.server`, or set SLOTKEEPER_PORT to where it listens.")
+        message = f"No process listens on {host}:{api.port}, the API's port."
+        yield Finding("port", "warn", message, "Start `python -m app.server`, or set SLOTKEEPER_PORT to its port.")
 
 
-def worst_level(found: Sequence[Finding]) -> str:
-    """The worst level of all."""
-    levels = {it.level for it in found}
+def worst_level(findings: Sequence[Finding]) -> str:
+    """Return the worst level of all findings."""
+    levels = {finding.level for finding in findings}
     return next((level for level in ("fail", "warn") if level in levels), "ok")

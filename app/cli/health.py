@@ -1,6 +1,7 @@
-"""Commands for whoever watches processes: probes of containers, and people."""
+"""Commands that show the state of processes, for container probes and for operators."""
 
 import sys
+from typing import Any
 
 import click
 
@@ -12,18 +13,19 @@ _ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
 
 @click.command()
 @click.argument("role", type=click.Choice(_ROLES))
-@click.option("--live", is_flag=True, help="Only whether it turns; nothing else is asked.")
+@click.option("--live", is_flag=True, help="Check only that the process itself runs.")
 def health(role: str, live: bool) -> None:
-    """Say whether this host's processes of a role are ready, or live: a probe for containers.
+    """Check that processes of this host are ready or alive.
 
-    Live: one of them turns, whatever else is away.  Ready: it says so in Redis too, and a canary went through each
-    worker in the last 20 s, maintenance has swept in the last 15 s.  Exit status 1: not so.
+    A probe for containers.  Alive (--live): a process of the role runs, even if Redis and others do not answer.  Ready:
+    it also reports to Redis, a canary passed through each worker in the last 20 s, and the maintenance task sweep ran
+    in the last 15 s.  Exit status 1: not ready, or not alive.
     """
     from tasks import ready
 
-    why = ready.liveness_problem(role) if live else ready.readiness_problem(role)
-    if why is not None:
-        echo(why, err=True)
+    problem = ready.liveness_problem(role) if live else ready.readiness_problem(role)
+    if problem is not None:
+        echo(problem, err=True)
         sys.exit(1)
     echo("live" if live else "ready")
 
@@ -31,26 +33,27 @@ def health(role: str, live: bool) -> None:
 @click.command()
 @json_option
 def processes(as_json: bool) -> None:
-    """List the processes of this installation that live, on all hosts, and how they fare."""
+    """List the processes on all hosts and their state."""
     found = api_client().get("/admin/processes")["processes"]
     if as_json:
         print_json(found)
         return
-    rows = (
-        (
-            it["role"],
-            it["host"],
-            it["pid"],
-            it["version"],
-            age(it["since"]),
-            "yes" if it["lives"] else f"silent for {it['silent_s']:.0f} s",
-            "-" if it["runs"] is None else f"{it['runs']} of {it['capacity']}",
-            "-" if it["canary_ms"] is None else f"{it['canary_ms']:.1f} ms, {it['canary_age_s']:.0f} s ago",
-        )
-        for it in found
+    titles = ("role", "host", "pid", "version", "for", "alive", "runs", "canary")
+    print_table(titles, map(_process_row, found), "No process reports that it is alive; see whether Redis answers.")
+
+
+def _process_row(process: dict[str, Any]) -> tuple[Any, ...]:
+    canary_ms = process["canary_ms"]
+    return (
+        process["role"],
+        process["host"],
+        process["pid"],
+        process["version"],
+        age(process["since"]),
+        "yes" if process["lives"] else f"silent for {process['silent_s']:.0f} s",
+        "-" if process["runs"] is None else f"{process['runs']} of {process['capacity']}",
+        "-" if canary_ms is None else f"{canary_ms:.1f} ms, {process['canary_age_s']:.0f} s ago",
     )
-    titles = ("role", "host", "pid", "version", "for", "lives", "runs", "canary")
-    print_table(titles, rows, "No process says that it lives: is Redis there?")
 
 
 COMMANDS = (health, processes)

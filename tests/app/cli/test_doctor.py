@@ -25,8 +25,8 @@ from tests.support.api import Api, clear_wiring
 from tests.support.ends import cool_down
 
 
-def _said(part: str) -> list[Finding]:
-    return doctor_checks._of(part, doctor_checks.all_checks()[part])
+def _findings_of(part: str) -> list[Finding]:
+    return doctor_checks._run_check(part, doctor_checks.all_checks()[part])
 
 
 # -- how they are asked ----------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
         yield
 
     (found,) = list(doctor_checks.run_checks({"broken": broken}))
-    assert (found.level, "no route" in found.said) == ("fail", True)
+    assert (found.level, "no route" in found.message) == ("fail", True)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
 
 def test_what_is_well_is_said_to_be(api: Api) -> None:
     for part in ("settings", "database", "redis"):
-        found = _said(part)
+        found = _findings_of(part)
         assert not [it for it in found if it.level == "fail"], found
-    assert "schema" in _said("database")[0].said
+    assert "schema" in _findings_of("database")[0].message
 
 
 def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,39 +92,39 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
 def test_a_record_of_another_schema_is_told(api: Api) -> None:
     with api.database.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
-    (found,) = _said("database")
+    (found,) = _findings_of("database")
     assert (found.level, "migrate" in found.remedy) == ("fail", True)
 
 
 def test_that_nobody_works_is_told(api: Api) -> None:
-    assert [it.level for it in _said("workers")] == ["fail"]
-    assert [it.level for it in _said("maintenance")] == ["fail"]
+    assert [it.level for it in _findings_of("workers")] == ["fail"]
+    assert [it.level for it in _findings_of("maintenance")] == ["fail"]
 
 
 def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
     scripts = services.scripts()
     task_runs.mark_sweep(scripts)
     task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
-    assert [it.level for it in _said("maintenance")] == ["ok"]
+    assert [it.level for it in _findings_of("maintenance")] == ["ok"]
     scripts.redis.hset(scripts.keys.tasks(), "reap", "1000 0.1")
-    (found,) = _said("maintenance")
-    assert (found.level, "reap" in found.said) == ("warn", True)
+    (found,) = _findings_of("maintenance")
+    assert (found.level, "reap" in found.message) == ("warn", True)
 
 
 def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
     services.processes().report("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
     services.processes().report("web@a/2", {"role": "web", "host": "a", "version": "2"})
-    found = _said("workers")
-    assert ["worker@a/1" in it.said for it in found] == [True, False]
-    assert "releases 1, 2" in found[1].said
+    found = _findings_of("workers")
+    assert ["worker@a/1" in it.message for it in found] == [True, False]
+    assert "releases 1, 2" in found[1].message
 
 
 def test_a_process_whose_log_is_not_read_is_named(api: Api) -> None:
-    assert [it.level for it in _said("logs")] == ["ok"]
+    assert [it.level for it in _findings_of("logs")] == ["ok"]
     services.processes().report("worker@a/1", {"role": "worker", "host": "a", "log_lines_dropped": 7})
     services.processes().report("web@a/2", {"role": "web", "host": "a", "log_lines_dropped": 0})
-    (found,) = _said("logs")
-    assert found.level == "warn" and "worker@a/1 (7 lines)" in found.said and "web@a/2" not in found.said
+    (found,) = _findings_of("logs")
+    assert found.level == "warn" and "worker@a/1 (7 lines)" in found.message and "web@a/2" not in found.message
 
 
 @pytest.mark.parametrize("mode, level", [(0o600, "ok"), (0o644, "fail"), (0o640, "fail")])
@@ -141,19 +141,19 @@ def test_a_secret_that_others_can_read_is_told(
     from tasks.security import keyring
 
     keyring.installation_secrets.cache_clear()
-    (found,) = _said("secret")
+    (found,) = _findings_of("secret")
     assert found.level == level, found
 
 
 def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
     services.scripts().redis.set(services.scripts().keys.secret(), "another")
-    assert [it.level for it in _said("secret")] == ["fail"]
+    assert [it.level for it in _findings_of("secret")] == ["fail"]
 
 
 def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
     services.processes().report("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
-    (found,) = _said("secret")
-    assert found.level == "fail" and "worker@b/1" in found.said
+    (found,) = _findings_of("secret")
+    assert found.level == "fail" and "worker@b/1" in found.message
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
     [
         ("SLOTKEEPER_THREADS", "none", "fail", "SLOTKEEPER_THREADS"),
         ("SLOTKEEPER_REQUIRE_KEY", "true", "warn", "is no setting"),
-        ("SLOTKEEPER_METRICS_KEY", "mk", "warn", "opens nothing"),
+        ("SLOTKEEPER_METRICS_KEY", "mk", "warn", "has no effect, because"),
         ("SLOTKEEPER_HOST", "0.0.0.0", "fail", "opens the API"),
     ],
 )
@@ -169,15 +169,15 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_told(
     api: Api, name: str, value: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    found = [it for it in _said("settings") if said in it.said]
-    assert found and found[0].level == level, _said("settings")
+    found = [it for it in _findings_of("settings") if said in it.message]
+    assert found and found[0].level == level, _findings_of("settings")
     assert found[0].remedy
 
 
 def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_SECRET", "not base64 and quite private")
     monkeypatch.setenv("SLOTKEEPER_METRICS_KEY", "mk_private")
-    found: list[Any] = [*_said("settings"), *_said("secret")]
+    found: list[Any] = [*_findings_of("settings"), *_findings_of("secret")]
     assert "private" not in str(found)
 
 
@@ -220,29 +220,29 @@ def test_one_slow_write_on_a_busy_host_is_no_finding(monkeypatch: pytest.MonkeyP
         now[0] += next(took)
 
     monkeypatch.setattr(doctor_checks.time, "monotonic", lambda: now[0])
-    assert doctor_checks._best_s(write) == pytest.approx(0.01)
+    assert doctor_checks._measure_fastest_s(write) == pytest.approx(0.01)
 
 
 # -- inference servers -----------------------------------------------------------------------------------------
 
 
 def test_that_no_server_is_registered_is_told(api: Api) -> None:
-    (found,) = _said("servers")
+    (found,) = _findings_of("servers")
     assert (found.level, "slotkeeper servers register" in found.remedy) == ("warn", True)
 
 
 def test_a_server_that_answers_is_well(api: Api) -> None:
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:
         api.register(endpoint=server.url + "/generate", slots=2)
-        (found,) = _said("servers")
-    assert (found.level, found.said) == ("ok", "1 answer, with 2 slots.")
+        (found,) = _findings_of("servers")
+    assert (found.level, found.message) == ("ok", "1 answer, with 2 slots.")
 
 
 def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}/generate"
     api.register(endpoint=endpoint)
-    (found,) = _said("servers")
-    assert (found.level, found.said.startswith("gpu1: Nobody answers")) == ("fail", True)
+    (found,) = _findings_of("servers")
+    assert (found.level, found.message.startswith("gpu1: It does not answer")) == ("fail", True)
     assert endpoint in found.remedy
 
 
@@ -251,21 +251,21 @@ def test_a_server_that_never_answers_holds_up_no_other(api: Api, monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api.register(endpoint=f"http://127.0.0.1:{free_port()}/generate")
         api.register(server="gpu2", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/generate")
-        found = _said("servers")
-    assert [(it.level, it.said.partition(":")[0]) for it in found] == [("fail", "gpu1"), ("fail", "gpu2")]
-    assert "0.5 s" in found[1].said
+        found = _findings_of("servers")
+    assert [(it.level, it.message.partition(":")[0]) for it in found] == [("fail", "gpu1"), ("fail", "gpu2")]
+    assert "0.5 s" in found[1].message
 
 
 def test_a_server_that_an_operator_stopped_is_not_asked(api: Api) -> None:
     api.register()
     assert api.client.patch("/admin/servers/gpu1", json={"state": "paused"}).status_code == 200
-    (found,) = _said("servers")
-    assert (found.level, "1 are stopped" in found.said) == ("ok", True)
+    (found,) = _findings_of("servers")
+    assert (found.level, "1 are stopped" in found.message) == ("ok", True)
 
 
 def test_slots_that_no_job_can_use_are_told(api: Api) -> None:
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:
         api.register(endpoint=server.url + "/generate", slots=2)
         cool_down(api.dispatcher, "zimg", "gpu1")
-        (found,) = _said("servers")
-    assert (found.level, found.said) == ("warn", "gpu1: 2 of its 2 slots are in cooldown.")
+        (found,) = _findings_of("servers")
+    assert (found.level, found.message) == ("warn", "gpu1: 2 of its 2 slots are in cooldown.")

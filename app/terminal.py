@@ -85,12 +85,22 @@ def styled(text: str, style: str) -> "Text":
     return Text(escape_controls(text), style)
 
 
+class _OutcomeUnknown(click.ClickException):
+    exit_code = 3
+
+
 class SafeGroup(click.Group):
     """Commands whose errors are said safely, whatever the API or the record quotes in them."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        from slotkeeper.client import ApiUnreachable, ClientError, OutcomeUnknown
+
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
             error.message = escape_controls(str(error.message))  # type: ignore[misc]
             raise
+        except ClientError as error:
+            is_known = not isinstance(error, ApiUnreachable | OutcomeUnknown)
+            kind = click.ClickException if is_known else _OutcomeUnknown
+            raise kind(escape_controls(error.message)) from error

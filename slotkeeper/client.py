@@ -1,12 +1,17 @@
-"""A small client of the REST API, for the command line."""
+"""A client of the REST API: submit jobs, wait for them, and read every list of the API.
+
+It retries what may be sent twice: reads, and submits, which carry an Idempotency-Key.  docs/how-to/python-client.md has
+examples.
+"""
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
+from urllib.parse import quote
 
-import click
 import requests
 
 _TIMEOUT_S = 30.0
@@ -14,48 +19,117 @@ _LONGEST_WAIT_S = 20.0
 _NOTIFY_EVERY_S = 2
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
-_PATIENCE_S = 300.0  # A restart takes seconds.
+PATIENCE_S = 300.0
+"""How long a client waits for an API that is away; a restart takes seconds."""
 _NO_KEY = "set SLOTKEEPER_KEY to a tenant's key; `slotkeeper tenants add NAME` on the API's machine makes one."
-_GOING_ON = ("queued", "delayed", "running")
+_ACTIVE_STATES = ("queued", "delayed", "running")
 
 
-class ClientError(click.ClickException):
-    """It did not work; the text says what is wrong and what to do."""
+class ClientError(Exception):
+    """A request failed.  `message` says what is wrong and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class ApiUnreachable(ClientError):
     """Nothing answers at the address, so the outcome of the request is not known."""
 
-    exit_code = 3
-
 
 class OutcomeUnknown(ClientError):
-    """The API stayed away for too long while a job was waited for, so nobody here knows how it ends."""
-
-    exit_code = 3
+    """The API was away for too long while the client waited for a job, so the job's end is not known."""
 
 
 class ApiError(ClientError):
-    """The API has answered with a problem."""
+    """The API refused the request, or failed.
+
+    status: HTTP status.  code: the API's stable word, such as "unknown_model"; "" if something else answered.
+    field: the field of the request that is wrong, or None.  remedy: what is wrong and what to do.
+    retry_after_s: seconds after which the API may accept the request, or None.  problem: the whole answer.
+    """
 
     def __init__(self, status: int, problem: Mapping[str, Any], retry_after_s: float | None) -> None:
         self.status, self.problem, self.retry_after_s = status, problem, retry_after_s
-        title, detail = str(problem.get("title") or f"HTTP {status}"), str(problem.get("detail") or "")
-        if status == 401:
-            detail = _NO_KEY
-        super().__init__(f"{title}: {detail}" if detail else title)
+        self.code, self.field = str(problem.get("code") or ""), problem.get("field")
+        title = str(problem.get("title") or f"HTTP {status}")
+        self.remedy = _NO_KEY if status == 401 else str(problem.get("detail") or "")
+        super().__init__(f"{title}: {self.remedy}" if self.remedy else title)
+
+
+class JobFault(TypedDict):
+    """Why a job failed, or why its last attempt did."""
+
+    code: str | None
+    message: str | None
+
+
+class Job(TypedDict):
+    """A job, as `GET /queue/jobs/{id}` shows it.  The fields below are the most used ones; the API may add others."""
+
+    job_id: str
+    status: str
+    model: NotRequired[str]
+    tenant: NotRequired[str]
+    priority: NotRequired[int]
+    position: NotRequired[int | None]
+    attempts: NotRequired[int]
+    server: NotRequired[str | None]
+    result: NotRequired[Any]
+    error: NotRequired[JobFault | None]
+    last_error: NotRequired[JobFault | None]
+    created_at: NotRequired[str]
+    started_at: NotRequired[str | None]
+    completed_at: NotRequired[str | None]
 
 
 class Client:
-    """Speaks to one Slotkeeper.  Raises ClientError."""
+    """Calls one Slotkeeper.  Every method raises ClientError: ApiError, ApiUnreachable or OutcomeUnknown.
+
+    url: the API's address, such as "http://127.0.0.1:8000".  key: a tenant's key, if the API requires one.
+    Not thread-safe: make one client for each thread.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
-        self._session.headers["User-Agent"] = "slotkeeper-cli"
+        self._session.headers["User-Agent"] = "slotkeeper-client"
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
+
+    def submit(
+        self,
+        model: str,
+        payload: Mapping[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+        on_pause: Callable[[ClientError], object] = lambda error: None,
+        **options: Any,
+    ) -> Job:
+        """Submit a job and return it as it was accepted; it is stored then.
+
+        options: the fields of `POST /queue/submit`, such as priority, ttl, not_before, constraints, callback_url.
+        idempotency_key: the same key within a day is the same job; a random one if left out.  While the API is away or
+        refuses temporarily, the request is repeated under this key for at most `patience_s`, and `on_pause` is called
+        with the error before each pause.
+        """
+        sent = {"Idempotency-Key": idempotency_key or secrets.token_hex(16), **(headers or {})}
+        body = {"model": model, "payload": payload, **options}
+        return cast(Job, self.retry(partial(self.post, "/queue/submit", body, sent), patience_s, on_pause))
+
+    def get_job(self, job_id: str, patience_s: float = PATIENCE_S) -> Job:
+        """Return the job as it is now, with its result if it has ended."""
+        return cast(Job, self.retry(partial(self.get, _path_of(job_id)), patience_s))
+
+    def cancel(self, job_id: str, patience_s: float = PATIENCE_S) -> Job:
+        """Cancel a job and return it.  A running job ends when its server has stopped it; a result may come first.
+
+        Raises ApiError with status 409 if the job has ended.
+        """
+        return cast(Job, self.retry(partial(self.post, f"{_path_of(job_id)}/cancel"), patience_s))
 
     def get(self, path: str, **params: Any) -> Any:
         return self.request("GET", path, params={name: value for name, value in params.items() if value is not None})
@@ -73,7 +147,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> Any:
-        """The answer's JSON; None for an empty one."""
+        """Send a request and return the JSON of its response; None if that is empty."""
         sent = dict(headers or {})
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         if data is not None:
@@ -96,25 +170,25 @@ class Client:
 
     def retry(
         self,
-        ask: Callable[[], Any],
-        patience_s: float = _PATIENCE_S,
+        send: Callable[[], Any],
+        patience_s: float = PATIENCE_S,
         on_pause: Callable[[ClientError], object] = lambda error: None,
     ) -> Any:
-        """Ask again while the answer is "not now", as long as it says, for at most `patience_s` in all.
+        """Call `send` and return its value; repeat it while the API is away or answers 429 or 503.
 
-        For requests that may be sent twice: reads, and submits under an Idempotency-Key.  `on_pause`: called with the
-        error before each pause.
+        The pauses are those that the API names, else 0.5 s and longer each time, `patience_s` in all.  For requests
+        that may be sent twice.  `on_pause` is called with the error before each pause.
         """
         until = time.monotonic() + patience_s
         wait_s = 0.5
         while True:
             try:
-                return ask()
+                return send()
             except (ApiError, ApiUnreachable) as error:
                 if not _is_temporary(error):
                     raise
-                told_s = error.retry_after_s if isinstance(error, ApiError) else None
-                pause_s = wait_s if told_s is None else told_s
+                wanted_s = error.retry_after_s if isinstance(error, ApiError) else None
+                pause_s = wait_s if wanted_s is None else wanted_s
                 if time.monotonic() + pause_s > until:
                     raise
                 on_pause(error)
@@ -125,28 +199,29 @@ class Client:
         self,
         job_id: str,
         timeout_s: float | None = None,
-        notify: Callable[[dict[str, Any]], object] | None = None,
-        patience_s: float = _PATIENCE_S,
+        notify: Callable[[Job], object] | None = None,
+        patience_s: float = PATIENCE_S,
         on_pause: Callable[[ClientError], object] = lambda error: None,
-    ) -> dict[str, Any]:
+    ) -> Job:
         """Return the job once it has ended, or as it is after `timeout_s`.
 
-        `notify`: gets the job every few seconds.  An API that is away, as in a restart, is asked again for at most
-        `patience_s`; then OutcomeUnknown is raised.  `on_pause`: called with the error before each pause.
+        `notify` is called with the job every two seconds.  While the API is away, as in a restart, the client waits
+        for it, at most `patience_s`, and calls `on_pause` with the error before each pause.  Raises OutcomeUnknown
+        after that.
         """
         longest_s = _LONGEST_WAIT_S if notify is None else _NOTIFY_EVERY_S
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = longest_s if until is None else min(until - time.monotonic(), longest_s)
-            ask = partial(self.get, f"/queue/jobs/{job_id}", wait=max(left_s, 0))
+            send = partial(self.get, _path_of(job_id), wait=max(left_s, 0))
             try:
-                job: dict[str, Any] = self.retry(ask, patience_s, on_pause)
+                job = cast(Job, self.retry(send, patience_s, on_pause))
             except (ApiError, ApiUnreachable) as error:
                 if not _is_temporary(error):
                     raise
-                again = f"slotkeeper job {job_id} --wait"
+                command = f"slotkeeper job {job_id} --wait"
                 raise OutcomeUnknown(
-                    f"{error.message}  How job {job_id} ends is not known here; go on waiting by: {again}"
+                    f"{error.message}  How job {job_id} ends is not known here; go on waiting by: {command}"
                 ) from error
             if is_final(job) or (until is not None and time.monotonic() + _PAUSE_S > until):
                 return job
@@ -155,7 +230,7 @@ class Client:
             time.sleep(_PAUSE_S)  # The API does not let everybody wait when too many do.
 
     def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
-        """What stands under `items` in a list that comes in pages, `limit` of them at most."""
+        """Yield at most `limit` entries of a paged list.  `items`: the name of the list in each page, as "jobs"."""
         cursor = None
         while limit > 0:
             page = self.get(path, limit=min(limit, 200), cursor=cursor, **params)
@@ -166,13 +241,18 @@ class Client:
                 return
 
 
+def _path_of(job_id: str) -> str:
+    return f"/queue/jobs/{quote(job_id, safe='')}"
+
+
 def _is_temporary(error: ApiError | ApiUnreachable) -> bool:
     """Return whether the same request may succeed later."""
     return isinstance(error, ApiUnreachable) or error.status in _AGAIN
 
 
 def is_final(job: Mapping[str, Any]) -> bool:
-    return job["status"] not in _GOING_ON
+    """Return whether the job has ended."""
+    return job["status"] not in _ACTIVE_STATES
 
 
 def _read(answer: requests.Response, url: str) -> Any:

@@ -5,7 +5,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from app.terminal import console, echo, escape_line
 from slotkeeper import trace_context
 
 if TYPE_CHECKING:
-    from slotkeeper.client import Client
+    from slotkeeper.client import Client, ClientError
 
 Job = dict[str, Any]
 
@@ -103,15 +103,18 @@ def submit(
 
 def _submit(body: Job, count: int) -> list[Job]:
     """Under a key of its own each, so that one whose answer is lost can be sent again."""
+    from slotkeeper.client import PATIENCE_S
+
     api, run = api_client(), secrets.token_hex(8)
 
     def one(n: int) -> Job:
-        receipt: Job = api.post("/queue/submit", body, {"Idempotency-Key": f"{run}-{n}", **_trace()})
-        return receipt
+        key, patience_s = f"{run}-{n}", 0 if count == 1 else PATIENCE_S  # A single submit fails at once.
+        submitted = api.submit(
+            **body, idempotency_key=key, headers=_trace(), patience_s=patience_s, on_pause=_tell_resend
+        )
+        return dict(submitted)
 
-    if count == 1:
-        return [one(0)]
-    return [api.retry(partial(one, n), on_pause=_tell_resend) for n in _tracked(range(count), count, "submitted")]
+    return [one(n) for n in (range(1) if count == 1 else _tracked(range(count), count, "submitted"))]
 
 
 def _trace() -> dict[str, str]:
@@ -123,16 +126,16 @@ def _trace() -> dict[str, str]:
 def _wait(jobs: list[Job]) -> list[Job]:
     api = api_client()
     if len(jobs) == 1:
-        return [api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]), on_pause=_tell_pause)]
-    return [api.wait_for_job(job["job_id"], on_pause=_tell_pause) for job in _tracked(jobs, len(jobs), "ended")]
+        return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]), on_pause=_tell_pause))]
+    return [dict(api.wait_for_job(job["job_id"], on_pause=_tell_pause)) for job in _tracked(jobs, len(jobs), "ended")]
 
 
-def _tell_pause(error: click.ClickException) -> None:
+def _tell_pause(error: "ClientError") -> None:
     """Tell why nothing is known of a job at the moment."""
     echo(f"{error.message}  The job goes on; asking again.", err=True)
 
 
-def _tell_resend(error: click.ClickException) -> None:
+def _tell_resend(error: "ClientError") -> None:
     """Tell why a submit is sent again, under its key."""
     echo(f"{error.message}  Sending it again; it is accepted once.", err=True)
 
@@ -146,11 +149,11 @@ def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
     return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
 
 
-def _saying_changes(job: Job) -> Callable[[Job], None]:
+def _saying_changes(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
     """Say on standard error how a job stands, and return what says so again when that has changed."""
     said = ""
 
-    def note(job: Job) -> None:
+    def note(job: Mapping[str, Any]) -> None:
         nonlocal said
         now = _standing(job)
         if now != said:
@@ -161,7 +164,7 @@ def _saying_changes(job: Job) -> Callable[[Job], None]:
     return note
 
 
-def _standing(job: Job) -> str:
+def _standing(job: Mapping[str, Any]) -> str:
     error = job.get("last_error")
     place = f"position {job['position']}" if job.get("position") else ""
     failed = f"attempt {job['attempts']}: {error['code']}: {escape_line(error['message'])}" if error else ""
@@ -207,6 +210,8 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     """
     from uuid_utils import uuid7
 
+    from slotkeeper.client import ClientError
+
     sent = _Run(run or str(uuid7()))
     again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
     echo(f"Run {escape_line(sent.name)}.  If it breaks off, go on with: {again}", err=True)
@@ -214,8 +219,8 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     try:
         for numbers, lines in _batches(file, sent.name):
             _submit_batch(api, sent, numbers, lines)
-    except click.ClickException as error:
-        error.message = f"{error.message}\n{_broken_off(sent, again)}"  # type: ignore[misc]
+    except ClientError as error:
+        error.message = f"{error.message}\n{_broken_off(sent, again)}"
         raise
     except KeyboardInterrupt:
         echo(_broken_off(sent, again), err=True)
@@ -373,9 +378,9 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
 def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
     """Show a job and its result.  With --wait the exit status is 0 only if it has completed, 3 if that is not known."""
     api = api_client()
-    job = api.get(f"/queue/jobs/{path_segment(job_id)}")
+    job = dict(api.get_job(job_id, patience_s=0))
     if wait:
-        job = api.wait_for_job(path_segment(job_id), notify=_saying_changes(job), on_pause=_tell_pause)
+        job = dict(api.wait_for_job(job_id, notify=_saying_changes(job), on_pause=_tell_pause))
     if output is not None:
         save_result(job, output)
     if as_json:
@@ -433,7 +438,7 @@ def _overtaken(found: Job) -> str | None:
 @json_option
 def cancel(job_id: str, as_json: bool) -> None:
     """Cancel a job; one that runs is canceled at its server, if that can be done."""
-    answer = api_client().post(f"/queue/jobs/{path_segment(job_id)}/cancel")
+    answer = api_client().cancel(job_id, patience_s=0)
     if as_json:
         print_json(answer)
     else:

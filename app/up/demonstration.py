@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from app.config import AppSettings
@@ -89,7 +88,7 @@ def run_first_job(client: Client, command: str, say: Callable[[str], None], stop
     `command`: our program, as it is called from a second terminal.
     """
     body: Job = {"model": "zimg", "payload": {"prompt": _SCENES[0]}}
-    submitted = client.retry(partial(client.post, "/queue/submit", body), 30)
+    submitted = client.submit(**body, patience_s=30)
     job = next(_follow(client, [submitted["job_id"]], stop), None)
     if stop.is_set():
         return 1
@@ -118,7 +117,7 @@ def run_jobs(client: Client, count: int, stop: threading.Event) -> int:
     ended = []
     with Progress(*columns, console=screen) as progress:
         ids = [
-            client.retry(partial(client.post, "/queue/submit", body), 60)["job_id"]
+            client.submit(**body, patience_s=60)["job_id"]
             for body in progress.track(mixed_jobs(count), description="submitted")
         ]
         for job in progress.track(_follow(client, ids, stop), total=count, description="ended    "):

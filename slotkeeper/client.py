@@ -45,7 +45,7 @@ class ApiError(ClientError):
     """The API refused the request, or failed.
 
     status: HTTP status.  code: the API's stable word, such as "unknown_model"; "" if something else answered.
-    field: the field of the request that is wrong, or None.  remedy: what is wrong and what to do.
+    field: the field of the request that is wrong, or None.  remedy: the fault, and how to correct it.
     retry_after_s: seconds after which the API may accept the request, or None.  problem: the whole answer.
     """
 

@@ -1,10 +1,10 @@
-"""Named points between two effects, at which a test can have the process die.
+"""Named points between two effects, at which a test can kill or stop this process.
 
     SLOTKEEPER_CRASH_AT="submit_committed,run_sent:2"
 
 kills the process with SIGKILL when it passes `submit_committed` for the first time, or `run_sent` for the second.
 SLOTKEEPER_STOP_AT names points in the same way, at which the process stops (SIGSTOP) until it is continued.
-Without the variables a point costs one look at two empty dictionaries.
+Without the variables a point costs two lookups in empty dictionaries.
 """
 
 import os
@@ -12,44 +12,44 @@ import signal
 import threading
 
 POINTS = (
-    "submit_committed",  # recorded, not in the waiting room
-    "submit_enqueued",  # in the room, perhaps offered, not published
-    "offer_published",  # the wake-up is sent, the submit not answered
-    "start_claimed",  # the lease is ours, the record says queued
+    "submit_committed",  # stored, not in Redis
+    "submit_enqueued",  # in Redis, perhaps offered, not published
+    "offer_published",  # the message is sent, the client has no answer
+    "start_claimed",  # this worker holds the lease, the database says queued
     "start_committed",  # running, nothing sent
-    "run_sent",  # the server has answered or not, nothing is stored
-    "run_remote_noted",  # the server's id is stored, not polled
-    "slot_passed_on",  # the server has let go, the slot is free or the next job's, the end is not stored
-    "settle_committed",  # ended or back in the record, the slot still held
-    "settle_released",  # the slot is free, the next job is ours and not started
-    "slot_quarantined",  # the run has ended, its slot drains, nothing else is done
-    "quarantine_ended",  # the record has let go of a slot that drains, Redis has not
-    "end_notified",  # the outside is told, the next job not begun
-    "hand_back_committed",  # queued in the record, the slot kept for a resume that is not offered yet
-    "cancel_committed",  # canceled in the record, still in the room
-    "cancel_requested",  # the wish is in the record, the worker does not know
-    "relay_read",  # events are read, and no sink has got them
-    "relay_published",  # the sink keeps them, its cursor does not say so
-    "relay_moved",  # the cursor says so
-    "events_fanned_out",  # events have become messages of tenants' webhooks, nothing is sent
-    "message_claimed",  # a try of one is counted, nothing sent
-    "message_sent",  # its receiver has it, the record does not say so
-    "result_notified",  # Celery's clients know how the job ended, the record owes it to them still
-    "promote_committed",  # queued in the record, not in the room
-    "expire_committed",  # expired in the record, still in the room
-    "reap_seized",  # the lease is the reaper's, the record says running
-    "reap_committed",  # queued in the record, the slot still held
-    "stale_seized",  # the lease is the reaper's, the record says running, the server knows nothing of it
-    "stale_committed",  # queued in the record, the slot still held
-    "rebuild_leases",  # leases are back, the room is empty
-    "rebuild_filled",  # the room is full, not open
-    "reconcile_filled",  # what was missing is back
-    "purge_committed",  # some are removed, more to go
+    "run_sent",  # the request is sent, nothing is stored
+    "run_remote_noted",  # the run's id at the server is stored, not polled
+    "slot_passed_on",  # the slot is released or has the next job, the end is not stored
+    "settle_committed",  # ended or queued in the database, the slot is still held
+    "settle_released",  # the slot is released, the next job is claimed and not started
+    "slot_quarantined",  # the run has ended and its slot is quarantined, nothing else is done
+    "quarantine_ended",  # the database has ended a quarantine, Redis has not
+    "end_notified",  # clients are notified, the next job has not begun
+    "hand_back_committed",  # queued in the database, the slot is kept for a resume that is not offered
+    "cancel_committed",  # canceled in the database, still in Redis
+    "cancel_requested",  # the request is stored, the worker does not know it
+    "relay_read",  # events are read, no sink has received them
+    "relay_published",  # the sink has stored them, its cursor has not moved
+    "relay_moved",  # the cursor has moved
+    "events_fanned_out",  # webhook messages are written, none is sent
+    "message_claimed",  # a try is counted, nothing is sent
+    "message_sent",  # the receiver has it, the database does not say so
+    "result_notified",  # Celery clients are notified, the notification is still pending in the database
+    "promote_committed",  # queued in the database, not in Redis
+    "expire_committed",  # expired in the database, still in Redis
+    "reap_seized",  # the lease is seized, the database says running
+    "reap_committed",  # queued in the database, the slot is still held
+    "stale_seized",  # the lease is seized, the database says running, the server does not know the run
+    "stale_committed",  # queued in the database, the slot is still held
+    "rebuild_leases",  # leases are restored, the queue is empty
+    "rebuild_filled",  # the queue is filled, not open
+    "reconcile_filled",  # missing jobs are enqueued
+    "purge_committed",  # some jobs are deleted, others follow
 )
 
 
 def _read(text: str) -> dict[str, int]:
-    """Point -> at which passing to die, or to stop.  Raises ValueError for a point that does not exist."""
+    """Return which passing of each point kills or stops.  Raises ValueError for a point that does not exist."""
     wanted: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, times = item.partition(":")
@@ -65,11 +65,11 @@ _lock = threading.Lock()
 
 
 def crash_at(point: str) -> None:
-    """Die or stop here, if a test wants it."""
+    """Kill or stop this process here, if a test has asked for it."""
     if point in _left and _is_reached(_left, point):
         os.kill(os.getpid(), signal.SIGKILL)
     if point in _stops_left and _is_reached(_stops_left, point):
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # This thread, with all others, goes no further.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # Stops the whole process, this thread first.
 
 
 def _is_reached(left: dict[str, int], point: str) -> bool:

@@ -1,4 +1,4 @@
-"""How often a process that answers in milliseconds collects garbage."""
+"""Collect garbage rarely in processes that must answer within milliseconds."""
 
 import gc
 
@@ -12,7 +12,7 @@ def tune_garbage_collection() -> None:
     """Exclude what has been imported from garbage collection, and collect the rest less often.
 
     A collection stops all threads and visits every object that is not frozen.  Call once, when the imports are done:
-    what is garbage by then stays for ever.
+    garbage that exists by then is never freed.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""JSON whose whole numbers stay what they are, however long they are.
+"""JSON that keeps integers beyond 64 bits exact.
 
-orjson reads whole numbers beyond 64 bits as doubles, and Python's own take time that grows with the square of their
-length.  So a longer one is kept as the digits that it came in: a WrittenNumber, which `dumps` writes as it is.
+orjson reads integers beyond 64 bits as doubles, and Python reads them in time that grows with the square of their
+length.  So a longer one is kept as its digits: a WrittenNumber, which `dumps` writes unchanged.
 """
 
 import json
@@ -15,21 +15,21 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class WrittenNumber:
-    """A whole number beyond 64 bits."""
+    """An integer beyond 64 bits."""
 
     digits: str
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A text that is read when it is used, each time anew."""
+    """A part of a file that is read each time it is used."""
 
     size: int  # bytes
-    read: Callable[[int], bytes]  # so many from its beginning
+    read: Callable[[int], bytes]  # Returns this many bytes from its beginning.
 
 
 class RawJson:
-    """A large JSON value, as the text in which it came (slotkeeper/large_json.py)."""
+    """A large JSON value, kept as text (slotkeeper/large_json.py)."""
 
     __slots__ = ("_found", "_member", "_text")
 
@@ -39,29 +39,29 @@ class RawJson:
         member: Callable[[bytes, str], Any],
         found: Mapping[tuple[str, ...], Any] | None = None,
     ) -> None:
-        """`found`: what stands at some pointers; None: `member` finds each."""
+        """found: the values at some pointers; None: `member` looks each of them up."""
         self._text, self._member, self._found = text, member, found
 
     @property
     def text(self) -> bytes:
-        """Raises OSError: it cannot be read."""
+        """The whole text.  Raises OSError if it cannot be read."""
         return self.read_start(self.size)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the text in bytes."""
         return self._text.size if isinstance(self._text, FilePart) else len(self._text)
 
     def read_start(self, size: int) -> bytes:
-        """Return so many bytes of the text.  Raises OSError."""
+        """Return the first `size` bytes of the text.  Raises OSError."""
         return self._text.read(min(size, self.size)) if isinstance(self._text, FilePart) else self._text[:size]
 
     def get(self, token: str) -> Any:
-        """Return what stands at one token of a JSON pointer.  Raises KeyError."""
+        """Return the member at one token of a JSON pointer.  Raises KeyError."""
         return self._member(self.text, token)
 
     def get_known(self, pointer: tuple[str, ...]) -> Any:
-        """Return what is known to stand at a pointer.  Raises KeyError: nothing is known of it."""
+        """Return the value at a pointer that was looked up before.  Raises KeyError for any other pointer."""
         if self._found is None:
             raise KeyError(pointer)
         return self._found[pointer]
@@ -73,12 +73,12 @@ _ONLY_DIGITS = bytes(ord("0") if chr(sign).isdigit() and sign < 128 else ord(" "
 
 
 def may_hold_big_integers(text: bytes) -> bool:
-    """Whether so many digits stand in a row anywhere, were it in a string."""
+    """Return whether the text has enough digits in a row for a big integer, also inside a string."""
     return b"0" * (_MOST_DIGITS + 1) in text.translate(_ONLY_DIGITS)
 
 
 def whole(digits: str) -> Any:
-    """An int if it is within 64 bits, else a WrittenNumber.  For json's `parse_int`."""
+    """Return an int if it is within 64 bits, else a WrittenNumber.  For json's `parse_int`."""
     if len(digits) <= _MOST_DIGITS + 2:
         number = int(digits)
         if _LEAST <= number <= _MOST:
@@ -87,18 +87,18 @@ def whole(digits: str) -> Any:
 
 
 def digits(number: Any) -> str | None:
-    """Of a WrittenNumber; None: it is none."""
+    """Return the digits of a WrittenNumber, or None for any other value."""
     return number.digits if isinstance(number, WrittenNumber) else None
 
 
 def loads(text: bytes | str) -> Any:
-    """The JSON value.  Raises ValueError, also for NaN, infinities and numbers beyond doubles."""
+    """Return the JSON value.  Raises ValueError, also for NaN, infinities and numbers beyond doubles."""
     raw = text.encode() if isinstance(text, str) else text
     if not may_hold_big_integers(raw):
         return orjson.loads(raw)
     try:
         value = _decoder.decode(raw.decode())
-        dumps(value)  # This decoder reads halves of surrogate pairs, which nothing can write.
+        dumps(value)  # This decoder accepts halves of surrogate pairs, which no encoder can write.
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except TypeError as error:
@@ -107,13 +107,13 @@ def loads(text: bytes | str) -> Any:
 
 
 def dumps(value: Any, *, indent: bool = False) -> bytes:
-    """JSON, compact unless it shall have a line for each value.  Raises TypeError, ValueError, RecursionError."""
+    """Return JSON, compact or indented by two spaces.  Raises TypeError, ValueError, RecursionError."""
     if isinstance(value, RawJson):
         return value.text
     option = orjson.OPT_PASSTHROUGH_DATACLASS | (orjson.OPT_INDENT_2 if indent else 0)
     try:
         return orjson.dumps(value, default=_digits_of, option=option)
-    except TypeError:  # An int beyond 64 bits is no matter for `default`.
+    except TypeError:  # orjson does not call `default` for an int beyond 64 bits.
         return orjson.dumps(_written(value), default=_digits_of, option=option)
 
 
@@ -126,12 +126,12 @@ def _digits_of(value: Any) -> orjson.Fragment:
 
 
 def plain(text: str) -> Any:
-    """The JSON value in types of Python's own; what has more digits than Python reads stays a text."""
+    """Return the JSON value in Python's types; an integer with more digits than Python reads stays a text."""
     return json.loads(text, parse_int=_plain_whole)
 
 
 def unwritten(value: Any) -> Any:
-    """A value of `loads` in types of Python's own, as `plain` has it."""
+    """Convert a value of `loads` into Python's types, as `plain` returns them."""
     number = digits(value)
     if number is not None:
         return _plain_whole(number)

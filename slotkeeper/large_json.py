@@ -1,9 +1,9 @@
-"""Large JSON values that are kept as the text in which they came, and read only where somebody points.
+"""Large JSON values, kept as text; members are found without parsing the whole.
 
-Python's objects for 20 MB of JSON take seconds to make and up to 20 times its memory, and all threads of the process
-wait meanwhile.  Here a value is validated, and its members are found, without any of them being made.
+Python objects for 20 MB of JSON take seconds to make and up to 20 times its memory, and all threads of the process
+wait meanwhile.  Here a value is validated, and its members are found, without creating objects for it.
 
-    python -m slotkeeper.large_json '[["result"], ["status"]]' < answer.json    # the same, in a process of its own
+    python -m slotkeeper.large_json '[["result"], ["status"]]' < answer.json    # the same, in a separate process
 """
 
 import os
@@ -22,7 +22,7 @@ from slotkeeper import json_text
 from slotkeeper.json_fault import describe_fault
 
 LARGE_BYTES = 256 * 1024
-"""Bytes of a text above which it is not made into objects."""
+"""Size in bytes above which a text is not parsed into objects."""
 _MANY_PARTS = 200_000
 _MOST_MEMORY = 640 << 20  # bytes, of the process that reads an answer
 _INDEX = re.compile("[0-9]|[1-9][0-9]", re.ASCII)  # of an element that can be pointed to in a large list
@@ -32,7 +32,7 @@ Pointer = tuple[str, ...]
 
 
 class AnonymousFile:
-    """A file without a name, which is gone with this object."""
+    """A temporary file without a name, which is deleted with this object."""
 
     __slots__ = ("_fd", "size")
 
@@ -43,7 +43,7 @@ class AnonymousFile:
             self._fd = os.dup(file.fileno())
 
     def append(self, piece: bytes | bytearray) -> None:
-        """Raises OSError: not all of it can be written, and `size` is what it was."""
+        """Append a piece.  Raises OSError if it cannot be written whole; `size` is unchanged then."""
         with memoryview(piece) as left:
             written = 0
             while written < len(piece):
@@ -51,11 +51,11 @@ class AnonymousFile:
         self.size += written
 
     def read(self, begin: int, length: int) -> bytes:
-        """Raises OSError."""
+        """Return bytes from the position `begin`.  Raises OSError."""
         return os.pread(self._fd, length, begin)
 
     def rewind(self) -> int:
-        """Return the descriptor, for a process that reads all of it."""
+        """Return the descriptor at the file's beginning, for a process that reads all of it."""
         os.lseek(self._fd, 0, os.SEEK_SET)
         return self._fd
 
@@ -65,9 +65,9 @@ class AnonymousFile:
 
 
 def parse(text: bytes) -> Any:
-    """Return the JSON value: of a large text an `exact.Unparsed`.  Raises ValueError, as `exact.loads`.
+    """Return the JSON value; a RawJson for a large text.  Raises ValueError, as `json_text.loads`.
 
-    In a large text a number beyond doubles stays as it is.
+    In a large text, numbers beyond doubles stay as they are.
     """
     if len(text) <= LARGE_BYTES:
         return json_text.loads(text)
@@ -80,7 +80,7 @@ def parse(text: bytes) -> Any:
 
 
 def parse_stored(text: str) -> Any:
-    """Return the JSON value of a text that was accepted before; of a large one an `exact.Unparsed`."""
+    """Return the JSON value of a text that was validated before; a RawJson for a large one."""
     return json_text.loads(text) if len(text) <= LARGE_BYTES else json_text.RawJson(text.encode(), get_member)
 
 
@@ -129,11 +129,11 @@ def _element(index: int) -> tuple[msgspec.json.Decoder[Any], str]:
     return msgspec.json.Decoder(made), f"at{index}"
 
 
-# -- in a process of its own -----------------------------------------------------------------------------------
+# -- in a separate process -------------------------------------------------------------------------------------
 
 
 def report_pointers(text: bytes, pointers: Iterable[Pointer]) -> bytes:
-    """Return what stands at these pointers, for `heard`.  Raises ValueError."""
+    """Return the values at these pointers, in the form that `apply_report` reads.  Raises ValueError."""
     value = parse(text)
     found: list[list[Any]] = []
     for pointer in pointers:
@@ -146,7 +146,7 @@ def report_pointers(text: bytes, pointers: Iterable[Pointer]) -> bytes:
 
 
 def apply_report(text: bytes | AnonymousFile, answer: bytes) -> Any:
-    """Return the value of a text about which another process has `told` this.  Of a file it is read when it is used."""
+    """Return a text as a RawJson, with the report that another process made of it.  A file is read when it is used."""
     found: dict[Pointer, Any] = {}
     for pointer, how, *what in orjson.loads(answer):
         found[tuple(pointer)] = (
@@ -183,9 +183,9 @@ def _in(value: Any, token: str) -> Any:
 
 
 def main() -> int:
-    """Write what stands at the named pointers of the JSON on standard input.
+    """Write the values at the named pointers of the JSON on standard input.
 
-    Returns the exit status: 1, with the fault in place of that, if it is not JSON.
+    Returns the exit status: 1 if it is not JSON, and then writes the fault instead.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     pointers = [tuple(pointer) for pointer in orjson.loads(sys.argv[1])]
@@ -204,7 +204,7 @@ def main() -> int:
 def _describe(text: bytes, error: ValueError) -> str:
     try:
         return describe_fault(text) or str(error)
-    except MemoryError:  # The objects before the fault take more than reading without them.
+    except MemoryError:  # Finding the fault creates objects, which need more memory.
         return str(error)
 
 

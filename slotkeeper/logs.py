@@ -3,12 +3,12 @@
     2026-11-22T03:51:20.123Z info    queue_rebuilt fleet=zimg jobs=0
     {"at":"2026-11-22T03:51:20.123Z","level":"info","event":"queue_rebuilt","fleet":"zimg","jobs":0}
 
-Ours and those of the libraries leave by the same handler, on standard error.  Of an error that nobody expected the
-line has its kind and the places that it went through.  What it says is left out, unless its kind can only speak of
-our own code: the text of a ValueError may be a client's prompt.  So are arguments and results in Celery's lines, and
-whatever a library appends in further lines.  At the level DEBUG nothing is left out.
+Lines of Slotkeeper and of the libraries go through one handler to standard error.  The line of an unexpected error
+has its class and the functions that it passed.  The error's text is left out unless its class can only describe code:
+the text of a ValueError may be a client's prompt.  Arguments and results in Celery's lines, and further lines of a
+library's message, are left out too.  At the level DEBUG nothing is left out.
 
-What a line is about (job, tenant, trace) is said once by who begins with it, and stands in all lines of that context.
+`bind_context` adds facts (job, tenant, trace) to all lines of the current context.
 
 A thread writes the lines, so that no other thread waits for a full pipe, a stopped terminal or a slow disk.  Lines that
 do not fit into its queue are dropped and counted; `log_lines_dropped` reports them when lines are written again.
@@ -40,22 +40,22 @@ _FLUSH_S = 1.0
 _MOST_FACTS, _SHORT_VALUE = 20, 60  # of a line that would be too long
 _PLACES = 12  # of an error: the innermost, where it was raised
 _OURS = ("slotkeeper", "routing", "tasks", "app", "tools", "migrations", "__main__")
-_LEFT_OUT = frozenset({"args", "kwargs", "exc", "traceback", "return_value"})  # of what Celery says of a task
+_LEFT_OUT = frozenset({"args", "kwargs", "exc", "traceback", "return_value"})  # of Celery's lines about a task
 # Their texts name attributes, files and addresses; those of other errors may hold anything.
 _SPEAK_OF_CODE = (OSError, ImportError, AttributeError, NameError, TypeError, RuntimeError, MemoryError)
 _about: ContextVar[Mapping[str, Any] | None] = ContextVar("about", default=None)
 
 
 def bind_context(**facts: Any) -> None:
-    """What all lines of this context are about from now on, and no longer what was said before.
+    """Replace the facts that all lines of this context have.
 
-    What takes a while to find out is given as a function, which is called when a line is said.
+    A fact that is slow to compute is given as a function, which is called when a line is written.
     """
     _about.set(facts)
 
 
 def configure(level: int | str = logging.WARNING, form: LogFormat = "console") -> None:
-    """Let all that this process logs leave as such lines: ours from INFO on, that of the libraries from `level` on."""
+    """Send all log lines to standard error: Slotkeeper's from INFO on, the libraries' from `level` on."""
     _writer.start()
     _handler.setFormatter(_Lines() if form == "console" else _JsonLines())
     root = logging.getLogger()
@@ -130,7 +130,7 @@ class _Writer(QueueListener):
         """Write a line."""
         try:
             _write(f"{record}\n")
-        except OSError:  # Nobody reads any more, or the disk is full.
+        except OSError:  # The reader has closed the pipe, or the disk is full.
             self.failed += 1
             return
         dropped = self._handler.dropped + self.failed - self._reported
@@ -162,8 +162,8 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         event, facts = _event(record)
-        said = " ".join([event, *(f"{key}={_value(value)}" for key, value in facts.items())])
-        return _cut(f"{_at(record)} {record.levelname.lower():<7} {_visible(said)}", MAX_LINE_LENGTH)
+        text = " ".join([event, *(f"{key}={_value(value)}" for key, value in facts.items())])
+        return _cut(f"{_at(record)} {record.levelname.lower():<7} {_visible(text)}", MAX_LINE_LENGTH)
 
 
 class _JsonLines(logging.Formatter):
@@ -186,13 +186,13 @@ def _at(record: logging.LogRecord) -> str:
 
 
 def _event(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
-    """What it says, and its facts; a library's line has none but its error."""
+    """Return the event and its facts; a library's line has no facts but its error."""
     facts: dict[str, Any] | None = getattr(record, "facts", None)
     if facts is not None:
         return record.getMessage(), facts
-    said = record.getMessage() if _is_ours(record) or _is_verbose() else _said(record)
+    message = record.getMessage() if _is_ours(record) or _is_verbose() else _message_without_values(record)
     error = record.exc_info[1] if record.exc_info else None
-    return said, {} if error is None else {"error": summarize_error(error)}
+    return message, {} if error is None else {"error": summarize_error(error)}
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -212,8 +212,8 @@ def _json(line: dict[str, object]) -> str:
     return orjson.dumps(line).decode()
 
 
-def _said(record: logging.LogRecord) -> str:
-    """What a library says, without what it only quotes."""
+def _message_without_values(record: logging.LogRecord) -> str:
+    """Return a library's message without the values that it quotes."""
     if isinstance(record.args, Mapping):
         kept = {name: "…" if name in _LEFT_OUT else value for name, value in record.args.items()}
         return (str(record.msg).strip() % kept).partition("\n")[0]

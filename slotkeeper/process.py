@@ -1,4 +1,4 @@
-"""A value that is made once in a process, however many threads ask for it at the same moment."""
+"""Values that exist once in a process, however many threads ask for one at the same moment."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# One lock for all: what is made here may ask for other such values, from the same thread.
+# One reentrant lock for all: a function that makes a value may ask for other singletons.
 _lock = threading.RLock()
 
 
@@ -36,5 +36,5 @@ class Singleton(Generic[T]):
 
 
 def singleton(make: Callable[[], T]) -> Singleton[T]:
-    """Decorator: see Once."""
+    """Decorate a function without arguments: see Singleton."""
     return Singleton(make)

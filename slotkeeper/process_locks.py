@@ -1,13 +1,11 @@
-"""A process whose end others on its machine can prove at once: it holds a lock that only its kernel takes away.
+"""File locks with which other processes of this machine prove that a worker has died.
 
-It writes, into a file that it has locked, which file of which kernel that is.  So whoever reads this in that very
-file, under that very kernel, and gets the lock, knows that the process has ended, however that came: none of its
-threads will do anything more.  One that is stopped or slow holds its lock; a child that has its descriptors holds it
-for longer.
+A worker locks a file and writes the file's inode and the id of the kernel's boot into it.  A process that finds this
+text in that inode, under that kernel, and gets the lock, has proof that the worker's process has ended: no thread of it
+does anything more.  A worker that is stopped or slow keeps its lock; a child with the descriptor keeps it longer.
 
-Nothing is proved by what another kernel wrote, as on a folder that machines share, or one before this machine was
-started again; by a copy; by what is not ours, or was not written to its end.  Where there is no `boot_id`, as on
-macOS, or the file system keeps no locks, no process begins.
+A file proves nothing if another kernel wrote it (a shared folder, or before a reboot), if it is a copy, incomplete, or
+owned by another user.  Without a `boot_id` (macOS), or where the file system keeps no locks, no lock is taken.
 """
 
 import errno
@@ -32,18 +30,18 @@ _OTHERS_WRITE = 0o022
 
 
 class ProcessLocks:
-    """Of processes, or what else has a name that nobody had before, in a folder of the state folder.
+    """The locks in one folder of the state folder, each under a name that is never used twice.
 
-    `boot`: the file that says which kernel this is, and since which start.
+    boot: the file with the id of the kernel's boot.
     """
 
     def __init__(self, folder: Path, boot: Path = _BOOT) -> None:
         self._folder, self._boot = folder, boot
-        self._held: dict[str, int] = {}  # bare numbers: nobody but `end` closes them
-        self._stuck: set[str] = set()  # forgotten, though their files stay
+        self._held: dict[str, int] = {}  # plain descriptors: only `release` closes them
+        self._stuck: set[str] = set()  # removed, although their files could not be deleted
 
     def acquire(self, name: str) -> None:
-        """From now on the end of this process proves the end of `name`.  Raises OSError, HomeNotPrivate: it cannot."""
+        """Lock `name` until this process ends.  Raises OSError or StateFolderNotPrivate if it cannot."""
         home = self._folder.parent
         if not is_state_folder(home) and not is_private_folder(home):
             raise FileNotFoundError(errno.ENOENT, "There is no state folder")
@@ -56,7 +54,7 @@ class ProcessLocks:
             if not _is_locked(path):
                 raise OSError(errno.ENOLCK, "Its file system does not keep locks")
             text = self._text(file, name)
-            if os.write(file, text) != len(text):  # The last that can fail: a part of it proves nothing.
+            if os.write(file, text) != len(text):  # Last, since an incomplete text proves nothing.
                 raise OSError(errno.ENOSPC, "There is no room for it")
         except BaseException:
             os.close(file)
@@ -65,32 +63,32 @@ class ProcessLocks:
         self._held[name] = file
 
     def try_acquire(self, name: str) -> None:
-        """Begin, if that is possible here: else the leases of `name` end by their own time, as on another machine."""
+        """Lock `name` if that is possible here; otherwise its leases expire by time, as on another machine."""
         try:
             self.acquire(name)
         except (OSError, SlotkeeperError) as error:
             log.warning("end_not_provable", because=str(error))
 
     def release(self, name: str) -> None:
-        """`name` does nothing more, though this process lives: there is nothing to prove."""
+        """Release `name`, which does nothing more, although this process goes on."""
         if (file := self._held.pop(name, None)) is not None:
             self.remove(name)
             os.close(file)
 
     def find_dead(self) -> list[str]:
-        """All that are proved to have ended, and are not forgotten."""
+        """Return the names whose processes are proved dead, without those that were removed."""
         proved = [name for path in self._files() if (name := self._proved(path)) is not None]
         return [name for name in proved if name not in self._stuck]
 
     def remove(self, name: str) -> None:
-        """What had to be done when it ended is done."""
+        """Remove a dead name, after its leases were seized."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError:
             self._stuck.add(name)
 
     def _proved(self, path: Path) -> str | None:
-        """Whose end this file proves."""
+        """Return the name whose death this file proves, if it does."""
         with suppress(OSError, ValueError):
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -103,7 +101,7 @@ class ProcessLocks:
         return None
 
     def _text(self, file: int, name: str) -> bytes:
-        """While its process lives no other file has this number, so that what says so of itself is the locked one."""
+        """Return whether the text names this very inode; no other file has its number while the process lives."""
         found = os.fstat(file)
         return f"{self._kernel} {found.st_dev} {found.st_ino} {name}\n".encode()
 
@@ -122,7 +120,7 @@ class ProcessLocks:
             return []
 
     def _sweep(self) -> None:
-        """Take away what nobody else has, where no maintenance looks: what proves nothing, or is of no use any more."""
+        """Delete old files that are not locked, also where no maintenance runs."""
         for path in self._files():
             with suppress(OSError):
                 if path.lstat().st_mtime < time.time() - _KEPT_S and not _is_locked(path):

@@ -1,9 +1,9 @@
-"""The trace of a job, by W3C Trace Context: which it is, and how its spans are named.
+"""The W3C trace of a job, and the ids of its spans.
 
     traceparent: 00-<trace: 32 hex>-<span: 16 hex>-<flags: 2 hex>
 
-Nothing of it is handed around: whoever knows a job's id, and what came with its submit, names its spans alike.  So a
-run that is tried again, resumed by another worker, or ended by maintenance is in the job's trace.
+Ids of spans are computed from the job's id and the traceparent of its submit, so processes pass nothing on.  A run that
+is retried, resumed by another worker, or ended by maintenance is in the job's trace.
 """
 
 import os
@@ -18,7 +18,7 @@ _SAMPLED, _KNOWN_FLAGS = 0x01, 0x03
 
 
 class Trace(NamedTuple):
-    """`parent`: the span under which the job was submitted; "": none.  `sampled`: somebody wants to see it."""
+    """parent: the span of the submit; "": none.  sampled: the trace is recorded."""
 
     id: str
     parent: str
@@ -30,25 +30,25 @@ class Trace(NamedTuple):
 
 
 def parse_traceparent(given: str | None) -> str | None:
-    """A traceparent as it is kept; None: there is none, or one that the standard wants to be ignored."""
+    """Return a traceparent in its stored form, or None if there is none or the standard says to ignore it."""
     found = _FORM.fullmatch(given or "")
     if found is None:
         return None
     version, trace, span, flags, more = found.groups()
     if version == _FORBIDDEN_VERSION or not int(trace, 16) or not int(span, 16):
         return None
-    if version == "00" and more is not None:  # Only what comes after this version may say more.
+    if version == "00" and more is not None:  # Only later versions may have more fields.
         return None
     return f"00-{trace}-{span}-{int(flags, 16) & _KNOWN_FLAGS:02x}"
 
 
 def get_process_traceparent() -> str | None:
-    """In which trace this process was started, by its environment."""
+    """Return the traceparent in which this process was started, from its environment."""
     return os.environ.get("TRACEPARENT")
 
 
 def get_current_traceparent() -> str | None:
-    """The span that this thread or task is at by OpenTelemetry, where its process uses that."""
+    """Return OpenTelemetry's current span of this thread or task, where the process uses OpenTelemetry."""
     opentelemetry = sys.modules.get("opentelemetry.trace")
     if opentelemetry is None:
         return None
@@ -57,7 +57,7 @@ def get_current_traceparent() -> str | None:
 
 
 def find_trace(job_id: str, given: str | None) -> Trace:
-    """`given`: the traceparent that is kept with the job; one that somebody has spoiled there counts for none."""
+    """Return the trace of a job.  given: the traceparent that is stored with it; an invalid one is ignored."""
     found = parse_traceparent(given)
     if found is None:
         return Trace(_named(16, job_id), "", _SAMPLED)
@@ -70,12 +70,12 @@ def find_trace_id(job_id: str, given: str | None) -> str:
 
 
 def make_span_id(job_id: str, kind: str, attempt: int = 0) -> str:
-    """The id of one span of a job."""
+    """Return the id of one span of a job."""
     return _named(8, f"{job_id}/{kind}/{attempt}")
 
 
 def make_traceparent(job_id: str, given: str | None, kind: str, attempt: int = 0) -> str:
-    """What is told to those who go on under this span of the job."""
+    """Return the traceparent for work under this span of the job."""
     trace = find_trace(job_id, given)
     return f"00-{trace.id}-{make_span_id(job_id, kind, attempt)}-{trace.flags:02x}"
 

@@ -97,7 +97,7 @@ def mask_url(url: str) -> str:
 
 
 def find_secrets_in_url(url: str) -> tuple[str, ...]:
-    """Return what `masked_url` hides of a URL, as it stands there and decoded, but for texts too short to be secrets.
+    """Return the texts that `mask_url` hides of a URL, raw and decoded, except those too short to be secrets.
 
     An error message of a server may repeat the URL.  A value such as "1" or "v2" is common in any message.
     """
@@ -108,21 +108,21 @@ def find_secrets_in_url(url: str) -> tuple[str, ...]:
 
 
 def refuses_connections(url: str) -> bool:
-    """Whether each connection to the address of `url` is refused at once: no process listens there.
+    """Return whether every address of `url` refuses connections: no process listens there.
 
-    False also where nobody answers at all, since the process may run behind a network that is cut.
+    False also if there is no answer at all, since the process may run behind a broken network.
     """
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or _PORTS.get(parts.scheme), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    told = [_refuses(family, address) for family, _, _, _, address in found]
-    return any(told) and None not in told
+    refusals = [_refuses(family, address) for family, _, _, _, address in found]
+    return any(refusals) and None not in refusals
 
 
 def _refuses(family: int, address: object) -> bool | None:
-    """True: refused.  None: somebody answers, or it is not known.  False: there is no way to the address."""
+    """Return True if refused, None if accepted or unknown, False if there is no route to the address."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.settimeout(_REFUSED_WITHIN_S)

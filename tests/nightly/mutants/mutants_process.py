@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "arguments and results of tasks are logged",
-        "slotkeeper.logs:_said",
+        "slotkeeper.logs:_message_without_values",
         never("isinstance(record.args, Mapping)"),
         kills=["test_what_celery_tells_of_a_task_has_neither_arguments_nor_results"],
         breaks="secrets",

@@ -1,4 +1,4 @@
-"""Commands that work on this machine: on its processes, and on the record itself."""
+"""Commands that work on this machine's processes and directly on the database."""
 
 import os
 import re
@@ -16,33 +16,36 @@ from slotkeeper.errors import NotFound
 
 @click.command()
 @click.option("--demo/--no-demo", default=True, help="Start three demo servers and run a first job.  [default: yes]")
-@click.option("--demo-jobs", default=0, metavar="N", type=click.IntRange(0, 10_000), help="Run N mixed jobs instead.")
-@click.option("--exit-after-demo", is_flag=True, help="Stop then; exit status 0: all have ended well.")
+@click.option(
+    "--demo-jobs", default=0, metavar="N", type=click.IntRange(0, 10_000), help="Run N different jobs instead of one."
+)
+@click.option("--exit-after-demo", is_flag=True, help="Stop after these jobs; exit status 0: all completed.")
 def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:
     """Run everything on this machine until Ctrl-C.
 
-    State lies in SLOTKEEPER_HOME (default: var).  SLOTKEEPER_PORT, SLOTKEEPER_REDIS_PORT and SLOTKEEPER_FLOWER_PORT
-    set the ports; SLOTKEEPER_DATABASE_URL, SLOTKEEPER_REDIS_URL and SLOTKEEPER_BROKER_URL name servers of your own.
+    The state is stored in the folder SLOTKEEPER_HOME (default: var).  SLOTKEEPER_PORT, SLOTKEEPER_REDIS_PORT and
+    SLOTKEEPER_FLOWER_PORT set the ports.  To use your servers, set SLOTKEEPER_DATABASE_URL, SLOTKEEPER_REDIS_URL and
+    SLOTKEEPER_BROKER_URL.
     """
     if not demo and (demo_jobs or exit_after_demo):
-        raise click.UsageError("--no-demo does not go with --demo-jobs or --exit-after-demo.")
+        raise click.UsageError("--no-demo excludes --demo-jobs and --exit-after-demo; leave one of them out.")
     from app.up.launcher import UpOptions
     from app.up.launcher import run_up as start
 
-    sys.exit(start(UpOptions(demo, demo_jobs, exit_after_demo), _say))
+    sys.exit(start(UpOptions(demo, demo_jobs, exit_after_demo), _print_line))
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # Whoever was reading may have gone.
+def _print_line(line: str) -> None:
+    with suppress(OSError):  # The reader of a pipe may have closed it.
         echo(line)
 
 
 @click.command()
 def flower() -> None:
-    """Run Flower, with the password kept in SLOTKEEPER_HOME.
+    """Run Flower with the password in SLOTKEEPER_HOME.
 
-    As `celery -A tasks flower`, but closed: on 127.0.0.1, with a password, with bounded memory.  Flower's own
-    variables (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) are obeyed.
+    Like `celery -A tasks flower`, but on 127.0.0.1, with a password and with bounded memory.  Flower's variables
+    (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) override this.
     """
     from app.up.installation_folder import flower_password
     from app.up.roles import UpSettings, read_settings
@@ -56,7 +59,7 @@ def flower() -> None:
         "FLOWER_MAX_WORKERS": "200",
         "FLOWER_PERSISTENT": "false",
     }
-    # Not on the command line: the list of processes is open to everybody.
+    # Not on the command line: every user of the host can list the arguments of processes.
     if "FLOWER_BASIC_AUTH" not in os.environ and "FLOWER_AUTH" not in os.environ:
         defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(StorageSettings).home)}"
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
@@ -64,15 +67,15 @@ def flower() -> None:
     from tasks.__main__ import run
     from tasks.celery_app import celery
 
-    _close_flower()
+    _require_flower_password()
     tune_garbage_collection()
-    celery.conf.include = ["tasks.extensions.signal_handlers"]  # It shows tasks, and runs none.
-    celery.conf.broker_transport = None  # Its page of the broker goes by the scheme of the URL.
+    celery.conf.include = ["tasks.extensions.signal_handlers"]  # Flower shows tasks and runs none.
+    celery.conf.broker_transport = None  # Flower chooses its broker page by the scheme of the URL.
     run(["flower"])
 
 
-def _close_flower() -> None:
-    """Flower shows /metrics and /healthcheck to everybody; behind its password they tell nobody else."""
+def _require_flower_password() -> None:
+    """Require Flower's password for /metrics and /healthcheck, which are public otherwise."""
     from flower.views.monitor import Healthcheck, Metrics
     from tornado.web import authenticated
 
@@ -81,19 +84,19 @@ def _close_flower() -> None:
 
 
 @click.command()
-@click.option("--to", "revision", metavar="REVISION", help="Go to this schema instead, also back to an older one.")
+@click.option("--to", "revision", metavar="REVISION", help="Go to this schema instead; it may be an older one.")
 def migrate(revision: str | None) -> None:
-    """Bring the database's schema to what this release needs.
+    """Bring the database to the schema of this release.
 
-    With --to, before an older release is installed: go back to the schema that the older release needs.  Columns that
-    came later are dropped with their content, so back up first.
+    Use --to before you install an older release: it goes back to the schema that the older release needs.  This drops
+    newer columns with their content, so make a backup first.
     """
     from migrations.migrate import migrate_to, upgrade
     from slotkeeper.config import StorageSettings
     from slotkeeper.state_folder import make_private_folder
 
     settings = StorageSettings()
-    with _said():
+    with _acting_locally():
         if not settings.database_url:
             make_private_folder(settings.home)
         if revision is None:
@@ -105,19 +108,22 @@ def migrate(revision: str | None) -> None:
 
 @click.group()
 def tenants() -> None:
-    """Who may submit and who may administer.
+    """Manage tenants, their keys and their limits.
 
-    add, change, rotate, list and remove work on the record itself; pause, drain, freeze and resume ask the API, as it
-    takes effect at once everywhere.
+    list, add, change, rotate and remove work directly on the database of this machine.  pause, drain, freeze and resume
+    call the API, so that they take effect at once on all hosts.
     """
 
 
 @tenants.command("list")
 @json_option
 def list_tenants(as_json: bool) -> None:
-    """List the tenants that have a key, and those that are paused, draining or frozen."""
-    with _said():
-        found = {it.name: it for it in _tenants().list_all()}
+    """List the tenants with their limits and states.
+
+    A tenant without a key is listed only while it is paused, draining or frozen.
+    """
+    with _acting_locally():
+        found = {tenant.name: tenant for tenant in _tenants().list_all()}
         states = _states()
     facts = ("admin", "rate_per_s", "burst")
     listed = [
@@ -132,30 +138,40 @@ def list_tenants(as_json: bool) -> None:
         print_json(listed)
         return
     titles = ("name", "admin", "submits per s", "at once", "state")
-    print_table(titles, (list(one.values()) for one in listed), "There are no tenants.")
+    print_table(
+        titles,
+        (list(one.values()) for one in listed),
+        "There are no tenants.  Add one with: slotkeeper tenants add NAME",
+    )
 
 
 @tenants.command("add")
 @click.argument("name")
-@click.option("--admin", is_flag=True, help="May administer, too.")
-@click.option("--audit", is_flag=True, help="May see who did what, without administering.")
+@click.option("--admin", is_flag=True, help="The tenant may also administer.")
+@click.option("--audit", is_flag=True, help="The tenant may read the audit log.")
 @click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
-@click.option("--burst", type=click.IntRange(min=1), help="Submits at once.")
+@click.option("--burst", type=click.IntRange(min=1), help="Submits at once, above --rate.")
 @json_option
 def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
-    """Add a tenant and print its key, which cannot be read again."""
+    """Add a tenant and print its key.
+
+    The key cannot be read again.
+    """
     from slotkeeper.clock import now_ms
     from slotkeeper.registry.tenants import Tenant
 
     if burst is not None and rate is None:
-        raise click.UsageError("--burst goes with --rate.")
-    with _said():
+        raise click.UsageError("--burst needs --rate; give both.")
+    with _acting_locally():
         key = _tenants().add(Tenant(name, admin, rate, burst, audit), now_ms())
     if as_json:
         print_json({"name": name, "key": key})
         return
     echo(key)
-    echo("Keep it: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API ask for keys.", err=True)
+    echo(
+        "Save this key now: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API require keys.",
+        err=True,
+    )
 
 
 @tenants.command("change")
@@ -163,37 +179,40 @@ def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int
 @click.option("--rate", type=click.IntRange(0, 1_000_000), help="Submits per second; 0: no limit.")
 @click.option("--burst", type=click.IntRange(0, 1_000_000), help="Submits at once; 0: as many as --rate says.")
 def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
-    """Change a tenant's limits.  They hold within seconds; its key and its webhooks stay."""
+    """Change the limits of a tenant.
+
+    The new limits take effect within seconds.  The key and the webhooks of the tenant stay.
+    """
     limits = {fact: value or None for fact, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
     if not limits:
-        raise click.UsageError("Give --rate, --burst or both.")
-    with _said():
+        raise click.UsageError("Nothing to change; give --rate, --burst or both.")
+    with _acting_locally():
         _tenants().change(name, limits)
-    echo(f"{escape_line(name)} is changed.")
+    echo(f"Tenant {escape_line(name)} is changed.")
 
 
 @tenants.command("rotate")
 @click.argument("name")
 @click.option(
-    "--overlap", default="0s", metavar="TIME", help="The key before is valid for so long, such as 30min or 1h."
+    "--overlap", default="0s", metavar="TIME", help="How long the previous key stays valid, such as 30min or 1h."
 )
 @json_option
 def rotate_key(name: str, overlap: str, as_json: bool) -> None:
-    """Give a tenant a new key and print it.  It is valid at once; it cannot be read again.
+    """Create a new key for a tenant and print it.
 
-    The key before stops working within seconds, or when --overlap is over.  Rotated again before that, only the two
-    latest keys are valid.
+    The new key is valid at once and cannot be read again.  The previous key stops working within seconds, or after
+    --overlap.  If you rotate again before that, only the two latest keys are valid.
     """
     from slotkeeper.clock import now_ms
 
     overlap_s = _seconds(overlap)
-    with _said():
+    with _acting_locally():
         key = _tenants().rotate_key(name, overlap_s * 1000, now_ms())
     if as_json:
         print_json({"name": name, "key": key, "overlap_s": overlap_s})
         return
     echo(key)
-    echo(f"Keep it: it cannot be read again.  The key before is valid for {overlap} more.", err=True)
+    echo(f"Save this key now: it cannot be read again.  The previous key stays valid for {overlap}.", err=True)
 
 
 def _seconds(duration: str) -> int:
@@ -201,48 +220,49 @@ def _seconds(duration: str) -> int:
     parts = re.fullmatch("([0-9]{1,7})(s|min|h|d)", duration)
     seconds = int(parts[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86_400}[parts[2]] if parts else None
     if seconds is None or seconds > 30 * 86_400:
-        raise click.UsageError(f"--overlap {duration!r} is no time of at most 30d; write it as 90s, 30min, 1h or 2d.")
+        raise click.UsageError(f"--overlap {duration!r} is not a time of at most 30d; write 90s, 30min, 1h or 2d.")
     return seconds
 
 
 @tenants.command("remove")
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def remove_tenant(name: str, yes: bool) -> None:
-    """Remove a tenant: its key stops working, and its webhooks are deleted.
+    """Remove a tenant with its keys and webhooks.
 
-    It says what the tenant has, and asks.  Jobs stay, and those that wait go on.
+    The command shows what the tenant has and asks for confirmation.  The jobs of the tenant stay and continue.
     """
     from slotkeeper.outbox.subscriptions import delete_of_tenant
 
-    with _said():
+    with _acting_locally():
         found = _tenants()
-        if all(one.name != name for one in found.list_all()):
+        if all(tenant.name != name for tenant in found.list_all()):
             raise NotFound(f"There is no tenant {name!r}.")
-        holds = _holdings(name)
-    echo(f"{escape_line(name)} has {holds}. Its keys stop working, its webhooks are deleted, its jobs go on.", err=True)
+        holdings = _format_holdings(name)
+    echo(f"Tenant {escape_line(name)} has {holdings}.", err=True)
+    echo("Its keys stop working and its webhooks are deleted; its jobs continue.", err=True)
     if not yes:
-        click.confirm("Remove it?", abort=True, err=True)
-    with _said():
+        click.confirm("Remove this tenant?", abort=True, err=True)
+    with _acting_locally():
         found.remove(name, also=delete_of_tenant)
-    echo(f"{escape_line(name)} is removed.")
+    echo(f"Tenant {escape_line(name)} is removed.")
 
 
-def _holdings(name: str) -> str:
-    """Say what a tenant has."""
+def _format_holdings(name: str) -> str:
+    """Return the jobs and webhooks of a tenant as words."""
     from routing.queries.holdings import count_tenant_holdings
     from tasks.services import database
 
-    has = count_tenant_holdings(database(), name)
-    jobs = ", ".join(f"{count} {state}" for state, count in has.active.items()) or "none"
-    return f"jobs that have not ended: {jobs}; webhooks: {has.webhooks}"
+    holdings = count_tenant_holdings(database(), name)
+    jobs = ", ".join(f"{count} {state}" for state, count in holdings.active.items()) or "none"
+    return f"jobs that have not ended: {jobs}; webhooks: {holdings.webhooks}"
 
 
 def _states() -> dict[str, str]:
-    """Of those tenants that do not stand online."""
+    """Return the state of each tenant that is not online."""
     from tasks.services import catalog
 
-    return {name: it.state for name, it in catalog().read().tenants.items()}
+    return {name: tenant.state for name, tenant in catalog().read().tenants.items()}
 
 
 def _tenants():  # type: ignore[no-untyped-def]
@@ -256,8 +276,11 @@ def _tenants():  # type: ignore[no-untyped-def]
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """Errors of the record and wrong settings, in one line.  What is changed is done by whoever is at the terminal."""
+def _acting_locally() -> Iterator[None]:
+    """Name the user of the terminal as the actor of changes, and turn errors into one line.
+
+    Raises ClickException for errors of the database and for invalid settings.
+    """
     import getpass
     import socket
 

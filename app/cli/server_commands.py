@@ -1,4 +1,4 @@
-"""Commands for operators: dead jobs, servers, models, and how things stand."""
+"""Commands for operators: dead jobs, servers, models, the ledger and the live view."""
 
 import sys
 from typing import Any
@@ -23,13 +23,16 @@ from app.cli.submit_commands import print_attempts, print_job, print_jobs
 from app.terminal import console, echo, escape_line
 
 _WATCH_JOBS = 12
-# Told in a sentence, or shown with the configuration.
-_NOT_OF_MODEL = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
+# Fields that _print_model prints as sentences, and those that the configuration shows.
+_HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
 
 
 @click.group()
 def dlq() -> None:
-    """Dead jobs: those whose retries are used up, or under which workers died."""
+    """List, retry and delete dead jobs.
+
+    A job is dead when it has used up its retries, or when workers died while they ran it.
+    """
 
 
 @dlq.command("list")
@@ -59,15 +62,15 @@ def show_dead(job_id: str, as_json: bool) -> None:
 @dlq.command("retry")
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 def retry_dead(job_ids: tuple[str, ...]) -> None:
-    """Queue dead jobs again, with fresh budgets."""
+    """Queue dead jobs again, with all retries available."""
     for job_id in job_ids:
         api_client().post(f"/admin/dlq/{path_segment(job_id)}/retry")
         echo(f"{job_id}  queued")
 
 
 @dlq.command("retry-all")
-@click.option("--model", help="Only this model's.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--model", help="Only jobs of this model.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def retry_all_dead(model: str | None, yes: bool) -> None:
     """Queue all dead jobs again."""
     if not yes:
@@ -84,7 +87,7 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
 @dlq.command("delete")
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 def delete_dead(job_ids: tuple[str, ...]) -> None:
-    """Remove dead jobs for good."""
+    """Delete dead jobs permanently."""
     for job_id in job_ids:
         api_client().request("DELETE", f"/admin/dlq/{path_segment(job_id)}")
         echo(f"{job_id}  deleted")
@@ -92,13 +95,13 @@ def delete_dead(job_ids: tuple[str, ...]) -> None:
 
 @click.group()
 def servers() -> None:
-    """Inference servers and their slots."""
+    """Manage inference servers and their slots."""
 
 
 @servers.command("list")
 @json_option
 def list_servers(as_json: bool) -> None:
-    """List servers, and the slots of each fleet at this moment."""
+    """List servers and the slots of each fleet."""
     answer = api_client().get("/admin/servers")
     if as_json:
         print_json(answer)
@@ -110,36 +113,46 @@ def list_servers(as_json: bool) -> None:
 
 def _print_servers(found: list[dict[str, Any]]) -> None:
     rows = (
-        (one["server"], one["state"], one["slots"], _now(one), model, endpoint, _attributes(one["attributes"]))
-        for one in found
-        for model, endpoint in (one["models"] or {"-": "-"}).items()
+        (
+            server["server"],
+            server["state"],
+            server["slots"],
+            _format_status(server),
+            model,
+            endpoint,
+            _format_attributes(server["attributes"]),
+        )
+        for server in found
+        for model, endpoint in (server["models"] or {"-": "-"}).items()
     )
     titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
-    print_table(titles, rows, "There are no servers: register one.")
+    empty = "There are no servers.  Register one with: slotkeeper servers register MODEL SERVER URL"
+    print_table(titles, rows, empty)
 
 
-def _now(one: dict[str, Any]) -> str:
-    """What keeps a server from taking jobs at this moment."""
-    now, withheld = one["status"], len(one["quarantined"])
-    if now is None:
+def _format_status(server: dict[str, Any]) -> str:
+    """Return what keeps a server from taking jobs at this moment; "ok": nothing does."""
+    status, quarantined = server["status"], len(server["quarantined"])
+    if status is None:
         return "-"
-    said = []
-    if now["breaker"] != "closed":
-        said.append(f"breaker {now['breaker']} ({now['breaker_why']}) until {now['breaker_until']}")
-    if now["cooling"]:
-        said.append(f"{now['cooling']} cooling until {now['cooldown_until']}")
-    if withheld:
-        said.append(f"{withheld} withheld")
-    if now["away_since"]:
-        said.append(f"away since {now['away_since']}")
-    if said and one["running"]:
-        said.append(f"{one['running']} running")
-    return ", ".join(said) or one["blocked_by"] or "well"
+    parts = []
+    if status["breaker"] != "closed":
+        parts.append(f"breaker {status['breaker']} ({status['breaker_why']}) until {status['breaker_until']}")
+    if status["cooling"]:
+        parts.append(f"{status['cooling']} in cooldown until {status['cooldown_until']}")
+    if quarantined:
+        parts.append(f"{quarantined} quarantined")
+    if status["away_since"]:
+        parts.append(f"away since {status['away_since']}")
+    if parts and server["running"]:
+        parts.append(f"{server['running']} running")
+    return ", ".join(parts) or server["blocked_by"] or "ok"
 
 
-def _attributes(found: dict[str, Any]) -> str:
+def _format_attributes(found: dict[str, Any]) -> str:
     return " ".join(
-        f"{name}={','.join(map(str, it)) if isinstance(it, list) else display(it)}" for name, it in found.items()
+        f"{name}={','.join(map(str, value)) if isinstance(value, list) else display(value)}"
+        for name, value in found.items()
     )
 
 
@@ -152,20 +165,23 @@ def _print_fleets(found: list[dict[str, Any]]) -> None:
 @click.argument("server")
 @json_option
 def show_server(server: str, as_json: bool) -> None:
-    """Show a server: how it stands, and the parts of the score by which it is chosen (the lowest total is)."""
+    """Show the state and the scores of a server.
+
+    Of the servers with a free slot, the one with the lowest total score runs the next job.
+    """
     found = next((one for one in api_client().get("/admin/servers")["servers"] if one["server"] == server), None)
     if found is None:
-        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows them.")
+        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows all servers.")
     if as_json:
         print_json(found)
         return
     now = found.pop("status")
-    found["attributes"] = _attributes(found["attributes"]) or None
+    found["attributes"] = _format_attributes(found["attributes"]) or None
     print_fields({**found, **(now or {})}, ("models", "scores", "quarantined"))
     for one in found["quarantined"]:
         echo(escape_line(one["sentence"]))
     if now is None:
-        echo("How it stands in the waiting room is not known: Redis is away.")
+        echo("Its breaker, cooldowns and scores are unknown, because Redis does not answer.")
         return
     parts = ("load", "failures", "slowness", "swap", "total")
     rows = [
@@ -181,48 +197,59 @@ def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
 
 @servers.command("release")
 @click.argument("server")
-@click.option("--slot", metavar="SLOT", help="One of its slots, such as gpu1-slot0; by default all that are withheld.")
+@click.option("--slot", metavar="SLOT", help="One slot, such as gpu1-slot0.  [default: all quarantined]")
 @json_option
 def release_server(server: str, slot: str | None, as_json: bool) -> None:
-    """Use withheld slots again.
+    """Release the quarantined slots of a server.
 
-    A slot is withheld while its server may still run a job that has ended here.  Say so if you know that it does not:
-    its process is dead, or you have looked.
+    Slotkeeper quarantines a slot while its server may still run a job that has ended in Slotkeeper.  Release the slot
+    only if you know that the server does not run that job, for example because its process has ended.
     """
     answer = api_client().post(f"/admin/servers/{path_segment(server)}/release", {"slot": slot})
     if as_json:
         print_json(answer)
     else:
-        echo(f"Withheld slots of {escape_line(server)} are used again.")
+        echo(f"The quarantined slots of {escape_line(server)} are released.")
 
 
 @servers.command("reset")
 @click.argument("server")
 @json_option
 def reset_server(server: str, as_json: bool) -> None:
-    """Say that it is well: close its breaker, end its cooldown, forget its failures."""
+    """Close the breaker of a server and end its cooldowns.
+
+    Its failures so far no longer count.  Use it after the server has been repaired.
+    """
     answer = api_client().post(f"/admin/servers/{path_segment(server)}/reset")
     if as_json:
         print_json(answer)
         return
-    echo(escape_line(f"{server} is {answer['state']}; {_now(answer)}."))
+    echo(escape_line(f"{server} is {answer['state']}; {_format_status(answer)}."))
 
 
 @servers.command("register")
 @click.argument("model")
 @click.argument("server")
 @click.argument("endpoint")
-@click.option("--slots", default=1, show_default=True, type=click.IntRange(1, 1024), help="Jobs it runs at once.")
 @click.option(
-    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="What jobs can ask for; repeat it."
+    "--slots",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 1024),
+    help="Jobs that the server runs at the same time.",
 )
-@click.option("--weight", type=click.FloatRange(0, 1000, min_open=True), help="How gladly it is chosen.  [default: 1]")
-@click.option("--model-version", metavar="TEXT", help="Of the model there.")
-@click.option("--runtime", metavar="TEXT", help="What runs the model there.")
 @click.option(
-    "--preset", metavar="NAME", help="The kind of server it is, if the model's configuration does not say it."
+    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="For constraints of jobs; repeat it."
 )
-@click.option("--description", metavar="JSON", help="How it is spoken to for this model; @file reads it from there.")
+@click.option(
+    "--weight",
+    type=click.FloatRange(0, 1000, min_open=True),
+    help="Servers with a higher weight are chosen more often.  [default: 1]",
+)
+@click.option("--model-version", metavar="TEXT", help="Version of the model on this server.")
+@click.option("--runtime", metavar="TEXT", help="Software that runs the model on this server.")
+@click.option("--preset", metavar="NAME", help="Preset of this server, if the model's configuration names none.")
+@click.option("--description", metavar="JSON", help="The server's API for this model, as JSON or @FILE.")
 @json_option
 def register_server(
     model: str,
@@ -234,7 +261,9 @@ def register_server(
     as_json: bool,
     **more: Any,
 ) -> None:
-    """Add a server, or another model on it.  What is left out of its attributes, weight, ... stays.
+    """Add a server, or add a model to a server.
+
+    Attributes, weight and other options that you leave out stay as they are.
 
     \b
     slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
@@ -255,11 +284,11 @@ def register_server(
 
 @servers.command("remove")
 @click.argument("server")
-@click.option("--drain", is_flag=True, help="Let what runs there end first, and give it nothing new.")
-@click.option("--force", is_flag=True, help="At once: what runs there ends at no cost, and runs again elsewhere.")
+@click.option("--drain", is_flag=True, help="Start no new jobs on it, and remove it when its jobs have ended.")
+@click.option("--force", is_flag=True, help="Remove it now; its jobs run again on other servers, at no retry.")
 @json_option
 def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
-    """Forget it.  Its models stay."""
+    """Remove a server.  Its models stay."""
     params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
     removal.print_removal(removal.remove("servers", server, params), as_json)
 
@@ -269,7 +298,7 @@ servers.add_command(removal.keep_command("server"))
 
 @click.group()
 def models() -> None:
-    """Models and how their jobs are treated."""
+    """Manage models and their configuration."""
 
 
 @models.command("list")
@@ -292,14 +321,17 @@ def _print_models(found: list[dict[str, Any]]) -> None:
         for one in found
     )
     titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
-    print_table(titles, rows, "There are no models yet.")
+    print_table(titles, rows, "There are no models.  `slotkeeper servers register` adds a model with its server.")
 
 
 @models.command("show")
 @click.argument("model")
 @json_option
 def show_model(model: str, as_json: bool) -> None:
-    """Show a model: how it stands, how long its jobs may wait, and its configuration; * marks what is not default."""
+    """Show the state and the configuration of a model.
+
+    Also says how long jobs may wait.  A * marks each setting of the model that differs from the default.
+    """
     api = api_client()
     found, answer = (
         api.get(f"/admin/models/{path_segment(model)}"),
@@ -315,12 +347,13 @@ def show_model(model: str, as_json: bool) -> None:
 
 def _print_model(found: dict[str, Any]) -> None:
     load = found["load"] or {}
-    print_fields({**found, **load, "servers": ", ".join(found["servers"])}, _NOT_OF_MODEL)
+    print_fields({**found, **load, "servers": ", ".join(found["servers"])}, _HIDDEN_MODEL_FIELDS)
     if found.get("removal"):
-        echo(escape_line(f"It is being removed; left: {removal.format_counts(found['removal']['remaining'])}."))
+        remaining = removal.format_counts(found["removal"]["remaining"])
+        echo(escape_line(f"The model is being removed; jobs that have not ended: {remaining}."))
     echo(found["longest_wait"])
     if load.get("work_s"):
-        echo(f"What waits at present is about {load['work_s']:g} s of work for its slots.")
+        echo(f"The waiting jobs are about {load['work_s']:g} s of work for the slots of the model.")
     echo()
 
 
@@ -329,7 +362,9 @@ def _print_model(found: dict[str, Any]) -> None:
 @click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
 @json_option
 def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
-    """Change settings of a model; the others stay as they are.  Values are JSON; a bare word is a text.
+    """Change settings of a model; the others stay.
+
+    A value is JSON; a word without quotes is a string.
 
     \b
     slotkeeper models configure flux model_type=async poll_interval=0.5
@@ -345,7 +380,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 
 
 def _overrides(api: Any, path: str) -> dict[str, Any]:
-    """Those that are set now; none for a model that is not known yet."""
+    """Return the settings of a model that differ from the defaults; {} for an unknown model."""
     from slotkeeper.client import ApiError
 
     try:
@@ -360,17 +395,20 @@ def _overrides(api: Any, path: str) -> dict[str, Any]:
 @models.command("reset")
 @click.argument("model")
 def reset_model(model: str) -> None:
-    """Bring all settings of a model back to their defaults."""
+    """Reset all settings of a model to their defaults."""
     api_client().request("DELETE", f"/admin/model-configs/{path_segment(model)}")
     echo(f"{model} has the default configuration.")
 
 
 @models.command("remove")
 @click.argument("model")
-@click.option("--drain", is_flag=True, help="Let its jobs end first, and take no new ones.")
+@click.option("--drain", is_flag=True, help="Accept no new jobs, and remove it when its jobs have ended.")
 @json_option
 def remove_model(model: str, drain: bool, as_json: bool) -> None:
-    """Remove it with its configuration and all that was learned of it; its ended jobs stay readable."""
+    """Remove a model with its configuration and statistics.
+
+    Its ended jobs stay readable.
+    """
     params = {"drain": "true"} if drain else {}
     removal.print_removal(removal.remove("models", model, params), as_json)
 
@@ -381,23 +419,28 @@ models.add_command(removal.keep_command("model"))
 @click.command()
 @json_option
 def ledger(as_json: bool) -> None:
-    """Count all jobs ever accepted, and check that none is missing.  Exit status 1: one is."""
+    """Count all accepted jobs and check that none is missing.
+
+    Exit status 1: the counts of the states do not add up to the accepted jobs.
+    """
     answer = api_client().get("/admin/ledger")
     if as_json:
         print_json(answer)
     else:
         rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
-        print_table(("state", "jobs", "removed after their time"), rows, "")
-        verdict = "and all are accounted for" if answer["balanced"] else "AND THAT IS NOT WHAT THE STATES ADD UP TO"
-        echo(f"{answer['accepted']} jobs were accepted, {verdict}.")
+        print_table(("state", "jobs", "deleted after retention"), rows, "")
+        verdict = "each has a state" if answer["balanced"] else "BUT THE COUNTS OF THE STATES DO NOT ADD UP TO THIS"
+        echo(f"{answer['accepted']} jobs were accepted; {verdict}.")
     if not answer["balanced"]:
         sys.exit(1)
 
 
 @click.command()
-@click.option("--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
+@click.option(
+    "--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds between updates."
+)
 def watch(every: float) -> None:
-    """Show queues, slots and the newest jobs, live, until Ctrl-C."""
+    """Show queues, slots and newest jobs live, until Ctrl-C."""
     import time
 
     from rich.live import Live
@@ -406,7 +449,7 @@ def watch(every: float) -> None:
 
     api = api_client()
     screen = console()
-    picture = _picture(api)  # Before the screen is taken: what is wrong shall be said as usual.
+    picture = _picture(api)  # Before the live view starts, so that an error is printed as by other commands.
     with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
         try:
             while True:
@@ -414,7 +457,7 @@ def watch(every: float) -> None:
                 time.sleep(every)
                 try:
                     picture = _picture(api)
-                except (ApiError, ApiUnreachable) as error:  # as in a restart
+                except (ApiError, ApiUnreachable) as error:  # for example while the API restarts
                     picture = error.message
         except KeyboardInterrupt:
             return

@@ -1,4 +1,4 @@
-"""Commands for jobs: submit, look, wait, cancel."""
+"""Commands that submit, show, explain and cancel jobs."""
 
 import json
 import re
@@ -48,11 +48,17 @@ _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requ
 @click.option("--priority", type=click.IntRange(1, 9), help="1 is the most urgent.  [default: 5]")
 @click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds after which the job expires.")
 @click.option(
-    "--constraint", "constraints", metavar="CONDITION", multiple=True, help="What its server must declare; repeat it."
+    "--constraint",
+    "constraints",
+    metavar="CONDITION",
+    multiple=True,
+    help="Condition on the server's attributes; repeat it.",
 )
-@click.option("--callback-url", metavar="URL", help="Where the end of the job is told, by a signed POST.")
-@click.option("--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Submit it so often.")
-@click.option("--wait", is_flag=True, help="Wait for the end and print the result.")
+@click.option("--callback-url", metavar="URL", help="URL that receives a signed POST when the job ends.")
+@click.option(
+    "--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Number of jobs to submit."
+)
+@click.option("--wait", is_flag=True, help="Wait until the job ends and print the result.")
 @output_option
 @json_option
 def submit(
@@ -69,8 +75,8 @@ def submit(
 ) -> None:
     """Submit a job for MODEL.
 
-    PAYLOAD is JSON, or - for standard input, or @FILE.  With --wait the exit status is 0 only if all have
-    completed, and 3 if the API stayed away, so that nothing is known; waiting outlives its restart.
+    PAYLOAD is JSON, - for standard input, or @FILE.  With --wait the exit status is 0 only if all jobs completed, and 3
+    if the API did not answer for too long, so that their state is unknown.  A restart of the API does not end the wait.
 
     \b
     slotkeeper submit zimg '{"prompt": "a sunset"}' --wait
@@ -78,7 +84,7 @@ def submit(
     slotkeeper submit zimg --constraint gpu=A100,H100 --constraint 'memory>=40'
     """
     if output is not None and (not wait or count > 1):
-        raise click.UsageError("--output saves the result of one job that has ended: give --wait, and no --count")
+        raise click.UsageError("--output saves the result of one ended job: give --wait, and leave --count out.")
     body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
     wishes: Job = {"priority": priority, "ttl": ttl, "callback_url": callback_url}
     wishes["constraints"] = read_constraints(constraints) or None
@@ -102,7 +108,7 @@ def submit(
 
 
 def _submit(body: Job, count: int) -> list[Job]:
-    """Under a key of its own each, so that one whose answer is lost can be sent again."""
+    """Submit `count` jobs, each with a new idempotency key, so that a lost response can be retried."""
     from slotkeeper.client import PATIENCE_S
 
     api, run = api_client(), secrets.token_hex(8)
@@ -110,7 +116,7 @@ def _submit(body: Job, count: int) -> list[Job]:
     def one(n: int) -> Job:
         key, patience_s = f"{run}-{n}", 0 if count == 1 else PATIENCE_S  # A single submit fails at once.
         submitted = api.submit(
-            **body, idempotency_key=key, headers=_trace(), patience_s=patience_s, on_pause=_tell_resend
+            **body, idempotency_key=key, headers=_trace(), patience_s=patience_s, on_pause=_print_resend
         )
         return dict(submitted)
 
@@ -118,7 +124,7 @@ def _submit(body: Job, count: int) -> list[Job]:
 
 
 def _trace() -> dict[str, str]:
-    """The header of the trace that this command was called in."""
+    """Return the header of the trace in which this command was called, or {}."""
     found = trace_context.parse_traceparent(trace_context.get_process_traceparent())
     return {} if found is None else {"traceparent": found}
 
@@ -126,22 +132,22 @@ def _trace() -> dict[str, str]:
 def _wait(jobs: list[Job]) -> list[Job]:
     api = api_client()
     if len(jobs) == 1:
-        return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_saying_changes(jobs[0]), on_pause=_tell_pause))]
-    return [dict(api.wait_for_job(job["job_id"], on_pause=_tell_pause)) for job in _tracked(jobs, len(jobs), "ended")]
+        return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_print_changes(jobs[0]), on_pause=_print_pause))]
+    return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in _tracked(jobs, len(jobs), "ended")]
 
 
-def _tell_pause(error: "ClientError") -> None:
-    """Tell why nothing is known of a job at the moment."""
-    echo(f"{error.message}  The job goes on; asking again.", err=True)
+def _print_pause(error: "ClientError") -> None:
+    """Print why the state of a job is unknown for a while."""
+    echo(f"{error.message}  The job continues; trying again.", err=True)
 
 
-def _tell_resend(error: "ClientError") -> None:
-    """Tell why a submit is sent again, under its key."""
-    echo(f"{error.message}  Sending it again; it is accepted once.", err=True)
+def _print_resend(error: "ClientError") -> None:
+    """Print why a submit is sent again with the same idempotency key."""
+    echo(f"{error.message}  Sending the job again; it is accepted only once.", err=True)
 
 
 def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
-    """With a progress bar, where there is more than one and somebody to see it."""
+    """Yield the items; show a progress bar on a terminal if there is more than one."""
     from rich.progress import track
 
     if count == 1 or not sys.stderr.isatty():
@@ -149,22 +155,22 @@ def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
     return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
 
 
-def _saying_changes(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """Say on standard error how a job stands, and return what says so again when that has changed."""
-    said = ""
+def _print_changes(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
+    """Print a job's status on standard error, and return a function that prints it again if it has changed."""
+    printed = ""
 
-    def note(job: Mapping[str, Any]) -> None:
-        nonlocal said
-        now = _standing(job)
-        if now != said:
-            echo(now, err=True)
-            said = now
+    def print_if_changed(job: Mapping[str, Any]) -> None:
+        nonlocal printed
+        status = _format_status(job)
+        if status != printed:
+            echo(status, err=True)
+            printed = status
 
-    note(job)
-    return note
+    print_if_changed(job)
+    return print_if_changed
 
 
-def _standing(job: Mapping[str, Any]) -> str:
+def _format_status(job: Mapping[str, Any]) -> str:
     error = job.get("last_error")
     place = f"position {job['position']}" if job.get("position") else ""
     failed = f"attempt {job['attempts']}: {error['code']}: {escape_line(error['message'])}" if error else ""
@@ -179,17 +185,17 @@ def _print_submitted(job: Job) -> None:
         echo(f"{job['job_id']}  {job['status']}  {display(without_files(job['result']))}")
     else:
         place = f"position {job['position']}" if job.get("position") else ""
-        said = [
+        parts = [
             job["job_id"],
             job["status"],
             place or (job.get("next_step") == "starting" and "starting"),
             start_of(job),
         ]
-        echo("  ".join(filter(None, said)))
+        echo("  ".join(filter(None, parts)))
 
 
 def start_of(job: Job) -> str:
-    """When a job should start; "": that is not known, or a matter of seconds."""
+    """Return when a job should start, as words; "": unknown, or within seconds."""
     between = job.get("estimated_start_between_s")
     if not between or job.get("next_step") == "starting":
         return ""
@@ -198,15 +204,15 @@ def start_of(job: Job) -> str:
 
 @click.command("submit-file")
 @click.argument("file", type=click.File("rb"))
-@click.option("--run", metavar="NAME", help="Go on with this run: its lines are accepted once.  [default: a new one]")
+@click.option("--run", metavar="NAME", help="Continue this run; a line is accepted only once.  [default: a new run]")
 @json_option
 def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
-    """Submit the jobs in FILE: each line one JSON object, as POST /queue/submit takes it.
+    """Submit the jobs in FILE, one JSON object in each line.
 
-    The lines are one batch, in the order of the file.  The run is named before the first line is sent.  The command
-    that goes on with a broken-off run is printed; within a day it submits no line twice.  Refused lines are named by
-    their numbers, and the others are submitted.  An API that restarts is asked again for five minutes; exit status 3:
-    it stayed away.
+    A line has the fields of POST /queue/submit.  The jobs are one batch, in the order of the file.  The command prints
+    the name of the run before it sends the first line, and how to continue the run if it is interrupted; within a day
+    no line is submitted twice.  It prints the numbers of refused lines and submits the others.  If the API does not
+    answer, the command tries again for five minutes and then ends with exit status 3.
     """
     from uuid_utils import uuid7
 
@@ -214,27 +220,27 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
 
     sent = _Run(run or str(uuid7()))
     again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
-    echo(f"Run {escape_line(sent.name)}.  If it breaks off, go on with: {again}", err=True)
+    echo(f"Run {escape_line(sent.name)}.  If it is interrupted, continue with: {again}", err=True)
     api = api_client()
     try:
         for numbers, lines in _batches(file, sent.name):
             _submit_batch(api, sent, numbers, lines)
     except ClientError as error:
-        error.message = f"{error.message}\n{_broken_off(sent, again)}"
+        error.message = f"{error.message}\n{_interruption(sent, again)}"
         raise
     except KeyboardInterrupt:
-        echo(_broken_off(sent, again), err=True)
+        echo(_interruption(sent, again), err=True)
         sys.exit(130)
     if as_json:
         print_json(
             {name: getattr(sent, name) for name in ("accepted", "known", "refused", "batch")} | {"run": sent.name}
         )
     else:
-        echo(f"{sent.accepted} jobs were accepted{_known(sent)}, {sent.refused} lines refused.")
+        echo(f"{sent.accepted} jobs were accepted{_format_known(sent)}, {sent.refused} lines refused.")
         if sent.batch is not None:
-            echo(f"Their batch: slotkeeper batches show {sent.batch}", err=True)
+            echo(f"See their progress with: slotkeeper batches show {sent.batch}", err=True)
     if sent.refused:
-        echo(f"Correct the refused lines where they stand, and send them by: {again}", err=True)
+        echo(f"Correct the refused lines in the file, and submit them with: {again}", err=True)
         sys.exit(1)
 
 
@@ -252,16 +258,16 @@ class _Run:
         self.batch = self.name if _BATCH_ID.fullmatch(self.name) else None
 
 
-def _known(run: _Run) -> str:
+def _format_known(run: _Run) -> str:
     return f", {run.known} had been accepted before" if run.known else ""
 
 
-def _broken_off(run: _Run, again: str) -> str:
-    return f"{run.accepted} jobs were accepted{_known(run)}; go on with the rest by: {again}"
+def _interruption(run: _Run, again: str) -> str:
+    return f"{run.accepted} jobs were accepted{_format_known(run)}; submit the rest with: {again}"
 
 
 def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Lines with their numbers, as many as one request takes; with a progress bar over the file."""
+    """Yield lines with their numbers, as many as fit into one request, and show the progress in the file."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -274,7 +280,7 @@ def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]
             if not line.strip():
                 continue
             numbers.append(number)
-            lines.append(_keyed(line, f"{run}-{number}"))
+            lines.append(_add_key(line, f"{run}-{number}"))
             if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
                 yield numbers, lines
                 numbers, lines = [], []
@@ -297,8 +303,8 @@ def _size(file: IO[bytes]) -> int | None:
         return None
 
 
-def _keyed(line: bytes, key: str) -> bytes:
-    """The line, to the letter, with an idempotency key in front; what is wrong with it is for the API to say."""
+def _add_key(line: bytes, key: str) -> bytes:
+    """Return the line with an idempotency key in front, otherwise unchanged.  The API reports an invalid line."""
     text = line.strip()
     try:
         job = json.loads(text)
@@ -320,7 +326,7 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
     while lines:
         path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
         try:
-            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers), on_pause=_tell_resend)
+            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers), on_pause=_print_resend)
         except ApiError as error:
             index = error.problem.get("index")
             if not isinstance(index, int) or not 0 <= index < len(lines):
@@ -338,7 +344,7 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 @click.command("jobs")
 @click.option("--status", type=click.Choice(_STATES))
 @click.option("--model")
-@click.option("--batch", help="Only those that came in it.")
+@click.option("--batch", help="Only jobs of this batch.")
 @limit_option
 @json_option
 def list_jobs(status: str | None, model: str | None, batch: str | None, limit: int, as_json: bool) -> None:
@@ -372,15 +378,18 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
 
 @click.command("job")
 @click.argument("job_id", metavar="ID")
-@click.option("--wait", is_flag=True, help="Wait until it has ended.")
+@click.option("--wait", is_flag=True, help="Wait until the job ends.")
 @output_option
 @json_option
 def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
-    """Show a job and its result.  With --wait the exit status is 0 only if it has completed, 3 if that is not known."""
+    """Show a job and its result.
+
+    With --wait the exit status is 0 only if the job completed, and 3 if its state is unknown.
+    """
     api = api_client()
     job = dict(api.get_job(job_id, patience_s=0))
     if wait:
-        job = dict(api.wait_for_job(job_id, notify=_saying_changes(job), on_pause=_tell_pause))
+        job = dict(api.wait_for_job(job_id, notify=_print_changes(job), on_pause=_print_pause))
     if output is not None:
         save_result(job, output)
     if as_json:
@@ -405,39 +414,42 @@ def print_job(job: Job) -> None:
 @click.argument("job_id", metavar="ID")
 @json_option
 def explain(job_id: str, as_json: bool) -> None:
-    """Say what a job waits for, and when it should start."""
+    """Explain what a job waits for and when it should start."""
     found = api_client().get(f"/queue/jobs/{path_segment(job_id)}/explain")
     if as_json:
         print_json(found)
         return
     echo(escape_line(found["sentence"]))
     if start := start_of(found):
-        echo(f"It {start}.")
+        echo(f"The job {start}.")
     before = ", ".join(found["before"]) or None
     print_fields(
         {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}
     )
     if found["servers"]:
-        rows = [(name, hindrance or "could take it") for name, hindrance in found["servers"].items()]
+        rows = [(name, obstacle or "can take the job") for name, obstacle in found["servers"].items()]
         print_table(("server", "now"), rows, "")
 
 
 def _overtaken(found: Job) -> str | None:
-    """By whom it can be, where there is a bound."""
+    """Return which later jobs can overtake a job; None: there is no bound."""
     match found["longest_overtaking_s"]:
         case None:
             return None
         case 0:
-            return "by none that comes later"
+            return "by no job that is submitted later"
         case bound_s:
-            return f"by jobs that come up to {bound_s:g} s after it, and no later ones"
+            return f"only by jobs that are submitted up to {bound_s:g} s later"
 
 
 @click.command()
 @click.argument("job_id", metavar="ID")
 @json_option
 def cancel(job_id: str, as_json: bool) -> None:
-    """Cancel a job; one that runs is canceled at its server, if that can be done."""
+    """Cancel a job that waits or runs.
+
+    A running job is canceled on its server, if the server can do that.
+    """
     answer = api_client().cancel(job_id, patience_s=0)
     if as_json:
         print_json(answer)
@@ -449,7 +461,7 @@ def cancel(job_id: str, as_json: bool) -> None:
 @click.argument("job_id", metavar="ID")
 @json_option
 def attempts(job_id: str, as_json: bool) -> None:
-    """List the attempts of a job: where it ran, and how each ended."""
+    """List the attempts of a job and how each ended."""
     answer = api_client().get(f"/queue/jobs/{path_segment(job_id)}/attempts")
     if as_json:
         print_json(answer)
@@ -462,7 +474,7 @@ def print_attempts(found: list[dict[str, Any]]) -> None:
         (one["attempt"], one["slot"], one["started_at"], one["ended_at"], one["outcome"], _message(one["error"]))
         for one in found
     )
-    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "It has not been started yet.")
+    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "The job has not started yet.")
 
 
 def _message(error: dict[str, Any] | None) -> str | None:

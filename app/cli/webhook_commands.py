@@ -1,4 +1,4 @@
-"""Commands about webhooks: addresses that are told what happens, and the secrets that messages are signed with."""
+"""Commands that manage webhooks and the secrets that sign their messages."""
 
 import sys
 import time
@@ -21,33 +21,39 @@ from app.terminal import echo, escape_line
 
 _TESTED_WITHIN_S = 30.0
 
-tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose.")
+tenant_option = click.option("--tenant", default="default", show_default=True, help="The tenant of the jobs.")
 _webhook = click.argument("webhook")
 _webhook_or_callbacks = click.argument("webhook", required=False)
-_events = click.option("--event", "events", metavar="TYPE", multiple=True, help="Told of it; repeat it.")
-_template = click.option("--template", metavar="JSON", help="The body's form; @FILE reads a file, - standard input.")
-_description = click.option("--description", help="For people.")
-_max_per_s = click.option(
-    "--max-per-s", type=float, help="Messages that it is sent in a second; all at once if not set."
+_events = click.option(
+    "--event", "events", metavar="TYPE", multiple=True, help="Type of event to send; repeat it for several."
 )
+_template = click.option(
+    "--template", metavar="JSON", help="Template of the body; @FILE reads a file, - standard input."
+)
+_description = click.option("--description", help="A note for people.")
+_max_per_s = click.option("--max-per-s", type=float, help="Messages per second.  [default: no limit]")
 
 
 @click.group()
 def webhooks() -> None:
-    """Addresses that are told what happens to jobs, and how they know that it is us."""
+    """Manage webhooks: URLs that receive events of jobs."""
 
 
 @webhooks.command("list")
-@click.option("--tenant", help="Only this tenant's; for administrators.")
+@click.option("--tenant", help="Only webhooks of this tenant; for administrators.")
 @json_option
 def list_webhooks(tenant: str | None, as_json: bool) -> None:
-    """List webhooks, and how they do."""
+    """List webhooks and their state."""
     answer = api_client().get("/webhooks", tenant=tenant, limit=200)
     if as_json:
         print_json(answer)
         return
-    rows = [(it["webhook"], it["tenant"], it["url"], _how(it), it["waiting"]) for it in answer["webhooks"]]
-    print_table(("webhook", "tenant", "address", "how it does", "waiting"), rows, "There are no webhooks.")
+    rows = [
+        (webhook["webhook"], webhook["tenant"], webhook["url"], _state_of(webhook), webhook["waiting"])
+        for webhook in answer["webhooks"]
+    ]
+    titles = ("webhook", "tenant", "URL", "state", "waiting")
+    print_table(titles, rows, "There are no webhooks.  Add one with: slotkeeper webhooks add URL")
 
 
 @webhooks.command("add")
@@ -56,7 +62,7 @@ def list_webhooks(tenant: str | None, as_json: bool) -> None:
 @_template
 @_description
 @_max_per_s
-@click.option("--tenant", help="Whose jobs; of others than oneself for administrators.")
+@click.option("--tenant", help="The tenant of the jobs; another tenant only for administrators.")
 @json_option
 def add_webhook(
     url: str,
@@ -67,7 +73,9 @@ def add_webhook(
     tenant: str | None,
     as_json: bool,
 ) -> None:
-    """Have an address told what happens to jobs: their ends, or what --event names.
+    """Send events of jobs to a URL.
+
+    Without --event the URL receives the end of each job.
 
     \b
     slotkeeper webhooks add https://example.com/hook --event job.completed --event job.dlq
@@ -82,15 +90,15 @@ def add_webhook(
     if as_json:
         print_json(answer)
         return
-    echo(escape_line(f"{answer['webhook']} tells {answer['url']} of {', '.join(answer['events'])}."))
-    _say_secret(answer["secret"])
+    echo(escape_line(f"{answer['webhook']} sends these events to {answer['url']}: {', '.join(answer['events'])}."))
+    _print_secret(answer["secret"])
 
 
 @webhooks.command("show")
 @_webhook
 @json_option
 def show_webhook(webhook: str, as_json: bool) -> None:
-    """Show a webhook, and how it does."""
+    """Show a webhook and its state."""
     answer = api_client().get(f"/webhooks/{path_segment(webhook)}")
     if as_json:
         print_json(answer)
@@ -100,13 +108,13 @@ def show_webhook(webhook: str, as_json: bool) -> None:
 
 @webhooks.command("change")
 @_webhook
-@click.option("--url", help="Its new address.")
+@click.option("--url", help="The new URL.")
 @_events
 @_template
-@click.option("--no-template", is_flag=True, help="Our own form of the body again.")
+@click.option("--no-template", is_flag=True, help="Use the default body again.")
 @_description
 @_max_per_s
-@click.option("--no-pace", is_flag=True, help="All at once again.")
+@click.option("--no-pace", is_flag=True, help="Remove the limit of messages per second.")
 def change_webhook(
     webhook: str,
     url: str | None,
@@ -117,143 +125,159 @@ def change_webhook(
     max_per_s: float | None,
     no_pace: bool,
 ) -> None:
-    """Change its address, events, template, description or pace; what is not named stays."""
+    """Change the settings of a webhook; the others stay."""
     given = {"url": url, "events": list(events) or None, "description": description, "max_per_s": max_per_s}
     body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if template is not None or no_template:
         body["template"] = None if template is None else read_json(template, "--template")
     if no_pace and max_per_s is not None:
-        raise click.UsageError("Name one of --max-per-s and --no-pace.")
+        raise click.UsageError("--max-per-s and --no-pace contradict each other; give one of them.")
     if no_pace:
         body["max_per_s"] = None
     if not body:
-        raise click.UsageError("Name what shall change.")
+        raise click.UsageError("Nothing to change; give at least one option, such as --url.")
     api_client().request("PATCH", f"/webhooks/{path_segment(webhook)}", body=body)
-    echo(escape_line(f"{webhook} is changed."))
+    echo(escape_line(f"Webhook {webhook} is changed."))
 
 
 @webhooks.command("test")
 @_webhook
 @json_option
 def test_webhook(webhook: str, as_json: bool) -> None:
-    """Send it a test, and say what it answers.  Exit status 1: it was not taken."""
+    """Send a test message and show the response.
+
+    Exit status 1: the receiver did not accept the message.
+    """
     api, path = api_client(), f"/webhooks/{path_segment(webhook)}"
     message = api.post(f"{path}/test")["message"]
     until = time.monotonic() + _TESTED_WITHIN_S
-    while (found := _try_of(api.get(f"{path}/deliveries", limit=50), message)) is None:
+    while (found := _find_delivery(api.get(f"{path}/deliveries", limit=50), message)) is None:
         if time.monotonic() > until:
-            raise click.ClickException("It has not been sent yet: does the process of webhooks run?")
+            raise click.ClickException(
+                f"The test was not sent within {_TESTED_WITHIN_S:g} s; see that a process of role webhooks runs."
+            )
         time.sleep(0.2)
     if as_json:
         print_json(found)
     else:
-        said = f": {found['answer']}" if found["answer"] else ""
-        told = f"It answered {found['status']}{said}" if found["error"] is None else found["error"]
-        echo(escape_line(f"{told} ({found['latency_ms']} ms)"))
+        body = f": {found['answer']}" if found["answer"] else ""
+        result = f"The receiver answered {found['status']}{body}" if found["error"] is None else found["error"]
+        echo(escape_line(f"{result} ({found['latency_ms']} ms)"))
     if found["outcome"] != "delivered":
         sys.exit(1)
 
 
 @webhooks.command("rotate")
 @_webhook_or_callbacks
-@click.option("--tenant", help="Without WEBHOOK: whose callbacks of single jobs; default if not given.")
+@click.option("--tenant", help="Without WEBHOOK: the tenant.  [default: default]")
 @json_option
 def rotate_secret(webhook: str | None, tenant: str | None, as_json: bool) -> None:
-    """Give a webhook a new secret, and print it; without WEBHOOK: the callbacks of a tenant's single jobs.
+    """Create a new secret for a webhook and print it.
 
-    For a day messages are signed with the one before as well.  Rotate twice to end a secret that others know.
+    Without WEBHOOK: create a new secret for the callback URLs of a tenant's jobs.  For a day messages are signed with
+    the previous secret as well.  If others know the secret, rotate twice.
     """
     if webhook is None:
-        _show("POST", tenant or "default", as_json)
+        _request_secret("POST", tenant or "default", as_json)
         return
     _refuse_tenant(tenant)
     answer = api_client().post(f"/webhooks/{path_segment(webhook)}/rotate")
     if as_json:
         print_json(answer)
         return
-    _say_secret(answer["secret"])
-    echo(f"Until {answer['former_until']} messages are also signed with the secret before it.", err=True)
+    _print_secret(answer["secret"])
+    echo(f"Until {answer['former_until']} messages are also signed with the previous secret.", err=True)
 
 
 @webhooks.command("enable")
 @_webhook
 def enable_webhook(webhook: str) -> None:
-    """Tell it again, from where it was disabled on."""
+    """Enable a webhook and send the events that it missed."""
     api_client().post(f"/webhooks/{path_segment(webhook)}/enable")
-    echo(escape_line(f"{webhook} is enabled."))
+    echo(escape_line(f"Webhook {webhook} is enabled."))
 
 
 @webhooks.command("disable")
 @_webhook
-@click.option("--reason", help="Why; it is shown wherever the webhook is.")
+@click.option("--reason", help="The reason, which is shown with the webhook.")
 def disable_webhook(webhook: str, reason: str | None) -> None:
-    """Tell it nothing until it is enabled again; it is told then what it has missed."""
+    """Disable a webhook; `enable` sends the missed events."""
     api_client().post(f"/webhooks/{path_segment(webhook)}/disable", {} if reason is None else {"reason": reason})
-    echo(escape_line(f"{webhook} is disabled."))
+    echo(escape_line(f"Webhook {webhook} is disabled."))
 
 
 @webhooks.command("remove")
 @_webhook
 def remove_webhook(webhook: str) -> None:
-    """Forget it, with what it is owed."""
+    """Remove a webhook and its pending messages."""
     api_client().request("DELETE", f"/webhooks/{path_segment(webhook)}")
-    echo(escape_line(f"{webhook} is removed."))
+    echo(escape_line(f"Webhook {webhook} is removed."))
 
 
 @webhooks.command("deliveries")
 @_webhook_or_callbacks
-@click.option("--job", help="Of this job's callback_url, instead of a WEBHOOK.")
-@click.option("--given-up", is_flag=True, help="What it was not told in the end, instead of each try.")
-@click.option("--tenant", help="Without WEBHOOK: only this tenant's; for administrators.")
+@click.option("--job", help="Instead of WEBHOOK: a job with a callback_url.")
+@click.option("--given-up", is_flag=True, help="List the messages that were given up, instead of each try.")
+@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for administrators.")
 @limit_option
 @json_option
 def list_deliveries(
     webhook: str | None, job: str | None, given_up: bool, tenant: str | None, limit: int, as_json: bool
 ) -> None:
-    """List the last tries of its messages, the newest first.
+    """List the last tries of messages, the newest first.
 
-    With --given-up and without WEBHOOK: the callbacks of single jobs that were given up.
+    With --given-up and without WEBHOOK: list the messages to callback URLs of jobs that were given up.
     """
     if given_up and webhook is None and job is None:
         _list_callbacks(tenant, limit, as_json)
         return
     if (webhook is None) is (job is None) or (given_up and job):
-        raise click.UsageError("Name a WEBHOOK, or --job, or --given-up.")
+        raise click.UsageError("Give a WEBHOOK, or --job, or --given-up.")
     _refuse_tenant(tenant)
     if given_up:
         answer = api_client().get("/webhooks/given-up", webhook=webhook, limit=min(limit, 200))
-        found = answer["messages"]
         rows: list[tuple[Any, ...]] = [
-            (it["message"], it["event"], it["job_id"], it["tries"], it["error"]) for it in found
+            (message["message"], message["event"], message["job_id"], message["tries"], message["error"])
+            for message in answer["messages"]
         ]
-        titles: tuple[str, ...] = ("message", "event", "job", "tries", "why")
+        titles: tuple[str, ...] = ("message", "event", "job", "tries", "error")
     else:
         path = "callbacks" if webhook is None else path_segment(webhook)
         answer = api_client().get(f"/webhooks/{path}/deliveries", job_id=job, limit=min(limit, 200))
-        rows = [
-            (it["message"], it["event"], age(it["at"]), it["number"], it["outcome"], it["status"], it["latency_ms"],
-             it["error"] or it["answer"])
-            for it in answer["deliveries"]
-        ]  # fmt: skip
-        titles = ("message", "event", "ago", "try", "outcome", "status", "ms", "what it said")
+        rows = [_delivery_row(delivery) for delivery in answer["deliveries"]]
+        titles = ("message", "event", "ago", "try", "outcome", "status", "ms", "response or error")
     if as_json:
         print_json(answer)
     else:
-        print_table(titles, rows, "There is nothing.")
+        print_table(titles, rows, "There are no such messages.")
+
+
+def _delivery_row(delivery: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        delivery["message"],
+        delivery["event"],
+        age(delivery["at"]),
+        delivery["number"],
+        delivery["outcome"],
+        delivery["status"],
+        delivery["latency_ms"],
+        delivery["error"] or delivery["answer"],
+    )
 
 
 @webhooks.command("replay")
 @_webhook_or_callbacks
-@click.option("--message", help="One message, by its webhook-id.")
-@click.option("--since", help="All that it wants since then: ISO 8601 with its zone.")
-@click.option("--given-up", is_flag=True, help="All that was given up.")
-@click.option("--tenant", help="Without WEBHOOK: only this tenant's; for administrators.")
+@click.option("--message", help="Send the message with this webhook-id.")
+@click.option("--since", help="Send all events since this time (ISO 8601 with time zone).")
+@click.option("--given-up", is_flag=True, help="Send all messages that were given up.")
+@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for administrators.")
 def replay_webhook(
     webhook: str | None, message: str | None, since: str | None, given_up: bool, tenant: str | None
 ) -> None:
-    """Tell it once more, under the same webhook-ids.
+    """Send messages once more, with the same webhook-ids.
 
-    Without WEBHOOK: callbacks of single jobs; of those --since means what was given up of jobs that ended since.
+    Without WEBHOOK: send messages to callback URLs of jobs once more.  With --since these are the messages that were
+    given up, of jobs that ended since then.
 
     \b
     slotkeeper webhooks replay WEBHOOK --since 2026-11-22T20:00:00Z
@@ -262,26 +286,27 @@ def replay_webhook(
     given = {"message": message, "since": since, "given_up": given_up or None}
     body = {name: value for name, value in given.items() if value is not None}
     if len(body) != 1:
-        raise click.UsageError("Name one of --message, --since and --given-up.")
+        raise click.UsageError("Give exactly one of --message, --since and --given-up.")
     if webhook is None:
-        told = api_client().post("/webhooks/callbacks/replay", body | ({} if tenant is None else {"tenant": tenant}))
-        echo(f"Callbacks that are sent once more: {told['sent']}.")
+        answer = api_client().post("/webhooks/callbacks/replay", body | ({} if tenant is None else {"tenant": tenant}))
+        echo(f"Callbacks that will be sent once more: {answer['sent']}.")
         return
     _refuse_tenant(tenant)
     answer = api_client().post(f"/webhooks/{path_segment(webhook)}/replay", body)
-    what = message or (f"all since {since}" if since else f"{answer['given_up']} messages that were given up")
-    echo(escape_line(f"{webhook} is told once more of {what}."))
+    what = message or (f"all events since {since}" if since else f"{answer['given_up']} messages that were given up")
+    echo(escape_line(f"Webhook {webhook} will be sent once more: {what}."))
 
 
 @webhooks.command("secret")
 @tenant_option
 @json_option
 def show_secret(tenant: str, as_json: bool) -> None:
-    """Print the secret by which the callbacks of a tenant's single jobs are verified.
+    """Print the secret that signs messages to callback URLs.
 
-    Each tenant has one of its own, in the form of Standard Webhooks (whsec_...).  It opens nothing else.
+    The receiver of a job's callback_url verifies messages with it.  Each tenant has its secret, in the form of Standard
+    Webhooks (whsec_...).  It gives no access to the API.
     """
-    _show("GET", tenant, as_json)
+    _request_secret("GET", tenant, as_json)
 
 
 def _list_callbacks(tenant: str | None, limit: int, as_json: bool) -> None:
@@ -289,40 +314,44 @@ def _list_callbacks(tenant: str | None, limit: int, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [(it["message"], it["tenant"], it["status"], age(it["ended_at"]), it["tries"], it["error"]) for it in found]
-    print_table(("message", "tenant", "job", "ended", "tries", "why"), rows, "There is nothing.")
+    rows = [
+        (row["message"], row["tenant"], row["status"], age(row["ended_at"]), row["tries"], row["error"])
+        for row in found
+    ]
+    titles = ("message", "tenant", "job", "ended", "tries", "error")
+    print_table(titles, rows, "There are no such messages.")
 
 
 def _refuse_tenant(tenant: str | None) -> None:
     if tenant is not None:
-        raise click.UsageError("A webhook has its tenant already; leave --tenant out.")
+        raise click.UsageError("A webhook belongs to one tenant; leave --tenant out.")
 
 
-def _show(method: str, tenant: str, as_json: bool) -> None:
+def _request_secret(method: str, tenant: str, as_json: bool) -> None:
     answer = api_client().request(method, f"/admin/webhook-secrets/{path_segment(tenant)}")
     if as_json:
         print_json(answer)
         return
     echo(answer["secrets"][0])
     if answer["former_until"]:
-        echo(f"Until {answer['former_until']} messages are also signed with the secret before it.", err=True)
+        echo(f"Until {answer['former_until']} messages are also signed with the previous secret.", err=True)
 
 
-def _say_secret(secret: str) -> None:
+def _print_secret(secret: str) -> None:
     echo(secret)
-    echo("Keep it: it cannot be read again.  Its receiver verifies messages with it.", err=True)
+    echo("Save this secret now: it cannot be read again.  The receiver verifies messages with it.", err=True)
 
 
-def _how(it: dict[str, Any]) -> str:
-    if it["state"] == "disabled":
-        return f"disabled: {it['reason']}" if it["reason"] else "disabled"
-    if it["failing_since"]:
-        return f"failing for {age(it['failing_since'])}"
-    return "catching up" if it["behind"] else "well"
+def _state_of(webhook: dict[str, Any]) -> str:
+    if webhook["state"] == "disabled":
+        return f"disabled: {webhook['reason']}" if webhook["reason"] else "disabled"
+    if webhook["failing_since"]:
+        return f"failing for {age(webhook['failing_since'])}"
+    return "catching up" if webhook["behind"] else "ok"
 
 
-def _try_of(answer: dict[str, Any], message: str) -> dict[str, Any] | None:
-    return next((it for it in answer["deliveries"] if it["message"] == message), None)
+def _find_delivery(answer: dict[str, Any], message: str) -> dict[str, Any] | None:
+    return next((delivery for delivery in answer["deliveries"] if delivery["message"] == message), None)
 
 
 COMMANDS = (webhooks,)

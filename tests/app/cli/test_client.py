@@ -180,7 +180,7 @@ def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp
     assert done.exit_code == 1
     assert "447 jobs were accepted, 2 lines refused." in done.stdout
     assert re.findall("^Line ([0-9]+):", done.stderr, re.MULTILINE) == ["4", "441"]
-    assert "Correct the refused lines where they stand, and send them by: slotkeeper submit-file" in done.stderr
+    assert "Correct the refused lines in the file, and submit them with: slotkeeper submit-file" in done.stderr
     assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
     assert [job["idempotency_key"] for job in batches.accepted][:4] == [f'to"day-{n}' for n in (1, 2, 3, 5)]
 
@@ -208,7 +208,7 @@ def test_a_file_goes_on_through_a_restart_of_the_api_and_says_so(
     (path := tmp_path / "jobs.ndjson").write_text('{"model": "zimg"}\n')
     done = run("submit-file", str(path))
     assert (done.exit_code, len(batches.accepted)) == (0, 1)
-    assert done.stderr.count("Nothing answers at the API.  Sending it again; it is accepted once.") == 2
+    assert done.stderr.count("Nothing answers at the API.  Sending the job again; it is accepted only once.") == 2
 
 
 def test_a_file_whose_api_stays_away_is_not_known_to_be_submitted(
@@ -221,7 +221,7 @@ def test_a_file_whose_api_stays_away_is_not_known_to_be_submitted(
     monkeypatch.setattr(Client, "retry", partialmethod(Client.retry, patience_s=0.0))
     (path := tmp_path / "jobs.ndjson").write_text('{"model": "zimg"}\n')
     done = run("submit-file", str(path), "--run", "mine")
-    assert done.exit_code == 3 and "go on with the rest by" in done.stderr
+    assert done.exit_code == 3 and "submit the rest with" in done.stderr
 
 
 def test_a_file_that_was_broken_off_says_how_to_go_on(api: HTTPServer, tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_the_command_printed_at_ctrl_c_goes_on_with_the_run(
         stopped = run("submit-file", str(path), *(["--run", chosen] if chosen else []))
     assert (stopped.exit_code, len(batches.accepted)) == (130, 200)
     first, *_, last = stopped.stderr.splitlines()
-    assert last.startswith("200 jobs were accepted; go on with the rest by: slotkeeper submit-file ")
-    command = shlex.split(last.partition("rest by: ")[2])
-    assert command == shlex.split(first.partition("go on with: ")[2]), "it was named before the first line was sent"
+    assert last.startswith("200 jobs were accepted; submit the rest with: slotkeeper submit-file ")
+    command = shlex.split(last.partition("rest with: ")[2])
+    assert command == shlex.split(first.partition("continue with: ")[2]), "it was named before the first line was sent"
     done = run(*command[1:], "--json")
     assert [job["payload"]["n"] for job in batches.accepted] == list(range(450))  # type: ignore[index]
     facts = json.loads(done.stdout)
@@ -338,7 +338,7 @@ def test_waiting_for_a_job_outlives_a_restart_of_the_api(api: HTTPServer, monkey
     monkeypatch.setattr(Client, "get", get)
     done = run("job", "j", "--wait")
     assert done.exit_code == 0 and answers == []
-    assert "Nothing answers.  The job goes on; asking again." in done.stderr
+    assert "Nothing answers.  The job continues; trying again." in done.stderr
 
 
 def test_the_end_of_a_job_is_not_known_where_the_api_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:

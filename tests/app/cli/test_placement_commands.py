@@ -174,14 +174,14 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
     lines = run("explain", "j-1").stdout.splitlines()
     assert lines[:6] == [
         found["sentence"],
-        "It starts in about 120 s (60 to 300).",
+        "The job starts in about 120 s (60 to 300).",
         "jobs ahead   1",
         "just before  01a1-first",
         "policy       aging",
-        "overtaken    by jobs that come up to 240 s after it, and no later ones",
+        "overtaken    only by jobs that are submitted up to 240 s later",
     ]
     rows = [line.split() for line in lines[6:]]
-    assert ["gpu1", "busy"] in rows and ["gpu2", "could", "take", "it"] in rows
+    assert ["gpu1", "busy"] in rows and ["gpu2", "can", "take", "the", "job"] in rows
     assert json.loads(run("explain", "j-1", "--json").stdout) == found
 
 
@@ -251,8 +251,8 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
     listed = [SERVER | {"server": f"gpu{n}", "status": it} for n, it in enumerate(standings)]
     answers(api, "GET", "/admin/servers", {"servers": listed, "fleets": None})
     well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
-    assert "well" in well and "rate" not in unknown
-    assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 cooling until 2026-01-01T00:00:03.000Z" in ill
+    assert "ok" in well and "rate" not in unknown
+    assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 in cooldown until 2026-01-01T00:00:03.000Z" in ill
 
 
 def test_a_list_of_servers_says_since_when_one_is_away(api: HTTPServer) -> None:
@@ -263,12 +263,12 @@ def test_a_list_of_servers_says_since_when_one_is_away(api: HTTPServer) -> None:
 
 def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
     answers(api, "POST", "/admin/servers/gpu/1/reset", SERVER | {"status": STANDING})
-    assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; well.\n"
+    assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; ok.\n"
 
 
 def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": None}], "fleets": None})
-    assert "Redis is away" in run("servers", "show", "gpu/1").stdout
+    assert "Redis does not answer" in run("servers", "show", "gpu/1").stdout
     assert "gpu=A100 labels=fast,testnet" in run("servers", "list").stdout
 
 
@@ -287,6 +287,9 @@ def test_a_model_is_shown_with_its_longest_wait(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/models/zimg", model)
     answers(api, "GET", "/admin/model-configs/zimg", config)
     shown = run("models", "show", "zimg").stdout
-    assert "A job of priority 5 waits for …\nWhat waits at present is about 90 s of work for its slots.\n" in shown
+    assert (
+        "A job of priority 5 waits for …\nThe waiting jobs are about 90 s of work for the slots of the model.\n"
+        in shown
+    )
     assert "policy *" in shown and "gpu1, gpu2" in shown
     assert json.loads(run("models", "show", "zimg", "--json").stdout) == model | config

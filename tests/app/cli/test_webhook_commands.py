@@ -86,7 +86,7 @@ def test_a_replay_names_one_thing(run: Any) -> None:
     assert "0 messages" in run("replay", webhook, "--given-up").stdout
     run("replay", webhook, status=2)
     run("replay", webhook, "--given-up", "--since", "2026-01-01T00:00:00Z", status=2)
-    assert "There is nothing." in run("deliveries", webhook, "--given-up").stdout
+    assert "There are no such messages." in run("deliveries", webhook, "--given-up").stdout
 
 
 def test_a_pace_is_set_and_taken_away(run: Any) -> None:
@@ -106,9 +106,9 @@ def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: A
     assert "It answered 404." in run("deliveries", "--job", job.id).stdout
     listed = json.loads(run("deliveries", "--given-up", "--tenant", "default", "--json").stdout)
     assert [it["message"] for it in listed] == [owed]
-    assert "There is nothing." in run("deliveries", "--given-up", "--tenant", "acme").stdout
+    assert "There are no such messages." in run("deliveries", "--given-up", "--tenant", "acme").stdout
     assert run("replay", "--message", owed).stdout.strip().endswith("1.")
-    assert "There is nothing." in run("deliveries", "--given-up").stdout
+    assert "There are no such messages." in run("deliveries", "--given-up").stdout
     assert run("replay", "--given-up").stdout.strip().endswith("0.")
     run("deliveries", status=2)
     run("deliveries", "--job", job.id, "--given-up", status=2)

@@ -1,4 +1,4 @@
-"""The command line: one file for each subject, `__main__` puts them together.
+"""The command line: one file for each subject, and `__main__` with the command `slotkeeper`.
 
-What is slow to import (Flask, SQLAlchemy, rich) is imported inside the commands that need it.
+Modules that are slow to import (Flask, SQLAlchemy, rich) are imported inside the commands that need them.
 """

@@ -1,4 +1,4 @@
-"""The command line.  Each group of commands has its file beside this one; what is slow is imported inside them."""
+"""Build the command `slotkeeper` from the modules of this package, one for each group of commands."""
 
 import click
 
@@ -23,11 +23,11 @@ from app.terminal import SafeGroup
 @click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="slotkeeper", message="slotkeeper %(version)s")
 def main() -> None:
-    """A dispatcher for GPU inference: durable queue, exact order, one slot per job.
+    """Dispatch GPU inference: durable queue, exact order, one slot per job.
 
-    Commands that ask the API find it at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT there),
-    and show it the key in SLOTKEEPER_KEY.  Exit status: 0 done, 1 not done, such as a job that was waited for and
-    failed, 2 wrong usage, 3 not known, because the API could not be reached or stayed away.
+    Commands call the API at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT of this host) with the
+    key in SLOTKEEPER_KEY.  Exit status: 0 success; 1 failure, for example of a job with --wait; 2 wrong usage; 3
+    unknown, because the API did not answer.
     """
 
 

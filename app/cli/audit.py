@@ -1,4 +1,4 @@
-"""Commands about what operators have done."""
+"""The command that lists the acts of operators."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,9 @@ _EVERYTHING = 1 << 40
 @limit_option
 @json_option
 def audit(limit: int, as_json: bool, export: Path | None, **wanted: str | None) -> None:
-    """List who did what, when, and to which job, server, model or tenant; the newest first.
+    """List the acts of operators, the newest first.
+
+    Shows who did what, when, from where, and to which job, server, model or tenant.
 
     \b
     slotkeeper audit --actor ops --since 2026-11-01T00:00:00Z
@@ -45,7 +47,7 @@ def audit(limit: int, as_json: bool, export: Path | None, **wanted: str | None) 
         (one["at"], one["actor"], one["interface"], one["act"], _what(one), one["reason"], one["origin"])
         for one in acts
     ]
-    print_table(("at", "by", "interface", "act", "what", "reason", "from"), rows, "Nobody has done anything.")
+    print_table(("at", "by", "interface", "act", "what", "reason", "from"), rows, "There are no such acts.")
 
 
 def _what(one: dict[str, str]) -> str:

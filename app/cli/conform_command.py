@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("url", required=False)
-@click.option("--mode", type=click.Choice(("sync", "async")), help="How it answers.  [default: as it is seen to]")
+@click.option("--mode", type=click.Choice(("sync", "async")), help="How the server answers.  [default: detected]")
 @click.option("--endpoint", default="/generate", show_default=True, help="Path of the model.")
 @click.option(
-    "--direct-queue", default=10, show_default=True, type=click.IntRange(0, 1000), help="Calls that may wait."
+    "--direct-queue", default=10, show_default=True, type=click.IntRange(0, 1000), help="Direct calls that may wait."
 )
-@click.option("--without", multiple=True, type=click.Choice(ABILITIES), help="What it does not promise; repeat it.")
-@click.option("--only", multiple=True, metavar="NAME", help="This check alone; repeat it.")
+@click.option(
+    "--without", multiple=True, type=click.Choice(ABILITIES), help="Skip the checks of this ability; repeat it."
+)
+@click.option("--only", multiple=True, metavar="NAME", help="Run only this check; repeat it.")
 @click.option("--restart", metavar="COMMAND", help="A shell command that kills the server and starts it again.")
-@click.option("--gate-host", default="127.0.0.1", show_default=True, help="How the server reaches this machine.")
+@click.option("--gate-host", default="127.0.0.1", show_default=True, help="Address of this machine for the server.")
 @json_option
 def conform(
     url: str | None,
@@ -40,11 +42,11 @@ def conform(
     gate_host: str,
     as_json: bool,
 ) -> None:
-    """Put the server at URL to the slot protocol, clause by clause (docs/reference/slot-protocol.md).
+    """Check whether a server keeps the slot protocol.
 
-    It must be idle, serve nobody else meanwhile, and wrap the model that slotkeeper/serve/gated.py describes: one that
-    ends its runs when it is told to.  Without a URL the reference server is started and put to it, which shows what a
-    server that keeps all of it looks like.  Exit status 1: a clause is not kept; 2: it could not be tried.
+    docs/reference/slot-protocol.md lists the checks.  The server must be idle, must serve no other client during the
+    checks, and must wrap the model in slotkeeper/serve/gated.py, which ends runs on request.  Without URL the command
+    checks the reference server, which passes all checks.  Exit status 1: a check failed; 2: the checks could not run.
 
     \b
     slotkeeper serve slotkeeper.serve.gated:model --slots 2 --port 9001
@@ -52,33 +54,33 @@ def conform(
     """
     from slotkeeper.conform.check_context import ServerUnderTest
     from slotkeeper.conform.check_runner import CannotTest
-    from slotkeeper.conform.check_runner import conform as put
+    from slotkeeper.conform.check_runner import conform as run_checks
 
-    names = _known(only)
-    with _served(url, mode, endpoint, direct_queue, frozenset(without), restart, ServerUnderTest) as served:
+    names = _check_names(only)
+    with _server_under_test(url, mode, endpoint, direct_queue, frozenset(without), restart, ServerUnderTest) as served:
         try:
             verdicts = []
-            for verdict in put(served, lambda check: not names or check.name in names, gate_host):
+            for verdict in run_checks(served, lambda check: not names or check.name in names, gate_host):
                 verdicts.append(verdict)
                 if not as_json and sys.stderr.isatty():
                     echo(f"{verdict.check.name}  {verdict.ended}", err=True)
-        except CannotTest as why:
-            echo(escape_line(f"It cannot be put to the protocol: {why}."), err=True)
+        except CannotTest as error:
+            echo(escape_line(f"The server cannot be checked: {error}."), err=True)
             sys.exit(2)
-    _tell(verdicts, as_json)
+    _report(verdicts, as_json)
 
 
-def _known(only: tuple[str, ...]) -> frozenset[str]:
+def _check_names(only: tuple[str, ...]) -> frozenset[str]:
     from slotkeeper.conform.protocol_checks import CHECKS
 
     wrong = sorted(set(only) - {check.name for check in CHECKS})
     if wrong:
-        raise click.UsageError(f"There is no check {wrong[0]!r}; docs/reference/slot-protocol.md names them.")
+        raise click.UsageError(f"There is no check {wrong[0]!r}; docs/reference/slot-protocol.md lists the checks.")
     return frozenset(only)
 
 
 @contextmanager
-def _served(
+def _server_under_test(
     url: str | None,
     mode: str | None,
     endpoint: str,
@@ -87,7 +89,7 @@ def _served(
     restart: str | None,
     of: "type[ServerUnderTest]",
 ) -> "Iterator[ServerUnderTest]":
-    """The server that is named, or one of our own."""
+    """Yield the server at the URL; without a URL, start the reference server and yield it."""
     if url is None:
         from slotkeeper.conform.reference import GATED, started
 
@@ -101,27 +103,28 @@ def _served(
     yield of(url.rstrip("/"), mode or "", endpoint, direct_queue, without, again if restart else None)
 
 
-def _tell(verdicts: "list[CheckResult]", as_json: bool) -> None:
-    """Exit status 1 if a clause is not kept."""
-    counts = {word: sum(it.ended == word for it in verdicts) for word in ("passed", "failed", "skipped")}
+def _report(results: "list[CheckResult]", as_json: bool) -> None:
+    """Print the results.  Exits with status 1 if a check failed."""
+    counts = {word: sum(result.ended == word for result in results) for word in ("passed", "failed", "skipped")}
     if as_json:
-        told = [
+        checks = [
             {
-                "check": it.check.name,
-                "section": it.check.section,
-                "level": it.check.level,
-                "says": it.check.says,
-                "ended": it.ended,
-                "why": it.why or None,
+                "check": result.check.name,
+                "section": result.check.section,
+                "level": result.check.level,
+                "says": result.check.says,
+                "ended": result.ended,
+                "why": result.why or None,
             }
-            for it in verdicts
+            for result in results
         ]
-        print_json({"counts": counts, "checks": told})
+        print_json({"counts": counts, "checks": checks})
     else:
-        shown = [
-            (it.check.name, it.check.section, it.check.level, it.ended, it.why or it.check.says) for it in verdicts
+        rows = [
+            (result.check.name, result.check.section, result.check.level, result.ended, result.why or result.check.says)
+            for result in results
         ]
-        print_table(("check", "section", "level", "", ""), shown, "No check was asked for.")
+        print_table(("check", "section", "level", "", ""), rows, "No check ran.")
         echo(", ".join(f"{count} {word}" for word, count in counts.items()) + ".")
     if counts["failed"]:
         sys.exit(1)

@@ -12,7 +12,7 @@ _MOST = 50
 
 @click.group()
 def batches() -> None:
-    """Jobs that were submitted together: how far they have come, and their cancel."""
+    """Show and cancel batches: jobs submitted together."""
 
 
 @batches.command("list")
@@ -28,14 +28,17 @@ def list_batches(limit: int, as_json: bool) -> None:
         (one["batch"], one["tenant"], f"{one['ended']} of {one['jobs']}", _counts(one), age(one["created_at"]))
         for one in found
     ]
-    print_table(("batch", "tenant", "ended", "jobs", "age"), rows, "No jobs came together.")
+    print_table(("batch", "tenant", "ended", "jobs", "age"), rows, "There are no batches.")
 
 
 @batches.command("show")
 @click.argument("batch")
 @json_option
 def show_batch(batch: str, as_json: bool) -> None:
-    """Show how far a batch has come.  `slotkeeper jobs --batch BATCH` lists its jobs."""
+    """Show the progress of a batch.
+
+    `slotkeeper jobs --batch BATCH` lists its jobs.
+    """
     found = api_client().get(f"/queue/batches/{path_segment(batch)}")
     if as_json:
         print_json(found)

@@ -1,4 +1,4 @@
-"""Commands about what holds where a model says nothing: for its kind, and for all models."""
+"""Commands that manage default settings: of all models, and of each kind of models."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from app.terminal import echo
 
 @click.group()
 def defaults() -> None:
-    """What holds for all models that do not say otherwise."""
+    """Manage the default settings of all models."""
 
 
 @defaults.command("show")
 @json_option
 def show_defaults(as_json: bool) -> None:
-    """Show them; * marks what is not built in."""
+    """Show the defaults; * marks each changed setting."""
     _print(api_client().get("/admin/defaults"), as_json)
 
 
@@ -24,39 +24,45 @@ def show_defaults(as_json: bool) -> None:
 @click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
 @json_option
 def set_defaults(settings: tuple[str, ...], as_json: bool) -> None:
-    """Change some; the others stay.  Values are JSON; a bare word is a text."""
+    """Change defaults; the others stay.
+
+    A value is JSON; a word without quotes is a string.
+    """
     _print(_change("/admin/defaults", settings), as_json)
 
 
 @defaults.command("reset")
 def reset_defaults() -> None:
-    """Let hold what is built in."""
+    """Reset all defaults to the built-in values."""
     api_client().request("PUT", "/admin/defaults", body={})
-    echo("What is built in holds.")
+    echo("All defaults have their built-in values.")
 
 
 @click.group()
 def kinds() -> None:
-    """Kinds of models, such as prediction and training, and what holds for each."""
+    """Manage kinds of models and their default settings.
+
+    A kind, such as prediction or training, is a group of models with common defaults.
+    """
 
 
 @kinds.command("list")
 @json_option
 def list_kinds(as_json: bool) -> None:
-    """List them, and which models are of each."""
+    """List the kinds with their models and settings."""
     found = api_client().get("/admin/kinds")["kinds"]
     if as_json:
         print_json(found)
         return
-    rows = [(it["kind"], ", ".join(it["models"]) or "-", it["overrides"]) for it in found]
-    print_table(("kind", "models", "says"), rows, "There are no kinds.")
+    rows = [(kind["kind"], ", ".join(kind["models"]) or "-", kind["overrides"]) for kind in found]
+    print_table(("kind", "models", "settings"), rows, "There are no kinds.")
 
 
 @kinds.command("show")
 @click.argument("kind")
 @json_option
 def show_kind(kind: str, as_json: bool) -> None:
-    """Show what holds for its models; * marks what is not built in."""
+    """Show the settings of a kind; * marks each changed one."""
     _print(api_client().get(f"/admin/kinds/{path_segment(kind)}"), as_json)
 
 
@@ -65,7 +71,7 @@ def show_kind(kind: str, as_json: bool) -> None:
 @click.argument("settings", metavar="NAME=VALUE...", nargs=-1)
 @json_option
 def set_kind(kind: str, settings: tuple[str, ...], as_json: bool) -> None:
-    """Add a kind, or change some of what holds for its models.
+    """Add a kind, or change its settings.
 
     \b
     slotkeeper kinds set training max_poll_time=86400 max_retries=3 policy=fair
@@ -77,7 +83,7 @@ def set_kind(kind: str, settings: tuple[str, ...], as_json: bool) -> None:
 @kinds.command("rm")
 @click.argument("kind")
 def remove_kind(kind: str) -> None:
-    """Forget a kind of which no model is any more."""
+    """Remove a kind that no model uses."""
     api_client().request("DELETE", f"/admin/kinds/{path_segment(kind)}")
     echo(f"{kind} is removed.")
 
@@ -95,12 +101,12 @@ def _change(path: str, settings: tuple[str, ...]) -> Any:
     return api.request("PUT", path, body={**before, **dict(read_setting(one) for one in settings)})
 
 
-def _print(it: Any, as_json: bool) -> None:
+def _print(answer: Any, as_json: bool) -> None:
     if as_json:
-        print_json(it)
+        print_json(answer)
         return
-    own = it["overrides"]
-    print_fields({f"{name} *" if name in own else name: value for name, value in {**it["built_in"], **own}.items()})
+    own = answer["overrides"]
+    print_fields({f"{name} *" if name in own else name: value for name, value in {**answer["built_in"], **own}.items()})
 
 
 COMMANDS = (defaults, kinds)

@@ -1,4 +1,4 @@
-"""What several commands share: the client, options, and ways to print."""
+"""Helpers that several commands share: the API client, options, and functions that print."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def print_json(value: Any) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: str) -> None:
-    """`nothing` is said when there are no rows."""
+    """Print rows as a table.  `nothing`: the sentence that is printed instead if there are no rows."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.columns[0].no_wrap = True  # A name that is cut off helps nobody.
+    table.columns[0].no_wrap = True  # A wrapped name cannot be copied.
     for row in rows:
         table.add_row(*(escape_line(display(value)) for value in row))
     if table.rows:
@@ -63,7 +63,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: s
 
 
 def print_fields(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
-    """Name and value, one line each; what is not set is left out."""
+    """Print each name with its value on one line, without empty values and the names in `without`."""
     hidden = set(without)
     kept = {name: value for name, value in facts.items() if name not in hidden and value not in (None, [], {})}
     width = max((len(name) for name in kept), default=0)
@@ -72,7 +72,7 @@ def print_fields(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
 
 
 def display(value: Any) -> str:
-    """A value for a person: '-' for what is not set, JSON for what has parts."""
+    """Return a value as people read it: '-' for None, JSON for lists and objects."""
     match value:
         case None:
             return "-"
@@ -88,7 +88,7 @@ def display(value: Any) -> str:
 
 
 def age(when: str | None) -> str:
-    """How long ago a moment was."""
+    """Return how long ago a time was, such as "3 min"."""
     if not when:
         return "-"
     seconds = max((datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds(), 0)
@@ -99,14 +99,14 @@ def age(when: str | None) -> str:
 
 
 def path_segment(segment: str) -> str:
-    """One segment of a path, whatever is in it."""
+    """Quote a string as one segment of a URL path."""
     from urllib.parse import quote
 
     return quote(segment, safe="")
 
 
 def read_json(text: str, what: str) -> Any:
-    """JSON as an argument: the text itself, - for standard input, @file for a file.  Raises UsageError."""
+    """Parse a JSON argument: the text, - for standard input, or @FILE.  Raises UsageError."""
     if text == "-":
         text = sys.stdin.read()
     elif text.startswith("@"):
@@ -122,7 +122,7 @@ def read_json(text: str, what: str) -> Any:
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, whose value is JSON, @file, or a bare word.  Raises UsageError."""
+    """Parse NAME=VALUE, whose value is JSON, @FILE, or a word without quotes.  Raises UsageError."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.UsageError(f"{text!r} is not NAME=VALUE.")

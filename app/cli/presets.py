@@ -1,4 +1,4 @@
-"""Commands about kinds of servers: those that are known by name, and what answers at an address."""
+"""Commands that show presets, probe an address, and check a server."""
 
 import sys
 from typing import Any
@@ -14,7 +14,9 @@ from app.terminal import echo, escape_line, safe_json
 @click.argument("name", required=False)
 @json_option
 def presets(name: str | None, as_json: bool) -> None:
-    """List the kinds of inference servers that are known by name, or show one with its description.
+    """List the presets of inference servers, or show one.
+
+    A preset describes the API of one kind of server, such as cog.
 
     \b
     slotkeeper presets cog
@@ -26,22 +28,22 @@ def presets(name: str | None, as_json: bool) -> None:
     elif name is None:
         rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
         print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
-        for it in answer["behind"]:
-            echo(f"{escape_line(it['model'])} has an older form of {it['preset']}; to renew it, say again:")
-            echo(f"  slotkeeper models configure {path_segment(it['model'])} preset={it['preset']}")
+        for model in answer["behind"]:
+            echo(f"Model {escape_line(model['model'])} uses an older version of {model['preset']}; update it with:")
+            echo(f"  slotkeeper models configure {path_segment(model['model'])} preset={model['preset']}")
     else:
         _print_preset(answer)
 
 
-def _print_preset(it: dict[str, Any]) -> None:
-    print_fields({key: it[key] for key in ("name", "title", "servers", "evidence", "checked")})
-    for note in it["notes"]:
+def _print_preset(preset: dict[str, Any]) -> None:
+    print_fields({key: preset[key] for key in ("name", "title", "servers", "evidence", "checked")})
+    for note in preset["notes"]:
         echo(f"- {escape_line(note)}")
     echo()
-    echo(safe_json(it["description"], indent=2))
+    echo(safe_json(preset["description"], indent=2))
     echo()
-    _print_commands("MODEL", "SERVER", it["name"], it["endpoint"], it["slots"])
-    echo(f"slotkeeper submit MODEL {_quoted(safe_json(it['payload']))}")
+    _print_commands("MODEL", "SERVER", preset["name"], preset["endpoint"], preset["slots"])
+    echo(f"slotkeeper submit MODEL {_quoted(safe_json(preset['payload']))}")
 
 
 def _print_commands(model: str, server: str, preset: str, endpoint: str, slots: int) -> None:
@@ -57,18 +59,23 @@ def _quoted(text: str) -> str:
 
 @servers.command("probe")
 @click.argument("url")
-@click.option("--preset", metavar="NAME", help="Speak to it so, whatever its answers speak for.")
-@click.option("--payload", metavar="JSON", help="Run a job there: JSON, @file, or - for standard input.")
-@click.option("--model", help="Whose secrets may be put in.")
+@click.option("--preset", metavar="NAME", help="Use this preset instead of the detected one.")
+@click.option("--payload", metavar="JSON", help="Run a job on the server: JSON, @FILE, or - for standard input.")
+@click.option("--model", help="The model whose secrets may be sent to the server.")
 @click.option(
-    "--patience", default=10.0, show_default=True, type=click.FloatRange(0, 25, min_open=True), help="Seconds."
+    "--patience",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0, 25, min_open=True),
+    help="Time limit in seconds.",
 )
 @json_option
 def probe(url: str, preset: str | None, payload: str | None, model: str | None, patience: float, as_json: bool) -> None:
-    """Ask an address what kind of inference server answers there, and try a job on it.  Nothing is registered.
+    """Detect which kind of inference server answers at URL.
 
-    Shows each exchange and which rule judged it, and ends with the commands that register the server.  Exit status 1:
-    nobody answers, or the job did not end well.
+    With --payload, also runs a job on the server.  Registers nothing.  Shows each request with the rule that classified
+    the response, and ends with the commands that register the server.  Exit status 1: no server answers, or the job did
+    not complete.
 
     \b
     slotkeeper servers probe http://10.0.0.4:5000 --payload '{"prompt": "a cat"}'
@@ -90,20 +97,23 @@ def _print_probe(found: dict[str, Any], model: str) -> None:
     for one in found["exchanges"]:
         _print_exchange(one)
     if not found["reachable"]:
-        echo("Nobody answers there.")
+        echo("No server answers at this URL; see that it runs and that the API's host can reach it.")
         return
     for one in found["candidates"]:
         echo(escape_line(f"{one['preset']}: {one['because']} (weight {one['weight']})"))
     if not found["candidates"]:
-        echo("No preset's signs were met.  If it answers a POST at once with the result, generic-sync fits.")
+        echo("No preset matches.  If the server answers a POST with the result, use --preset generic-sync.")
     if found["health"]:
-        said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
-        echo(escape_line(f"health: {safe_json(said)}"))
+        echo(escape_line(f"health: {safe_json(_drop_empty(found['health']))}"))
     if found["outcome"]:
-        echo(escape_line(f"the job: {safe_json(found['outcome'])}"))
+        echo(escape_line(f"job: {safe_json(found['outcome'])}"))
     if (found["outcome"] or {"kind": "done"})["kind"] == "done":
         echo()
         _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
+
+
+def _drop_empty(health: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in health.items() if value not in (None, "", [])}
 
 
 def _print_exchange(one: dict[str, Any]) -> None:
@@ -117,7 +127,10 @@ def _print_exchange(one: dict[str, Any]) -> None:
 @click.argument("server")
 @json_option
 def check(server: str, as_json: bool) -> None:
-    """Say why a server gets no jobs.  Exit status 1: something keeps it from them."""
+    """Explain why a server gets no jobs.
+
+    Exit status 1: there is a reason other than that no job waits.
+    """
     found = api_client().get(f"/admin/servers/{path_segment(server)}/check")
     if as_json:
         print_json(found)
@@ -127,8 +140,7 @@ def check(server: str, as_json: bool) -> None:
         rows = ((one["code"], one["until"], one["sentence"]) for one in found["reasons"])
         print_table(("reason", "until", ""), rows, "")
         if found["health"]:
-            said = {key: value for key, value in found["health"].items() if value not in (None, "", [])}
-            echo(escape_line(f"It says of itself: {safe_json(said)}"))
+            echo(escape_line(f"The server reports: {safe_json(_drop_empty(found['health']))}"))
     if any(one["code"] != "nothing_waits" for one in found["reasons"]):
         sys.exit(1)
 

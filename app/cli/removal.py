@@ -1,4 +1,4 @@
-"""Removing: what the commands of servers and models share."""
+"""The parts of the commands `remove` and `keep` that servers and models share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,25 +14,26 @@ def remove(kind: str, name: str, params: Mapping[str, str]) -> dict[str, Any]:
     return answer
 
 
-def print_removal(it: Mapping[str, Any], as_json: bool) -> None:
-    """How far it has come."""
+def print_removal(removal: Mapping[str, Any], as_json: bool) -> None:
+    """Print whether a removal is done, and what it still waits for."""
     if as_json:
-        print_json(it)
+        print_json(removal)
         return
-    if it["state"] == "leaving":
-        withheld = f", {it['quarantined']} slots quarantined" if it["quarantined"] else ""
-        remaining = f"{format_counts(it['remaining'])}{withheld}"
-        echo(escape_line(f"{it['name']} takes nothing new, and will be removed when this has ended: {remaining}."))
+    name = removal["name"]
+    if removal["state"] == "leaving":
+        quarantined = f", {removal['quarantined']} slots quarantined" if removal["quarantined"] else ""
+        remaining = f"{format_counts(removal['remaining'])}{quarantined}"
+        echo(escape_line(f"{name} gets no new jobs, and is removed when these have ended: {remaining}."))
         return
-    echo(escape_line(f"{it['name']} is removed."))
-    if it["lost"]:
-        echo(escape_line(f"Lost runs, whose jobs run again elsewhere: {', '.join(it['lost'])}."))
-    if it["idle"]:
-        echo(escape_line(f"Servers that serve no model any more: {', '.join(it['idle'])}."))
+    echo(escape_line(f"{name} is removed."))
+    if removal["lost"]:
+        echo(escape_line(f"These jobs lost their runs, and run again on other servers: {', '.join(removal['lost'])}."))
+    if removal["idle"]:
+        echo(escape_line(f"These servers serve no model now: {', '.join(removal['idle'])}."))
 
 
 def format_counts(by_state: Mapping[str, int] | None) -> str:
-    """Jobs that have not ended."""
+    """Return the numbers of unfinished jobs by state, as words."""
     return ", ".join(f"{count} {state}" for state, count in sorted((by_state or {}).items())) or "nothing"
 
 
@@ -41,8 +42,7 @@ def keep_command(kind: str) -> click.Command:
 
     @click.argument("name", metavar=kind.upper())
     def keep(name: str) -> None:
-        """Call its removal off."""
         api_client().request("DELETE", f"/admin/{kind}s/{path_segment(name)}/removal")
-        echo(escape_line(f"{name} stays."))
+        echo(escape_line(f"The removal of {name} is canceled."))
 
-    return click.command("keep")(keep)
+    return click.command("keep", help=f"Cancel the removal of a {kind}.")(keep)

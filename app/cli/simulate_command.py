@@ -97,10 +97,10 @@ def _options(command: Any) -> Any:
 @_options
 @json_option
 def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, as_json: bool, **wishes: Any) -> None:
-    """What if: play a day, or a week, in seconds.
+    """Simulate a day or a week of jobs in seconds.
 
-    Jobs of a generated or a recorded load go through the same policies and scripts as in earnest, on a waiting room
-    in memory with a clock of its own.  Nothing of your installation is touched; --from-record only reads.
+    Jobs of a generated or a recorded load pass through the same policies and scripts as in production, with a queue in
+    memory and a simulated clock.  The command changes nothing in your installation; --from-record only reads.
 
     \b
       slotkeeper simulate --policy fifo --policy fair --busy 1.1
@@ -114,7 +114,7 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
     from app.simulate.simulated_catalog import Variant
     from app.simulate.terminal_report import show
 
-    with _said(), _stoppable():
+    with _friendly_errors(), _stoppable():
         variants = [
             Variant(policy, count, wishes["settings"], wishes["speed_ups"])
             for policy, count in product(policies or (None,), slots or (None,))
@@ -125,7 +125,7 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
         found = [summarize(outcome) for outcome in outcomes]
         written = drawings.write(plots, found, outcomes) if plots else []
     if as_json:
-        print_json({"load": case.title, "variants": [it.data() for it in found]})
+        print_json({"load": case.title, "variants": [summary.data() for summary in found]})
         return
     out = console()
     out.print(case.title)
@@ -204,8 +204,8 @@ def _plan_fields(wishes: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """What was wrong, in one sentence; exit status 2 for what the caller can mend, else 1."""
+def _friendly_errors() -> Iterator[None]:
+    """Turn errors into one sentence; exit status 2 for wrong usage, 1 for other errors."""
     from pydantic import ValidationError
     from redis.exceptions import RedisError
 
@@ -262,7 +262,7 @@ def _stoppable() -> Iterator[None]:
 
 @contextmanager
 def _progress(jobs: int) -> Iterator["Progress"]:
-    """A bar on standard error, if somebody looks at it."""
+    """Yield a function that advances a progress bar, which is shown if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -7,16 +7,16 @@ from app.terminal import echo, escape_line
 
 # kind -> word -> (state, help)
 _OF_SERVERS = {
-    "pause": ("paused", "Start nothing more on it, for a while; what runs there ends."),
-    "drain": ("draining", "Let what runs on it end, and start nothing more."),
-    "freeze": ("frozen", "Start nothing more on it, until somebody has looked."),
-    "resume": ("online", "Use it again."),
+    "pause": ("paused", "Start no new jobs on a server; its running jobs end."),
+    "drain": ("draining", "Let the jobs on a server end; start no new ones."),
+    "freeze": ("frozen", "Start no new jobs until an operator has checked it."),
+    "resume": ("online", "Start jobs on a server again."),
 }
 _OF_OTHERS = {
-    "pause": ("paused", "Start nothing of it; new jobs are accepted and wait."),
-    "drain": ("draining", "Let what waits go on, and accept no new jobs."),
-    "freeze": ("frozen", "Start nothing of it, and accept no new jobs."),
-    "resume": ("online", "Let it go on."),
+    "pause": ("paused", "Start no jobs; accept new jobs, which wait."),
+    "drain": ("draining", "Run the waiting jobs; accept no new jobs."),
+    "freeze": ("frozen", "Start no jobs, and accept no new jobs."),
+    "resume": ("online", "Start and accept jobs again."),
 }
 
 
@@ -28,7 +28,7 @@ def add_state_commands(group: click.Group, kind: str) -> None:
 
 def _command(word: str, kind: str, state: str, text: str) -> click.Command:
     @click.argument("name", metavar=kind.upper())
-    @click.option("--reason", default="", help="Why; it is shown to whoever waits.")
+    @click.option("--reason", default="", help="The reason, which is shown to those whose jobs wait.")
     def change(name: str, reason: str) -> None:
         body = {"state": state, "reason": reason} if reason else {"state": state}
         api_client().request("PATCH", f"/admin/{kind}s/{path_segment(name)}", body=body)

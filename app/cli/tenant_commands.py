@@ -10,16 +10,23 @@ from app.terminal import echo
 
 @click.group()
 def secrets() -> None:
-    """Keys and passwords of inference servers, which descriptions name: {{secret/NAME}}.  Values are never shown."""
+    """Manage keys and passwords of inference servers.
+
+    Descriptions of servers name them as {{secret/NAME}}.  Their values are never shown.
+    """
 
 
 @secrets.command("set")
 @click.argument("name")
-@click.option("--model", "models", metavar="MODEL", multiple=True, help="Whose description may name it; repeat it.")
-@click.option("--all-models", is_flag=True, help="The descriptions of all models may.")
+@click.option(
+    "--model", "models", metavar="MODEL", multiple=True, help="Model whose description may use it; repeat it."
+)
+@click.option("--all-models", is_flag=True, help="The descriptions of all models may use it.")
 @json_option
 def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bool) -> None:
-    """Set a secret, or replace it.  The value is asked for, or read from standard input; it stands in no command line.
+    """Set or replace a secret.
+
+    The command prompts for the value or reads it from standard input, so that it is in no command line.
 
     \b
     slotkeeper secrets set HF_TOKEN --model flux
@@ -39,7 +46,7 @@ def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bo
 @secrets.command("list")
 @json_option
 def list_secrets(as_json: bool) -> None:
-    """List their names, for which models they are, and when they were set."""
+    """List secrets without their values."""
     answer = api_client().get("/admin/secrets")
     if as_json:
         print_json(answer)
@@ -51,7 +58,7 @@ def list_secrets(as_json: bool) -> None:
 @secrets.command("rm")
 @click.argument("name")
 def remove_secret(name: str) -> None:
-    """Forget one that no description names any more."""
+    """Remove a secret that no description uses."""
     api_client().request("DELETE", f"/admin/secrets/{path_segment(name)}")
     echo(f"{name} is removed.")
 

@@ -52,7 +52,10 @@ def main(
     grace: float,
     debug: bool,
 ) -> None:
-    """Serve MODULE:FUNCTION, which takes the payload and returns the result, as an inference server."""
+    """Serve a Python function as an inference server.
+
+    MODULE:FUNCTION names a function that takes the payload of a job and returns its result.
+    """
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(message)s")
     try:
         config = ServeConfig(

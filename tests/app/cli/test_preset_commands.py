@@ -87,7 +87,7 @@ def test_a_probe_sends_what_was_asked_for_and_tells_each_exchange(api: HTTPServe
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"reachable": False, "preset": None, "endpoint": None, "outcome": None, "health": None}, "Nobody answers"),
+        ({"reachable": False, "preset": None, "endpoint": None, "outcome": None, "health": None}, "No server answers"),
         ({"outcome": {"kind": "retry", "code": "server_error", "message": "boom", "result": None}}, "server_error"),
     ],
 )

@@ -27,23 +27,26 @@ def test_a_model_is_removed(api: HTTPServer) -> None:
     ran = _run("models", "remove", "zimg")
     assert (ran.exit_code, ran.stdout.splitlines()) == (
         0,
-        ["zimg is removed.", "Servers that serve no model any more: gpu1."],
+        ["zimg is removed.", "These servers serve no model now: gpu1."],
     )
 
 
 def test_a_model_that_drains_says_what_is_left(api: HTTPServer) -> None:
     leaving = {**DONE, "state": "leaving", "remaining": {"queued": 2, "running": 1}}
     api.expect_request("/admin/models/zimg", "DELETE", query_string="drain=true").respond_with_json(leaving, 202)
-    said = "zimg takes nothing new, and will be removed when this has ended: 2 queued, 1 running."
+    said = "zimg gets no new jobs, and is removed when these have ended: 2 queued, 1 running."
     assert _run("models", "remove", "zimg", "--drain").stdout.strip() == said
 
 
 def test_a_server_that_is_removed_by_force_says_what_is_lost(api: HTTPServer) -> None:
     lost = {**DONE, "name": "gpu1", "lost": ["j1", "j2"]}
     api.expect_request("/admin/servers/gpu1", "DELETE", query_string="force=true").respond_with_json(lost)
-    assert "Lost runs, whose jobs run again elsewhere: j1, j2." in _run("servers", "remove", "gpu1", "--force").stdout
+    assert (
+        "These jobs lost their runs, and run again on other servers: j1, j2."
+        in _run("servers", "remove", "gpu1", "--force").stdout
+    )
 
 
 def test_a_removal_is_called_off(api: HTTPServer) -> None:
     api.expect_request("/admin/models/zimg/removal", "DELETE").respond_with_json({})
-    assert _run("models", "keep", "zimg").stdout == "zimg stays.\n"
+    assert _run("models", "keep", "zimg").stdout == "The removal of zimg is canceled.\n"

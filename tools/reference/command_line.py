@@ -15,16 +15,16 @@ prints.
 
 
 def page() -> str:
-    return _TOP + "".join(_command(main, "slotkeeper", []))
+    root = click.Context(main, info_name="slotkeeper", **main.context_settings)
+    return _TOP + "".join(_sections(main, root))
 
 
-def _command(command: click.Command, name: str, parents: list[str]) -> Iterator[str]:
+def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
     """Yield the section of a command, then those of its subcommands."""
-    context = click.Context(command, info_name=" ".join([*parents, name]), terminal_width=100, max_content_width=100)
-    yield f"{'#' * min(2 + max(0, len(parents) - 1), 3)} {' '.join([*parents, name])}\n\n"
-    yield f"```text\n{command.get_help(context).rstrip()}\n```\n\n"
+    level = 2 if context.parent is None or context.parent.parent is None else 3
+    yield f"{'#' * level} {context.command_path}\n\n```text\n{command.get_help(context).rstrip()}\n```\n\n"
     if isinstance(command, click.Group):
-        for child in command.list_commands(context):
-            found = command.get_command(context, child)
-            if found is not None and not found.hidden:
-                yield from _command(found, child, [*parents, name])
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            if child is not None and not child.hidden:
+                yield from _sections(child, click.Context(child, info_name=name, parent=context))

@@ -1,7 +1,7 @@
-"""How often wrong keys are heard out at the log-in: a few times a minute from one address, and not often from all.
+"""Limit the wrong keys per minute at the log-in: of one address, and of all addresses.
 
-A right key is let in however many wrong ones have come, else anybody could keep operators out.  Nobody guesses one: it
-has 256 random bits.
+A valid key is accepted whatever the counts are; otherwise an attacker could lock operators out.  A key has 256 random
+bits, so that guessing is hopeless.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Attempts:
         self._wrong: Counter[str] = Counter()
 
     def wrong(self, address: str) -> float:
-        """One more has come from this address.  Answers in how many seconds it may try again; 0: now."""
+        """Count a wrong key of an address and return the seconds until its next try; 0: now."""
         with self._lock:
             left = self._began + _WINDOW_S - self._clock()
             if left <= 0:

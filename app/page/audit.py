@@ -1,4 +1,4 @@
-"""Audit: who did what, when, by which door and from where."""
+"""The page of the audit log: the acts of operators."""
 
 from typing import Any
 

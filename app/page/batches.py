@@ -1,4 +1,4 @@
-"""Batches: jobs that were submitted together, how far they have come, and their cancel."""
+"""The pages of batches: list, progress and cancel."""
 
 from typing import Any
 
@@ -20,10 +20,12 @@ def batches() -> Any:
 
 @page_view("/page/batches/<batch>")
 def batch(batch: str) -> Any:
-    told = batches_api.get_batch(BatchPath(batch=batch))
+    answer = batches_api.get_batch(BatchPath(batch=batch))
     wanted = {name: request.args.get(name) or None for name in ("status", "cursor")}
     found = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **wanted}))
-    return render_page("batch.html", batch=told, jobs=found["jobs"], next=found["next_cursor"], status=wanted["status"])
+    return render_page(
+        "batch.html", batch=answer, jobs=found["jobs"], next=found["next_cursor"], status=wanted["status"]
+    )
 
 
 @page_view("/page/batches/<batch>/cancel")
@@ -34,4 +36,4 @@ def ask_to_cancel_batch(batch: str) -> Any:
 @page_view("/page/batches/<batch>/cancel", method="POST")
 def cancel_batch(batch: str) -> Any:
     batches_api.cancel_batch(BatchPath(batch=batch))
-    return redirect(f"/page/batches/{segment(batch)}?said=batch-canceled", 303)
+    return redirect(f"/page/batches/{segment(batch)}?done=batch-canceled", 303)

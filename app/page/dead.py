@@ -1,4 +1,4 @@
-"""Dead jobs: where automation stops and a person decides."""
+"""The page of dead jobs, which an operator can retry."""
 
 from typing import Any
 
@@ -23,15 +23,15 @@ def dead() -> Any:
 
 @page_view("/page/dead/retry", method="POST", admin=True)
 def retry_chosen() -> Any:
-    """Those whose boxes are checked; one that somebody else has retried or removed meanwhile is passed over."""
+    """Retry the selected jobs; skip those that another operator has retried or deleted meanwhile."""
     chosen = form().getlist("job")[:_PAGE]
-    return redirect(f"/page/dead?said={sum(_retried(job_id) for job_id in chosen)}-retried", 303)
+    return redirect(f"/page/dead?done={sum(_retried(job_id) for job_id in chosen)}-retried", 303)
 
 
 @page_view("/page/dead/retry-all", method="POST", admin=True)
 def retry_all() -> Any:
     answer = dlq_api.retry_all_dead(dlq_api.RetryAllQuery(model=form().get("model") or None))
-    return redirect(f"/page/dead?said={answer['retried']}-{'left' if answer['more'] else 'retried'}", 303)
+    return redirect(f"/page/dead?done={answer['retried']}-{'left' if answer['more'] else 'retried'}", 303)
 
 
 def _retried(job_id: str) -> bool:

@@ -27,7 +27,7 @@ _NARROWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span on the time line, from `x`, in units of which the whole has a thousand."""
+    """A phase on the timeline.  `x` and `width`: in thousandths of the timeline."""
 
     span: Phase
     x: float
@@ -96,13 +96,13 @@ def result_file(job_id: str, number: int) -> Any:
 @page_view("/page/jobs/<path:job_id>/cancel", method="POST")
 def cancel(job_id: str) -> Any:
     answer, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
-    return redirect(f"/page/jobs/{segment(job_id)}?said={answer['status']}", 303)
+    return redirect(f"/page/jobs/{segment(job_id)}?done={answer['status']}", 303)
 
 
 @page_view("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
 def retry(job_id: str) -> Any:
     dlq_api.retry_dead(JobPath(job_id=job_id))
-    return redirect(f"/page/jobs/{segment(job_id)}?said=retried", 303)
+    return redirect(f"/page/jobs/{segment(job_id)}?done=retried", 303)
 
 
 def _result_of(job: Job) -> tuple[Any, list[File]]:

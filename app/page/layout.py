@@ -1,4 +1,4 @@
-"""What stands around every screen: where one can go, who looks, light or dark."""
+"""The frame of every screen: navigation, messages, user and theme."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,48 +35,49 @@ NAVIGATION = (
     NavItem("Audit", "/page/audit", admin=False, audit=True),
     NavItem("Settings", "/page/settings"),
 )
-# What was done, by the word in the address that a form leads to.
+# The messages after a form was submitted, by the word in the redirect's address.
 MESSAGES = {
     "canceled": "The job is canceled.",
-    "batch-canceled": "Its jobs that waited are canceled; those that run end as soon as their servers let go.",
-    "canceling": "Its server was asked to stop the run; the job ends as soon as that lets go.",
-    "retried": "It waits in line again, at its own place and with fresh budgets.",
-    "changed": "Done; it holds everywhere within two seconds.",
-    "tested": "A test is on its way; the latest tries say what came of it.",
-    "enabled": "It is told again, from where it was disabled on.",
-    "disabled": "It is told nothing until it is enabled.",
-    "replayed": "It is told once more.",
-    "reset": "The server counts as well: its breaker is closed, and its cooldown is over.",
-    "removed": "It is removed.",
-    "leaving": "It takes nothing new, and the rest follows when what is left there has ended.",
-    "kept": "Called off: it gets jobs again.",
+    "batch-canceled": "Its waiting jobs are canceled; its running jobs end when their servers stop them.",
+    "canceling": "The job ends when its server stops the run.",
+    "retried": "The job is back at its place in the queue, with all retries available.",
+    "changed": "Changed; all hosts apply it within two seconds.",
+    "tested": "The test is being sent; see the result under the latest tries.",
+    "enabled": "The webhook is enabled; it also gets the events that it missed.",
+    "disabled": "The webhook is disabled; it gets no events until it is enabled.",
+    "replayed": "The messages will be sent again.",
+    "reset": "The breaker of the server is closed, and its cooldowns have ended.",
+    "removed": "Removed.",
+    "leaving": "The removal has started; it is done when the remaining jobs have ended.",
+    "kept": "The removal is canceled.",
 }
 
 
 def template_values() -> dict[str, Any]:
-    """For every template."""
+    """Return the values that every template uses."""
     me = current_tenant() if visitor.is_logged_in() else None
     return {
         "me": me,
         "keys_required": visitor.keys_required(),
-        "ways": [way for way in NAVIGATION if me is not None and _may_go(way, me)],
+        "ways": [item for item in NAVIGATION if me is not None and _may_go(item, me)],
         "theme": visitor.theme(),
         "form_token": visitor.form_token(),
-        "said": _said(request.args.get("said", "")),
+        "message": _message_for(request.args.get("done", "")),
         "path": request.full_path.rstrip("?"),
         "version": current_app.extensions["slotkeeper_version"],
     }
 
 
-def _may_go(way: NavItem, me: Tenant) -> bool:
-    return me.admin or (way.audit and me.audits) or not (way.admin or way.audit)
+def _may_go(item: NavItem, me: Tenant) -> bool:
+    return me.admin or (item.audit and me.audits) or not (item.admin or item.audit)
 
 
-def _said(word: str) -> str | None:
+def _message_for(word: str) -> str | None:
     if word in MESSAGES:
         return MESSAGES[word]
     number, _, rest = word.partition("-")
     if rest in ("retried", "left") and number.isdecimal() and len(number) < 7:
-        more = "  There are more: do it once more for the next." if rest == "left" else ""
-        return f"{number} of them wait in line again.{more}"
+        more = "  More jobs are dead; retry all again." if rest == "left" else ""
+        jobs = "1 job is" if number == "1" else f"{number} jobs are"
+        return f"{jobs} back in the queue.{more}"
     return None

@@ -1,4 +1,4 @@
-"""The entrance of the page: who looks at it, by which visit, and that its forms are its own.
+"""Log-in, sessions and form tokens of the page.
 
 With keys a visit begins with a log-in.  Without them everybody is LOCAL, as at the API, and a visit is there for the
 forms alone.
@@ -60,9 +60,9 @@ def page_view(
             if not open_to_all and not is_logged_in():
                 return redirect(LOG_IN, 303)
             if admin and not current_tenant().admin:
-                raise PageError(403, "Not allowed", "This needs the key of a tenant that may administer.")
+                raise PageError(403, "Not allowed", "Log in with the key of a tenant that may administer.")
             if audit and not may_audit():
-                raise PageError(403, "Not allowed", "This needs the key of a tenant that may audit.")
+                raise PageError(403, "Not allowed", "Log in with the key of a tenant that may audit.")
             return view(**path)
 
         page.add_url_rule(rule, view.__name__, page_access(guarded), methods=[method])
@@ -105,10 +105,10 @@ def _identify(visit: Session) -> None:
 
 
 def _refuse_foreign_forms(visit: Session) -> None:
-    """No page but ours knows what stands in our forms."""
+    """Refuse a form without this session's token, which other sites cannot know."""
     if g.is_new_visit or not session_cookie.is_valid_form_token(form().get("token", ""), visit, session_keys()):
-        detail = "This form was not made for this visit, or is too old.  Go back, load the page anew, and try again."
-        raise PageError(403, "Not our form", detail)
+        detail = "This form is too old or from another session.  Go back, reload the page, and try again."
+        raise PageError(403, "Form not valid", detail)
 
 
 @page.after_request
@@ -165,14 +165,14 @@ def log_in() -> Any:
 def _refuse_key() -> Any:
     attempts: Attempts = current_app.extensions[_ATTEMPTS]
     if wait_s := attempts.wrong(request.environ.get("REMOTE_ADDR", "")):
-        wrong = "No tenant has this key, and too many wrong ones have come; try again in a minute."
+        wrong = "No tenant has this key, and there were too many wrong keys; try again in a minute."
         return render_page("log_in.html", 429, wrong=wrong), 429, {"Retry-After": str(int(wait_s) + 1)}
     return render_page("log_in.html", 401, wrong="No tenant has this key."), 401
 
 
 @page_view("/page/log-out", method="POST", open_to_all=True)
 def log_out() -> Any:
-    """Whoever has copied the cookie is out, too.  Raises RecordUnavailable: then nobody is, and it is said."""
+    """End the session, also for copies of its cookie.  Raises DatabaseUnavailable: the session goes on."""
     if g.visit.key_hash:
         RevokedSessions(database()).revoke(g.visit.id, g.visit.until_ms, now_ms())
     g.visit, g.is_new_visit = session_cookie.new_session("", _settings().session_s), True
@@ -203,10 +203,10 @@ def _failed(error: Exception) -> Any:
     if "visit" not in g:  # It was refused before anybody asked who it is.
         g.visit, g.is_new_visit = session_cookie.new_session("", _settings().session_s), False
     if isinstance(error, PageError):
-        return _told(error.status, error.title, error.detail)
+        return _error_page(error.status, error.title, error.detail)
     if isinstance(error, HTTPException) and (error.code is None or error.code < 400):
         return error
-    return _told(*problem_of(error))
+    return _error_page(*problem_of(error))
 
 
 def problem_of(error: Exception) -> tuple[int, str, str]:
@@ -217,5 +217,5 @@ def problem_of(error: Exception) -> tuple[int, str, str]:
     return problem.status_code, body["title"], body["detail"]
 
 
-def _told(status: int, title: str, detail: str) -> Any:
+def _error_page(status: int, title: str, detail: str) -> Any:
     return render_page("error.html", status, status=status, title=title, detail=detail), status

@@ -1,4 +1,4 @@
-"""One model: whose turn it is and why, how estimates come true, and how its jobs are treated."""
+"""The page of one model: its queue, its estimates and its configuration."""
 
 from contextlib import suppress
 from typing import Any
@@ -26,19 +26,19 @@ _SIZES = ("within the first round of all slots", "within eight rounds", "later")
 @page_view("/page/models/<path:model>", admin=True)
 def model(model: str) -> Any:
     path = ModelPath(model=model)
-    told, now = models_api.get_model(path), now_ms()
+    answer, now = models_api.get_model(path), now_ms()
     known = dispatcher().catalog.get().models[model]
     running = dispatcher().store.list_running()
     lanes, all_of_them = read_lanes(dispatcher(), known)
     at_present = at_a_glance.read_overview(dispatcher(), last_hour(), [known], running, now)[model]
     slots = at_a_glance.slots_of(list(dispatcher().catalog.get().servers.values()), running, dispatcher())
-    servers = [it for it in servers_api.list_servers()["servers"] if model in it["models"]]
+    servers = [server for server in servers_api.list_servers()["servers"] if model in server["models"]]
     return render_page(
         "model.html",
-        model=told,
+        model=answer,
         now=at_present,
         plot=plots.slot_use_plot(at_present.use, at_present.ended),
-        servers=[(it, slots.get(it["server"], [])) for it in servers],
+        servers=[(server, slots.get(server["server"], [])) for server in servers],
         lanes=lanes,
         all_of_them=all_of_them,
         next=_next(lanes[0].first.id) if lanes else None,
@@ -50,11 +50,11 @@ def model(model: str) -> Any:
 @page_view("/page/models/<path:model>/state", method="POST", admin=True)
 def change_model(model: str) -> Any:
     models_api.change_model(ModelPath(model=model), state_body())
-    return redirect(f"/page/models/{segment(model)}?said=changed", 303)
+    return redirect(f"/page/models/{segment(model)}?done=changed", 303)
 
 
 def _next(job_id: str) -> Any:
-    """Why the job whose turn it is has not started; None: it has gone meanwhile."""
+    """Explain why the next job has not started; None: it has been deleted."""
     job = dispatcher().store.get(job_id)
     return job and explain_job_state(dispatcher(), context().estimates, job)
 
@@ -63,4 +63,4 @@ def _truths(known: Any) -> list[Any]:
     found: list[Any] = []
     with suppress(RedisError):
         found = dispatcher().queues.call_if_available(lambda: context().estimates.truths(known))
-    return [(words, it) for words, it in zip(_SIZES, found, strict=False) if it is not None]
+    return [(words, truth) for words, truth in zip(_SIZES, found, strict=False) if truth is not None]

@@ -1,4 +1,4 @@
-"""The first screen: for operators how each model stands, for a tenant its own jobs."""
+"""The first screen: each model for operators, the jobs of a tenant for others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ _A_YEAR_S = 31_536_000
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model on the overview.  `servers`: (the server as the API tells it, its slots)."""
+    """A model on the overview.  `servers`: (the server as in the API, its slots, how many more)."""
 
     model: dict[str, Any]
     now: ModelOverview
@@ -70,15 +70,15 @@ def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[M
     known = [catalog.models[model["model"]] for model in shown if model["model"] in catalog.models]
     found = at_a_glance.read_overview(dispatcher(), last_hour(), known, running, now)
     slots = at_a_glance.slots_of(list(catalog.servers.values()), running, dispatcher())
-    told = {server["server"]: server for server in servers}
+    by_name = {server["server"]: server for server in servers}
     return [
         ModelCard(
             model,
             found[model["model"]],
             [
-                (told[name], slots.get(name, [])[:_MOST_TILES], max(0, len(slots.get(name, [])) - _MOST_TILES))
+                (by_name[name], slots.get(name, [])[:_MOST_TILES], max(0, len(slots.get(name, [])) - _MOST_TILES))
                 for name in model["servers"]
-                if name in told
+                if name in by_name
             ],
             plots.slot_use_plot(found[model["model"]].use, found[model["model"]].ended),
         )

@@ -1,4 +1,4 @@
-"""Small plots as SVG paths, drawn here so that they need no script, and said in words for who does not see them."""
+"""Draw small plots as SVG paths, which need no script, each with a description for screen readers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

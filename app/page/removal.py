@@ -1,4 +1,4 @@
-"""Removing models and servers: what hangs on them, what will happen, and the calling off."""
+"""The pages that remove models and servers, and cancel a removal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,18 +24,18 @@ from tasks.services import database
 
 @page_view("/page/remove/models/<path:model>", admin=True)
 def ask_to_remove_model(model: str, wrong: str = "") -> Any:
-    told = models_api.get_model(ModelPath(model=model))
+    found = models_api.get_model(ModelPath(model=model))
     catalog = dispatcher().catalog.get()
-    idle = {name for name in told["servers"] if set(catalog.servers[name].endpoints) == {model}}
+    idle = {name for name in found["servers"] if set(catalog.servers[name].endpoints) == {model}}
     left = catalog_removal.count_active_jobs(database(), model)
-    return render_page("remove_model.html", model=told, left=left, idle=idle, wrong=wrong)
+    return render_page("remove_model.html", model=found, left=left, idle=idle, wrong=wrong)
 
 
 @page_view("/page/remove/models/<path:model>", method="POST", admin=True)
 def remove_model(model: str) -> Any:
     def act() -> Any:
         answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_says("drain")))
-        return redirect("/?said=removed" if answer["state"] == "done" else f"{_of_model(model)}?said=leaving", 303)
+        return redirect("/?done=removed" if answer["state"] == "done" else f"{_of_model(model)}?done=leaving", 303)
 
     return _done(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
 
@@ -43,7 +43,7 @@ def remove_model(model: str) -> Any:
 @page_view("/page/keep/models/<path:model>", method="POST", admin=True)
 def keep_model(model: str) -> Any:
     models_api.keep_model(ModelPath(model=model))
-    return redirect(f"{_of_model(model)}?said=kept", 303)
+    return redirect(f"{_of_model(model)}?done=kept", 303)
 
 
 # -- servers -----------------------------------------------------------------------------------------------
@@ -52,10 +52,10 @@ def keep_model(model: str) -> Any:
 @page_view("/page/remove/servers/<path:server>", admin=True)
 def ask_to_remove_server(server: str, wrong: str = "") -> Any:
     catalog = dispatcher().catalog.get()
-    others = {name for it in catalog.servers.values() if it.name != server for name in it.endpoints}
-    told = _server(server)
-    bereft = set(told["models"]) - others
-    return render_page("remove_server.html", server=told, runs=_runs(server), bereft=bereft, wrong=wrong)
+    others = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
+    found = _server(server)
+    bereft = set(found["models"]) - others
+    return render_page("remove_server.html", server=found, runs=_runs(server), bereft=bereft, wrong=wrong)
 
 
 @page_view("/page/remove/servers/<path:server>", method="POST", admin=True)
@@ -64,7 +64,7 @@ def remove_server(server: str) -> Any:
         asked = ServerRemovalQuery(drain=_says("drain"), force=_says("force"))
         answer, _ = servers_api.remove_server(ServerPath(server=server), asked)
         done = answer["state"] == "done"
-        return redirect("/page/servers?said=removed" if done else f"{_of_server(server)}?said=leaving", 303)
+        return redirect("/page/servers?done=removed" if done else f"{_of_server(server)}?done=leaving", 303)
 
     return _done(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
 
@@ -72,15 +72,15 @@ def remove_server(server: str) -> Any:
 @page_view("/page/keep/servers/<path:server>", method="POST", admin=True)
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
-    return redirect(f"{_of_server(server)}?said=kept", 303)
+    return redirect(f"{_of_server(server)}?done=kept", 303)
 
 
 def _server(name: str) -> Any:
-    """As the API lists it.  Raises NotFound."""
-    told = next((it for it in servers_api.list_servers()["servers"] if it["server"] == name), None)
-    if told is None:
+    """Return the server as the API lists it.  Raises NotFound."""
+    found = next((row for row in servers_api.list_servers()["servers"] if row["server"] == name), None)
+    if found is None:
         raise NotFound("There is no such server; GET /admin/servers lists them.", server=name)
-    return told
+    return found
 
 
 def _runs(server: str) -> list[Job]:
@@ -91,7 +91,7 @@ def _runs(server: str) -> list[Job]:
 
 
 def _done(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
-    """What came of it; where it is refused, the form once more, with what the API says."""
+    """Return the response of the act; if the API refuses it, return the form with the API's message."""
     try:
         return act()
     except NotFound:

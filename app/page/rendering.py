@@ -63,7 +63,7 @@ def _templates() -> Environment:
 
 @cache
 def asset(name: str) -> str:
-    """The address of a file of ours, which changes with what is in it."""
+    """Return the address of a static file; it changes with the content."""
     return f"/page/static/{name}?v={hashlib.sha256(content(name)).hexdigest()[:12]}"
 
 
@@ -77,7 +77,7 @@ def content(name: str) -> bytes:
 
 
 def duration(ms: int | float | None) -> str:
-    """A length of time, in the two units that tell most."""
+    """Format a duration in its two largest units."""
     if ms is None:
         return "–"
     return format_duration(ms)
@@ -112,7 +112,7 @@ def _utc(at: str | int) -> datetime:
 
 
 def short_id(job_id: str) -> str:
-    """Return the end of a UUID, which differs most from its neighbours', and by which a job is found."""
+    """Return the end of a UUID, its most random part; the search for jobs accepts it."""
     return job_id if len(job_id) != 36 else job_id[-8:]
 
 
@@ -148,7 +148,7 @@ def pretty_json(text: str) -> str:
 
 
 def json_preview(value: Any) -> str:
-    """A value as JSON; what is too long ends with how much is left out."""
+    """Format a value as JSON; cut a long text and add the number of omitted characters."""
     text = json_text.dumps(value, indent=True).decode()
     left = len(text) - _LONGEST_JSON
     return text if left <= 0 else f"{text[:_LONGEST_JSON]}\n… and {number(left)} characters more"

@@ -1,4 +1,4 @@
-"""Servers: all of them, and one with what keeps it from jobs."""
+"""The pages of servers: the list, and one server with the reasons why it gets no jobs."""
 
 from typing import Any
 
@@ -26,17 +26,17 @@ def servers() -> Any:
 
 @page_view("/page/servers/<path:server>", admin=True)
 def server(server: str) -> Any:
-    """`?ask`: also what it says of itself just now, which may take as long as it lets us wait."""
+    """Show a server; with `?ask` also request its health, which may take until the time limit."""
     listed = servers_api.list_servers()["servers"]
-    told = next((it for it in listed if it["server"] == server), None)
+    answer = next((row for row in listed if row["server"] == server), None)
     known = dispatcher().catalog.get().servers.get(server)
-    if told is None or known is None:
+    if answer is None or known is None:
         raise NotFound("There is no such server.", server=server)
     slots = at_a_glance.slots_of([known], dispatcher().store.list_running(), dispatcher())[server]
     asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
     return render_page(
         "server.html",
-        server=told,
+        server=answer,
         slots=slots[:_MOST_TILES],
         more=max(0, len(slots) - _MOST_TILES),
         reasons=explain_idle_server(dispatcher(), workers(), known),
@@ -47,10 +47,10 @@ def server(server: str) -> Any:
 @page_view("/page/servers/<path:server>/state", method="POST", admin=True)
 def change_server(server: str) -> Any:
     servers_api.change_server(ServerPath(server=server), state_body())
-    return redirect(f"/page/servers/{segment(server)}?said=changed", 303)
+    return redirect(f"/page/servers/{segment(server)}?done=changed", 303)
 
 
 @page_view("/page/servers/<path:server>/reset", method="POST", admin=True)
 def reset_server(server: str) -> Any:
     servers_api.reset_server(ServerPath(server=server))
-    return redirect(f"/page/servers/{segment(server)}?said=reset", 303)
+    return redirect(f"/page/servers/{segment(server)}?done=reset", 303)

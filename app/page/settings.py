@@ -1,4 +1,4 @@
-"""Settings in force in this process, without what must not be shown."""
+"""The page of this process's settings, without secrets."""
 
 import re
 from typing import Any
@@ -16,9 +16,9 @@ from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import TaskSettings
 
 _CHAPTERS: tuple[tuple[str, type[BaseSettings]], ...] = (
-    ("The record", StorageSettings),
-    ("How long the record may keep anybody waiting", DatabaseTimeouts),
-    ("Redis, slots, offers and waiting", RoutingSettings),
+    ("Database and state folder", StorageSettings),
+    ("Time limits of the database", DatabaseTimeouts),
+    ("Redis, queues and slots", RoutingSettings),
     ("Workers, messages and webhooks", TaskSettings),
     ("The API and the page", AppSettings),
 )
@@ -39,7 +39,7 @@ def _shown(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, 
 
 
 def display_setting(name: str, value: Any) -> str:
-    """A setting's value, as somebody may read it over another's shoulder."""
+    """Return the value of a setting without its secrets."""
     if value in ("", None):
         return "empty"
     if _SECRET.search(name):
@@ -49,7 +49,7 @@ def display_setting(name: str, value: Any) -> str:
 
 def _without_password(url: str) -> str:
     """Several URLs may stand there, with commas or semicolons between them."""
-    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda it: _plain(it[0]), url)
+    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda match: _plain(match[0]), url)
 
 
 def _plain(url: str) -> str:

@@ -1,4 +1,4 @@
-"""Tenants: who has a key, what each may hold and send, and who is paused."""
+"""The page of tenants: keys, limits and states."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def tenants() -> Any:
     return render_page(
         "tenants.html",
         tenants=tenants_api.list_tenants()["tenants"],
-        limits=[it for it in sorted(models, key=lambda it: it.name) if _is_limited(it.config)],
+        limits=[model for model in sorted(models, key=lambda model: model.name) if _is_limited(model.config)],
     )
 
 
@@ -27,7 +27,7 @@ def change_tenant() -> Any:
     tenants_api.change_tenant(
         TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())
     )
-    return redirect("/page/tenants?said=changed", 303)
+    return redirect("/page/tenants?done=changed", 303)
 
 
 def _is_limited(config: Any) -> bool:

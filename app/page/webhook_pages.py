@@ -1,4 +1,4 @@
-"""Webhooks: which addresses are told, how each does, what was tried and what was given up."""
+"""The pages of webhooks: state, latest tries and given-up messages."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def webhooks() -> Any:
 @page_view("/page/webhooks/callbacks/replay", method="POST")
 def replay_callbacks() -> Any:
     webhooks_api.replay_callbacks(CallbacksReplayBody.model_validate(_asked()))
-    return redirect("/page/webhooks?said=replayed", 303)
+    return redirect("/page/webhooks?done=replayed", 303)
 
 
 @page_view("/page/webhooks/<webhook>")
@@ -84,5 +84,5 @@ def _asked() -> dict[str, Any]:
     return {"message": message} if message else {"given_up": True}
 
 
-def _back(webhook: str, said: str) -> Any:
-    return redirect(f"/page/webhooks/{segment(webhook)}?said={said}", 303)
+def _back(webhook: str, message: str) -> Any:
+    return redirect(f"/page/webhooks/{segment(webhook)}?done={message}", 303)

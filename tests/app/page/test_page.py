@@ -368,7 +368,7 @@ def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:
     somebody = visitor(api)
     assert all(job in somebody.get("/page/dead").text for job in dead)
     answer = somebody.post("/page/dead/retry", job=[dead[0], "nobody"])
-    assert "1 of them wait in line again" in somebody.get(answer.headers["Location"]).text
+    assert "1 job is back in the queue" in somebody.get(answer.headers["Location"]).text
     assert [api.job(job).state for job in dead] == ["queued", "dead", "dead"]
     somebody.post("/page/dead/retry-all")
     assert {api.job(job).state for job in dead} <= {"queued", "running"}
@@ -456,7 +456,7 @@ def test_a_batch_is_listed_looked_at_and_canceled_after_a_question(api: Api) -> 
     assert "3 jobs of 3 have not ended" in somebody.get(f"{path}/cancel").text
     assert api.job(sent["jobs"][0]["job_id"]).state is State.QUEUED, "to ask cancels nothing"
     answer = somebody.post(f"{path}/cancel")
-    assert "Its jobs that waited are canceled" in somebody.get(answer.headers["Location"]).text
+    assert "Its waiting jobs are canceled" in somebody.get(answer.headers["Location"]).text
     assert "3 of 3" in somebody.get("/page/batches").text
     assert somebody.post(f"{path}/cancel").status_code == 409
     assert "No job of it" in somebody.get(f"{path}?status=queued").text

@@ -47,7 +47,7 @@ def test_a_model_without_jobs_is_removed_at_once(api: Api, operator: Visitor) ->
     api.model()
     an_ended_job(api.dispatcher.store, State.COMPLETED, now_ms=now_ms())
     assert "Drain" not in operator.get("/page/remove/models/zimg").text
-    assert "It is removed." in _follow(operator, operator.post("/page/remove/models/zimg"))
+    assert "Removed." in _follow(operator, operator.post("/page/remove/models/zimg"))
     assert _models(api) == set()
     assert operator.get("/page/remove/models/zimg").status_code == 404
 
@@ -56,9 +56,9 @@ def test_a_model_with_jobs_is_drained_which_can_be_called_off(api: Api, operator
     api.model()
     api.submitted()
     shown = _follow(operator, operator.post("/page/remove/models/zimg", drain="yes"))
-    assert "being removed" in shown and "Call it off" in shown and "1 queued" in shown
+    assert "being removed" in shown and "Cancel removal" in shown and "1 queued" in shown
     assert api.submit().status_code == 409
-    assert "gets jobs again" in _follow(operator, operator.post("/page/keep/models/zimg"))
+    assert "The removal is canceled." in _follow(operator, operator.post("/page/keep/models/zimg"))
     assert api.submit().status_code == 202
 
 
@@ -68,7 +68,7 @@ def test_what_the_api_refuses_is_said_in_its_words_beside_the_form(api: Api, ope
     api.submitted()
     refused = operator.post("/page/remove/models/zimg")
     assert refused.status_code == 409
-    assert "has jobs that have not ended: 1 queued" in refused.text and "Remove it?" in refused.text
+    assert "has jobs that have not ended: 1 queued" in refused.text and "Remove this model?" in refused.text
     assert _models(api) == {"flux", "zimg"}
 
 
@@ -89,7 +89,7 @@ def test_before_a_server_is_removed_is_said_what_runs_there(api: Api, operator: 
 def test_a_server_on_which_nothing_runs_is_removed_at_once(api: Api, operator: Visitor) -> None:
     api.register()
     assert "at once" not in operator.get("/page/remove/servers/gpu1").text
-    assert "It is removed." in _follow(operator, operator.post("/page/remove/servers/gpu1"))
+    assert "Removed." in _follow(operator, operator.post("/page/remove/servers/gpu1"))
     assert _servers(api) == set()
 
 
@@ -99,7 +99,7 @@ def test_a_server_with_a_run_is_drained_which_can_be_called_off(api: Api, operat
     assert operator.post("/page/remove/servers/gpu1").status_code == 409
     shown = _follow(operator, operator.post("/page/remove/servers/gpu1", drain="yes"))
     assert "being removed" in shown and _servers(api) == {"gpu1"}
-    assert "gets jobs again" in _follow(operator, operator.post("/page/keep/servers/gpu1"))
+    assert "The removal is canceled." in _follow(operator, operator.post("/page/keep/servers/gpu1"))
     assert "being removed" not in operator.get("/page/servers/gpu1").text
 
 

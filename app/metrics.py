@@ -73,7 +73,7 @@ class MetricsCollector(Collector):
     def _states(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
         jobs = ((state.value, count) for state, count in ledger.standing(database).items())
-        yield _gauge("slotkeeper_jobs", "Jobs in the record by state.", ["state"], jobs)
+        yield _gauge("slotkeeper_jobs", "Jobs in the database by state.", ["state"], jobs)
         found = ledger.read_findings(database)
         difference = found.pop(ledger.DIFFERENCE, None)
         checks = found.items()
@@ -81,7 +81,7 @@ class MetricsCollector(Collector):
             "slotkeeper_invariant_findings", "Differences that the latest check of invariants found.", ["check"], checks
         )
         if difference is not None:
-            help_text = "Jobs accepted and not accounted for, at the latest check; 0 is right."
+            help_text = "Accepted jobs without a state at the latest check; 0 is right."
             yield GaugeMetricFamily("slotkeeper_ledger_difference", help_text, difference)
 
     def _history(self) -> Iterator[Metric]:
@@ -108,18 +108,18 @@ class MetricsCollector(Collector):
     def _owed(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
         owed = standings.count_pending_webhooks(database, now_ms())
-        yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are still owed.", owed.pending)
+        yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are pending.", owed.pending)
         help_text = "By how much the oldest message that is due is late."
         yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, owed.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
-        help_text = "Age of the oldest event that a sink has not got."
+        help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
         withheld = standings.count_quarantined_slots(database)
         named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in withheld.items():
             by_model[(named(model), reason)] += count
-        help_text = "Slots withheld until their server lets go of a run that has ended here."
+        help_text = "Slots that are quarantined, because their server may still run a job that has ended."
         yield _gauge("slotkeeper_slots_withheld", help_text, ["model", "reason"], by_model.items())
 
     # -- from Redis --------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class MetricsCollector(Collector):
         models = [catalog.models[name] for name in sorted(catalog.models)[:MAX_MODEL_LABELS]]
         found = model_overview.read_breakers(self._dispatcher, models)
         open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in found.items()}
-        help_text = "Whether the model's own breaker is open: nothing of it is started."
+        help_text = "Whether the breaker of the model is open, so that none of its jobs starts."
         return _gauge("slotkeeper_model_breaker_open", help_text, ["model"], open_.items())
 
     def _lanes(self) -> Iterator[Metric]:
@@ -159,19 +159,21 @@ class MetricsCollector(Collector):
             labels = named(it.model), str(it.priority)
             waiting[labels] += it.jobs
             oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
-        yield _gauge("slotkeeper_queue_jobs", "Jobs in line.", _BY_PRIORITY, waiting.items())
+        yield _gauge("slotkeeper_queue_jobs", "Jobs in the queue.", _BY_PRIORITY, waiting.items())
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
-        help_text = "Since when the first job in line was accepted."
+        help_text = "Age of the first job in the queue."
         yield _gauge("slotkeeper_oldest_job_age_seconds", help_text, _BY_PRIORITY, ages)
 
     def _tasks(self) -> Iterator[Metric]:
         runs = task_runs.read_task_runs(self._scripts)
         ended = ((name, it.ended_ms / 1000) for name, it in runs.items())
-        help_text = "When a task of maintenance last came to its end, s since the epoch."
+        help_text = "When a maintenance task last ended, s since the epoch."
         yield _gauge("slotkeeper_task_last_run_timestamp_seconds", help_text, ["task"], ended)
         took = ((name, it.took_s) for name, it in runs.items())
-        yield _gauge("slotkeeper_task_last_run_seconds", "How long that took.", ["task"], took)
+        yield _gauge(
+            "slotkeeper_task_last_run_seconds", "Duration of the last run of a maintenance task.", ["task"], took
+        )
 
     def _counts(self) -> Iterator[Metric]:
         refused = self._tallies.counts(REFUSED)
@@ -188,7 +190,7 @@ class MetricsCollector(Collector):
     def _living(self) -> Iterator[Metric]:
         found = [it for it in self._processes.read_all() if it.lives]
         roles = Counter(it.role for it in found)
-        yield _gauge("slotkeeper_processes", "Processes that live, by role.", ["role"], roles.items())
+        yield _gauge("slotkeeper_processes", "Processes that are alive, by role.", ["role"], roles.items())
         workers = [it for it in found if it.role == "worker"]
         help_text = "Runs that workers have in flight."
         yield _gauge("slotkeeper_worker_runs", help_text, ["host"], _by_host(workers, "runs").items())
@@ -198,7 +200,7 @@ class MetricsCollector(Collector):
         for it in workers:
             if it.host in slowest:
                 slowest[it.host] = max(slowest[it.host], float(it.facts.get("canary_ms") or 0) / 1000)
-        help_text = "How long the last canary took through the slowest worker: broker, loop, Redis, record."
+        help_text = "How long the last canary took through the slowest worker: broker, event loop, Redis, database."
         yield _gauge("slotkeeper_canary_seconds", help_text, ["host"], slowest.items())
 
 
@@ -215,7 +217,7 @@ def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metr
     for model in catalog.models.values():
         if model.fleet in rooms:
             waiting[named(model.name)] += rooms[model.fleet].waiting.get(model.name, 0)
-    return _gauge("slotkeeper_waiting_jobs", "Queued jobs in line, by model.", ["model"], waiting.items())
+    return _gauge("slotkeeper_waiting_jobs", "Jobs in the queue, by model.", ["model"], waiting.items())
 
 
 def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:

@@ -224,12 +224,12 @@ def _flush() -> None:
 def _detail(error: HTTPException) -> str:
     match error.code:
         case 404:
-            return "There is nothing at this address; /docs lists what there is."
+            return "This address does not exist; /docs lists all addresses."
         case 405:
-            return "This address does not take this method; the header Allow lists those that it takes."
+            return "This address does not allow this method; the header Allow lists the allowed ones."
         case 413:
             return (
-                f"At most {request.max_content_length} bytes are taken here; send a reference to the data instead, "
+                f"The body may have at most {request.max_content_length} bytes; send a reference to the data instead, "
                 "or have the operator raise SLOTKEEPER_MAX_BODY_BYTES (for a batch SLOTKEEPER_MAX_BATCH_BYTES) and the "
                 "max_payload_bytes of the model."
             )
@@ -239,7 +239,7 @@ def _detail(error: HTTPException) -> str:
 
 def _of_redis(error: RedisError) -> Response:
     log.warning("redis_away", path=request.path, error=str(error))
-    detail = "The waiting room does not answer at present; try again."
+    detail = "Redis does not answer; try again."
     return problem_response(
         503, "redis_unavailable", "Redis cannot be reached", detail, headers=_retry_after(_RETRY_AFTER_S)
     )
@@ -247,5 +247,5 @@ def _of_redis(error: RedisError) -> Response:
 
 def _of_bug(error: Exception) -> Response:
     log.error("request_failed", path=request.path, method=request.method, exc_info=error)
-    detail = "This is a fault of the server, and it is in its log; trying again may help."
+    detail = "The server has an error, which is in its log; try again later."
     return problem_response(500, "internal_error", "The server failed", detail)

@@ -37,19 +37,19 @@ class UnknownModel(InvalidJob):
 
 
 class JobNotFound(SlotkeeperError):
-    """No such job."""
+    """There is no such job."""
 
     code = "job_not_found"
 
 
 class NotFound(SlotkeeperError):
-    """No such thing."""
+    """The requested object does not exist."""
 
     code = "not_found"
 
 
 class Conflict(SlotkeeperError):
-    """The present state does not allow this."""
+    """The current state does not allow this."""
 
     code = "conflict"
 
@@ -61,7 +61,7 @@ class IdempotencyConflict(Conflict):
 
 
 class TooManyRequests(SlotkeeperError):
-    """More than the limits allow at present."""
+    """The request exceeds a limit."""
 
     code = "too_many_requests"
 

@@ -220,7 +220,7 @@ def _roles(user: Tenant) -> list[str]:
 @_scheme.error_handler
 def _refused(status: int) -> Response:
     if status == 403:
-        detail = "This needs the key of a tenant that may administer, or that has the right to it."
+        detail = "Send the key of a tenant that may administer, or that has the right to do this."
         return problem_response(403, "forbidden", "Not allowed", detail)
     detail = "Send a valid key in the header: Authorization: Bearer sk_…"
     return problem_response(401, "unauthorized", "No valid key", detail)
@@ -233,14 +233,21 @@ def reject_remote(environ: Mapping[str, Any]) -> None:
     """Only this machine, under a name that only it has, and no web page but our own."""
     remote = environ.get("REMOTE_ADDR", "")
     if remote and not is_loopback(remote.partition("%")[0]):
-        raise ProblemError(403, "not_local", "Not this machine", f"Without keys only this machine is served. {_KEYS}")
+        raise ProblemError(
+            403, "not_local", "Not this machine", f"Without keys the API serves only this machine. {_KEYS}"
+        )
     reject_forwarded(environ, remote)
     host = environ.get("HTTP_HOST", "")
     if not _is_own(host):
         detail = f"Without keys the Host header must name this machine, such as 127.0.0.1 or localhost. {_KEYS}"
-        raise ProblemError(421, "wrong_host", "Not a name of this machine", detail)
+        raise ProblemError(421, "wrong_host", "Wrong Host header", detail)
     if environ["REQUEST_METHOD"] in _CHANGES and not _is_same_origin(environ, host):
-        raise ProblemError(403, "cross_origin", "Sent by another site's page", f"Without keys this is refused. {_KEYS}")
+        raise ProblemError(
+            403,
+            "cross_origin",
+            "Sent by another site's page",
+            f"Without keys the API refuses requests from other sites. {_KEYS}",
+        )
 
 
 _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
@@ -255,11 +262,11 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
         return
     header = told.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
-        f"The header {header} says that a proxy has passed this on, and without keys everybody behind it would "
-        "administer: set SLOTKEEPER_REQUIRE_KEYS=true and give out keys, or name the proxy in "
-        "SLOTKEEPER_TRUSTED_PROXIES if it lets in only whom you trust."
+        f"The header {header} shows that a proxy forwarded this request. Without keys each client of the proxy could "
+        "administer: set SLOTKEEPER_REQUIRE_KEYS=true and create keys, or name the proxy in "
+        "SLOTKEEPER_TRUSTED_PROXIES if only trusted clients can reach it."
     )
-    raise ProblemError(403, "forwarded", "Passed on by a proxy", detail)
+    raise ProblemError(403, "forwarded", "Forwarded by a proxy", detail)
 
 
 def _is_own(host: str) -> bool:

@@ -22,7 +22,7 @@ def liveness_problem(role: str) -> str | None:
     """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
     if process_files.live_pids(role):
         return None
-    return f"No process {role} of this host has shown for {process_files.STALE_S:.0f} s that it turns."
+    return f"No process {role} of this host has reported for {process_files.STALE_S:.0f} s that it is running."
 
 
 def readiness_problem(role: str) -> str | None:
@@ -36,7 +36,7 @@ def readiness_problem(role: str) -> str | None:
         return "Redis does not answer."
     lives = [it for it in found if it.lives]
     if not lives:
-        return f"No process {role} of this host has said lately that it lives."
+        return f"No process {role} of this host has reported lately that it is alive."
     if problem is not None:
         return problem
     return next(filter(None, map(worker_problem, lives)), None)
@@ -48,7 +48,7 @@ def maintenance_problem(scripts: Scripts) -> str | None:
         return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
     frequent = {name: every_s for name, every_s in PERIODS_S.items() if every_s <= _FREQUENT_S}
     if late := task_runs.find_late_tasks(task_runs.read_task_runs(scripts), frequent):
-        return f"Tasks of maintenance have not come to their end for long: {', '.join(sorted(late))}."
+        return f"Maintenance tasks have not finished for a long time: {', '.join(sorted(late))}."
     return None
 
 
@@ -70,7 +70,7 @@ def workers_problem(found: Sequence[Process]) -> str | None:
     workers = [it for it in found if it.role == "worker"]
     lives = [it for it in workers if it.lives]
     if not lives:
-        return "No worker has said lately that it lives: jobs are accepted, and none starts."
+        return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
     if all(worker_problem(it) for it in lives):
         return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
     if silent := len(workers) - len(lives):

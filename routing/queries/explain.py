@@ -29,9 +29,9 @@ from slotkeeper.registry.values import STOPPED_STATES, Server
 
 # Of a server or model, by what opened its breaker.
 _FAILED = {
-    "failures": "failed run after run",
+    "failures": "failed several runs in a row",
     "rate": "failed most of its latest runs",
-    "probe": "failed the run that tried whether it works again",
+    "probe": "failed the trial run after its breaker was open",
 }
 # What passes by itself, so that a start can be foretold.
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
@@ -75,7 +75,7 @@ def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) ->
         return Explanation("  ".join([_outside(job), *(it.sentence for it in awaited)]), awaited)
     with suppress(RedisError):
         return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, estimates, job))
-    return _waiting_for(Blocker("redis_away", "the waiting room cannot be reached; the job is safe in the record"))
+    return _waiting_for(Blocker("redis_away", "Redis does not answer; the job is safe in the database"))
 
 
 def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
@@ -83,10 +83,10 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
     model = dispatcher.catalog.resolve(job.model)
     facts = questions.job_status(dispatcher.queues, model.fleet, job.queued)
     if facts.place == "offered":
-        sentence = "It has a slot and is being started; if no worker takes it up, it comes back to its place."
+        sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
         return Explanation(sentence, estimate=SOON)
     if facts.place != "waiting":
-        sentence = f"it is on its way into the waiting room of model {job.model!r}; the next sweep brings it in"
+        sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
         return _waiting_for(Blocker("not_in_room", sentence))
     standings = server_status.read_servers(dispatcher.slots, model.fleet)
     catalog = dispatcher.catalog.get()
@@ -120,7 +120,7 @@ def _waiting_for(*blockers: Blocker) -> Explanation:
 def _delayed(job: Job) -> Explanation:
     if job.failures:
         said = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
-        failed = f"attempt {job.attempts} failed ({said}), and it comes back to its place for the next"
+        failed = f"attempt {job.attempts} failed ({said}), and it returns to its place for the next"
         return _waiting_for(Blocker("retry", failed, until_ms=job.due_ms))
     return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
 
@@ -128,7 +128,7 @@ def _delayed(job: Job) -> Explanation:
 def _outside(job: Job) -> str:
     """Of a job that waits for nothing."""
     if job.state is State.RUNNING:
-        canceling = ", and it shall be canceled" if job.cancel_requested_ms is not None else ""
+        canceling = ", and a cancel is requested" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
     return f"It has ended: {job.state}, because of {job.why}."
 
@@ -163,7 +163,11 @@ def _general(job: Job, facts: JobStatus, catalog: CatalogSnapshot) -> list[Block
     if facts.breaker == "open":
         found.append(breaker_open(job.model, facts.open_why, facts.open_until_ms))
     elif facts.breaker == "probing":
-        found.append(Blocker("model_probing", f"one job is trying whether model {job.model!r} works again", job.model))
+        found.append(
+            Blocker(
+                "model_probing", f"one trial job is running on model {job.model!r}, whose breaker was open", job.model
+            )
+        )
     return found
 
 
@@ -193,7 +197,7 @@ def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld
     if server.state != "online":
         return stopped("server", server.name, server).split(" is ", 1)[1]
     if standing is None:
-        return "not known to the waiting room yet"
+        return "not in Redis yet"
     return server_status.blocked_by(standing, withheld)
 
 
@@ -250,13 +254,13 @@ def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Block
         sentence = f"{since}; its slots are in cooldown" if standing.cooldown_until_ms else since
         return Blocker("server_away", sentence, name, standing.cooldown_until_ms or None)
     if hindrance == "in cooldown" and standing is not None:
-        sentence = f"server {name!r} said that it was busy, so its slots are in cooldown"
+        sentence = f"server {name!r} reported that it is busy, so its slots are in cooldown"
         return Blocker("server_cooling", sentence, name, standing.cooldown_until_ms)
     return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
 
 
 def _turn(facts: JobStatus) -> Blocker:
-    return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and a slot is being given to it")
+    return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and is being offered a slot")
 
 
 def _before(ahead: int) -> str:

@@ -28,7 +28,7 @@ def explain_idle_server(dispatcher: Dispatcher, workers: WorkerCapacity, server:
     try:
         return (*found, *dispatcher.queues.call_if_available(lambda: [*_in_room(dispatcher, workers, server, catalog)]))
     except RedisError:
-        sentence = "the waiting room cannot be reached, so nothing is offered; jobs are safe in the record"
+        sentence = "Redis does not answer, so no job is offered; jobs are safe in the database"
         return (*found, Blocker("redis_away", sentence))
 
 
@@ -49,7 +49,7 @@ def _misconfigured(dispatcher: Dispatcher, server: Server) -> Iterator[Blocker]:
         waiting = job_list.find_jobs(dispatcher.store.database, state=State.DELAYED, model=name, limit=_LOOKED_AT)
         job = next((job for job in waiting if job.error_code == "misconfigured"), None)
         if job is not None:
-            sentence = f"model {name!r}, or the address of its server, is configured wrongly: {job.error_message}"
+            sentence = f"model {name!r}, or the address of its server, is misconfigured: {job.error_message}"
             yield Blocker("misconfigured", sentence, name)
 
 
@@ -59,7 +59,7 @@ def _in_room(
     """Raises redis errors."""
     standing = read_servers(dispatcher.slots, server.fleet).get(server.name)
     if standing is None:
-        yield Blocker("not_in_room", "the waiting room does not know it yet; the next sweep brings it in", server.name)
+        yield Blocker("not_in_room", "it is not in Redis yet; the next sweep adds it", server.name)
         return
     yield from _of_slots(dispatcher, server, standing)
     loads = {name: read_model_load(dispatcher, catalog.models[name]) for name in sorted(server.endpoints)}
@@ -68,14 +68,14 @@ def _in_room(
             yield breaker_open(name, load.open_why, load.open_until_ms)
     yield from _of_jobs(dispatcher, server, loads)
     if workers.read_total() == 0:
-        yield Blocker("no_worker", "no living worker has room for a run: none is started, or all are full")
+        yield Blocker("no_worker", "no live worker has a free place: none is running, or all are full")
 
 
 def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) -> Iterator[Blocker]:
     if standing.breaker == "open":
         yield of_server(server.name, "breaker open", standing)
     elif standing.breaker == "probing":
-        yield Blocker("server_probing", "one job is trying whether it works again", server.name)
+        yield Blocker("server_probing", "one trial job is running there, since its breaker was open", server.name)
     if standing.away_since_ms or standing.cooling:
         yield of_server(server.name, "away" if standing.away_since_ms else "in cooldown", standing)
     withheld = quarantined_slots.by_server(dispatcher).get(server.name, ())
@@ -92,11 +92,11 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
 def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, QueueLoad]) -> Iterator[Blocker]:
     waiting = [name for name, load in loads.items() if load.waiting]
     if not waiting:
-        yield Blocker("nothing_waits", "no job of a model that it serves waits")
+        yield Blocker("nothing_waits", "no job waits for a model that it serves")
     for name in waiting:
         jobs = dispatcher.store.list_queued([name], limit=_LOOKED_AT)
         unmet = [line for job in jobs for line in constraints.unmet_conditions(job.constraints, server, name)]
         if jobs and all(constraints.unmet_conditions(job.constraints, server, name) for job in jobs):
             wanted = ", ".join(sorted(set(unmet)))
-            sentence = f"the jobs of model {name!r} that wait ask for what it does not declare: {wanted}"
+            sentence = f"the waiting jobs of model {name!r} require what it does not declare: {wanted}"
             yield Blocker("constraints_unmet", sentence, name)

@@ -8,7 +8,7 @@ from redis import Redis
 from slotkeeper.errors import SlotkeeperError
 
 URL_VARIABLE = "SLOTKEEPER_REDIS_URL"
-_WRONG_URL = "{variable} is no URL of a Redis, such as redis://:PASSWORD@host:6379/0."
+_WRONG_URL = "{variable} is not the URL of a Redis, such as redis://:PASSWORD@host:6379/0."
 _CLUSTER = (
     "{variable} leads to a Redis Cluster, each of whose nodes holds a part of the keys, and Slotkeeper's scripts need "
     "all keys on one server: give the URL of a single Redis, or of a primary with its replicas, without cluster mode."
@@ -18,12 +18,12 @@ _SENTINEL = (
     "address that follows the primary, such as a proxy's or a service's."
 )
 _EVICTS = (
-    "Redis may throw keys away when its memory is full (maxmemory-policy {policy}), leases and waiting jobs among "
-    "them: set maxmemory-policy noeviction."
+    "Redis may evict keys when its memory is full (maxmemory-policy {policy}), among them leases and waiting "
+    "jobs: set maxmemory-policy noeviction."
 )
 _FORGETS = (
-    "Redis keeps no append-only file: after each restart the waiting room is filled anew from the record, and what "
-    "stands at the broker, if that is the same Redis, is gone: set appendonly yes."
+    "Redis keeps no append-only file: after each restart the queue is filled from the database again, and "
+    "messages at the broker, if that is the same Redis, are lost: set appendonly yes."
 )
 
 

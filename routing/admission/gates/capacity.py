@@ -29,7 +29,9 @@ def _question(
         if waiting + more <= room:
             return
         if 1 < more > room:  # However long it waited, this would never fit.
-            raise InvalidJob("jobs", f"{more} jobs at once never fit: model {model.name!r} holds {limit}; split them.")
+            raise InvalidJob(
+                "jobs", f"{more} jobs at once exceed the limit of model {model.name!r}, which is {limit}; split them."
+            )
         raise TooManyRequests(
             refusal(model.name, waiting, limit, tenant if by_tenant else None),
             retry_after_s(waiting + more - room, slots, found.run_ms),

@@ -35,7 +35,7 @@ def _question(
 def _refusal(index: int, ahead: int, ttl_ms: int, earliest_ms: int) -> InvalidJob:
     refusal = InvalidJob(
         "ttl",
-        f"{ahead} jobs come before it, and it can hardly start within {ttl_ms / 1000:g} s: "
+        f"{ahead} jobs come before it, so it probably cannot start within {ttl_ms / 1000:g} s: "
         f"{earliest_ms / 1000:.1f} s at best; give it a longer ttl, a higher priority, or try later",
     )
     refusal.facts.update(index=index, ahead=ahead, earliest_start_s=round(earliest_ms / 1000, 1))

@@ -18,7 +18,7 @@ def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck
             if it is not None and it.state in CLOSED_STATES:
                 because = f" ({it.reason})" if it.reason else ""
                 raise Conflict(
-                    f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until somebody resumes it.",
+                    f"{kind} {name!r} is {it.state}{because}: no new jobs are accepted until an operator resumes it.",
                     model=job.model,
                     tenant=job.tenant,
                     state=it.state,

@@ -30,7 +30,8 @@ def _question(known: LimitContext, model: Model, tenant: str, constraints: set[s
                 continue
             if len(constraints) > limit:  # However long it waited, this would never fit.
                 raise InvalidJob(
-                    "jobs", f"{len(constraints)} different constraints at once never fit; at most {limit} do."
+                    "jobs",
+                    f"{len(constraints)} different constraints at once are too many; at most {limit} are accepted.",
                 )
             raise TooManyRequests(too_various(model.name, limit, whose), _RETRY_S, model=model.name)
 

@@ -56,7 +56,7 @@ def test_a_job_behind_others_of_its_model_although_a_slot_is_free(timed_api: Tim
     first, second = api.submitted(), api.submitted()
     api.dispatcher.queues.offer = lambda *_: []  # type: ignore[method-assign]
     _stop(api, "servers/gpu1", "online")
-    assert api.explain(first)["sentence"] == "It waits: it is next, and a slot is being given to it."
+    assert api.explain(first)["sentence"] == "It waits: it is next, and is being offered a slot."
     found = api.explain(second)
     assert (_codes(found), found["servers"]) == (["turn"], {"gpu1": None})
     assert found["sentence"] == "It waits: 1 job of its model comes before it."
@@ -144,7 +144,7 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
         "subject": "gpu1",
         "until": "2027-01-15T08:00:08.000Z",
     }
-    why = "server 'gpu1' failed run after run and its breaker is open"
+    why = "server 'gpu1' failed several runs in a row and its breaker is open"
     assert found["sentence"] == f"It waits: {why} until 2027-01-15T08:00:08Z."
 
 

@@ -162,7 +162,7 @@ def test_a_model_that_is_stopped(api: Api, state: str) -> None:
         assert answer.status_code == 202
     else:
         assert (answer.status_code, answer.json["code"], answer.json["state"]) == (409, "conflict", state)
-        assert "bad weights" in answer.json["detail"] and "until somebody resumes it" in answer.json["detail"]
+        assert "bad weights" in answer.json["detail"] and "until an operator resumes it" in answer.json["detail"]
     _set(api, "models/zimg", "online")
     assert waiting in _offered(api)
     assert api.submit().status_code == 202

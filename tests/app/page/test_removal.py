@@ -123,6 +123,6 @@ def test_a_models_breaker_says_until_when_and_why_and_is_closed_by_hand(timed_ap
     for path in ("/", "/page/models/zimg"):
         shown = who.get(path).text
         assert "breaker open" in shown, path
-        assert "until 2027-01-15 08:00:06 UTC: failed run after run" in shown, path
+        assert "until 2027-01-15 08:00:06 UTC: failed several runs in a row" in shown, path
     who.post("/page/models/zimg/state", state="online")
     assert "breaker open" not in who.get("/page/models/zimg").text

@@ -61,7 +61,7 @@ def test_a_deadline_is_refused_only_if_even_the_earliest_start_is_too_late(stage
     stage.submit_all([stage.a(), stage.a()])
     monkeypatch.setattr(stage.dispatcher.observer, "earliest_ms", lambda *_: 30 * SECOND)
     stage.submit(ttl_s=30)
-    with pytest.raises(InvalidJob, match=r"can hardly start within 29 s: 30.0 s at best"):
+    with pytest.raises(InvalidJob, match=r"probably cannot start within 29 s: 30.0 s at best"):
         stage.submit(ttl_s=29)
 
 

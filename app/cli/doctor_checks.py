@@ -324,7 +324,7 @@ def workers() -> Iterator[Finding]:
         yield Finding("workers", "warn", message, "This is normal during an update; otherwise restart the older ones.")
     if found and not problems:
         runs = sum(int(worker.facts.get("runs") or 0) for worker in found)
-        yield Finding("workers", "ok", f"{len(found)} are alive and run {runs} jobs.")
+        yield Finding("workers", "ok", f"Alive: {len(found)}, with {runs} jobs in progress.")
 
 
 def servers() -> Iterator[Finding]:
@@ -350,7 +350,7 @@ def servers() -> Iterator[Finding]:
     if not problems:
         slots = sum(server.slots for server in online)
         others = f"; {stopped} are stopped by an operator" if stopped else ""
-        yield Finding("servers", "ok", f"{len(online)} answer, with {slots} slots{others}.")
+        yield Finding("servers", "ok", f"Answering: {len(online)}, with {slots} slots{others}.")
 
 
 def _server_check(server: Any, snapshot: Any) -> Check:

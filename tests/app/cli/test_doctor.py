@@ -235,7 +235,7 @@ def test_a_server_that_answers_is_well(api: Api) -> None:
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:
         api.register(endpoint=server.url + "/generate", slots=2)
         (found,) = _findings_of("servers")
-    assert (found.level, found.message) == ("ok", "1 answer, with 2 slots.")
+    assert (found.level, found.message) == ("ok", "Answering: 1, with 2 slots.")
 
 
 def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) -> None:

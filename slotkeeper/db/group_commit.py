@@ -1,12 +1,18 @@
-"""The database: one committer per process.
+"""Group commit: writes of the same moment share one transaction.
 
-Threads that write at the same moment share one transaction (group commit): each hands in a *unit*, one of
-them becomes the leader, runs all units that are waiting, commits once, and wakes the others.  Alone, a caller
-leads itself and pays nothing for it.  Nobody is answered before the commit.  An event loop, which must not wait, tries
-to commit by itself and leaves the rest to a thread (`Batch`).
+    thread A   write ──▶ no leader: A leads ──▶ BEGIN, A's unit, COMMIT ──▶ hand over ──▶ disk ──▶ A returns
+    thread B   write ──▶ waits ───────────────────────────────────────────▶ B leads: BEGIN, units of B and C, COMMIT
+    thread C   write ──▶ waits ───────────────────────────────────────────────────────────▶ disk ──▶ B wakes C
 
-Everything has its time (config.Limits), and an unknown is never called a no: when the answer to a COMMIT is lost,
-its fate is asked on a new connection before anybody is answered.
+    commit     The leader runs the units of all waiting writes in one transaction and commits it.  Then it hands the
+               lead to the first write that waits, so that the next transaction begins while this one's disk is awaited.
+    disk       On SQLite, a commit is visible before it is durable.  A thread returns after the disk has the commit.
+    failure    If a unit raises, nothing is stored: the transaction is repeated without that unit, which runs alone.
+    lost       If the answer to COMMIT is lost, `commit_outcome` finds out on a new connection whether it was stored:
+               then each caller gets its result, DatabaseUnavailable ("nothing was stored"), or CommitUnknown.
+
+A thread that is alone leads itself and loses no time.  An event loop, which must not wait, tries to commit by itself
+(`try_commit_all`) and leaves the rest to a thread (`complete`).  Every step has a time limit (config.DatabaseTimeouts).
 """
 
 import math
@@ -40,7 +46,7 @@ from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperErro
 T = TypeVar("T")
 
 _LARGEST_BATCH = 128
-_LARGEST_AT_ONCE = 64 * 1024  # signs: more would take its time, also where nobody is waited for
+_LARGEST_AT_ONCE = 64 * 1024  # characters; a larger batch would hold the event loop up
 _ASK_AGAIN_S = 0.1
 _SLACK_S = 0.5
 # InternalError: PostgreSQL has become a read-only standby.  TimeoutError: every connection is taken.
@@ -53,7 +59,7 @@ _NUMBER = CompiledStatement(select(func.txid_current_if_assigned()))
 
 
 class _CommitLost(Exception):
-    """A COMMIT was sent, and what came of it was not heard."""
+    """A COMMIT was sent, and its answer was lost."""
 
     def __init__(self, mark: TransactionMark, cause: BaseException) -> None:
         super().__init__(cause)
@@ -69,11 +75,11 @@ class Transaction:
         self._collected: dict[BulkInsert, list[dict[str, Any]]] = {}
 
     def insert(self, into: BulkInsert, row: dict[str, Any]) -> None:
-        """Have a row written before the commit, together with all others of its kind."""
+        """Collect a row, which is inserted before the commit together with others of its table."""
         self._collected.setdefault(into, []).append(row)
 
     def flush_inserts(self) -> TransactionMark:
-        """Write the collected rows, and tell by what the transaction can be known."""
+        """Insert the collected rows, and return the mark by which the transaction can be found later."""
         number = witness = None
         for into, rows in self._collected.items():
             answer = into.execute(self.connection, rows)
@@ -92,12 +98,12 @@ def _nothing() -> None:
 
 
 class Write(NamedTuple, Generic[T]):
-    """A unit, to be committed alone or with others.  `relaxed`, `committed`: as in Database.write.
+    """A unit that is committed alone or with others.
 
-    `heard`, `unheard`: what is done when its commit was answered, or when it is not known whether it was stored.
-    `alike`: does at once what the units of several writes would do that have it, come one after another, and are
-    `about` something of its own each.  It takes what they `asked`, and answers as many results, or None: it cannot.
-    `size`: how much it writes, in signs, where that may be much.
+    relaxed, on_committed: as in Database.write.
+    heard: called when the commit has succeeded.  unheard: called when its outcome is unknown.
+    alike: batch form of `unit` for consecutive writes with this function and different values of `about`.  It gets
+    their values of `asked`, and returns as many results, or None if it cannot.  size: characters written, if many.
     """
 
     unit: Unit[T]
@@ -112,11 +118,10 @@ class Write(NamedTuple, Generic[T]):
 
 
 class Batch:
-    """Writes that are committed together, by the thread that brings them or by another, and what came of them.
+    """Writes that are committed together, and their results.
 
-    One guarantee, whoever commits: the answers are there when what they promise is on the disk, and not before.
-    `answers`: of each write its result or an exception; None: not known yet.  `committed`: the same when all others
-    see it, and the disk is still to be waited for.
+    answers: the result or exception of each write, when the disk has the commit; None before.
+    committed: the same, when others see the commit and the disk is still awaited; None before.
     """
 
     __slots__ = ("answers", "committed", "writes")
@@ -128,19 +133,19 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """How much it writes, in signs, where that may be much."""
+        """Characters that the batch writes."""
         return sum(write.size for write in self.writes)
 
 
 class _Entry(Generic[T]):
-    """One unit in the line for the next commit."""
+    """One write that waits for a commit."""
 
     __slots__ = ("_committed", "_woken", "done", "error", "leads", "result", "until", "write")
 
     def __init__(self, write: Write[T], until: float) -> None:
         self.write = write
         self._committed = write.on_committed
-        self.until = until  # monotonic: when it is refused if it has not been begun
+        self.until = until  # monotonic; refused if it has not begun by then
         self.leads = False
         self.done = False
         self.result: T | None = None
@@ -149,7 +154,7 @@ class _Entry(Generic[T]):
         self._woken.acquire()
 
     def wait(self, seconds: float) -> bool:
-        """False: nobody has woken it."""
+        """Wait until `wake`.  Returns False after `seconds`."""
         return self._woken.acquire(timeout=max(seconds, 0.0))
 
     def wake(self) -> None:
@@ -166,11 +171,11 @@ class _Entry(Generic[T]):
         self.done, self.error = True, error
 
     def call_on_committed(self) -> None:
-        """Tell who wants to know at once that it is committed; no more than once."""
+        """Call `on_committed` with the result, once."""
         if self.done and self.error is None:
-            tell, self._committed = self._committed, None
-            if tell is not None:
-                tell(self.result)  # type: ignore[arg-type]
+            callback, self._committed = self._committed, None
+            if callback is not None:
+                callback(self.result)  # type: ignore[arg-type]
 
     def outcome(self) -> T:
         if self.error is not None:
@@ -179,7 +184,7 @@ class _Entry(Generic[T]):
 
 
 class Database:
-    """One record.  Safe to share between threads, not across a fork."""
+    """One database.  Thread-safe; must not be used across a fork."""
 
     def __init__(self, url: str, limits: DatabaseTimeouts | None = None) -> None:
         self.url = url
@@ -189,7 +194,7 @@ class Database:
         dialect = self.engine.dialect.name
         self._reader = self.engine.execution_options(**sqlite.READ_OPTIONS[dialect])
         self._snapshots = self.engine.execution_options(**sqlite.SNAPSHOT_OPTIONS[dialect])
-        # For the question what became of a commit: a pooled connection may be as silent as the one that was lost.
+        # To find out the outcome of a commit: a pooled connection may be broken like the one that was lost.
         self._inquirer = sqlite.make_engine(url, self.limits, pooled=False).execution_options(
             **sqlite.READ_OPTIONS[dialect]
         )
@@ -199,40 +204,39 @@ class Database:
         self._must_reconnect = False
 
     def write(self, unit: Unit[T], *, relaxed: bool = False, committed: Callable[[T], object] | None = None) -> T:
-        """Run `unit` in a transaction, perhaps with others, and return its result once committed.
+        """Run `unit` in a transaction, perhaps with other units, and return its result after the commit.
 
-        `relaxed`: nobody was promised anything.  On SQLite it need not survive a power cut, though it does
-        survive the end of any process, and spares the wait for the disk (0.3 of 0.5 ms).
+        relaxed: do not wait for the disk (0.3 of 0.5 ms), for writes that no client was promised: on SQLite a power
+        cut may take them back, the end of a process does not.  committed: called with the result, in this thread,
+        when the commit is visible and the disk still awaited; it must not block.
 
-        `committed` is called with the result in this thread as soon as everybody sees it, if that can be while the disk
-        is waited for: what others can do meanwhile may begin.  It must not wait for anything.
+        `unit` may run again if another unit spoils the shared transaction, so it must have no effect outside of its
+        connection.  It returns a SlotkeeperError, instead of raising it, to refuse before it has written anything;
+        `write` raises that error, and the other units are not affected.
 
-        `unit` may be run again if a neighbour spoils the shared transaction: it must have no effect but on
-        its connection.  What it refuses before it has written anything, it returns as an error, which is raised
-        here: so its neighbours are not concerned.  Raises what the unit raised, or RecordUnavailable; then nothing
-        of it was stored; or RecordUncertain.
+        Raises what the unit raised; DatabaseUnavailable if nothing was stored; CommitUnknown if that is not known.
         """
         return self.commit(Write(unit, relaxed, committed))
 
     def commit(self, write: Write[T]) -> T:
-        """One write.  Raises as `write`."""
+        """Commit one write.  Raises as `write`."""
         (answer,) = self.commit_all([write])
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def commit_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
-        """Several writes together, in one transaction if none spoils it; the result, or the error, of each."""
+        """Commit writes, in one transaction if none spoils it, and return the result or the error of each."""
         batch = Batch(writes)
         self.complete([batch])
         return batch.answers or []
 
     def try_commit_all(self, batch: Batch) -> None:
-        """Commit a batch if that waits for nothing; whatever is left to do then, `complete` does.
+        """Commit a batch if that needs no waiting; `complete` does the rest.
 
-        Only on SQLite, while no other thread or process writes, and if it is not much.  A batch of which one write
-        spoils what they share is left whole to `complete`, which finds out which.  So is any after a COMMIT that failed
-        here, as on a full disk, until one of `complete`'s has not: that connects anew, and asks what became of it.
+        It commits on SQLite only, while no other thread or process writes, and if the batch is small.  If a unit spoils
+        the transaction, the whole batch is left to `complete`, which finds out which one.  After a COMMIT failed here,
+        as on a full disk, batches are left to `complete` until it has connected again and committed.
         """
         if not self._writer.is_quick or self._must_reconnect or batch.size > _LARGEST_AT_ONCE:
             return
@@ -248,7 +252,7 @@ class Database:
             batch.answers = _told(batch.writes, batch.committed)
 
     def complete(self, batches: Sequence[Batch]) -> None:
-        """Have batches committed, if they are not yet, and the disk waited for, so that each has its answers."""
+        """Commit the batches that are not committed yet, wait for the disk, and set their `answers`."""
         if committed := [batch for batch in batches if batch.committed is not None]:
             self._wait_for_disk(committed)
         if others := [batch for batch in batches if batch.committed is None]:
@@ -264,12 +268,12 @@ class Database:
             lost = _uncertain(_reason(error))
         for batch in batches:
             found = batch.committed or []
-            answers = found if lost is None else [it if isinstance(it, Exception) else lost for it in found]
+            answers = found if lost is None else [answer if isinstance(answer, Exception) else lost for answer in found]
             batch.answers = _told(batch.writes, answers)
 
     def _commit_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
         until = time.monotonic() + self.limits.turn_s
-        tickets: list[_Entry[Any]] = [_Entry(it, until) for it in writes]
+        tickets: list[_Entry[Any]] = [_Entry(write, until) for write in writes]
         with self._lock:
             self._waiting.extend(tickets)
             tickets[0].leads, self._has_leader = not self._has_leader, True
@@ -281,7 +285,7 @@ class Database:
         return _told(writes, answers)
 
     def _tried(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
-        """One transaction, and no second.  None: nothing of it was stored, whatever was in the way."""
+        """Run one transaction and return its results, or None if nothing was stored, for whatever reason."""
         results: list[Any] = []
         try:
             self._transact(lambda transaction: _run_units(transaction, writes, results), time.monotonic())
@@ -289,7 +293,7 @@ class Database:
             if lost.interrupt is not None:
                 raise lost.interrupt from lost
             self._must_reconnect = True
-            return [_uncertain(lost.reason) for _ in writes]  # To ask what came of it may take seconds.
+            return [_uncertain(lost.reason) for _ in writes]  # Finding out its outcome may take seconds.
         except Exception:
             return None
         return results
@@ -302,14 +306,14 @@ class Database:
         return _answer_of(ticket)
 
     def _wait_for(self, ticket: _Entry[Any]) -> None:
-        """Have a ticket done.  Raises RecordUnavailable: its turn does not come."""
+        """Wait until an entry is done, or lead.  Raises DatabaseUnavailable if its turn does not come in time."""
         if not ticket.leads and not ticket.wait(self.limits.turn_s):
             self._withdraw(ticket)
         if not ticket.done:
             self._lead()
 
     def _withdraw(self, ticket: _Entry[Any]) -> None:
-        """Give up the turn that did not come.  Raises RecordUnavailable, unless it has come just now."""
+        """Withdraw an entry whose turn is late.  Raises DatabaseUnavailable, unless its transaction has just begun."""
         with self._lock:
             if ticket in self._waiting and not ticket.leads:
                 self._waiting.remove(ticket)
@@ -318,14 +322,14 @@ class Database:
             raise _uncertain("the commit takes very long")
 
     def _abandon(self, tickets: Sequence[_Entry[Any]]) -> None:
-        """Nobody waits for these any more: who has the lead must not keep it."""
+        """Remove entries whose thread was interrupted, and hand over the lead if one of them has it."""
         with self._lock:
             self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
         if any(ticket.leads and not ticket.done for ticket in tickets):
             self._hand_over_lead()
 
     def _lead(self) -> None:
-        """Commit what waits, our own unit among it, and pass the lead on before the disk is waited for."""
+        """Commit the waiting entries, hand over the lead, and then wait for the disk."""
         with self._lock:
             batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
         try:
@@ -333,7 +337,7 @@ class Database:
         finally:
             self._hand_over_lead()
             try:
-                if len(batch) == 1:  # Else it would keep the others from the disk.
+                if len(batch) == 1:  # In a shared commit it would delay the others.
                     batch[0].call_on_committed()
             finally:
                 self._sync_and_wake(batch)
@@ -347,14 +351,14 @@ class Database:
                 next_run.wake()
 
     def _sync_and_wake(self, batch: Sequence[_Entry[Any]]) -> None:
-        """Whoever was promised something is answered when it is on the disk."""
+        """Wait for the disk, unless all entries are relaxed, and wake the threads of the batch."""
         try:
             promised = [ticket for ticket in batch if ticket.done and ticket.error is None and not ticket.write.relaxed]
             if promised:
                 self._secure(promised)
         finally:
             for ticket in batch:
-                if not ticket.done:  # Ctrl-C or the like came in between; it is raised in this thread alone.
+                if not ticket.done:  # Ctrl-C interrupted the leader; only this thread raises it.
                     ticket.fail(_unavailable("the commit was interrupted"))
             for ticket in batch[1:]:
                 ticket.wake()
@@ -369,7 +373,7 @@ class Database:
                 raise
 
     def _commit_in_time(self, batch: list[_Entry[Any]]) -> None:
-        """Begin what is not too late, and answer every ticket of `batch`, all within their time."""
+        """Refuse the entries whose time is over, and commit the others."""
         now = time.monotonic()
         for ticket in batch:
             if ticket.until < now:
@@ -381,9 +385,9 @@ class Database:
     def _commit(
         self, batch: Sequence[_Entry[Any]], until: float, look_again: bool = True, singly: bool = False
     ) -> bool:
-        """Answer every ticket of `batch`.  False: the database did not even begin.
+        """Set the outcome of every entry of `batch`.  Returns False if the transaction did not begin.
 
-        `singly`: each unit by itself, so that it is known which fails.
+        singly: run each unit by itself, without batch forms, to find the one that fails.
         """
         results: list[Any] | None = None
 
@@ -392,7 +396,7 @@ class Database:
             results = []
             _run_units(transaction, [ticket.write for ticket in batch], results, singly)
             interrupted = _uncertain("the commit was interrupted")
-            for ticket in batch:  # From here on, until it is heard; also if Ctrl-C comes in between.
+            for ticket in batch:  # In force from here to the answer, also if Ctrl-C interrupts the leader.
                 ticket.fail(interrupted)
 
         try:
@@ -402,8 +406,8 @@ class Database:
         except Exception as error:
             if results is not None and len(batch) > 1:
                 return self._commit_apart(batch, len(results), until, singly)
-            # On PostgreSQL another process may insert a row between our look and our insert.  And the connection that
-            # was kept may have been lost since: then nothing was begun on it.
+            # On PostgreSQL another process may insert a row between a unit's SELECT and its INSERT.  Or the kept
+            # connection was lost, and the transaction has not begun.
             if results is not None and look_again and (isinstance(error, IntegrityError) or _was_lost(error)):
                 return self._commit(batch, until, look_again=False, singly=singly)
             for ticket in batch:
@@ -414,10 +418,10 @@ class Database:
         return results is not None
 
     def _commit_apart(self, batch: Sequence[_Entry[Any]], n: int, until: float, singly: bool) -> bool:
-        """Nothing of a group was stored: try again without its `n`-th unit, which spoiled it, and that one alone.
+        """Repeat a transaction that stored nothing without its `n`-th unit, which failed, and then that unit alone.
 
-        If none of them did, but what they wrote together, each is tried alone.  If it may be that several did something
-        at once, of which the `n`-th is the first, all are tried again to find out who it was.
+        If no unit failed but an insert of collected rows, each unit is repeated alone.  If the batch form of several
+        units failed, of which the `n`-th is the first, all are repeated singly to find the one that fails.
         """
         groups = [[ticket] for ticket in batch]
         if n < len(batch) and not singly and batch[n].write.alike is not None:
@@ -428,12 +432,12 @@ class Database:
             group = groups.pop(0)
             if not self._commit(group, until, singly=True):
                 for ticket in (ticket for others in groups for ticket in others):
-                    ticket.fail(group[0].error)  # Or each would wait for the time-out in turn.
+                    ticket.fail(group[0].error)  # Otherwise each would wait for the time limit in turn.
                 return False
         return True
 
     def _resolve_lost_commit(self, batch: Sequence[_Entry[Any]], results: Sequence[Any], lost: _CommitLost) -> None:
-        """Answer the tickets of a COMMIT that was not answered itself, with what is found out."""
+        """Find out the outcome of a COMMIT whose answer was lost, and set it for every entry."""
         for ticket in batch:
             ticket.fail(_uncertain(lost.reason))
         found = self._fate_of(lost.mark)
@@ -458,7 +462,7 @@ class Database:
                 time.sleep(_ASK_AGAIN_S)
 
     def _transact(self, work: Callable[[Transaction], None], until: float) -> None:
-        """Have `work` done in a transaction.  Raises RecordUnavailable: nothing was stored; _Unanswered."""
+        """Run `work` and commit.  Raises DatabaseUnavailable if nothing was stored; _CommitLost if that is unknown."""
         try:
             with time_limits.time_limit(until - time.monotonic()):
                 connection = self._writer.begin()
@@ -483,18 +487,18 @@ class Database:
 
     @contextmanager
     def read(self, *, patient: bool = False) -> Iterator[Connection]:
-        """A connection on which each statement sees the newest commit.  Raises RecordUnavailable.
+        """Yield a connection on which each statement sees the newest commit.  Raises DatabaseUnavailable.
 
-        `patient`: no request waits for it, or it looks at all jobs.
+        patient: no time limit, for background work and for reads of all jobs.
         """
         with self._reading(self._reader, math.inf if patient else self.limits.read_s) as connection:
             yield connection
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
-        """A connection for one long read, whose rows may be fetched page by page.  Raises RecordUnavailable.
+        """Yield a connection for one long, consistent read, page by page.  Raises DatabaseUnavailable.
 
-        What is read stands still meanwhile, and the database keeps what others remove: do not hold it for hours.
+        The database keeps the rows that others delete meanwhile, so do not hold it for hours.
         """
         with self._reading(self._snapshots, math.inf) as connection:
             yield connection
@@ -520,7 +524,7 @@ class Database:
 def _run_units(
     transaction: Transaction, writes: Sequence[Write[Any]], results: list[Any], singly: bool = False
 ) -> None:
-    """Do what these ask for, together what can be, and add what each came to."""
+    """Run the units of these writes, in batch form where possible, and append their results."""
     if len(writes) == 1:
         results.append(writes[0].unit(transaction))
         return
@@ -545,7 +549,7 @@ def _answer_of(ticket: _Entry[T]) -> T | Exception:
 
 
 def _told(writes: Sequence[Write[Any]], answers: Sequence[Any]) -> list[Any]:
-    """The answers, of which each write has been told."""
+    """Call the callbacks of each write, and return the answers."""
     for write, answer in zip(writes, answers, strict=True):
         if isinstance(answer, CommitUnknown):
             write.unheard()
@@ -560,17 +564,17 @@ def _fulfil(batch: Sequence[_Entry[Any]], results: Sequence[Any]) -> None:
 
 
 def _was_lost(error: Exception) -> bool:
-    """Whether the connection went away before the COMMIT was sent, and not the database, as far as is known."""
+    """Return whether the connection was lost before COMMIT was sent."""
     return isinstance(error.__cause__, DBAPIError) and error.__cause__.connection_invalidated
 
 
 def _reason(error: BaseException) -> str:
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return said[0] if said else "no reason given"
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return lines[0] if lines else "no reason given"
 
 
 def _old_schema(error: Exception) -> DatabaseUnavailable | None:
-    """Return the refusal of a request whose table or column the database lacks; None: `error` is another."""
+    """Return the refusal of a request whose table or column the database lacks; None for any other error."""
     reason = _reason(error)
     sqlstate = getattr(getattr(error, "orig", None), "sqlstate", None)
     if sqlstate in _NOT_MIGRATED or (sqlstate is None and any(words in reason for words in _MISSING_IN_SQLITE)):

@@ -62,7 +62,8 @@ def _words(command: str) -> list[str]:
 
 def problem(command: str) -> str | None:
     """What the command line has against it; None: nothing.  One without arguments names a command."""
-    words, found, context = _words(command), main, click.Context(main)
+    context = click.Context(main, **main.context_settings)
+    words, found = _words(command), main
     while isinstance(found, click.Group) and words and not words[0].startswith("-"):
         inner = found.get_command(context, words[0])
         if inner is None:
@@ -72,7 +73,7 @@ def problem(command: str) -> str | None:
         found, words = inner, words[1:]  # type: ignore[assignment]
     if not words:
         return None
-    context = click.Context(found)
+    context = click.Context(found, parent=context)
     try:
         given, left, _ = found.make_parser(context).parse_args(list(words))
     except click.UsageError as error:

@@ -185,7 +185,7 @@ def test_a_worker_is_ready_when_a_canary_went_through_it_lately(
 
 
 def test_who_says_nothing_is_not_ready(api: Api) -> None:
-    assert "has said lately" in str(ready.readiness_problem("web"))
+    assert "has reported lately" in str(ready.readiness_problem("web"))
     _a_process("web")
     assert ready.readiness_problem("web") is None
 
@@ -213,13 +213,13 @@ def test_maintenance_is_not_ready_while_a_frequent_task_does_not_come_to_its_end
     ended_ago("check_invariants", 10_000)
     assert ready.readiness_problem("maintenance") is None, "a rare task may not have run since a new start"
     ended_ago("reap", 40)
-    assert "end for long: reap" in str(ready.readiness_problem("maintenance"))
-    assert "end for long: reap" in str(readiness.probe_maintenance())
+    assert "finished for a long time: reap" in str(ready.readiness_problem("maintenance"))
+    assert "finished for a long time: reap" in str(readiness.probe_maintenance())
 
 
 def test_the_command_says_why_and_fails(api: Api) -> None:
     done = CliRunner().invoke(main, ["health", "worker"])
-    assert (done.exit_code, "has said lately" in done.output) == (1, True)
+    assert (done.exit_code, "has reported lately" in done.output) == (1, True)
     _a_process("worker", canary_age_ms=0)
     assert CliRunner().invoke(main, ["health", "worker"]).exit_code == 0
 

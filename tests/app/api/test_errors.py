@@ -69,7 +69,7 @@ def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
 @pytest.mark.parametrize(
     ("workers", "why"),
     [
-        ({}, "No worker has said lately"),
+        ({}, "No worker has reported lately"),
         ({"worker@a/1": {"canary_age_ms": None}}, "No worker can take jobs"),
         ({"worker@a/1": {"takes": False}, "worker@a/2": {"canary_age_ms": 30_000}}, "No worker can take jobs"),
         ({"worker@a/1": {"takes": False}, "worker@a/2": {}}, None),

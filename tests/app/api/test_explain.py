@@ -83,7 +83,7 @@ def test_a_job_that_the_room_has_not_taken_in_yet(timed_api: TimedApi) -> None:
     job = a_queued_job(api.dispatcher.store)
     found = api.explain(job.id)
     assert _codes(found) == ["not_in_room"]
-    assert "the next sweep brings it in" in found["sentence"]
+    assert "the next sweep enqueues it" in found["sentence"]
     reconcile.reconcile(api.dispatcher)
     assert "being started" in api.explain(job.id)["sentence"]
 
@@ -258,7 +258,7 @@ def test_a_running_job_says_where(timed_api: TimedApi) -> None:
     job_id = api.started().run.job.id
     assert api.explain(job_id)["sentence"] == "It runs on gpu1-slot0, attempt 1."
     api.client.post(f"/queue/jobs/{job_id}/cancel")
-    assert "canceled" in api.explain(job_id)["sentence"]
+    assert "a cancel is requested" in api.explain(job_id)["sentence"]
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - {State.QUEUED, State.DELAYED, State.RUNNING}))

@@ -430,7 +430,7 @@ def test_the_page_is_there_while_redis_is_away(mortal_api: Api) -> None:
     job = mortal_api.submitted()
     mortal_api.valkey.stop()
     assert "does not answer" in visitor(mortal_api).get("/").text
-    assert "cannot be reached" in visitor(mortal_api).get(f"/page/jobs/{job}").text
+    assert "Redis does not answer" in visitor(mortal_api).get(f"/page/jobs/{job}").text
 
 
 def test_a_state_that_there_is_none_of_is_answered_as_by_the_api(api: Api) -> None:

@@ -16,7 +16,9 @@ class RemovalQuery(Schema):
 
 
 class ServerRemovalQuery(RemovalQuery):
-    force: bool = Field(False, description="Go at once: what runs there ends at no cost, and runs again elsewhere.")
+    force: bool = Field(
+        False, description="Remove it at once: its runs end at no cost, and their jobs run on other servers."
+    )
 
 
 class RemovalView(ResponseSchema, source=Removal):

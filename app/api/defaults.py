@@ -35,7 +35,7 @@ def put_defaults(body: DefaultsBody) -> dict[str, Any]:
 
 @api.get("/kinds", responses={200: KindList})
 def list_kinds() -> dict[str, Any]:
-    """List kinds of models, what holds for each, and which models are of it."""
+    """List the kinds of models, with their settings and their models."""
     found = dispatcher().catalog.refresh()
     kinds = [it for name, it in sorted(found.defaults.items()) if name != INSTALLATION]
     return KindList.build(kinds=[kind_view(it, found) for it in kinds])
@@ -43,7 +43,7 @@ def list_kinds() -> dict[str, Any]:
 
 @api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(404)})
 def get_kind(path: KindPath) -> dict[str, Any]:
-    """Show what holds for the models of a kind that do not say otherwise."""
+    """Show the settings that models of a kind have by default."""
     found = _known(path.kind)
     if found is None:
         raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
@@ -52,9 +52,9 @@ def get_kind(path: KindPath) -> dict[str, Any]:
 
 @api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
 def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
-    """Add a kind, or replace what holds for its models.  A model is of a kind by its field `kind`.
+    """Add a kind, or replace its settings.  A model belongs to the kind that its field `kind` names.
 
-    What the body leaves out is as the installation has it.
+    A setting that the body omits has the installation's default.
     """
     check_name(path.kind, "kind")
     return _set(path.kind, body)
@@ -62,7 +62,7 @@ def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
 
 @api.delete("/kinds/<path:kind>", responses={204: None, **problem_responses(404, 409, 415)})
 def remove_kind(path: KindPath) -> tuple[str, int]:
-    """Forget a kind of which no model is any more."""
+    """Remove a kind that no model belongs to."""
     catalog().remove_kind(path.kind)
     dispatcher().catalog.refresh()
     return "", 204

@@ -42,7 +42,7 @@ def metrics() -> Response:
 @api.get("/models/<path:model>/stats", responses={200: ModelStats, **problem_responses(403, 404)})
 @metrics_access
 def stats(path: ModelPath) -> dict[str, Any]:
-    """Give a model's load in flat numbers: `active` is what KEDA's metrics-api scaler can go by."""
+    """Return a model's load as flat numbers; KEDA's metrics-api scaler can read `active`."""
     catalog = dispatcher().catalog.get()
     model = catalog.models.get(path.model)
     if model is None:

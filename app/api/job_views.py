@@ -72,9 +72,10 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
     },
 )
 def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
-    """Cancel a job: at once while it waits (200), as soon as its server lets go while it runs (202).
+    """Cancel a job.
 
-    One that has ended is 409.
+    200: it was waiting, and is canceled.  202: it is running, and is canceled as soon as its server has stopped it.
+    409: it has ended.
     """
     job = visible_job(path.job_id)
     if dispatcher().cancel(job.id) is State.RUNNING:
@@ -84,7 +85,7 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
 
 @api.get("/<job_id>/attempts", responses={200: AttemptList, **problem_responses(404, 409)})
 def list_attempts(path: JobPath) -> dict[str, Any]:
-    """List a job's starts, the oldest first, and what came of each."""
+    """List the attempts of a job with their outcomes, the oldest first."""
     job = visible_job(path.job_id)
     found = attempts(dispatcher().store.list_events(job.id))
     return AttemptList.build(job_id=job.id, attempts=[AttemptView.build(it) for it in found])

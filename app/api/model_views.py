@@ -48,9 +48,9 @@ def list_models() -> dict[str, Any]:
 
 @api.get("/models/<path:model>", responses={200: ModelDetail, **problem_responses(404)})
 def get_model(path: ModelPath) -> dict[str, Any]:
-    """Show a model: how it stands, what waits for it, and the longest that its policy can make a job wait.
+    """Show a model: its state, its load, and the longest wait that its policy can cause.
 
-    `longest_wait` says so in terms of the load, and `load.work_s` is the present load.
+    `longest_wait` expresses that wait in terms of the load; `load.work_s` is the load now, in seconds of slot time.
     """
     known = known_model(path.model)
     load = None
@@ -65,7 +65,8 @@ def get_model(path: ModelPath) -> dict[str, Any]:
 def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
     """Drain, pause, freeze or resume a model on all of its servers.
 
-    paused: nothing of it is started, submits are accepted; draining: what waits goes on, submits are 409; frozen: both.
+    paused: no job starts, submits are accepted.  draining: waiting jobs start, submits are 409.  frozen: no job starts,
+    submits are 409.
     """
     known = known_model(path.model)
     catalog().set_model_state(

@@ -53,11 +53,10 @@ def get_preset(path: PresetPath) -> dict[str, Any]:
 
 @api.post("/servers/probe", responses={200: ProbeView, **problem_responses(400, 413, 415, 422)})
 def probe_server(body: ProbeBody) -> dict[str, Any]:
-    """Ask an address what kind of server answers there, and run a job on it if one is given.  Nothing is registered.
+    """Find out what kind of server answers at an address, and run a job on it if one is given.  Registers nothing.
 
-    The job is real: it uses the server as any other does, beside the dispatcher's own jobs.  What the paths of all
-    presets answer is looked at; each exchange is told, and which rule judged it.  Where the server knows nothing of
-    what the surest preset asks for, the next one is tried.
+    The job really runs on the server, beside the jobs of the dispatcher.  The response has each request, its answer and
+    the rule that judged it.  If the server does not know what the most likely preset asks for, the next one is tried.
     """
     validate_endpoint(body.url, "url")
     if body.model is not None:

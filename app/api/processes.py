@@ -44,5 +44,5 @@ class ProcessList(ResponseSchema):
 
 @api.get("/processes", responses={200: ProcessList})
 def list_processes() -> dict[str, Any]:
-    """List the processes that have said in the last minute that they live, and how they fare."""
+    """List the processes that have reported in the last minute, with their state."""
     return ProcessList.build(processes=[ProcessView.build(it) for it in processes().read_all()])

@@ -85,10 +85,10 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
 
 @api.get("/servers", responses={200: ServerList})
 def list_servers() -> dict[str, Any]:
-    """List servers, how each stands in the waiting room, and the slots of each fleet.
+    """List servers with their status in Redis, and the slots of each fleet.
 
-    `scores` has the parts by which servers are compared for a model: the lowest total is chosen.  `quarantined` are
-    slots whose run has ended here while its server has not released it.
+    `scores` has the parts of a server's score for a model; the server with the lowest total is chosen.  `quarantined`
+    lists slots whose run has ended here while the server may still be running it.
     """
     found = dispatcher().catalog.refresh()
     standings: Mapping[str, insight.ServerStatus] = {}
@@ -108,7 +108,7 @@ def list_servers() -> dict[str, Any]:
 def change_server(path: ServerPath, body: StateBody) -> dict[str, Any]:
     """Drain, pause, freeze or resume a server.
 
-    Unless it is online, what runs there goes on and nothing new is sent; the three words differ for people only.
+    A server that is not online finishes its runs and gets no new ones; the three words differ for people only.
     """
     known = known_server(path.server)
     catalog().set_server_state(
@@ -138,16 +138,18 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     responses={200: ServerDetail, **problem_responses(400, 404, 409, 413, 415, 422, 503)},
 )
 def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
-    """Say that a server runs nothing any more of what its withheld slots wait for: they are used again at once.
+    """Release the quarantined slots of a server, which are used again at once.
 
-    For a server whose process is known to be dead, or that has been looked at.  If it does run one of these jobs, its
-    slot then has two.
+    Only for a server that certainly does not run these jobs any more, such as one whose process has ended.  If it still
+    runs one of them, its slot then has two jobs.
     """
     known = known_server(path.server)
     rows = [row.slot for row in quarantined_slots.by_server(dispatcher())[known.name] if body.slot in (None, row.slot)]
     if not rows:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
-        raise Conflict(f"Server {known.name!r} has {which} that is withheld; GET /admin/servers lists those that are.")
+        raise Conflict(
+            f"Server {known.name!r} has {which} that is quarantined; GET /admin/servers lists those that are."
+        )
     acts.write_entry(dispatcher().store.database, acts.make_entry("server.release", server=known.name, slots=rows))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
     return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))
@@ -155,7 +157,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
 
 @api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problem_responses(404)})
 def check_server(path: ServerPath) -> dict[str, Any]:
-    """Say why a server gets no jobs: what the record and the waiting room know, and what it says of itself just now."""
+    """Explain why a server gets no jobs, from the database, Redis and a health check made now."""
     known = known_server(path.server)
     reasons = explain_idle_server(dispatcher(), workers(), known)
     speaker = health_adapter(dispatcher().catalog.get(), known)
@@ -166,16 +168,15 @@ def check_server(path: ServerPath) -> dict[str, Any]:
     "/servers/<path:server>",
     responses={
         200: RemovalView,
-        202: response_of(RemovalView, "It gets nothing new, and goes when its runs have ended"),
+        202: response_of(RemovalView, "It gets no new jobs, and is removed when its runs have ended"),
         **problem_responses(404, 409, 415, 422),
     },
 )
 def remove_server(path: ServerPath, query: ServerRemovalQuery) -> tuple[dict[str, Any], int]:
-    """Forget a server.  Its models stay, and their jobs wait for another.
+    """Remove a server.  Its models stay, and their jobs wait for another server.
 
-    While it runs something, or withholds slots, it is 409; or, with `drain`, it gets nothing new, and goes when that
-    has ended; or, with `force`, it goes at once: its runs (`lost`) end and run again elsewhere, which costs
-    their jobs nothing.
+    409: it has runs or quarantined slots.  With `drain` it gets no new jobs, and is removed when its runs have ended.
+    With `force` it is removed at once: its runs (`lost`) end and their jobs run on another server, at no cost.
     """
     name, by = known_server(path.server).name, current_tenant().name
     found = catalog_removal.remove_server(database(), name, now_ms(), by, drain=query.drain, force=query.force)

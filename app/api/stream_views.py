@@ -90,9 +90,9 @@ def stream_events(query: StreamQuery) -> Response:
     openapi_extensions=_LAST_HEARD,
 )
 def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
-    """Follow one job, from its beginning or from the event that the client has seen last, to its end.
+    """Stream the events of one job until it ends, from its first event or after the last one that the client has.
 
-    Beside its events this tells what its server says meanwhile: pieces of the result, and how far it is.
+    The stream also has what the server reports meanwhile: pieces of the result, and its progress.
     """
     job, (after, heard) = visible_job(path.job_id), parse_progress_id(_said(query.after))
     if job.finished_ms is not None and after is not None:

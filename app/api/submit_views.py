@@ -38,10 +38,11 @@ _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
 def submit(body: SubmitBody) -> Answer:
     """Submit a job.
 
-    It is in the record when this answers, and will end in a state that says why.  `next_step` and `position` tell
-    what comes next.  A queue that is full is 429; a deadline that can hardly be met, constraints that no server meets
-    of a model that wants that refused, and a model that is not registered are 422; a model or tenant that takes no new
-    jobs, and a key that came with another request, are 409.
+    The response is sent after the job is stored.  `next_step` and `position` describe what comes next.
+
+    429: the model's queue is full, or the tenant submits too fast.  422: the model is not registered, the job probably
+    cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
+    model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
     """
     whose, sent, found = current_tenant(), asked().environ, context()
     wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))

@@ -28,12 +28,12 @@ def list_tenants() -> dict[str, Any]:
 
 @api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problem_responses(400, 404, 409, 413, 415, 422)})
 def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
-    """Change a tenant's limits, which hold within seconds, or drain, pause, freeze or resume it for all models.
+    """Change a tenant's limits, or drain, pause, freeze or resume it for all models.
 
-    Its limits are changed of a tenant that has a key; its state of any.
+    Limits need a tenant that has a key, and apply within seconds.
 
-    paused: nothing of it is started, its submits are accepted; draining: what waits goes on, its submits are 409;
-    frozen: both.  What runs is left to end.
+    paused: none of its jobs starts, submits are accepted.  draining: its waiting jobs start, submits are 409.  frozen:
+    none of its jobs starts, submits are 409.  Running jobs go on in each case.
     """
     name = check_tenant_name(path.tenant)
     if body.limits:

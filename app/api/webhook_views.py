@@ -60,10 +60,10 @@ def list_webhooks(query: WebhookQuery) -> dict[str, Any]:
 
 @api.post("", responses={201: NewWebhookView, **problem_responses(400, 409, 413, 415, 422)})
 def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
-    """Have an address told what happens to a tenant's jobs from now on.
+    """Add a webhook: an address that receives the events of a tenant's jobs from now on.
 
-    Messages are signed as Standard Webhooks has it, with a secret that is shown here and never again.  Those about one
-    job come in their order; each comes at least once, under the same webhook-id however often.
+    Messages are signed as Standard Webhooks defines, with a secret that only this response shows.  Messages about one
+    job arrive in order, each at least once and always with the same webhook-id.
     """
     mine = current_tenant()
     whose = mine.name if body.tenant is None else check_tenant_name(body.tenant)
@@ -138,7 +138,7 @@ def get_webhook(path: WebhookPath) -> dict[str, Any]:
 
 @api.patch("/<webhook>", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
 def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
-    """Change its address, events, template, description or pace.  What is owed goes by what is new."""
+    """Change a webhook's address, events, template, description or rate, also for its pending messages."""
     named = body.model_fields_set
     values: dict[str, Any] = {}
     if body.url is not None:
@@ -158,14 +158,14 @@ def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
 
 @api.delete("/<webhook>", responses={204: None, **problem_responses(404, 415)})
 def remove_webhook(path: WebhookPath) -> tuple[str, int]:
-    """Forget a webhook, with what it is owed and its deliveries."""
+    """Remove a webhook with its pending messages and its deliveries."""
     _receivers().remove(path.webhook, _whose())
     return "", 204
 
 
 @api.post("/<webhook>/test", responses={202: WebhookTestResult, **problem_responses(404, 409, 415)})
 def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
-    """Send it a test, `webhook.test`, at once and once; its deliveries say what came of it."""
+    """Send one test message, `webhook.test`, without retries; the webhook's deliveries show its outcome."""
     found = _own(path.webhook)
     if not found.enabled:
         raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
@@ -193,7 +193,7 @@ def enable_webhook(path: WebhookPath) -> dict[str, Any]:
 
 @api.post("/<webhook>/disable", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
 def disable_webhook(path: WebhookPath, body: DisableBody) -> dict[str, Any]:
-    """Tell it nothing until it is enabled.  What happens meanwhile is told then, as far as its jobs are still here."""
+    """Disable a webhook.  When it is enabled, it receives the events since then of jobs that are still stored."""
     return _view(_receivers().disable(path.webhook, _whose(), current_tenant().name, body.reason, now_ms()))
 
 
@@ -205,15 +205,15 @@ def list_deliveries(path: WebhookPath, query: DeliveriesQuery) -> dict[str, Any]
 
 @api.post("/<webhook>/replay", responses={202: ReplayResult, **problem_responses(400, 404, 413, 415, 422)})
 def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any], int]:
-    """Tell it once more, under the same webhook-ids: one message, all since a time, or all that was given up.
+    """Send messages again with the same webhook-ids: one message, all since a time, or all that were given up.
 
-    What is told are events of jobs that are still in the record.
+    Only events of jobs that are still stored are sent.
     """
     found, now = _own(path.webhook), now_ms()
     given_up: int | None = None
     if body.message is not None:
         if not fan_out.replay_one(database(), found, shape.event_id_of(body.message), now):
-            raise NotFound("What this message tells of is not in the record, or no longer.", message=body.message)
+            raise NotFound("The event of this message is not stored, or has been removed.", message=body.message)
     elif body.since is not None:
         fan_out.replay(database(), found, parse_time("since", body.since))
     else:

@@ -119,11 +119,13 @@ class SubmitBody(BodySchema):
 
     model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
     payload: _Object = Field(description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}])
-    callback_url: str | None = Field(None, description="Where the end of the job is told, by a signed POST.")
+    callback_url: str | None = Field(
+        None, description="The address that receives a signed POST when the job has ended."
+    )
     priority: _Priority = Field(None, description="1 (most urgent) to 9; true is 1; 5 if not given.")
     constraints: _Constraints = Field(
         None,
-        description="What its server must declare: a value, a list of which one is enough, or a range.  "
+        description="What its server must declare: a value, a list of alternatives, or a range.  "
         "`model_version` and `runtime` are those of the model's own registration.",
         examples=[{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}],
     )

@@ -24,7 +24,7 @@ class SecretBody(BodySchema):
     """A secret that descriptions of servers name: {{secret/NAME}}."""
 
     value: str = Field(
-        description="Kept sealed, sent to servers, and shown to nobody.",
+        description="Stored encrypted, sent to servers, and never shown.",
         json_schema_extra={
             "minLength": MIN_LENGTH,
             "maxLength": MAX_LENGTH,

@@ -35,11 +35,11 @@ else:
 
 _URL: Any = Field(max_length=MAX_URL_LENGTH, examples=["https://hooks.example.com/slotkeeper"])
 _EVENTS: Any = Field(
-    None, min_length=1, max_length=50, description="Types of events that it is told; left out: the ends of jobs."
+    None, min_length=1, max_length=50, description="Types of the events that it receives; if omitted, the ends of jobs."
 )
 _TEMPLATE: Any = Field(
     None,
-    description=f"The body, where the receiver has a form of its own: JSON of at most {MAX_TEMPLATE_BYTES} bytes, in "
+    description=f"The body for receivers with another format: JSON of at most {MAX_TEMPLATE_BYTES} bytes, in "
     f"whose texts {{{{name}}}} stands for a value, {MAX_TEMPLATE_NAMES} times at most.  Names: "
     f"{', '.join(TEMPLATE_FIELDS)}, and result.part.  null: our own form.",
     examples=[{"text": "{{model}}: job {{job_id}} is {{status}} {{error.message|slack}}"}],
@@ -61,7 +61,7 @@ class WebhookBody(BodySchema):
     max_per_s: float | None = _MAX_PER_S
     tenant: str | None = Field(
         None,
-        description="Whose events it is told; of others than oneself for administrators.",
+        description="The tenant whose events it receives; only administrators may name another tenant.",
         json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 

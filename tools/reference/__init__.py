@@ -18,3 +18,8 @@ PAGES: dict[str, Callable[[], str]] = {
 def write_pages() -> None:
     for name, page in PAGES.items():
         (REPO / name).write_text(page(), "utf-8")
+
+
+def outdated_pages() -> list[str]:
+    """Return the pages that the code would write differently."""
+    return [name for name, page in PAGES.items() if (REPO / name).read_text("utf-8") != page()]

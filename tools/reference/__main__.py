@@ -1,5 +1,11 @@
-"""`python -m tools.reference` writes the reference pages."""
+"""`python -m tools.reference` writes the reference pages; with --check it names those that are out of date."""
 
-from tools.reference import write_pages
+import sys
 
+from tools.reference import outdated_pages, write_pages
+
+if sys.argv[1:] == ["--check"]:
+    outdated = outdated_pages()
+    print("\n".join(outdated))
+    sys.exit(bool(outdated))
 write_pages()

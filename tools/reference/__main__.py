@@ -6,6 +6,6 @@ from tools.reference import outdated_pages, write_pages
 
 if sys.argv[1:] == ["--check"]:
     outdated = outdated_pages()
-    print("\n".join(outdated))
+    sys.stdout.write("".join(f"{name}\n" for name in outdated))
     sys.exit(bool(outdated))
 write_pages()

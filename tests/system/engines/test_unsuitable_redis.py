@@ -130,7 +130,7 @@ def test_a_cluster_is_no_broker_and_no_result_backend(
         ("rediscluster", "cluster"),
         ("redis+sentinel", "sentinel"),
         ("sentinel", "sentinel"),
-        ("http", "no URL of a Redis"),
+        ("http", "not the URL of a Redis"),
     ],
 )
 def test_a_url_that_is_none_of_a_single_redis_is_refused_and_not_repeated(scheme: str, kind: str) -> None:

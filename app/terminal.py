@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slotkeeper.client_errors import ApiUnreachable, ClientError, OutcomeUnknown
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -93,8 +95,6 @@ class SafeGroup(click.Group):
     """Commands whose errors are said safely, whatever the API or the record quotes in them."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from slotkeeper.client import ApiUnreachable, ClientError, OutcomeUnknown
-
         try:
             return super().invoke(ctx)
         except click.ClickException as error:

@@ -6,6 +6,7 @@ import click
 
 from app.cli.output import api_client, json_option, path_segment, print_fields, print_json, print_table, read_setting
 from app.terminal import echo
+from slotkeeper.client_errors import ApiError
 
 
 @click.group()
@@ -89,8 +90,6 @@ def remove_kind(kind: str) -> None:
 
 
 def _change(path: str, settings: tuple[str, ...]) -> Any:
-    from slotkeeper.client import ApiError
-
     api = api_client()
     try:
         before = api.get(path)["overrides"]

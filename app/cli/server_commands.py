@@ -21,6 +21,7 @@ from app.cli.output import (
 )
 from app.cli.submit_commands import print_attempts, print_job, print_jobs
 from app.terminal import console, echo, escape_line
+from slotkeeper.client_errors import ApiError, ApiUnreachable
 
 _WATCH_JOBS = 12
 # Fields that _print_model prints as sentences, and those that the configuration shows.
@@ -381,8 +382,6 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 
 def _overrides(api: Any, path: str) -> dict[str, Any]:
     """Return the settings of a model that differ from the defaults; {} for an unknown model."""
-    from slotkeeper.client import ApiError
-
     try:
         found: dict[str, Any] = api.get(path)["overrides"]
     except ApiError as error:
@@ -444,8 +443,6 @@ def watch(every: float) -> None:
     import time
 
     from rich.live import Live
-
-    from slotkeeper.client import ApiError, ApiUnreachable
 
     api = api_client()
     screen = console()

@@ -29,9 +29,10 @@ from app.cli.output import (
 from app.cli.results import output_option, save_result, without_files
 from app.terminal import console, echo, escape_line
 from slotkeeper import trace_context
+from slotkeeper.client_errors import ApiError, ClientError
 
 if TYPE_CHECKING:
-    from slotkeeper.client import Client, ClientError
+    from slotkeeper.client import Client
 
 Job = dict[str, Any]
 
@@ -120,7 +121,7 @@ def _submit(body: Job, count: int) -> list[Job]:
         )
         return dict(submitted)
 
-    return [one(n) for n in (range(1) if count == 1 else _tracked(range(count), count, "submitted"))]
+    return [one(n) for n in _tracked(range(count), count, "submitted")]
 
 
 def _trace() -> dict[str, str]:
@@ -136,22 +137,22 @@ def _wait(jobs: list[Job]) -> list[Job]:
     return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in _tracked(jobs, len(jobs), "ended")]
 
 
-def _print_pause(error: "ClientError") -> None:
+def _print_pause(error: ClientError) -> None:
     """Print why the state of a job is unknown for a while."""
     echo(f"{error.message}  The job continues; trying again.", err=True)
 
 
-def _print_resend(error: "ClientError") -> None:
+def _print_resend(error: ClientError) -> None:
     """Print why a submit is sent again with the same idempotency key."""
     echo(f"{error.message}  Sending the job again; it is accepted only once.", err=True)
 
 
 def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
     """Yield the items; show a progress bar on a terminal if there is more than one."""
-    from rich.progress import track
-
     if count == 1 or not sys.stderr.isatty():
         return iter(items)
+    from rich.progress import track
+
     return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
 
 
@@ -215,8 +216,6 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     answer, the command tries again for five minutes and then ends with exit status 3.
     """
     from uuid_utils import uuid7
-
-    from slotkeeper.client import ClientError
 
     sent = _Run(run or str(uuid7()))
     again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
@@ -320,8 +319,6 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 
     Raises ClientError: none of the lines that are left was accepted, or that is not known.
     """
-    from slotkeeper.client import ApiError
-
     headers = {"Content-Type": "application/x-ndjson", **_trace()}
     while lines:
         path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")

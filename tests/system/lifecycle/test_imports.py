@@ -13,6 +13,8 @@ PROCESSES = {
     "webhooks": "import tasks.webhooks.delivery_loop",
     "flower": "import app.cli.__main__; from tasks.__main__ import program; program('flower')"
     "; import tasks.extensions.signal_handlers",
+    "command": "from click.testing import CliRunner; import app.cli.__main__ as cli"
+    "; CliRunner().invoke(cli.main, ['health', 'relay', '--live'])",
     "supervisor": "import app.cli.__main__, app.up.launcher; app.up.launcher.read_plan(False).migration()",
 }
 
@@ -40,6 +42,7 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
         ("flower", {"aiohappyeyeballs", "flask", "prompt_toolkit", "psycopg", "sqlalchemy"}),
         ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu"}),
         ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "prompt_toolkit"}),
+        ("command", {"flask", "requests"}),
         ("web", {"alembic", "cryptography.hazmat"}),
     ],
 )

@@ -15,20 +15,20 @@ from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import TaskSettings
 
-_CHAPTERS: tuple[tuple[str, type[BaseSettings]], ...] = (
-    ("Database and state folder", StorageSettings),
-    ("Time limits of the database", DatabaseTimeouts),
-    ("Redis, queues and slots", RoutingSettings),
-    ("Workers, messages and webhooks", TaskSettings),
-    ("The API and the page", AppSettings),
-)
+CHAPTERS: dict[str, type[BaseSettings]] = {
+    "Database and state folder": StorageSettings,
+    "Time limits of the database": DatabaseTimeouts,
+    "Redis, queues and slots": RoutingSettings,
+    "Workers, messages and webhooks": TaskSettings,
+    "The API and the page": AppSettings,
+}
 _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"
 
 
 @page_view("/page/settings", admin=True)
 def settings() -> Any:
-    chapters = [(title, [_shown(kind(), kind, name) for name in kind.model_fields]) for title, kind in _CHAPTERS]
+    chapters = [(title, [_shown(kind(), kind, name) for name in kind.model_fields]) for title, kind in CHAPTERS.items()]
     return render_page("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
 
 

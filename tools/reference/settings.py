@@ -6,19 +6,13 @@ import textwrap
 
 from pydantic_settings import BaseSettings
 
-from app.config import AppSettings
+from app.page import settings
 from app.up.roles import UpSettings
-from routing.config import RoutingSettings
-from slotkeeper.config import DatabaseTimeouts, StorageSettings
 from tasks.config import EventSettings, TaskSettings
 
 CHAPTERS: dict[str, type[BaseSettings]] = {
-    "Database and state folder": StorageSettings,
-    "Time limits of the database": DatabaseTimeouts,
-    "Redis, slots and queues": RoutingSettings,
-    "Workers, messages and webhooks": TaskSettings,
+    **settings.CHAPTERS,
     "Sinks of events": EventSettings,
-    "The API": AppSettings,
     "`slotkeeper up`": UpSettings,
 }
 _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_min_rate": "bytes a second"}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from app.config import AppSettings
 from app.up.roles import read_procfile
 from tests.house.tree import REPO
 from tools.reference.settings import CHAPTERS
@@ -70,6 +71,28 @@ def test_supervisors_wait_longer_than_a_worker_needs_to_hand_its_runs_over() -> 
     waits += [int(composed()["worker"]["stop_grace_period"].removesuffix("s"))]
     waits += [pod["terminationGracePeriodSeconds"] for pod in deployments().values()]
     assert min(waits) > default_s
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """Return the settings of each example."""
+    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    lines = (DEPLOY / "systemd/environment.example").read_text("utf-8").splitlines()
+    return {
+        "compose": composed()["web"]["environment"],
+        "kubernetes": next(manifest["data"] for manifest in manifests if manifest["kind"] == "ConfigMap"),
+        "systemd": dict(line.split("=", 1) for line in lines if line.startswith("SLOTKEEPER_")),
+    }
+
+
+@pytest.mark.parametrize("name", ["compose", "kubernetes", "systemd"])
+def test_the_api_starts_with_the_settings_of_an_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in environments()[name].items():
+        monkeypatch.setenv(variable, value)
+    AppSettings().check_exposure()
+    monkeypatch.delenv("SLOTKEEPER_REQUIRE_KEYS")
+    monkeypatch.setenv("SLOTKEEPER_HOST", "0.0.0.0")
+    with pytest.raises(ValueError, match="REQUIRE_KEYS"):
+        AppSettings().check_exposure()
 
 
 def test_every_setting_in_an_example_exists() -> None:

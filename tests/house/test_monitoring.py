@@ -43,9 +43,10 @@ def test_the_page_explains_every_figure_and_no_other() -> None:
     assert {_PARTS.sub("", name) for name in re.findall(r"`(slotkeeper_[a-z_]+)`", page)} == _told()
 
 
-def test_the_page_names_every_example() -> None:
-    page = PAGE.read_text()
-    assert sorted(path.name for path in MONITORING.iterdir() if f"deploy/monitoring/{path.name})" not in page) == []
+def test_the_pages_name_every_example() -> None:
+    pages = PAGE.read_text() + PAGE.with_name("several-machines.md").read_text()
+    examples = [*MONITORING.iterdir(), *KUBERNETES.iterdir()]
+    assert [path.name for path in examples if f"deploy/{path.parent.name}/{path.name})" not in pages] == []
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from app.cli.__main__ import main
 from app.up.ports import free_port, is_open
 from tests.support.api import clear_wiring
+from tests.support.stack import eventually
 
 SLOTKEEPER = str(Path(sys.executable).with_name("slotkeeper"))
 DEADLINE_S = 120.0
@@ -73,7 +74,7 @@ class Installation:
         finally:
             started.process.kill()  # Its guardian ends the rest.
             started.process.wait()
-            until(lambda: not self.processes(), "the end of all processes")
+            eventually(lambda: not self.processes(), "the end of all processes", DEADLINE_S)
 
     def processes(self) -> dict[int, str]:
         """Pid and command of every process that has our folder in its environment, and of our Valkey."""
@@ -124,7 +125,7 @@ class Up:
 
     def source(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until this is so, and no longer than it runs."""
-        until(lambda: condition() or self.process.poll() is not None, what)
+        eventually(lambda: condition() or self.process.poll() is not None, what, DEADLINE_S)
         assert condition(), self.printed
 
     def stop(self, number: int = signal.SIGINT) -> float:
@@ -133,11 +134,3 @@ class Up:
         self.process.send_signal(number)
         assert self.process.wait(DEADLINE_S) == 0, self.printed
         return time.monotonic() - began
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come true in {seconds} s"
-        time.sleep(0.02)
-    return value

@@ -13,8 +13,9 @@ from typing import IO
 import pytest
 
 from app.up.ports import free_port
-from tests.support.installation import Installation, until
+from tests.support.installation import Installation
 from tests.support.snippets import PAGES, RUNNABLE, Snippet, snippets
+from tests.support.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -39,9 +40,8 @@ def runnable(page: Path) -> list[Snippet]:
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     """What `make run` starts, which may send webhooks to this machine."""
-    folder = tmp_path_factory.mktemp("documents")
-    (folder / ".venv").symlink_to(_BIN.parent)
-    installation = Installation(folder / "var", SLOTKEEPER_WEBHOOK_ALLOW="127.0.0.0/8")
+    home = tmp_path_factory.mktemp("documents") / "var"
+    installation = Installation(home, SLOTKEEPER_WEBHOOK_ALLOW="127.0.0.0/8")
     with installation.up() as up:
         up.says("Ctrl-C stops everything.")
         yield installation
@@ -125,7 +125,7 @@ class Reader:
         output = file.with_suffix(".out")
         with open(output, "w") as written:
             process = self._start([*program, str(file)], written)
-        until(lambda: str(snippet.until) in output.read_text() or process.poll() is not None, str(snippet), 30)
+        eventually(lambda: str(snippet.until) in output.read_text() or process.poll() is not None, str(snippet), 30)
         assert process.poll() is None, f"{snippet} has ended:\n{output.read_text()}"
 
 

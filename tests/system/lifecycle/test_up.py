@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from tests.support.installation import DEADLINE_S, Installation, Up, until
+from tests.support.installation import DEADLINE_S, Installation, Up
+from tests.support.stack import eventually
 from tests.support.valkey import Valkey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -174,7 +175,7 @@ def test_a_killed_process_comes_back_and_jobs_go_on(standing: tuple[Installation
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         up.says(f"{name} ended (killed by SIGKILL); it starts again in")
-    until(lambda: installation.open_ports() == list(installation.ports), "the ports")
+    eventually(lambda: installation.open_ports() == list(installation.ports), "the ports", DEADLINE_S)
     job = installation.ask("submit", "zimg", '{"prompt": "still here"}', "--wait")
     assert job["status"] == "completed"
 
@@ -202,13 +203,21 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
 
     ask("models", "configure", "zimg", "max_retries=0")
     assert ask("models", "show", "zimg")["overrides"] == {"max_retries": 0}
-    until(lambda: run("submit", "zimg", '{"fail": "error", "seconds": 0}', "--wait").exit_code == 1, "a dead job")
+    eventually(
+        lambda: run("submit", "zimg", '{"fail": "error", "seconds": 0}', "--wait").exit_code == 1,
+        "a dead job",
+        DEADLINE_S,
+    )
     dead = ask("dlq", "list")[0]["job_id"]
     assert "max_retries_exceeded" in run("dlq", "show", dead).stdout
     assert run("dlq", "retry", dead).exit_code == 0
-    until(lambda: ask("job", dead)["status"] == "dead" and ask("job", dead)["attempts"] > 1, "the second death")
+    eventually(
+        lambda: ask("job", dead)["status"] == "dead" and ask("job", dead)["attempts"] > 1,
+        "the second death",
+        DEADLINE_S,
+    )
     assert "jobs are queued again" in run("dlq", "retry-all", "--yes").stdout
-    until(lambda: ask("dlq", "list"), "the third death")
+    eventually(lambda: ask("dlq", "list"), "the third death", DEADLINE_S)
     assert run("dlq", "delete", dead).exit_code == 0
     assert run("job", dead).stderr.startswith("Error: ")
     assert run("models", "reset", "zimg").exit_code == 0
@@ -281,5 +290,5 @@ def test_when_it_is_killed_its_processes_do_not_stay(standing: tuple[Installatio
     installation, up = standing
     up.process.kill()
     up.process.wait()
-    until(lambda: not installation.processes(), "the end of all processes")
+    eventually(lambda: not installation.processes(), "the end of all processes", DEADLINE_S)
     assert installation.open_ports() == []

@@ -63,7 +63,7 @@ class MetricsCollector(Collector):
         return []
 
     def _record(self) -> Sequence[Callable[[], Iterator[Metric]]]:
-        return self._states, self._history, self._owed
+        return self._states, self._history, self._pending
 
     def _redis(self) -> Sequence[Callable[[], Iterator[Metric]]]:
         return self._rooms, self._lanes, self._tasks, self._counts, self._living
@@ -105,12 +105,12 @@ class MetricsCollector(Collector):
         lag_s = job_counters.counting_lag_ms(database, now_ms()) / 1000
         yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
 
-    def _owed(self) -> Iterator[Metric]:
+    def _pending(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        owed = standings.count_pending_webhooks(database, now_ms())
-        yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are pending.", owed.pending)
+        webhooks = standings.count_pending_webhooks(database, now_ms())
+        yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are pending.", webhooks.pending)
         help_text = "By how much the oldest message that is due is late."
-        yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, owed.late_ms / 1000)
+        yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, webhooks.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))

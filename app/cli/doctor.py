@@ -25,7 +25,7 @@ def doctor(as_json: bool) -> None:
     """Check every part of this installation.
 
     Checks settings, database, disk, Redis, broker, inference servers, workers, maintenance, logs, secret and port from
-    this host, and says how to repair what is wrong.  All checks run at once, and each ends after ten seconds, so the
+    this host, and says how to repair each fault.  All checks run at once, and each ends after ten seconds, so the
     command works when parts are down.  Exit status 1: a check failed.
     """
     from app.cli import doctor_checks

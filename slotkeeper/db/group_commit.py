@@ -79,7 +79,7 @@ class Transaction:
         self._collected.setdefault(into, []).append(row)
 
     def flush_inserts(self) -> TransactionMark:
-        """Insert the collected rows, and return the mark by which the transaction can be found later."""
+        """Insert the collected rows, and return the mark that identifies the transaction."""
         number = witness = None
         for into, rows in self._collected.items():
             answer = into.execute(self.connection, rows)

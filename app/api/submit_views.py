@@ -46,7 +46,7 @@ def submit(body: SubmitBody) -> Answer:
     """
     whose, sent, found = current_tenant(), asked().environ, context()
     wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))
-    receipt = found.dispatcher.submit_one(wanted, whose)
+    (receipt,) = found.dispatcher.submit([wanted], whose)
     accepted = receipt.accepted
     where, links = queue_position(accepted.state, _place(receipt, found.places)), _links(accepted.id)
     answer = ReceiptView.build(accepted, **where, notice=receipt.notice, links=links)

@@ -5,17 +5,12 @@ Commands, so that one round trip answers all that gates ask at once (`Queues.run
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, Self
-
-import structlog
-from redis.exceptions import RedisError
+from typing import Literal, NamedTuple, Protocol
 
 from routing.queue import lanes
 from routing.queue.queues import Offer, OfferTerms, QueueEntry, Queues
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.redis.scripts import Command, TwoStepCall
-
-log = structlog.get_logger(__name__)
+from slotkeeper.redis.scripts import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,52 +131,15 @@ def position(queues: Queues, fleet: str, job: QueuedJob) -> Position | None:
     return None if queues.away else job_status(queues, fleet, job).position
 
 
-class Entering:
-    """`Queues.enqueue` of one new job, and where it stands then: one step of Redis', and two of ours, between which
-    nobody waits for it.
+def enqueue_new(queues: Queues, fleet: str, job: QueuedJob) -> tuple[list[Offer], Position]:
+    """Put one new job into the queue, and return the offers that this allows and the job's position.
 
-    `asked`: the job, and the fleet whose room was asked to take it; None: none was, as Redis is away.
+    Raises redis errors.
     """
-
-    def __init__(self, queues: Queues) -> None:
-        self._queues = queues
-        self._call: TwoStepCall | None = None
-        self._failed: RedisError | None = None
-        self.asked: tuple[str, QueuedJob] | None = None
-
-    def ready(self) -> Self:
-        """All that must be waited for before Redis can be asked; once is enough."""
-        if self._call is None and not self._queues.away:
-            try:
-                self._offering = self._queues.usual_offering()
-                self._call = TwoStepCall(self._queues.scripts)
-            except RedisError as error:
-                self._queues.mark_unavailable()
-                log.warning("redis_away", error=str(error))
-        return self
-
-    def ask(self, fleet: str, job: QueuedJob) -> None:
-        """Have the room of this fleet take it.  Waits for nothing, and what goes wrong is raised by `answer`."""
-        if self._call is None or self._queues.is_unavailable(fleet):
-            return
-        self.asked = fleet, job
-        entry = QueueEntry(lanes.lane_name(job), job)
-        try:
-            self._call.send(_scripts(self._queues).enter(fleet, offering=self._offering, entry=entry))
-        except RedisError as error:
-            self._failed = error
-
-    def answer(self) -> tuple[list[Offer], Position]:
-        """What was offered with it, and where it stands.  Raises redis errors."""
-        if self._failed is not None:
-            raise self._failed
-        assert self.asked is not None and self._call is not None
-        fleet, job = self.asked
-        made, ahead, run_ms = self._queues.taken_in(self._call.receive())
-        made = self._queues.with_the_rest(fleet, made)
-        offered = ahead is None or any(offer.job_id == job.id for offer in made)
-        return made, OFFERED if offered or ahead is None else Position(ahead, run_ms)
-
-    def close(self) -> None:
-        if self._call is not None:
-            self._call.close()
+    entry = QueueEntry(lanes.lane_name(job), job)
+    command = _scripts(queues).enter(fleet, offering=queues.usual_offering(), entry=entry)
+    made, ahead, run_ms = queues.taken_in(queues.scripts.run(command))
+    made = queues.with_the_rest(fleet, made)
+    if ahead is None or any(offer.job_id == job.id for offer in made):
+        return made, OFFERED
+    return made, Position(ahead, run_ms)

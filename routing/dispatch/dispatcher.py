@@ -6,10 +6,9 @@ routing.maintenance.reconcile brings Redis to it; nothing here waits for that.
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import structlog
 from redis.exceptions import RedisError
@@ -17,7 +16,7 @@ from redis.exceptions import RedisError
 from routing.admission import constraints
 from routing.admission.admission import Admission
 from routing.admission.gates.placed import has_eligible_server
-from routing.admission.questions import Entering, Position
+from routing.admission.questions import Position, enqueue_new
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
 from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
@@ -41,8 +40,6 @@ QUARANTINE_OWNER = "draining"
 """Owner of the leases of slots that are withheld."""
 
 _TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
-_Committing: TypeAlias = Callable[[Sequence[NewJob], int], Callable[[Sequence[AcceptedJob]], object]]
-"""Called when jobs are about to be written; what it answers, when they are committed."""
 
 
 class Notifier(Protocol):
@@ -107,34 +104,28 @@ class Dispatcher:
     # -- submit ----------------------------------------------------------------------------------------------
 
     def submit(self, asked: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
-        """Accept jobs, all or none.  Answers once they are committed; that Redis is away delays them, no more.
+        """Accept jobs, all or none, and return a receipt for each once they are stored.
 
-        Raises InvalidJob (its fact `index` says which of them), UnknownModel, TooMany, IdempotencyConflict,
-        RecordUnavailable.
+        Redis is asked after the commit; if it does not answer, the reconciler enqueues the jobs later.  The receipt of
+        a job that was submitted alone says its position in the queue.
+
+        Raises InvalidJob (its fact `index` says which job), UnknownModel, TooManyRequests, IdempotencyConflict,
+        DatabaseUnavailable, CommitUnknown.
         """
-        receipts = self._accept(asked, tenant, lambda *_: lambda _: crash_at("submit_committed"))
-        self.enqueue([receipt.job for receipt in receipts if receipt.accepted.enters_queue], new=True)
-        return receipts
-
-    def submit_one(self, asked: Submission, tenant: Tenant | None = None) -> Receipt:
-        """The same of one job, whose receipt also says where it stands in the room.
-
-        Redis is asked when the job is committed, and works while the disk is waited for.
-        """
-        with closing(Entering(self.queues)) as entering:
-            (receipt,) = self._accept([asked], tenant, partial(self._entering, entering))
-            return receipt._replace(position=self._enter(entering)) if receipt.accepted.enters_queue else receipt
-
-    def _accept(self, asked: Sequence[Submission], tenant: Tenant | None, committing: _Committing) -> list[Receipt]:
-        self.catalog.get()  # With it the common time is heard.
+        self.catalog.get()  # This also synchronizes the clock.
         now = now_ms()
         new = []
         for index, one in enumerate(asked):
             with error_index(index):
                 new.append(prepare_job(one, self.catalog.resolve(one.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
-        accepted = self.store.submit(new, now, committing(new, now))
-        return [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
+        accepted = self.store.submit(new, now)
+        crash_at("submit_committed")
+        receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
+        if len(receipts) == 1 and accepted[0].enters_queue:
+            return [receipts[0]._replace(position=self._enqueue_new(receipts[0].job))]
+        self.enqueue([receipt.job for receipt in receipts if receipt.accepted.enters_queue], new=True)
+        return receipts
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
         """What the client of each job should know.  Raises as `submit`, unless all were accepted before."""
@@ -175,27 +166,13 @@ class Dispatcher:
                 self.publish_offers(offers, jobs if new else ())
                 crash_at("offer_published")
 
-    def _entering(
-        self, entering: Entering, new: Sequence[NewJob], now_ms: int
-    ) -> Callable[[Sequence[AcceptedJob]], None]:
-        """Only who has passed the gates, which ask Redis too, takes a connection of its own."""
-        return partial(self._ask_in, entering.ready(), new[0], now_ms)
-
-    def _ask_in(self, entering: Entering, new: NewJob, now_ms: int, accepted: Sequence[AcceptedJob]) -> None:
-        """Have one new job taken into the room, unless it, or its model, is not for that."""
-        crash_at("submit_committed")
-        job = _waiting(new, accepted[0], now_ms)
+    def _enqueue_new(self, job: QueuedJob) -> Position | None:
+        """Enqueue one new job, publish the offers, and return its position; None: Redis did not answer."""
         model = self.catalog.cached().models.get(job.model)
-        if accepted[0].enters_queue and model is not None:
-            entering.ask(model.fleet, job)
-
-    def _enter(self, entering: Entering) -> Position | None:
-        """Publish what was offered with the new job; where it stands, None: the room is away."""
-        if entering.asked is None:
+        if model is None or self.queues.is_unavailable(model.fleet):
             return None
-        fleet, job = entering.asked
-        with self._postpone_if_unavailable(fleet, 1):
-            offers, position = entering.answer()
+        with self._postpone_if_unavailable(model.fleet, 1):
+            offers, position = enqueue_new(self.queues, model.fleet, job)
             crash_at("submit_enqueued")
             self.publish_offers(offers, [job])
             crash_at("offer_published")

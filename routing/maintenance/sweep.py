@@ -130,10 +130,19 @@ def _enqueue(dispatcher: Dispatcher, fleets: Collection[str], jobs: Iterable[Que
         taken = False
         if fleet in fleets:
             with isolate_errors("enqueue", fleet=fleet):
-                dispatcher.queues.fill(fleet, its)
+                _fill_queue(dispatcher, fleet, its)
                 taken = True
         if not taken:  # It is filled as a whole later.
             seen_by(dispatcher).filling.setdefault(fleet, 0)
+
+
+def _fill_queue(dispatcher: Dispatcher, fleet: str, jobs: Sequence[QueuedJob]) -> int:
+    """Enqueue jobs where they are missing, and return how many were.
+
+    Their commit may be visible before the disk has it: a power cut must not leave a job in Redis alone.
+    """
+    dispatcher.store.database.sync_for_readers()
+    return dispatcher.queues.fill(fleet, jobs)
 
 
 def _by_fleet(dispatcher: Dispatcher, jobs: Iterable[QueuedJob]) -> dict[str, list[QueuedJob]]:
@@ -279,7 +288,7 @@ def _fill(dispatcher: Dispatcher, fleet: str) -> int:
     """
     models, seq, filled = dispatcher.catalog.get().models_of(fleet), 0, 0
     while batch := dispatcher.store.list_queued(models, seq, _CHUNK):
-        dispatcher.queues.fill(fleet, batch)
+        _fill_queue(dispatcher, fleet, batch)
         seq, filled = batch[-1].seq, filled + len(batch)
     return filled
 
@@ -301,7 +310,7 @@ def _fill_on(dispatcher: Dispatcher, fleet: str, until: float) -> None:
     """Go on filling a fleet's room until all is done, or it is `until`."""
     seen, models = seen_by(dispatcher), dispatcher.catalog.get().models_of(fleet)
     while batch := dispatcher.store.list_queued(models, seen.filling[fleet], _CHUNK):
-        missing = dispatcher.queues.fill(fleet, batch)
+        missing = _fill_queue(dispatcher, fleet, batch)
         if missing and fleet in seen.doubts:
             seen.doubts[fleet].pause_s = 0.0
         seen.filling[fleet] = batch[-1].seq

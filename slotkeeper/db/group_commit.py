@@ -100,7 +100,7 @@ def _nothing() -> None:
 class Write(NamedTuple, Generic[T]):
     """A unit that is committed alone or with others.
 
-    relaxed, on_committed: as in Database.write.
+    relaxed: as in Database.write.
     heard: called when the commit has succeeded.  unheard: called when its outcome is unknown.
     alike: batch form of `unit` for consecutive writes with this function and different values of `about`.  It gets
     their values of `asked`, and returns as many results, or None if it cannot.  size: characters written, if many.
@@ -108,7 +108,6 @@ class Write(NamedTuple, Generic[T]):
 
     unit: Unit[T]
     relaxed: bool = False
-    on_committed: Callable[[T], object] | None = None
     heard: Callable[[], object] = _nothing
     unheard: Callable[[], object] = _nothing
     alike: Callable[[Transaction, Sequence[Any]], Sequence[T] | None] | None = None
@@ -140,11 +139,10 @@ class Batch:
 class _Entry(Generic[T]):
     """One write that waits for a commit."""
 
-    __slots__ = ("_committed", "_woken", "done", "error", "leads", "result", "until", "write")
+    __slots__ = ("_woken", "done", "error", "leads", "result", "until", "write")
 
     def __init__(self, write: Write[T], until: float) -> None:
         self.write = write
-        self._committed = write.on_committed
         self.until = until  # monotonic; refused if it has not begun by then
         self.leads = False
         self.done = False
@@ -169,13 +167,6 @@ class _Entry(Generic[T]):
 
     def fail(self, error: BaseException | None) -> None:
         self.done, self.error = True, error
-
-    def call_on_committed(self) -> None:
-        """Call `on_committed` with the result, once."""
-        if self.done and self.error is None:
-            callback, self._committed = self._committed, None
-            if callback is not None:
-                callback(self.result)  # type: ignore[arg-type]
 
     def outcome(self) -> T:
         if self.error is not None:
@@ -203,12 +194,11 @@ class Database:
         self._has_leader = False
         self._must_reconnect = False
 
-    def write(self, unit: Unit[T], *, relaxed: bool = False, committed: Callable[[T], object] | None = None) -> T:
+    def write(self, unit: Unit[T], *, relaxed: bool = False) -> T:
         """Run `unit` in a transaction, perhaps with other units, and return its result after the commit.
 
         relaxed: do not wait for the disk (0.3 of 0.5 ms), for writes that no client was promised: on SQLite a power
-        cut may take them back, the end of a process does not.  committed: called with the result, in this thread,
-        when the commit is visible and the disk still awaited; it must not block.
+        cut may take them back, the end of a process does not.
 
         `unit` may run again if another unit spoils the shared transaction, so it must have no effect outside of its
         connection.  It returns a SlotkeeperError, instead of raising it, to refuse before it has written anything;
@@ -216,7 +206,7 @@ class Database:
 
         Raises what the unit raised; DatabaseUnavailable if nothing was stored; CommitUnknown if that is not known.
         """
-        return self.commit(Write(unit, relaxed, committed))
+        return self.commit(Write(unit, relaxed))
 
     def commit(self, write: Write[T]) -> T:
         """Commit one write.  Raises as `write`."""
@@ -336,11 +326,7 @@ class Database:
             self._commit_in_time(batch)
         finally:
             self._hand_over_lead()
-            try:
-                if len(batch) == 1:  # In a shared commit it would delay the others.
-                    batch[0].call_on_committed()
-            finally:
-                self._sync_and_wake(batch)
+            self._sync_and_wake(batch)
 
     def _hand_over_lead(self) -> None:
         with self._lock:
@@ -516,6 +502,16 @@ class Database:
                 raise old from error
             raise
 
+    def sync_for_readers(self) -> None:
+        """Wait until all that readers see survives a power cut, whichever process committed it.
+
+        Raises DatabaseUnavailable.
+        """
+        try:
+            sqlite.sync_log(self._reader)
+        except OSError as error:
+            raise DatabaseUnavailable(f"The disk did not answer ({error}); try again.") from error
+
     def close(self) -> None:
         self._writer.close()
         self.engine.dispose()
@@ -542,7 +538,6 @@ def _run_units(
 
 def _answer_of(ticket: _Entry[T]) -> T | Exception:
     try:
-        ticket.call_on_committed()
         return ticket.outcome()
     except Exception as error:
         return error

@@ -5,6 +5,7 @@ loads.
 """
 
 import errno
+import os
 import sqlite3
 import time
 from contextlib import suppress
@@ -150,6 +151,23 @@ def discard_writer(connection: Connection) -> None:
 
 def _row(connection: Connection, text: str) -> Any:
     return run(connection, text, (), lambda cursor: cursor.fetchone())
+
+
+def sync_log(engine: Engine) -> None:
+    """Wait until the disk has all commits that are visible now, of every process.  Raises OSError.
+
+    PostgreSQL shows only commits that its disk has.
+    """
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection:
+        _, _, file = _row(connection, "PRAGMA database_list")
+    with suppress(FileNotFoundError):  # in memory, or without a log
+        log = os.open(f"{file}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(log)
+        finally:
+            os.close(log)
 
 
 def checkpoint_log(engine: Engine) -> None:

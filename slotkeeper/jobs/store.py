@@ -6,7 +6,7 @@ transaction.  What may follow what is read from states.TRANSITIONS and nowhere e
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
@@ -37,7 +37,6 @@ from slotkeeper.jobs.values import (
 )
 
 Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
-Committed: TypeAlias = Callable[[list[AcceptedJob]], object]
 
 _MAX_ERROR = 2000
 _MOST_UNHEARD = 10_000  # Each is asked again soon, unless its worker ends.
@@ -155,16 +154,15 @@ class JobStore:
 
     # -- accepting -------------------------------------------------------------------------------------------
 
-    def submit(self, new: Sequence[NewJob], now_ms: int, committed: Committed | None = None) -> list[AcceptedJob]:
+    def submit(self, new: Sequence[NewJob], now_ms: int) -> list[AcceptedJob]:
         """Accept all of `new` or none of them; one answer each, in order.
 
         A job whose id, or (tenant, Idempotency-Key) within the window, is known already is not accepted again.
-        `committed`: as in Database.write.
         Raises IdempotencyConflict when the id or the key came with another request, NameClosed, RecordUnavailable.
         """
-        return self.database.commit(self.submit_write(new, now_ms, committed))
+        return self.database.commit(self.submit_write(new, now_ms))
 
-    def submit_write(self, new: Sequence[NewJob], now_ms: int, committed: Committed | None) -> Write[list[AcceptedJob]]:
+    def submit_write(self, new: Sequence[NewJob], now_ms: int) -> Write[list[AcceptedJob]]:
         """The write of `submit`."""
         coming = [_coming(job, now_ms) for job in new]  # Here, where nobody is kept from writing.
 
@@ -179,7 +177,7 @@ class JobStore:
                     return conflict
             return accepted
 
-        return Write(unit, on_committed=committed)
+        return Write(unit)
 
     def knows_keys(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Whether each of these has an Idempotency-Key that was used within the window."""

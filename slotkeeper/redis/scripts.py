@@ -345,49 +345,6 @@ class Scripts:
         return self._functions[name]
 
 
-class TwoStepCall:
-    """A script in two steps, between which Redis works and nobody waits for it.  Raises redis errors, as `Scripts`.
-
-    Its connection is there, and was tried, before it is asked for; to ask then waits for nothing.
-    """
-
-    def __init__(self, scripts: Scripts) -> None:
-        self._scripts = scripts
-        self._connection = scripts.redis.connection_pool.get_connection()
-        self._is_held = True
-        self._asked: Command[Any] | None = None  # and not heard yet
-        try:
-            self._connection.check_health()
-        except BaseException:
-            self.close()
-            raise
-
-    def send(self, command: Command[Any]) -> None:
-        self._asked = command
-        self._connection.send_packed_command([command.packed], check_health=False)
-
-    def receive(self) -> Any:
-        """What the command reads in it."""
-        command, self._asked = self._asked, None
-        assert command is not None, "it was asked for"
-        try:
-            return command.target.read(self._connection.read_response())
-        except ResponseError as error:
-            if not is_unknown_function(error):
-                raise
-        finally:
-            self.close()
-        return self._scripts.run(command)
-
-    def close(self) -> None:
-        """Also of one that was not heard: its answer would pass for that to the next who uses the connection."""
-        if self._asked is not None:
-            self._connection.disconnect()
-        if self._is_held:
-            self._is_held = False
-            self._scripts.redis.connection_pool.release(self._connection)
-
-
 def is_unknown_function(answer: object) -> bool:
     """Whether Redis has run nothing, because it does not know the function."""
     return isinstance(answer, ResponseError) and _MISSING in str(answer)

@@ -11,7 +11,6 @@ from app.request_json import BODY_COMPLETE
 from routing.maintenance import reconcile
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
-from slotkeeper.redis.scripts import TwoStepCall
 from tests.support.api import NOTHING, Api
 from tests.support.ends import end_run_with
 
@@ -47,12 +46,11 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
     api.register(slots=1)
     api.submitted()  # Redis knows the script.
     asked: list[str] = []
-    ask = TwoStepCall.send
-    monkeypatch.setattr(
-        TwoStepCall, "send", lambda self, command: asked.append(command.target.script) or ask(self, command)
-    )
     scripts = api.dispatcher.queues.scripts
-    monkeypatch.setattr(scripts, "run_all", lambda commands: asked.append("more") or [])
+    run_all = scripts.run_all
+    monkeypatch.setattr(
+        scripts, "run_all", lambda commands: asked.extend(it.target.script for it in commands) or run_all(commands)
+    )
     assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
     assert asked == ["enter"] * 3
 

@@ -15,13 +15,6 @@ MUTANTS = [
         postgres=True,
     ),
     Mutant(
-        "a rejected write is reported as committed",
-        "slotkeeper.db.group_commit:_Entry.call_on_committed",
-        swap("self.done and self.error is None", "self.done"),
-        kills=["test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody"],
-        breaks="JOB-2",
-    ),
-    Mutant(
         "an answer does not wait for the disk",
         "slotkeeper.db.group_commit:Database._sync_and_wake",
         drop("self._secure(promised)"),

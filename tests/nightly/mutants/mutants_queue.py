@@ -1,6 +1,6 @@
 """The queue, leases and slots in Redis."""
 
-from tests.nightly.mutants.operators import Mutant, always, lua_swap, never, swap, swap_argument
+from tests.nightly.mutants.operators import Mutant, always, lua_swap, swap, swap_argument
 
 MUTANTS = [
     Mutant(
@@ -306,14 +306,6 @@ MUTANTS = [
         lua_swap("if it.back or was.again then", "if it.back then"),
         kills=["test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then"],
         breaks="QUEUE-1",
-    ),
-    Mutant(
-        "an unread answer is taken for the next one",
-        "slotkeeper.redis.scripts:TwoStepCall.close",
-        never("self._asked is not None"),
-        kills=["test_an_answer_that_nobody_heard_is_not_taken_for_the_next"],
-        breaks="ORDER-1",
-        still="test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts",
     ),
     Mutant(
         "a lease is recognized by its owner alone",

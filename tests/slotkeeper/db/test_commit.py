@@ -275,7 +275,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the
     store = JobStore(database)
 
     def cut(tx: Transaction) -> None:
-        store.submit_write([a_job()], T0, None).unit(tx)
+        store.submit_write([a_job()], T0).unit(tx)
         pid = tx.connection.execute(text("SELECT pg_backend_pid()")).scalar()
         with database.read() as other:
             other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
@@ -313,7 +313,7 @@ def test_a_server_that_became_a_read_only_standby_is_unavailable(postgres_url):
     read_only = text("SET TRANSACTION READ ONLY")
     _is_unavailable(
         lambda: database.write(
-            lambda tx: (tx.connection.execute(read_only), JobStore(database).submit_write([a_job()], T0, None).unit(tx))
+            lambda tx: (tx.connection.execute(read_only), JobStore(database).submit_write([a_job()], T0).unit(tx))
         )
     )
     database.close()

@@ -100,38 +100,6 @@ def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
     other.close()
 
 
-def test_who_asks_for_it_is_told_when_all_see_it_and_before_the_disk_is_waited_for(sqlite, disk):
-    acts, _ = disk
-    seen: list[Any] = []
-    acts.append(lambda: seen.append("the disk"))
-
-    def committed(result: Any) -> None:
-        with sqlite.read() as connection:
-            seen.append((result, _count(connection)))
-
-    assert sqlite.write(lambda tx: _insert(tx) or "it", committed=committed) == "it"
-    assert seen == [("it", 1), "the disk"]
-
-
-def test_who_is_told_of_a_commit_and_fails_at_it_keeps_nobody_from_the_disk(sqlite, disk):
-    _, waited = disk
-    with pytest.raises(ZeroDivisionError):
-        sqlite.write(_insert, committed=lambda _: 1 / 0)
-    assert len(waited) == 1
-    sqlite.write(_insert)
-
-
-def test_each_who_shares_a_commit_is_told_once_and_of_what_is_refused_nobody(sqlite, disk):
-    told: list[str] = []
-    writes: list[Write[Any]] = [
-        Write(lambda tx: "one", on_committed=told.append),
-        Write(_refuse, on_committed=told.append),
-        Write(lambda tx: "two", on_committed=told.append),
-    ]
-    assert sqlite.commit_all(writes) == ["one", _REFUSAL, "two"]
-    assert told == ["one", "two"]
-
-
 def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, monkeypatch):
     """SQLite itself would wait 25, 50, 100 ms between two looks."""
     pauses = []

@@ -185,7 +185,7 @@ def _fail(database: Database) -> None:
     """Take a number and give it back; on PostgreSQL it is missing from now on."""
 
     def unit(tx):
-        JobStore(database).submit_write([a_job()], T0, None).unit(tx)
+        JobStore(database).submit_write([a_job()], T0).unit(tx)
         tx.flush()
         raise ZeroDivisionError
 

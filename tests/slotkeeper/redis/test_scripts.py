@@ -1,7 +1,6 @@
 """How scripts are put together and run."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from redis.exceptions import ResponseError
 from routing.config import RoutingSettings
 from routing.maintenance.rooms import depths, queue_counts
 from routing.queue.queues import Queues
-from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
 from slotkeeper.redis.scripts import (
     Scripts,
-    TwoStepCall,
     assemble,
     connect,
     make_async_connection,
@@ -63,26 +60,6 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     client.function_flush()
     assert len(queue_counts(room.scripts, ["zimg", "flux"])) == 2
     assert room.offer() == []
-
-
-def test_a_call_in_two_steps_is_answered_also_by_a_redis_that_forgot_the_scripts(client: Redis):
-    scripts = Scripts(client, Keys("test"))
-    workers = WorkerCapacity(scripts)
-    workers.report("w1", 7)
-    client.function_flush()
-    for _ in range(2):
-        with closing(TwoStepCall(scripts)) as call:
-            call.send(workers.total_command())
-            assert call.receive() == 7
-
-
-def test_an_answer_that_nobody_heard_is_not_taken_for_the_next(client: Redis):
-    scripts = Scripts(client, Keys("test"))
-    workers = WorkerCapacity(scripts)
-    workers.report("w1", 6)
-    with closing(TwoStepCall(scripts)) as unheard:
-        unheard.send(workers.total_command())
-    assert workers.report("w1", 7) == 7
 
 
 def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):

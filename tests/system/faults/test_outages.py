@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable, TooManyRequests
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import TwoStepCall, connect
+from slotkeeper.redis.scripts import connect
 from tasks import maintenance
 from tests.support.ends import cool_down
 from tests.support.postgres import Postgres
@@ -148,7 +147,8 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
 ) -> None:
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.queues.enqueue("zimg", [])
+    impatient.submit([stage.a()])
+    stage.run_all()  # Redis knows the script.
 
     with frozen(valkey):
         (receipt,) = impatient.submit([stage.a()])
@@ -171,8 +171,8 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
     asked = []
-    enqueue = impatient.queues.enqueue
-    monkeypatch.setattr(impatient.queues, "enqueue", lambda *args: asked.append(args) or enqueue(*args))
+    run = impatient.queues.scripts.run
+    monkeypatch.setattr(impatient.queues.scripts, "run", lambda command: asked.append(command) or run(command))
     with frozen(valkey):
         receipts = [impatient.submit([stage.a()])[0] for _ in range(3)]
     assert len(asked) == 1
@@ -180,44 +180,28 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     assert stage.run_all() == [receipt.accepted.id for receipt in receipts]
 
 
-def test_redis_takes_a_job_in_while_the_disk_is_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_is_asked_after_the_disk_has_the_job(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a power cut leaves no job in Redis that the database has lost."""
     stage.register()
-    stage.dispatcher.submit_one(stage.a())  # It has the slot, and Redis knows the script.
-    seen: list[Any] = []
-    is_there = partial(eventually, stage.room.waiting, "it is in the room", 5, 0.01)
-    monkeypatch.setattr(stage.database._writer, "sync", lambda: seen.append(is_there()))
-    receipt = stage.dispatcher.submit_one(stage.a())
-    assert seen == [[receipt.accepted.id]]
-    assert receipt.position is not None and receipt.position.ahead == 0
-
-
-def test_a_redis_that_does_not_answer_keeps_no_submit_from_the_disk(
-    stage: Stage, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither its own nor those that share its commit: they are on it before anybody waits for Redis in vain."""
-    monkeypatch.setattr(queues, "_AWAY_S", 60.0)
-    stage.register()
-    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    assert impatient.submit_one(stage.a()).position
-    synced = stage.database._writer.sync
+    stage.submit()  # It has the slot.
     steps: list[str] = []
-    monkeypatch.setattr(stage.database._writer, "sync", lambda: (steps.append("the disk"), synced()))
-    answer = TwoStepCall.receive
-    monkeypatch.setattr(TwoStepCall, "receive", lambda call: steps.append("waits") or answer(call))
-    with frozen(valkey):
-        receipts = [impatient.submit_one(stage.a()) for _ in range(3)]
-    assert [receipt.position for receipt in receipts] == [None] * 3
-    assert steps == ["the disk", "waits", "the disk", "the disk"]
+    scripts, sync = stage.dispatcher.queues.scripts, stage.database._writer.sync
+    run = scripts.run
+    monkeypatch.setattr(stage.database._writer, "sync", lambda: (steps.append("disk"), sync()))
+    monkeypatch.setattr(scripts, "run", lambda command: steps.append(command.target.script) or run(command))
+    (receipt,) = stage.dispatcher.submit([stage.a()])
+    assert steps == ["disk", "enter"]
+    assert receipt.position is not None and receipt.position.ahead == 0
 
 
 def test_a_submit_needs_one_connection_to_redis_at_a_time(stage: Stage, valkey: Valkey) -> None:
     """Else threads that have one each, of so many as there may be, would find none for the gates, and pass unasked."""
     stage.register(max_waiting=1)
     narrow = stage.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
-    receipts = [narrow.submit_one(stage.a()) for _ in range(2)]
-    assert all(receipt.position for receipt in receipts)
+    receipts = [narrow.submit([stage.a()]) for _ in range(2)]
+    assert all(receipt.position for (receipt,) in receipts)
     with pytest.raises(TooManyRequests):
-        narrow.submit_one(stage.a())
+        narrow.submit([stage.a()])
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from typing import Any
 from alembic import context
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event
 
-import slotkeeper.outbox.tables  # noqa: F401  Its tables are of the same record.
-from slotkeeper.registry.tables import metadata
+import slotkeeper.jobs.tables
+import slotkeeper.outbox.tables
+import slotkeeper.registry.tables  # noqa: F401  All tables are in one MetaData.
+from slotkeeper.db.schema import metadata
 
 # A migration that waits for a lock makes every later query wait behind it: better to give up and be run again.
 _POSTGRESQL_TIMEOUTS = ("SET lock_timeout = '5s'", "SET statement_timeout = '60s'")

@@ -17,7 +17,7 @@ from routing.queue.queues import Queues
 from routing.queue.slots import Slots
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.config import StorageSettings
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.result_notifications import ResultNotifications

@@ -213,7 +213,7 @@ def database() -> Iterator[Finding]:
     from sqlalchemy import insert, update
 
     from migrations.migrate import check
-    from slotkeeper.jobs.tables import counters
+    from slotkeeper.db.schema import counters
     from tasks.services import database as open_database
 
     job_store = open_database()

@@ -50,7 +50,7 @@ def flower() -> None:
     from app.up.installation_folder import flower_password
     from app.up.roles import UpSettings, read_settings
     from slotkeeper.config import StorageSettings
-    from slotkeeper.garbage import tune_garbage_collection
+    from slotkeeper.process import tune_garbage_collection
 
     defaults = {
         "FLOWER_ADDRESS": "127.0.0.1",

@@ -21,7 +21,7 @@ from app.server.http_protocol import LimitedHttpProtocol
 from routing.progress import ProgressFollower
 from slotkeeper import logs
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.garbage import tune_garbage_collection
+from slotkeeper.process import tune_garbage_collection
 from slotkeeper.registry.tenants import Tenants
 from slotkeeper.registry.visits import RevokedSessions
 from tasks import liveness, services

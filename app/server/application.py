@@ -18,7 +18,7 @@ from app.server.fair_pool import ClientGone, FairPool, QueueFull
 from app.server.http_protocol import EXTENSION, ConnectionLimits, LimitedHttpProtocol
 from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import SlotkeeperError
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ import structlog
 
 from app.deferred import EventFilter
 from app.job_answers import event_data
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 

@@ -15,7 +15,7 @@ from app.simulate import history
 from app.simulate.history import PastJob
 from app.simulate.scenario import Arrival, SimulationError
 from migrations import migrate
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.registry.catalog import Catalog, CatalogSnapshot
 from slotkeeper.registry.values import AdminState
 

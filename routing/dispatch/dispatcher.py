@@ -27,8 +27,7 @@ from slotkeeper.audit import acts
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
-from slotkeeper.jobs import run_times
-from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
 from slotkeeper.registry.catalog_cache import CatalogCache
@@ -223,7 +222,7 @@ class Dispatcher:
         most = self.settings.withhold_max_ms
         if known is not None:
             most = min(most, round(known.config.max_poll_time * 1000))
-        usual = run_times.longest_usual_ms(self.store.database, model)
+        usual = self.store.longest_usual_run_ms(model)
         return most if usual is None else min(most, max(_SHORTEST_USUAL_MS, _TIMES_USUAL * usual))
 
     # -- cancel, revive --------------------------------------------------------------------------------------
@@ -236,8 +235,8 @@ class Dispatcher:
         now = now_ms()
         canceling = acts.make_entry("job.cancel", job_id=job_id, now_ms=now)
         error = JobError("canceled", "Canceled before it was started.")
-        withhold = Quarantine("canceled", now + self.settings.withhold_max_ms)
-        moved = self.store.cancel_waiting(job_id, Reason.CANCEL_REQUESTED, now, error, canceling.write, withhold)
+        quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
+        moved = self.store.cancel_waiting(job_id, now, error, canceling.write, quarantine)
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw(moved.job)

@@ -17,7 +17,7 @@ from routing.queue.leases import HealthSignal, Lease
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
@@ -142,7 +142,7 @@ class RunSteps:
             result=decision.result,
             error=decision.error,
             due_ms=decision.due_ms,
-            withhold=decision.quarantine,
+            quarantine=decision.quarantine,
         )
         moved = await self._io.commit(write)
         crash_at("settle_committed")

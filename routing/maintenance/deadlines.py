@@ -42,8 +42,8 @@ def expire_deadlines(dispatcher: Dispatcher, within_s: float = float("inf")) -> 
 
     def take() -> list[Transition]:
         now = now_ms()
-        withhold = Quarantine("deadline_passed", now + dispatcher.settings.withhold_max_ms)
-        return dispatcher.store.expire_overdue(now, _CHUNK, withhold)
+        quarantine = Quarantine("deadline_passed", now + dispatcher.settings.withhold_max_ms)
+        return dispatcher.store.expire_overdue(now, _CHUNK, quarantine)
 
     return _in_batches(take, act, within_s)
 

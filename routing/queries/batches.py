@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import bindparam, func, select, text
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.tables import jobs
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select, text
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import ACTIVE_CONDITION, jobs
 from slotkeeper.outbox.tables import receivers

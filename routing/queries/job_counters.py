@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import counters
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, State
-from slotkeeper.jobs.tables import counters, events
+from slotkeeper.jobs.tables import events
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)

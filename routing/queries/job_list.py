@@ -4,9 +4,8 @@ from typing import Any
 
 from sqlalchemy import Select, func, select
 
-from slotkeeper.db.group_commit import Database
-from slotkeeper.jobs.listings import JOB_LIST, key_range
-from slotkeeper.jobs.statements import unindexed
+from slotkeeper.db import Database
+from slotkeeper.jobs.statements import JOB_LIST, key_range, unindexed
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import job_from_row
 from slotkeeper.jobs.tables import jobs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from routing.queries import looks
 from routing.queries.looks import MINUTE_MS, Ended
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 
 MINUTES = 60
 _BUDGET_S = 0.25

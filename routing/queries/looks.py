@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, case, func, select
 
-from slotkeeper.db.group_commit import Database
-from slotkeeper.jobs import listings
+from slotkeeper.db import Database
+from slotkeeper.jobs.statements import select_queued
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 
@@ -60,7 +60,7 @@ def of_minute(database: Database, begins_ms: int) -> list[Ended]:
 
 def oldest_queued(database: Database, models: Sequence[str]) -> dict[str, int]:
     """When the queued job of each of these models that comes first was accepted, ms.  Raises RecordUnavailable."""
-    queries = listings.select_queued(models)
+    queries = select_queued(models)
     params = {"p_after": 0, "p_limit": 1}
     with database.read() as connection:
         return {row.model: row.created_ms for query in queries for row in connection.execute(query, params)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, func, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import State

@@ -1,5 +1,6 @@
 """The waiting room: lanes of queued jobs, and offers of the job whose turn it is."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from routing.queue import lanes
 from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
-from slotkeeper.unique import unique
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def offering(settings: RoutingSettings, room: int, limit: int, claimant: str = "
 
 def new_lease_prefix() -> str:
     """Text that makes the names of leases unique, also across an emptied Redis."""
-    return unique()
+    return secrets.token_hex(6)
 
 
 class Queues:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slotkeeper.clock import clock
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import storable_text
 from slotkeeper.jobs.events import add_row, encode_data
-from slotkeeper.jobs.values import storable_text
 
 ACTION_PREFIX = "act."
 ACTIONS = frozenset(

@@ -8,7 +8,7 @@ import orjson
 from sqlalchemy import Select, select
 
 from slotkeeper.audit.acts import ACTION_PREFIX
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.tables import events
 
 _SAME = ("actor", "job_id", "model", "server", "tenant")
@@ -51,7 +51,7 @@ def find_entries(database: Database, wanted: AuditFilter, before: int | None = N
     query = _matching(wanted).order_by(events.c.id.desc()).limit(limit)
     if before is not None:
         query = query.where(events.c.id < before)
-    with database.read(patient=True) as connection:
+    with database.read(unbounded=True) as connection:
         return [_done(row) for row in connection.execute(query)]
 
 

@@ -11,8 +11,8 @@ from sqlalchemy import Connection, Text, cast, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from slotkeeper.db import sqlite
-from slotkeeper.db.compiled_sql import CompiledStatement, run
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db.compiled_sql import CompiledStatement, execute_raw
+from slotkeeper.db.database import Database
 from slotkeeper.errors import DatabaseUnavailable
 
 log = structlog.get_logger(__name__)
@@ -54,14 +54,14 @@ class _Versions:
     """SQLite's number of what a connection sees: another one whenever somebody else has committed."""
 
     def __init__(self, database: Database) -> None:
-        self._engine = database.engine.execution_options(**sqlite.READ_OPTIONS["sqlite"])
+        self._engine = database.engine.execution_options(**sqlite.NO_BEGIN)
         self._connection: Connection | None = None  # The same each time, for the number is its own.
 
     def __call__(self) -> object:
         try:
             if self._connection is None:
                 self._connection = self._engine.connect()
-            return run(self._connection, "PRAGMA data_version", (), lambda cursor: cursor.fetchone()[0])
+            return execute_raw(self._connection, "PRAGMA data_version", (), lambda cursor: cursor.fetchone()[0])
         except SQLAlchemyError as error:
             if self._connection is not None:
                 self._connection.close()

@@ -7,28 +7,19 @@ that lasts is followed.
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from sqlalchemy import delete, update
 from sqlalchemy.dialects.sqlite import insert
 
 from slotkeeper.clock import MAX_SKEW_MS, clock
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.database import Database
+from slotkeeper.db.group_commit import Transaction
+from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.jobs.tables import counters
+from slotkeeper.process import read_boot_id
 
 _FOLLOWED_AFTER_S = 60.0
 _PREFIX = "clock:"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def read_boot_id() -> str:
-    """What tells this run of the machine from all others, between which the steady clock cannot be compared; "": it
-    does not say."""
-    try:
-        return _BOOT.read_text("ascii").strip()
-    except OSError:
-        return ""
 
 
 class ClockSynchronizer:

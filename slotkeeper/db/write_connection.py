@@ -1,9 +1,9 @@
-"""The connection on which a process writes, kept from one transaction to the next.
+"""The connection that a process writes on, kept between transactions.
 
-There is one committer in a process, so one connection is enough, and none has to be fetched, tried and put back.
+A process has one leader at a time (group_commit.py), so one connection is enough, and none is taken from the pool.
 
-On SQLite a commit waits for the disk while it keeps all others from writing, in every process.  So this connection
-commits without waiting, and the log it has written to is waited for afterwards, as SQLite would have done itself.
+On SQLite a commit that waits for the disk holds the write lock against all other processes meanwhile.  So this
+connection commits without waiting, and `LogFile` syncs the log afterwards, as SQLite would have done itself.
 """
 
 import errno
@@ -14,44 +14,45 @@ import weakref
 from sqlalchemy import Connection, Engine
 
 from slotkeeper.db import sqlite
-from slotkeeper.db.compiled_sql import commit, undo
+from slotkeeper.db.compiled_sql import commit, roll_back
 
-_sync = getattr(os, "fdatasync", os.fsync)  # macOS has no other
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has only fsync.
 
 
 class LogFile:
-    """SQLite's log, open for as long as somebody may wait for it: only so does the system tell of an error it met."""
+    """SQLite's write-ahead log.  Kept open, because the kernel reports a write error only to descriptors open then."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
-        self._turn = threading.Lock()
-        self._begun = 0  # How often the disk has been waited for.
-        self._lost: OSError | None = None  # What came of the latest time.
+        self._lock = threading.Lock()
+        self._syncs = 0  # how many have begun
+        self._failure: OSError | None = None  # of the latest sync
 
     def is_at(self, path: str) -> bool:
-        """Whether it is still the one there."""
+        """Return whether this is still the file at `path`."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 
     def sync(self, engine: Engine) -> None:
-        """Raises OSError.  After that the disk would say yes to what is lost: first all is written anew.
+        """Wait until the disk has the log.  Raises OSError.
 
-        One after another: of several who wait for it at once, the system tells a single one of an error.  Whoever has
-        come before another began shares what that one finds.
+        After a failure the kernel would report success for what is lost, so the next sync first has everything
+        written again.  Syncs run one after another, for the kernel reports an error to one of several callers only; a
+        caller that comes before another sync begins shares the outcome of that one.
         """
-        before = self._begun
-        with self._turn:
-            if self._begun == before:
-                self._begun += 1
-                anew = self._lost is not None
-                self._lost = OSError(errno.EINTR, "the wait for the disk was interrupted")  # unless it comes to its end
-                self._lost = self._wait(engine, anew)
-            if self._lost is not None:
-                raise self._lost
+        before = self._syncs
+        with self._lock:
+            if self._syncs == before:
+                self._syncs += 1
+                rewrite = self._failure is not None
+                self._failure = OSError(errno.EINTR, "the wait for the disk was interrupted")  # unless it returns
+                self._failure = self._sync(engine, rewrite)
+            if self._failure is not None:
+                raise self._failure
 
-    def _wait(self, engine: Engine, anew: bool) -> OSError | None:
+    def _sync(self, engine: Engine, rewrite: bool) -> OSError | None:
         try:
-            if anew:
+            if rewrite:
                 sqlite.checkpoint_log(engine)
             _sync(self._file)
         except OSError as error:
@@ -60,23 +61,23 @@ class LogFile:
 
 
 class Writer:
-    """Lends the connection to one at a time.  `is_quick`: what it is asked it answers without waiting for anybody."""
+    """Lends the connection to one leader at a time."""
 
-    def __init__(self, engine: Engine, patience_s: float) -> None:
-        """`patience_s`: how long others who write are waited for, on SQLite."""
+    def __init__(self, engine: Engine, lock_s: float) -> None:
+        """lock_s: how long to wait for other writers, on SQLite."""
         self._engine = engine
-        self._patience_s = patience_s
-        self.is_quick = engine.dialect.name == "sqlite"
+        self._lock_s = lock_s
+        self.is_quick = engine.dialect.name == "sqlite"  # It answers without a network.
         self._kept: Connection | None = None
         self._log: LogFile | None = None
 
     def begin(self) -> Connection:
-        """The connection, on which a transaction has begun: to be handed to `commit` or to `undo`."""
+        """Begin a transaction, and return the connection, which goes to `commit` or to `undo`."""
         connection, self._kept = self._kept or self._connect(), None
         try:
-            sqlite.begin_immediate(connection, self._patience_s)
+            sqlite.begin_immediate(connection, self._lock_s)
         except BaseException as error:
-            if sqlite.is_busy(error):  # Nothing was begun on it.
+            if sqlite.is_busy(error):  # No transaction has begun.
                 self._keep(connection)
             else:
                 sqlite.discard_writer(connection)
@@ -84,7 +85,7 @@ class Writer:
         return connection
 
     def commit(self, connection: Connection) -> None:
-        """Raises: what came of it is not known.  Then the connection is to be handed to `drop`."""
+        """Commit.  If it raises, the outcome is not known, and the connection goes to `drop`."""
         commit(connection)
         self._keep(connection)
 
@@ -94,11 +95,26 @@ class Writer:
         connection.close()
 
     def undo(self, connection: Connection) -> None:
-        """Give the connection up, with what was begun on it: the next one is as good as new."""
+        """Roll back, and close the connection: the next one is as good as new."""
         try:
-            undo(connection)
+            roll_back(connection)
         finally:
             sqlite.discard_writer(connection)
+
+    def sync(self) -> None:
+        """Wait until everything committed so far survives a power cut.  Raises OSError if that is not known.
+
+        PostgreSQL answers a COMMIT only then.
+        """
+        log = self._log
+        if log is not None:
+            log.sync(self._engine)
+
+    def close(self) -> None:
+        """Close the connection, unless it is lent."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            sqlite.discard_writer(kept)
 
     def _keep(self, connection: Connection) -> None:
         if connection.invalidated or self._kept is not None:
@@ -112,24 +128,9 @@ class Writer:
             log = sqlite.configure_writer(connection)
             if log is None:
                 self._log = None
-            elif self._log is None or not self._log.is_at(log):  # Else it knows of errors, and is to hear.
+            elif self._log is None or not self._log.is_at(log):  # The present one would learn of errors.
                 self._log = LogFile(log)
         except BaseException:
             sqlite.discard_writer(connection)
             raise
         return connection
-
-    def sync(self) -> None:
-        """Wait until all that was committed so far survives a power cut.  Raises OSError: whether it does is not known.
-
-        What a COMMIT on PostgreSQL has answered does so already.
-        """
-        log = self._log
-        if log is not None:
-            log.sync(self._engine)
-
-    def close(self) -> None:
-        """Give the connection back, if nobody has it just now."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            sqlite.discard_writer(kept)

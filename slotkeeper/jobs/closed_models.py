@@ -1,21 +1,25 @@
 """Names of models under which the database accepts no jobs.
 
 A name is closed while its model drains before a removal, and after the removal until a model of that name is registered
-again.  The INSERT of a job looks at this table, so no job is accepted while a name is being closed: on PostgreSQL the
-closing transaction holds the table of jobs, on SQLite there is one writer.
+again.  The INSERT of a job reads this table, so no job is accepted while a name is being closed: on PostgreSQL the
+closing transaction locks the table of jobs, on SQLite there is one writer.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sqlalchemy import Connection, delete, insert, select, text
+from sqlalchemy import Connection, Text, delete, insert, literal_column, select, text
 
-from slotkeeper.db.group_commit import Transaction
+from slotkeeper.db import Transaction
 from slotkeeper.errors import Conflict
-from slotkeeper.jobs.tables import closed_models
+from slotkeeper.jobs.tables import closed_models, jobs
 
-CLOSED_COLUMN = f"(SELECT name FROM {closed_models} WHERE name = given.model) IS NOT NULL"
-"""Condition of the INSERT of jobs, each of which is called `given`: one look-up by name."""
+CLOSED_COLUMN = literal_column(
+    # The concatenation lets SQLite use the index, which it does not for a column of the inserted row alone.
+    f"(SELECT {closed_models}.name FROM {closed_models} WHERE {closed_models}.name = {jobs}.model || '')",
+    Text,
+).label("closed_name")
+"""Column of RETURNING of the INSERT of jobs: the model's name if it is closed, else NULL."""
 
 
 class ClosingReason(StrEnum):

@@ -1,7 +1,7 @@
-"""Events: one row for each transition, written in the transition's own transaction (JOB-2).
+"""Events: one row for each transition, in its transaction (JOB-2).
 
-The table is an outbox: whoever relays events reads it in order of `id`.  The trail of a job's attempts is
-read from it too (routing/queries/attempts.py), so that no fact stands in two places.
+The table is an outbox: relays read it in order of `id`.  A job's attempts are read from it, too
+(routing/queries/attempts.py), so that no fact stands in two places.
 """
 
 from typing import Any, Protocol
@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import orjson
 from sqlalchemy import Connection, bindparam, select
 
-from slotkeeper.db import commit_outcome
+from slotkeeper.db import Transaction, commit_outcome
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
-from slotkeeper.db.group_commit import Transaction
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.values import Event
@@ -29,7 +28,7 @@ EVENT_TYPES: dict[State, str] = {
 
 _EVENTS = BulkInsert(events, is_witness=True)
 TRANSITION_TYPES = frozenset(EVENT_TYPES.values())
-_NOTHING_ELSE: dict[str, Any] = dict.fromkeys(("model", "tenant", "priority", "server", "actor"))
+_NO_SUBJECT: dict[str, Any] = dict.fromkeys(("model", "tenant", "priority", "server", "actor"))
 _IS_TRANSITION = events.c.actor.is_(None)
 _OF_JOB = CompiledStatement(
     select(events).where(events.c.job_id == bindparam("job_id"), _IS_TRANSITION).order_by(events.c.id)
@@ -37,7 +36,7 @@ _OF_JOB = CompiledStatement(
 
 
 class EventSubject(Protocol):
-    """A job, as far as its events tell of it."""
+    """The fields of a job that its events hold."""
 
     @property
     def id(self) -> str: ...
@@ -52,40 +51,40 @@ class EventSubject(Protocol):
 def make_row(
     job: EventSubject, to: State, at_ms: int, attempt: int, data: dict[str, Any], server: str | None = None
 ) -> dict[str, Any]:
-    """The event of one transition, for `insert`.  `server`: where the job is, or was."""
-    about = {"model": job.model, "tenant": job.tenant, "priority": job.priority, "server": server, "actor": None}
-    return make_key_columns(job.id, to, at_ms, attempt, data) | about
+    """Return the row of a transition's event.  server: of the run that starts or ends."""
+    subject = {"model": job.model, "tenant": job.tenant, "priority": job.priority, "server": server, "actor": None}
+    return make_key_columns(job.id, to, at_ms, attempt, data) | subject
 
 
 def make_key_columns(job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> dict[str, Any]:
-    """By what the event of one transition is told from all others: columns of the table."""
+    """Return the columns that identify the event of one transition."""
     return {"job_id": job_id, "type": EVENT_TYPES[to], "at_ms": at_ms, "attempt": attempt, "data": encode_data(data)}
 
 
 def has_event(connection: Connection, job_id: str, to: State, at_ms: int, attempt: int, data: dict[str, Any]) -> bool:
-    """Whether this very event is in the record.  It says who did what, when and under which token."""
+    """Return whether this event is in the database."""
     return commit_outcome.has_row(
         connection, commit_outcome.WitnessRow(events, make_key_columns(job_id, to, at_ms, attempt, data))
     )
 
 
 def add_event(transaction: Transaction, subject: str, type_: str, at_ms: int, data: dict[str, Any]) -> None:
-    """Have an event written that is no transition, and nobody's act."""
+    """Add an event that is neither a transition nor an entry of the audit log."""
     row = {"job_id": subject, "type": type_, "at_ms": at_ms, "attempt": 0, "data": encode_data(data)}
-    add_row(transaction, row | _NOTHING_ELSE)
+    add_row(transaction, row | _NO_SUBJECT)
 
 
 def add_row(transaction: Transaction, row: dict[str, Any]) -> None:
-    """Have a row of the table written before the transaction commits; all of them name all columns."""
+    """Add a row, which is inserted before the commit with the others.  Each must have all columns."""
     transaction.insert(_EVENTS, row)
 
 
 def encode_data(data: dict[str, Any]) -> str:
-    """Data of an event, as it is stored."""
+    """Return the data of an event as stored JSON."""
     return orjson.dumps(data).decode()
 
 
 def list_of_job(connection: Connection, job_id: str) -> list[Event]:
-    """All transitions of a job, oldest first."""
+    """Return all transitions of a job, oldest first."""
     rows = _OF_JOB.fetch_all(connection, {"job_id": job_id})
     return [Event(r.id, r.job_id, r.type, r.at_ms, r.attempt, orjson.loads(r.data)) for r in rows]

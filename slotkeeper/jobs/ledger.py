@@ -20,11 +20,12 @@ from sqlalchemy import (
     union_all,
 )
 
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.schema import counters
 from slotkeeper.jobs import events
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.tables import QUEUED_CONDITION, accepted, counters, jobs
+from slotkeeper.jobs.tables import QUEUED_CONDITION, accepted, jobs
 
 DIFFERENCE = "ledger_difference"
 """Among what a check of invariants found: Ledger.difference at that time."""

@@ -1,14 +1,13 @@
-"""What an ended job owes to those who wait for it: rows that are written in the transaction of its end.
+"""Rows by which an ended job's clients are notified, written with its end.
 
-Who sends the messages, and who tells the ends, reads them from there (slotkeeper/outbox/webhook_messages.py,
-slotkeeper/outbox/result_notifications.py).
+slotkeeper/outbox/webhook_messages.py sends the messages, slotkeeper/outbox/result_notifications.py the results.
 """
 
 import re
 from typing import Any, TypeAlias
 
+from slotkeeper.db import Transaction
 from slotkeeper.db.compiled_sql import BulkInsert
-from slotkeeper.db.group_commit import Transaction
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.tables import messages, result_notifications
@@ -16,18 +15,18 @@ from slotkeeper.jobs.tables import messages, result_notifications
 Row: TypeAlias = Any
 
 NOTIFY_AFTER_MS = 10_000
-"""Whoever ended a job tells it at once; only after this does anybody else look."""
+"""The process that ended a job notifies its clients at once; after this time another one does."""
 
-_MESSAGES, _TELLINGS = BulkInsert(messages), BulkInsert(result_notifications)
-# Stored by their place here.  A dead job may come to another end under the same attempt, which is told after that.
+_MESSAGES, _RESULT_NOTIFICATIONS = BulkInsert(messages), BulkInsert(result_notifications)
+# Stored by their position.  A dead job may end once more under the same attempt: that message comes after.
 _ENDS = (State.DEAD, State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED)
 _MESSAGE_ID = re.compile(r"msg_(.+)_([0-9]{1,9})_([a-z]+)", re.DOTALL)
 
 
 def add_callback_message(tx: Transaction, row: Row, to: State, now_ms: int) -> None:
-    """In the transaction that brings a job to `to`: note the message for its `callback_url`, if this is the end.
+    """Add the message of a job's end for its `callback_url`, in the transaction of that end.
 
-    The job is the subscription: the message's receiver is its id (HOOK-1).
+    The job is its own subscription: the message's receiver is the job's id (HOOK-1).
     """
     if to not in FINAL_STATES or not row.callback_url:
         return
@@ -46,39 +45,46 @@ def add_callback_message(tx: Transaction, row: Row, to: State, now_ms: int) -> N
 
 
 def make_end_number(attempt: int, state: State) -> int:
-    """Return the number by which a job's own subscription knows this end.
+    """Return the number of the end's message, which stands for the event's number.
 
-    The event's number is not known before the transaction writes its rows.  The attempt alone is not enough: a dead
-    job may be revived and end again before its next start.
+    That is not known before the transaction writes its rows.  The attempt alone is not enough: a dead job may be
+    revived and end again before its next start.
     """
     return attempt * 10 + _ENDS.index(state)
 
 
 def make_message_id(job_id: str, number: int) -> str:
-    """Return the webhook-id of the message that tells this end to the job's `callback_url`."""
+    """Return the webhook-id of the message about this end."""
     return f"msg_{job_id}_{number // 10}_{state_of_end(number)}"
 
 
 def state_of_end(number: int) -> State:
-    """Return how the job had ended."""
+    """Return the state in which the job ended."""
     return _ENDS[number % 10]
 
 
 def parse_message_id(given_id: str) -> tuple[str, int, State] | None:
-    """Return the job, attempt and state that such a webhook-id names; None: it is none."""
+    """Return (job id, attempt, state) of a webhook-id; None if it is malformed."""
     found = _MESSAGE_ID.fullmatch(given_id)
     return None if found is None or found[3] not in _ENDS else (found[1], int(found[2]), State(found[3]))
 
 
 def add_result_notification(tx: Transaction, row: Row, to: State, now_ms: int) -> str | None:
-    """In the transaction that brings a job to `to`: note that this is to be told, if it is the end and somebody waits.
+    """Add the notification of a job's end for Celery's clients, in the transaction of that end, and return its id.
 
-    Answers the id of what is owed.
+    Returns None if `to` is no end, or the job was not sent by Celery.
     """
+    notification_id = make_notification_id(row, to, row.attempt)
+    if notification_id is not None:
+        tx.insert(
+            _RESULT_NOTIFICATIONS,
+            {"id": notification_id, "job_id": row.id, "next_ms": now_ms + NOTIFY_AFTER_MS, "created_ms": now_ms},
+        )
+    return notification_id
+
+
+def make_notification_id(row: Row, to: State, attempt: int) -> str | None:
+    """Return the id of the notification of this end; None if it is no end, or the job was not sent by Celery."""
     if to not in FINAL_STATES or row.envelope is None:
         return None
-    telling_id = f"{row.id}_{row.attempt}_{to.value}"
-    tx.insert(
-        _TELLINGS, {"id": telling_id, "job_id": row.id, "next_ms": now_ms + NOTIFY_AFTER_MS, "created_ms": now_ms}
-    )
-    return telling_id
+    return f"{row.id}_{attempt}_{to.value}"

@@ -1,6 +1,6 @@
-"""Slots that are withheld: their run has ended here, and its server has not been heard to let go of it.
+"""Quarantined slots: the run has ended here, its server has not released it.
 
-The end of a run is two facts: how the job stands, and when its slot may be used again.  Both are written in one
+The end of a run is two facts: the state of the job, and when its slot may be used again.  Both are written in one
 transaction, so that an emptied Redis forgets neither.
 """
 
@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import ColumnElement, Insert, Integer, bindparam, delete, insert, select, update
 
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.jobs.statements import in_state
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs, quarantined_slots
@@ -22,9 +22,11 @@ Row: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedSlot:
-    """One slot.  `began_ms`: when its run began, `since_ms`: when that ended here.
+    """One slot, and the run that its server may still execute.
 
-    `quiet_ms`: since when its server's count leaves no room for the run; None: it does leave some, or was not asked.
+    began_ms: when the run began.  since_ms: when it ended here.  until_ms: the latest end of the quarantine.
+    quiet_ms: since when the server reports too few runs for this one to be among them; None: it reports enough, or was
+    not asked.
     """
 
     job_id: str
@@ -43,7 +45,7 @@ class QuarantinedSlot:
 
 _COLUMNS = [field.name for field in fields(QuarantinedSlot)]
 _THIS = (quarantined_slots.c.job_id == bindparam("p_id"), quarantined_slots.c.attempt == bindparam("p_attempt"))
-_LEFT = select(
+_SLOT_OF_JOB = select(
     *(jobs.c[name] for name in ("id", "attempt", "server", "slot", "model", "tenant", "remote_id")),
     bindparam("p_reason"),
     jobs.c.started_ms,
@@ -51,79 +53,82 @@ _LEFT = select(
     bindparam("p_until", type_=quarantined_slots.c.until_ms.type),
 ).where(jobs.c.slot.is_not(None))
 _THIS_RUN = (jobs.c.id == bindparam("p_id"), jobs.c.attempt == bindparam("p_attempt", type_=Integer))
-_THESE = jobs.c.seq.in_(bindparam("p_seqs", expanding=True))
+_THESE_JOBS = jobs.c.seq.in_(bindparam("p_seqs", expanding=True))
 
 
-def _noting(*these: ColumnElement[bool]) -> Insert:
-    return insert(quarantined_slots).from_select(_COLUMNS[:-1], _LEFT.where(*these).with_for_update())
+def _insert_slots(*conditions: ColumnElement[bool]) -> Insert:
+    """Return an INSERT of the slots of jobs.  The jobs are locked, so that their state holds until the commit."""
+    return insert(quarantined_slots).from_select(_COLUMNS[:-1], _SLOT_OF_JOB.where(*conditions).with_for_update())
 
 
-_NOTE = CompiledStatement(_noting(*_THIS_RUN, in_state(State.RUNNING)))
-_NOTE_MANY = {state: _noting(_THESE, in_state(state)) for state in (State.RUNNING, State.QUEUED)}
+_INSERT_ONE = CompiledStatement(_insert_slots(*_THIS_RUN, in_state(State.RUNNING)))
+_INSERT_MANY = {state: _insert_slots(_THESE_JOBS, in_state(state)) for state in (State.RUNNING, State.QUEUED)}
 _ALL = CompiledStatement(select(quarantined_slots).order_by(quarantined_slots.c.since_ms, quarantined_slots.c.job_id))
 _ONE = CompiledStatement(select(quarantined_slots).where(*_THIS))
-_FORGET = CompiledStatement(delete(quarantined_slots).where(*_THIS))
+_DELETE = CompiledStatement(delete(quarantined_slots).where(*_THIS))
 _KEEP_SLOT = (
     update(jobs)
     .where(jobs.c.id == bindparam("p_id"), in_state(State.QUEUED))
     .values(slot=select(quarantined_slots.c.slot).where(*_THIS).scalar_subquery())
 )
 _SHORTEN = update(quarantined_slots).where(*_THIS).values(until_ms=bindparam("p_until"))
-_QUIET = update(quarantined_slots).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
+_SET_QUIET = update(quarantined_slots).where(*_THIS).values(quiet_ms=bindparam("p_quiet"))
 
 
-def quarantine_slot(tx: Transaction, job_id: str, attempt: int, now_ms: int, it: Quarantine) -> None:
-    """Withhold the slot of a run that is about to end in this transaction."""
-    given = {"p_id": job_id, "p_attempt": attempt, "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
-    _NOTE.execute(tx.connection, given)
+def quarantine_slot(tx: Transaction, job_id: str, attempt: int, now_ms: int, quarantine: Quarantine) -> None:
+    """Quarantine the slot of a run that this transaction is about to end."""
+    params = {"p_id": job_id, "p_attempt": attempt}
+    _INSERT_ONE.execute(tx.connection, params | _quarantine_params(quarantine, now_ms))
 
 
-def quarantine_slots(tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, it: Quarantine) -> None:
-    """The same for jobs that are running, or queued to be resumed, by their acceptance numbers.
-
-    This transaction has locked them.
-    """
-    given = {"p_seqs": list(seqs), "p_reason": it.reason, "p_now": now_ms, "p_until": it.until_ms}
-    tx.connection.execute(_NOTE_MANY[state], given)
+def quarantine_slots(tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, quarantine: Quarantine) -> None:
+    """The same for jobs that this transaction has locked: running ones, or queued ones that are to be resumed."""
+    params = {"p_seqs": list(seqs)} | _quarantine_params(quarantine, now_ms)
+    tx.connection.execute(_INSERT_MANY[state], params)
 
 
 def delete_row(tx: Transaction, job_id: str, attempt: int) -> bool:
-    return _FORGET.execute(tx.connection, {"p_id": job_id, "p_attempt": attempt}) == 1
+    """End a quarantine.  Returns False if there is none."""
+    return _DELETE.execute(tx.connection, {"p_id": job_id, "p_attempt": attempt}) == 1
 
 
 def keep_slot_for_job(tx: Transaction, job_id: str, attempt: int) -> None:
-    """The job, which this transaction has queued, keeps the slot: an emptied Redis must not offer it elsewhere."""
+    """Store the slot with the job, which this transaction has queued: an emptied Redis must not offer it elsewhere."""
     tx.connection.execute(_KEEP_SLOT, {"p_id": job_id, "p_attempt": attempt})
     delete_row(tx, job_id, attempt)
 
 
 def list_all(database: Database) -> list[QuarantinedSlot]:
-    """All slots that are withheld, the longest first."""
+    """Return all quarantined slots, the longest first."""
     with database.read() as connection:
-        return [_withheld(row) for row in _ALL.fetch_all(connection, {})]
+        return [_from_row(row) for row in _ALL.fetch_all(connection, {})]
 
 
 def find(database: Database, job_id: str, attempt: int) -> QuarantinedSlot | None:
     with database.read() as connection:
         row = _ONE.fetch_first(connection, {"p_id": job_id, "p_attempt": attempt})
-    return None if row is None else _withheld(row)
+    return None if row is None else _from_row(row)
 
 
 def release(database: Database, job_id: str, attempt: int) -> bool:
-    """The run is gone from its server.  False: somebody has said so before, or its slot was not withheld."""
+    """End a quarantine: the server has released the run.  Returns False if there is none any more."""
     return database.write(lambda tx: delete_row(tx, job_id, attempt))
 
 
-def shorten(database: Database, it: QuarantinedSlot, until_ms: int) -> None:
-    """Withhold the slot until `until_ms` at most."""
-    given = {"p_id": it.job_id, "p_attempt": it.attempt, "p_until": until_ms}
-    database.write(lambda tx: tx.connection.execute(_SHORTEN, given))
+def shorten(database: Database, slot: QuarantinedSlot, until_ms: int) -> None:
+    """Let the quarantine end at `until_ms` at the latest."""
+    params = {"p_id": slot.job_id, "p_attempt": slot.attempt, "p_until": until_ms}
+    database.write(lambda tx: tx.connection.execute(_SHORTEN, params))
 
 
-def set_quiet_since(database: Database, it: QuarantinedSlot, quiet_ms: int | None) -> None:
-    given = {"p_id": it.job_id, "p_attempt": it.attempt, "p_quiet": quiet_ms}
-    database.write(lambda tx: tx.connection.execute(_QUIET, given))
+def set_quiet_since(database: Database, slot: QuarantinedSlot, quiet_ms: int | None) -> None:
+    params = {"p_id": slot.job_id, "p_attempt": slot.attempt, "p_quiet": quiet_ms}
+    database.write(lambda tx: tx.connection.execute(_SET_QUIET, params))
 
 
-def _withheld(row: Row) -> QuarantinedSlot:
+def _quarantine_params(quarantine: Quarantine, now_ms: int) -> dict[str, Any]:
+    return {"p_reason": quarantine.reason, "p_now": now_ms, "p_until": quarantine.until_ms}
+
+
+def _from_row(row: Row) -> QuarantinedSlot:
     return QuarantinedSlot(**{name: getattr(row, name) for name in _COLUMNS})

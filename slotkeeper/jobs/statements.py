@@ -1,23 +1,52 @@
-"""What each transition changes in a job: one prepared UPDATE for each row of states.TRANSITIONS.
+"""The SQL of jobs: one guarded UPDATE for each transition, and reads that an index answers.
 
-    ONE    of one job by its id, or of each of several; of a running one under the token of that very run
-    MANY   of jobs that were just found, and locked, because their time has come
+Each row of `states.TRANSITIONS` has its statement:
 
-Each names the state that it expects to find, so that its rows are the jobs that it moved.
+    ONE_JOB      one job by its id; a running one under the fencing token of its run
+    MANY_JOBS    jobs that this transaction has found and locked, because their time has come
+
+Each names the state that it expects to find, so that it returns the jobs that it moved.
+
+Reads of many jobs are written so that an index gives the rows in order, and no more than are asked for.  They stay fast
+with old statistics, from before a backlog came or before jobs were many.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Integer, Text, Update, bindparam, case, literal_column, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Integer,
+    Text,
+    Update,
+    and_,
+    bindparam,
+    case,
+    func,
+    literal,
+    literal_column,
+    select,
+    text,
+    tuple_,
+    union_all,
+    update,
+)
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from slotkeeper.db.compiled_sql import Each
-from slotkeeper.jobs.states import TRANSITIONS, Budget, Edge, Reason, State, find_edge
-from slotkeeper.jobs.tables import jobs
+from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State, find_edge
+from slotkeeper.jobs.tables import (
+    ACTIVE_CONDITION,
+    EXPIRABLE_CONDITION,
+    JOB_COLUMNS,
+    QUEUED_CONDITION,
+    RESUMABLE_CONDITION,
+    jobs,
+)
 
-Row: TypeAlias = Any
+Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
 
 QUEUED_JOB_COLUMNS = (
     jobs.c.id,
@@ -28,82 +57,83 @@ QUEUED_JOB_COLUMNS = (
     jobs.c.created_ms,
     jobs.c.constraints.label("constraints"),
 )
-_ALSO_MOVED = (
-    *("attempt", "failures", "crashes", "deadline_ms", "remote_id", "sent_ms", "started_ms", "cancel_requested_ms"),
-    *("callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
-)
-_MOVED_COLUMNS = (*QUEUED_JOB_COLUMNS, *(jobs.c[name] for name in _ALSO_MOVED))
-_STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message)
-# A worker may die and its job go on at the server: these transitions keep what is needed to resume it.
-_KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
-# What happens to many at the same moment.
-_OF_TIME = frozenset({Reason.DUE, Reason.DEADLINE_PASSED})
-# What a worker needs that resumes a run.
-_OF_RUN = ("remote_id", "sent_ms", "described_by", "sent_to")
 REQUEUING_STATES = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
-"""Where a run ends without a result; a job that shall be canceled does not go there."""
+"""Where a run ends without a result.  A job whose cancellation was requested does not go there."""
 
-
-@dataclass(frozen=True, slots=True)
-class TransitionStatement:
-    """One transition, and what makes it: it takes parameters by name, and answers the jobs that it moved.
-
-    ONE takes parameters of any number of jobs, each of its own.
-    """
-
-    edge: Edge
-    jobs: Callable[[Connection, Sequence[Mapping[str, Any]]], Sequence[Row]]
+_MOVED_COLUMNS = (
+    *QUEUED_JOB_COLUMNS,
+    *(
+        jobs.c[name]
+        for name in (
+            *("attempt", "failures", "crashes", "deadline_ms", "remote_id", "sent_ms", "started_ms"),
+            *("cancel_requested_ms", "callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
+        )
+    ),
+)
+_STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message)
+# A worker may die while its job goes on at the server: these transitions keep what is needed to resume it.
+_KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
+_BY_TIME = frozenset({Reason.DUE, Reason.DEADLINE_PASSED})
+_RESUME_COLUMNS = ("remote_id", "sent_ms", "described_by", "sent_to")
 
 
 def in_state(state: State) -> ColumnElement[bool]:
-    """A job found by its key is in `state`.
+    """Return the condition that a job, found by its key, is in `state`.
 
-    Said so that no index of states can be used: PostgreSQL would read all jobs of a state whose number, by
-    statistics from before they came, is small.
+    No index of states can be used for it.  PostgreSQL would otherwise read all jobs of a state that has few of them by
+    statistics from before they came.
     """
     return unindexed(jobs.c.state) == literal_column(f"'{state.value}'")
 
 
 def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
-    """The text of a column, as no index has it: it is compared in the rows that another condition finds."""
+    """Return a text column in a form that no index has: it is compared in rows that another condition finds."""
     return column.op("||")(literal_column("''"))
 
 
-def _one(state: State, why: Reason) -> TransitionStatement:
+# -- transitions -------------------------------------------------------------------------------------------------
+
+
+class ManyJobsUpdate:
+    """A transition of jobs by their acceptance numbers.  SQLAlchemy executes it: the list of numbers varies."""
+
+    def __init__(self, statement: ReturningUpdate[Any]) -> None:
+        self._statement = statement
+        self._names = [name for name in statement.compile().params if name.startswith("p_")]
+
+    def fetch_all(self, connection: Connection, values: Mapping[str, Any]) -> Sequence[Row]:
+        return connection.execute(self._statement, {name: values[name] for name in self._names}).all()
+
+
+def _update_one(state: State, why: Reason) -> CompiledStatement:
     statement = update(jobs).where(jobs.c.id == bindparam("p_id"), in_state(state))
     if state is State.RUNNING:  # LEASE-3: only under the token of this very run
         statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
     if state is State.RUNNING and find_edge(state, why).to in REQUEUING_STATES:
         statement = statement.where(jobs.c.cancel_requested_ms.is_(None))
-    return TransitionStatement(find_edge(state, why), Each(_moving(state, why, statement)).all)
+    return CompiledStatement(_set_values(state, why, statement))
 
 
-def _many(state: State, why: Reason) -> TransitionStatement:
-    these = update(jobs).where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), in_state(state))
-    statement = _moving(state, why, these)
-    names = [name for name in statement.compile().params if name.startswith("p_")]
-
-    def moved(connection: Connection, given: Sequence[Mapping[str, Any]]) -> Sequence[Row]:
-        return connection.execute(statement, {name: given[0][name] for name in names}).all()
-
-    return TransitionStatement(find_edge(state, why), moved)
+def _update_many(state: State, why: Reason) -> ManyJobsUpdate:
+    statement = update(jobs).where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), in_state(state))
+    return ManyJobsUpdate(_set_values(state, why, statement))
 
 
-def _moving(state: State, why: Reason, guarded: Update) -> ReturningUpdate[Any]:
-    """The whole statement of a transition."""
-    found = find_edge(state, why)
-    values = _values(state, why, found.to)
-    if found.costs is not Budget.NOTHING:
-        values[found.costs.value] = jobs.c[found.costs.value] + 1
-    columns = (*_MOVED_COLUMNS, *_STARTED_COLUMNS) if found.to is State.RUNNING else _MOVED_COLUMNS
-    return guarded.values(state=found.to.value, why=why.value, **values).returning(*columns)
+def _set_values(state: State, why: Reason, guarded: Update) -> ReturningUpdate[Any]:
+    """Return the whole statement of a transition."""
+    edge = find_edge(state, why)
+    values = _values(state, why, edge.to)
+    if edge.costs is not Budget.NOTHING:
+        values[edge.costs.value] = jobs.c[edge.costs.value] + 1
+    columns = (*_MOVED_COLUMNS, *_STARTED_COLUMNS) if edge.to is State.RUNNING else _MOVED_COLUMNS
+    return guarded.values(state=edge.to.value, why=why.value, **values).returning(*columns)
 
 
 def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
-    """Columns that a transition sets, beside `state`, `why` and the budget's counter."""
+    """Return the columns that a transition sets, beside `state`, `why` and the counter of the budget."""
     stopped: dict[str, Any] = {"slot": None, "lease": None}
-    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else dict.fromkeys(_OF_RUN)
-    if forgotten and why is not Reason.SERVER_LOST:  # That one may still have the result of a run that has ended.
+    forgotten: dict[str, Any] = {} if why in _KEEPS_REMOTE else dict.fromkeys(_RESUME_COLUMNS)
+    if forgotten and why is not Reason.SERVER_LOST:  # That server may still have the result of a run that has ended.
         forgotten["server"] = None
     error: dict[str, Any] = {"error_code": bindparam("p_error_code"), "error_message": bindparam("p_error_message")}
     match to:
@@ -117,7 +147,7 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 # A remote id means something only to the server that gave it.
                 "remote_id": _if_same_server(jobs.c.remote_id),
                 "sent_ms": _if_same_server(jobs.c.sent_ms),
-                "described_by": case((_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
+                "described_by": case((_IS_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
                 "sent_to": case((_WAS_SENT, jobs.c.sent_to), else_=bindparam("p_sent_to", type_=Text)),
             }
         case State.QUEUED if state is State.DEAD:
@@ -139,14 +169,13 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 "lease": None,
                 "sent_to": None,  # It may hold a password.
             }
-            # Where a job ended that waited to be resumed: its slot is withheld, see
-            # routing/maintenance/quarantined_slots.py.
+            # The slot of a job that waited to be resumed is quarantined (routing/maintenance/quarantined_slots.py).
             return ended if state is State.RUNNING else ended | {"slot": None}
 
 
-# What was begun is gone on with in the same words.
-_RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
-# Its server may be at the run, at the address to which that was sent.
+# A resumed run is continued by the description with which it began.
+_IS_RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
+# The server may be running the job, under the address to which it was sent.
 _WAS_SENT = (
     (jobs.c.server == bindparam("p_server"))
     & jobs.c.sent_to.is_not(None)
@@ -158,8 +187,97 @@ def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
     return case((jobs.c.server == bindparam("p_server"), column), else_=None)
 
 
-Moves: TypeAlias = Mapping[tuple[State, Reason], TransitionStatement]
-ONE_JOB: Moves = {(state, why): _one(state, why) for (state, why) in TRANSITIONS if state is not None}
-MANY_JOBS: Moves = {
-    (state, why): _many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _OF_TIME
+ONE_JOB = {(state, why): _update_one(state, why) for (state, why) in TRANSITIONS if state is not None}
+MANY_JOBS = {
+    (state, why): _update_many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _BY_TIME
 }
+
+# -- changes that are no transition ------------------------------------------------------------------------------
+
+_THIS = jobs.c.id == bindparam("p_id")
+
+SET_REMOTE_ID = CompiledStatement(
+    update(jobs)
+    .where(_THIS, in_state(State.RUNNING), jobs.c.attempt == bindparam("p_attempt"))
+    .values(
+        remote_id=bindparam("p_remote_id"),
+        sent_ms=case((jobs.c.remote_id == bindparam("p_remote_id"), jobs.c.sent_ms), else_=bindparam("p_now")),
+    )
+)
+REQUEST_CANCEL = CompiledStatement(
+    update(jobs)
+    .where(_THIS, in_state(State.RUNNING))
+    .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
+    .returning(jobs.c.model, jobs.c.tenant, jobs.c.server, jobs.c.cancel_requested_ms)
+)
+
+# -- reads -------------------------------------------------------------------------------------------------------
+
+_MODELS_AT_ONCE = 100  # SQLite joins at most 500 queries.
+_MAX_SEQ = 2**63 - 1
+
+WHOLE_JOB = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
+JOB_STATE = CompiledStatement(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
+CANCEL_REQUESTED = CompiledStatement(select(jobs.c.cancel_requested_ms).where(_THIS))
+LOCK_JOB = CompiledStatement(select(jobs.c.seq, jobs.c.slot).where(_THIS).with_for_update())
+MESSAGE_HEADERS = CompiledStatement(
+    select(jobs.c.model, jobs.c.priority, jobs.c.failures, jobs.c.envelope).where(_THIS)
+)
+
+DUE = select(jobs.c.seq).where(jobs.c.due_ms <= bindparam("p_now")).order_by(jobs.c.due_ms, jobs.c.seq)
+ANY_DUE = CompiledStatement(DUE.limit(1))
+# The condition must be the index's, word for word, or it may not be used; and without statistics SQLite takes the
+# number of active jobs for small.
+_PASSED = "deadline_ms <= :p_now"
+OVERDUE = {
+    dialect: select(jobs.c.seq, jobs.c.state).where(text(condition)).order_by(jobs.c.deadline_ms)
+    for dialect, condition in (
+        ("sqlite", f"likelihood({_PASSED}, 0.0001) AND deadline_ms IS NOT NULL AND likely({ACTIVE_CONDITION})"),
+        ("postgresql", f"{_PASSED} AND {EXPIRABLE_CONDITION}"),
+    )
+}
+ANY_OVERDUE = {dialect: CompiledStatement(query.limit(1)) for dialect, query in OVERDUE.items()}
+
+JOB_LIST = select(*(column for column in JOB_COLUMNS if column.name not in {"payload", "result", "envelope"}))
+"""Jobs without what they carry."""
+RUNNING = CompiledStatement(JOB_LIST.where(jobs.c.state == State.RUNNING.value).order_by(jobs.c.seq))
+RESUMABLE = CompiledStatement(
+    select(*QUEUED_JOB_COLUMNS, jobs.c.slot).where(text(RESUMABLE_CONDITION)).order_by(jobs.c.seq)
+)
+_FIRST = select(*QUEUED_JOB_COLUMNS).limit(bindparam("p_limit", type_=Integer))
+_QUEUED_OF_MODEL = _FIRST.where(text(QUEUED_CONDITION), jobs.c.seq > bindparam("p_after")).order_by(jobs.c.seq)
+
+
+def select_queued(models: Sequence[str]) -> Sequence[Executable]:
+    """Return queries for the first queued jobs of each model: each is a look-up in an index of queued jobs alone."""
+    firsts = [select(_QUEUED_OF_MODEL.where(jobs.c.model == model).subquery()) for model in models]
+    return [union_all(*firsts[n : n + _MODELS_AT_ONCE]) for n in range(0, len(firsts), _MODELS_AT_ONCE)]
+
+
+def key_range(column: ColumnElement[str], value: str, after: Any, before: int | None = None) -> ColumnElement[bool]:
+    """Return the condition that `column` has this value, and `seq` lies between `after` and `before`, both exclusive.
+
+    To be read in order of (column, seq): then the index of that column is used.  Written as `column = value`, reading
+    all jobs in order of `seq` may look as good to the database.
+    """
+    pair, word = tuple_(column, jobs.c.seq), literal(value)
+    return and_(pair > tuple_(word, after), pair < tuple_(word, _MAX_SEQ if before is None else before))
+
+
+QUEUED_OF_ALL = _FIRST.where(key_range(jobs.c.state, State.QUEUED.value, bindparam("p_after"))).order_by(
+    jobs.c.state, jobs.c.seq
+)
+
+_LATEST_ENDS, _LATEST_OF_MODEL = 2_000, 200
+_LATEST = (
+    select(jobs.c.model, jobs.c.state, (jobs.c.finished_ms - jobs.c.started_ms).label("run_ms"))
+    .where(jobs.c.finished_ms.is_not(None))
+    .order_by(jobs.c.finished_ms.desc())
+    .limit(_LATEST_ENDS)
+    .subquery()
+)
+LATEST_RUN_TIMES = CompiledStatement(
+    select(_LATEST.c.run_ms)
+    .where(_LATEST.c.model == bindparam("p_model"), _LATEST.c.state == State.COMPLETED.value)
+    .limit(_LATEST_OF_MODEL)
+)

@@ -7,9 +7,9 @@
               running ───────────────────────────────────┘
                 │
                 ├──▶ completed   failed   expired   canceled        (never left: JOB-1)
-                └──▶ dead ── a person's retry ──▶ queued            (the dead letter queue)
+                └──▶ dead ── an operator's retry ──▶ queued         (the dead letter queue)
 
-queued and delayed jobs can also expire or be canceled.  What is not in TRANSITIONS cannot happen.
+Queued and delayed jobs can also expire or be canceled.  A transition that is not in TRANSITIONS cannot happen.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a job stands.  The API's `status`, the column `jobs.state` and its CHECK are these words."""
+    """The state of a job, as the API's `status` and the column `jobs.state` name it."""
 
     QUEUED = "queued"
     DELAYED = "delayed"
@@ -56,52 +56,47 @@ class Reason(StrEnum):
 
 
 class Budget(StrEnum):
-    """What a transition costs the job: the name of the counter that it raises."""
+    """What a transition costs the job: the name of the counter that it increments."""
 
     NOTHING = "nothing"
-    WAITS = "waits"  # a start that came to nothing: no attempt of the job's own
+    WAITS = "waits"  # a start that met no server; costs no attempt
     FAILURES = "failures"  # held against max_retries
     CRASHES = "crashes"  # held against max_crashes
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One allowed transition: where it leads, what it costs, which function of the record performs it."""
+    """One allowed transition: where it leads, and what it costs the job."""
 
     to: State
-    by: str
     costs: Budget = Budget.NOTHING
 
 
-_SETTLE = "slotkeeper.jobs.store.settle_write"
-_DEADLINES = "slotkeeper.jobs.store.expire_overdue"
-_CANCEL = "slotkeeper.jobs.store.cancel_waiting"
-
 TRANSITIONS: dict[tuple[State | None, Reason], Edge] = {
-    (None, Reason.SUBMITTED): Edge(State.QUEUED, "slotkeeper.jobs.store.submit"),
-    (None, Reason.SCHEDULED): Edge(State.DELAYED, "slotkeeper.jobs.store.submit"),
-    (State.DELAYED, Reason.DUE): Edge(State.QUEUED, "slotkeeper.jobs.store.promote_due"),
-    (State.QUEUED, Reason.STARTED): Edge(State.RUNNING, "slotkeeper.jobs.store.start_write"),
-    (State.RUNNING, Reason.FINISHED): Edge(State.COMPLETED, _SETTLE),
-    (State.RUNNING, Reason.INVALID_REQUEST): Edge(State.FAILED, _SETTLE),
-    (State.RUNNING, Reason.SERVER_BUSY): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Reason.HANDED_BACK): Edge(State.QUEUED, _SETTLE, Budget.WAITS),
-    (State.RUNNING, Reason.SERVER_ERROR): Edge(State.DELAYED, _SETTLE, Budget.FAILURES),
-    (State.RUNNING, Reason.RETRIES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.FAILURES),
-    (State.RUNNING, Reason.SERVER_LOST): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Reason.LEASE_EXPIRED): Edge(State.QUEUED, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Reason.CRASHES_EXHAUSTED): Edge(State.DEAD, _SETTLE, Budget.CRASHES),
-    (State.RUNNING, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _SETTLE),
-    (State.RUNNING, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _SETTLE),
-    (State.QUEUED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
-    (State.DELAYED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED, _DEADLINES),
-    (State.QUEUED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
-    (State.DELAYED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED, _CANCEL),
-    (State.DEAD, Reason.REVIVED): Edge(State.QUEUED, "slotkeeper.jobs.store.revive"),
+    (None, Reason.SUBMITTED): Edge(State.QUEUED),
+    (None, Reason.SCHEDULED): Edge(State.DELAYED),
+    (State.DELAYED, Reason.DUE): Edge(State.QUEUED),
+    (State.QUEUED, Reason.STARTED): Edge(State.RUNNING),
+    (State.RUNNING, Reason.FINISHED): Edge(State.COMPLETED),
+    (State.RUNNING, Reason.INVALID_REQUEST): Edge(State.FAILED),
+    (State.RUNNING, Reason.SERVER_BUSY): Edge(State.QUEUED, Budget.WAITS),
+    (State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, Budget.WAITS),
+    (State.RUNNING, Reason.HANDED_BACK): Edge(State.QUEUED, Budget.WAITS),
+    (State.RUNNING, Reason.SERVER_ERROR): Edge(State.DELAYED, Budget.FAILURES),
+    (State.RUNNING, Reason.RETRIES_EXHAUSTED): Edge(State.DEAD, Budget.FAILURES),
+    (State.RUNNING, Reason.SERVER_LOST): Edge(State.QUEUED, Budget.CRASHES),
+    (State.RUNNING, Reason.LEASE_EXPIRED): Edge(State.QUEUED, Budget.CRASHES),
+    (State.RUNNING, Reason.CRASHES_EXHAUSTED): Edge(State.DEAD, Budget.CRASHES),
+    (State.RUNNING, Reason.DEADLINE_PASSED): Edge(State.EXPIRED),
+    (State.RUNNING, Reason.CANCEL_REQUESTED): Edge(State.CANCELED),
+    (State.QUEUED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED),
+    (State.DELAYED, Reason.DEADLINE_PASSED): Edge(State.EXPIRED),
+    (State.QUEUED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED),
+    (State.DELAYED, Reason.CANCEL_REQUESTED): Edge(State.CANCELED),
+    (State.DEAD, Reason.REVIVED): Edge(State.QUEUED),
 }
 
 
 def find_edge(state: State | None, why: Reason) -> Edge:
-    """The transition out of `state` for this reason.  KeyError: there is none."""
+    """Return the transition out of `state` for this reason.  Raises KeyError if there is none."""
     return TRANSITIONS[(state, why)]

@@ -3,39 +3,11 @@
 Migrations change these on disk; tests/system/upgrade holds the two together.
 """
 
-from sqlalchemy import (
-    BigInteger,
-    CheckConstraint,
-    Column,
-    Index,
-    Integer,
-    MetaData,
-    Table,
-    Text,
-    text,
-)
+from sqlalchemy import BigInteger, CheckConstraint, Column, Index, Integer, Table, Text, text
 
+from slotkeeper.db.schema import EMPTY_TEXT, SERIAL, metadata, one_of_check
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
-
-# SQLite counts on by itself only for a plain INTEGER key; there it holds 64 bits all the same.
-SERIAL = BigInteger().with_variant(Integer, "sqlite")
-
-
-def one_of_check(column: str, words: list[str]) -> str:
-    return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
-
-
-EMPTY_TEXT = text("''")  # Said so, because Alembic takes a plain "" for no default.
 QUEUED_CONDITION = "state = 'queued'"
 """Condition of the index of queued jobs; see MAY_EXPIRE."""
 _QUEUED = text(QUEUED_CONDITION)
@@ -219,11 +191,3 @@ closed_models = Table(
 # How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migrations) adds a part with each
 # INSERT into `jobs`; on SQLite this is empty, and the jobs' numbers tell.
 accepted = Table("accepted", metadata, Column("jobs", BigInteger, nullable=False))
-
-# Small numbers that must change in the transaction of what they count.
-counters = Table(
-    "counters",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("value", BigInteger, nullable=False),
-)

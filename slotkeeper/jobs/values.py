@@ -18,11 +18,6 @@ def new_job_id() -> str:
     return str(uuid_utils.uuid7())
 
 
-def storable_text(text: str, longest: int) -> str:
-    """What a stranger wrote, as both databases take it: no NUL, no half of a surrogate pair, and not too much."""
-    return text[:longest].replace("\0", "").encode(errors="replace").decode()
-
-
 @dataclass(frozen=True, slots=True)
 class NewJob:
     """A valid job that has not been accepted yet."""

@@ -1,12 +1,12 @@
 """Removing events that have come of age.  They outlive their jobs: what happened is known when the job is not any more.
-
 What no sink has got yet stays, however old it is, as does the trail of a job that is still here.
 """
 
-from sqlalchemy import Integer, bindparam, case, delete, insert, select, update
+from sqlalchemy import Integer, bindparam, delete, select
 
-from slotkeeper.db.group_commit import Database, Transaction
-from slotkeeper.jobs.tables import counters, events, jobs
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import raise_counter_to
+from slotkeeper.jobs.tables import events, jobs
 from slotkeeper.outbox.event_reader import REMOVED_COUNTER
 
 _ANY = (1 << 63) - 1
@@ -36,7 +36,7 @@ class EventRetention:
         `last`: nothing behind this event is removed; None: anything may be.
         """
         query = {"p_after": self._after, "p_last": _ANY if last is None else last, "p_limit": limit}
-        with self.database.read(patient=True) as connection:
+        with self.database.read(unbounded=True) as connection:
             rows = connection.execute(_OLD, query).all()
         old = [row for row in rows if row.at_ms < max(transitions_before_ms, acts_before_ms)]
         if not old:
@@ -55,14 +55,6 @@ class EventRetention:
 
 
 def _remove(tx: Transaction, ids: list[int], acts_before_ms: int) -> None:
-    raise_counter_to(tx, _OF_AGE, acts_before_ms)
-    raise_counter_to(tx, REMOVED_COUNTER, ids[-1])  # Whoever reads on from before it is told.
+    raise_counter_to(tx.connection, _OF_AGE, acts_before_ms)
+    raise_counter_to(tx.connection, REMOVED_COUNTER, ids[-1])  # Whoever reads on from before it is told.
     tx.connection.execute(delete(events).where(events.c.id.in_(ids)))
-
-
-def raise_counter_to(tx: Transaction, name: str, to: int) -> None:
-    """Bring a counter up to this, unless it is higher."""
-    higher = case((counters.c.value < to, to), else_=counters.c.value)
-    raised = update(counters).where(counters.c.name == name).values(value=higher)
-    if tx.connection.execute(raised).rowcount == 0:
-        tx.connection.execute(insert(counters), {"name": name, "value": to})

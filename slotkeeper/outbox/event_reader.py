@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 import orjson
 from sqlalchemy import Connection, Integer, bindparam, func, select, text
 
+from slotkeeper.db import Database
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.tables import counters, events, jobs
+from slotkeeper.jobs.tables import events, jobs
 from slotkeeper.jobs.values import Event
 
 Row: TypeAlias = Any

@@ -14,10 +14,11 @@ from typing import Any
 from sqlalchemy import Connection, Integer, bindparam, case, func, insert, or_, select, update
 
 from slotkeeper.audit import acts
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.schema import counters
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.jobs.tables import counters, events, jobs
+from slotkeeper.jobs.tables import events, jobs
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 from slotkeeper.outbox.subscriptions import (
     CURSOR_COUNTER,

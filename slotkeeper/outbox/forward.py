@@ -6,8 +6,8 @@ not miss any reads a while back.
 
 from sqlalchemy import Integer, bindparam, func, select
 
+from slotkeeper.db import Database
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.statements import QUEUED_JOB_COLUMNS, in_state
 from slotkeeper.jobs.states import State

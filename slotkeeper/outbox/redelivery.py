@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Integer, bindparam, select, tuple_
 
 from slotkeeper.audit import acts
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.statements import unindexed

@@ -10,8 +10,8 @@ from typing import Any
 
 from sqlalchemy import bindparam, case, delete, select, update
 
+from slotkeeper.db import Database
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.tables import result_notifications
 
@@ -74,4 +74,4 @@ class ResultNotifications:
     def delete(self, ids: Sequence[str]) -> None:
         """Owed no more.  Relaxed: after a power cut it is told once more."""
         gone = delete(result_notifications).where(result_notifications.c.id.in_(ids))
-        self.database.write(lambda tx: tx.connection.execute(gone), relaxed=True)
+        self.database.write(lambda tx: tx.connection.execute(gone), durable=False)

@@ -10,9 +10,9 @@ from collections import Counter
 from sqlalchemy import ColumnElement, and_, bindparam, delete, select
 
 from slotkeeper.audit import acts
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import add_to_counter
 from slotkeeper.errors import Conflict
-from slotkeeper.jobs.counters import add_to_counter
 from slotkeeper.jobs.statements import in_state
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs, result_notifications
@@ -60,5 +60,5 @@ def _remove(tx: Transaction, which: ColumnElement[bool]) -> int:
         tx.connection.execute(delete(result_notifications).where(result_notifications.c.job_id.in_(ids)))
         webhook_messages.forget_jobs(tx, ids)
     for state, number in sorted(Counter(row.state for row in rows).items()):
-        add_to_counter(tx, f"purged.{state}", number)
+        add_to_counter(tx.connection, f"purged.{state}", number)
     return len(rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, bindparam, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from slotkeeper.jobs.tables import events
 from slotkeeper.outbox.tables import relays
 
@@ -53,7 +53,7 @@ class SinkCursors:
             return found
 
         try:
-            return self.database.write(unit, relaxed=True)
+            return self.database.write(unit, durable=False)
         except IntegrityError:  # Somebody was quicker, at the very first.
             return None
 
@@ -62,12 +62,12 @@ class SinkCursors:
         where = self._held(sink, holder) & (relays.c.position == before)
         moved = update(relays).where(where).values(position=after, until_ms=until)
         # Relaxed: after a power cut some are published once more.
-        return self.database.write(lambda tx: tx.connection.execute(moved).rowcount == 1, relaxed=True)
+        return self.database.write(lambda tx: tx.connection.execute(moved).rowcount == 1, durable=False)
 
     def release(self, sink: str, holder: str) -> None:
         """Somebody else may relay at once."""
         gone = update(relays).where(self._held(sink, holder)).values(holder=None, until_ms=0)
-        self.database.write(lambda tx: tx.connection.execute(gone), relaxed=True)
+        self.database.write(lambda tx: tx.connection.execute(gone), durable=False)
 
     def find_slowest(self, sinks: list[str]) -> int | None:
         """Up to which event all of these have got them; one that never began has none.  None: there are no sinks."""

@@ -14,12 +14,13 @@ import uuid_utils
 from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, update
 
 from slotkeeper.audit import acts
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
-from slotkeeper.jobs.tables import counters, events, messages
-from slotkeeper.jobs.values import Job, storable_text
+from slotkeeper.jobs.tables import events, messages
+from slotkeeper.jobs.values import Job
 from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.tables import receivers, tries
 
@@ -234,7 +235,7 @@ class Subscriptions:
         """It has taken a message: its breaker closes.  Nothing is written where it was not failing."""
         if receiver.failures:
             well = update(receivers).where(receivers.c.id == receiver.id).values(_WELL)
-            self.database.write(lambda tx: tx.connection.execute(well), relaxed=True)
+            self.database.write(lambda tx: tx.connection.execute(well), durable=False)
 
     def note_failure(self, receiver: Subscription, now_ms: int, rest: int = 0) -> None:
         """It has not taken a message.  `rest`: ms for which it asked to be left alone."""
@@ -251,7 +252,7 @@ class Subscriptions:
                 open_until_ms=case((receivers.c.open_until_ms < until, until), else_=receivers.c.open_until_ms),
             )
         )
-        self.database.write(lambda tx: tx.connection.execute(noted), relaxed=True)
+        self.database.write(lambda tx: tx.connection.execute(noted), durable=False)
 
     def try_begin(self, tx: Transaction, receiver_id: str, now_ms: int, until: int) -> bool:
         """Whether a message may be sent now; of a receiver whose breaker is open one, which is over by `until`."""

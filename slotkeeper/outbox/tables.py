@@ -5,7 +5,7 @@ Times are milliseconds since the epoch, UTC; JSON is text.
 
 from sqlalchemy import BigInteger, CheckConstraint, Column, Float, Index, Integer, Table, Text, text
 
-from slotkeeper.jobs.tables import metadata, one_of_check
+from slotkeeper.db.schema import metadata, one_of_check
 
 _EMPTY = text("''")  # Said so, because Alembic takes a plain "" for no default.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts on by itself only for a plain INTEGER key.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import orjson
 from sqlalchemy import bindparam, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.notifications import parse_message_id
 from slotkeeper.jobs.tables import events, jobs

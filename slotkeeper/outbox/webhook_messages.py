@@ -25,14 +25,14 @@ from sqlalchemy import (
     update,
 )
 
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs import events as trail
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.statements import unindexed
-from slotkeeper.jobs.tables import counters, events, jobs, messages
-from slotkeeper.jobs.values import storable_text
+from slotkeeper.jobs.tables import events, jobs, messages
 from slotkeeper.outbox.subscriptions import (
     CURSOR_COUNTER,
     ENABLED,
@@ -263,7 +263,7 @@ class MessageQueue:
         def unit(tx: Transaction) -> list[Message]:
             return [it for one in sorted(wanted) if (it := self._claim(tx, one, now_ms, until)) is not None]
 
-        return self.database.write(unit, relaxed=True)
+        return self.database.write(unit, durable=False)
 
     def _claim(self, tx: Transaction, wanted: MessageKey, now_ms: int, until: int) -> Message | None:
         receiver_id, event, of_job = wanted
@@ -294,7 +294,7 @@ class MessageQueue:
                     told = {"tries": message.tries, "status": answered.status}
                     trail.add_event(tx, message.job_id, DELIVERED_TYPE, now_ms, told)
 
-        self.database.write(unit, relaxed=True)
+        self.database.write(unit, durable=False)
         self.receivers.note_success(receiver)
 
     def note_failed(
@@ -319,14 +319,14 @@ class MessageQueue:
                 tx.connection.execute(delete(messages).where(_is(message.receiver, message.event)))
             _log(tx, message, "given_up" if gives_up else "failed", answered, now_ms)
 
-        self.database.write(unit, relaxed=True)
+        self.database.write(unit, durable=False)
         if not message.of_job:
             self.receivers.note_failure(receiver, now_ms, answered.cooldown_ms)
 
     def drop(self, message: Message) -> None:
         """What it tells of is no longer in the record: it is owed no more."""
         gone = delete(messages).where(_is(message.receiver, message.event))
-        self.database.write(lambda tx: tx.connection.execute(gone), relaxed=True)
+        self.database.write(lambda tx: tx.connection.execute(gone), durable=False)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class MessageQueue:
     def trim(self, receiver_ids: Sequence[str], now_ms: int, keep_ms: int) -> None:
         """Keep the log and the list of what was given up within their bounds; disable receivers that take nothing."""
         for receiver_id in receiver_ids:
-            self.database.write(lambda tx, it=receiver_id: _trim(tx, it, now_ms), relaxed=True)  # type: ignore[misc]
+            self.database.write(lambda tx, it=receiver_id: _trim(tx, it, now_ms), durable=False)  # type: ignore[misc]
         for receiver in self._silent(now_ms - keep_ms):
             self.receivers.disable(receiver, None, None, REASON_SILENT, now_ms)
         while self.database.write(lambda tx: _give_up_disabled(tx, now_ms, keep_ms)) == _PAGE:

@@ -20,16 +20,15 @@ from sqlalchemy import Table, Text, Update, bindparam, delete, func, insert, or_
 
 from slotkeeper.audit.acts import AuditEntry, make_entry
 from slotkeeper.clock import clock
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db.schema import add_to_counter, counters, storable_text
 from slotkeeper.db.shared_clock import ClockSynchronizer
 from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
 from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.closed_models import ClosedModel
-from slotkeeper.jobs.counters import add_to_counter
 from slotkeeper.jobs.states import ACTIVE_STATES, State
-from slotkeeper.jobs.tables import counters, jobs
-from slotkeeper.jobs.values import storable_text
+from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry import defaults, server_descriptions
 from slotkeeper.registry.defaults import ConfigSource, Defaults
 from slotkeeper.registry.model_config import ModelConfig, parse_overrides
@@ -241,7 +240,7 @@ class Catalog:
         )
 
         def unit(tx: Transaction) -> Server:
-            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            add_to_counter(tx.connection, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             fleet = _find_common_fleet(tx, model, server)
             if special or attributes is not None:
                 declared["attributes"] = _together(tx, server, attributes, special)
@@ -290,7 +289,7 @@ class Catalog:
         change = _change_of("tenant", tenant, state, reason, now_ms)
 
         def unit(tx: Transaction) -> None:
-            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            add_to_counter(tx.connection, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             tx.connection.execute(delete(tenant_states).where(tenant_states.c.name == tenant))
             if values["state"] != AdminState.ONLINE:
                 tx.connection.execute(insert(tenant_states), {"name": tenant, **values})
@@ -302,7 +301,7 @@ class Catalog:
         """Run the statements; the last one has to find what is called `name`, or nothing is done."""
 
         def unit(tx: Transaction) -> int:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             found: int = [tx.connection.execute(statement).rowcount for statement in statements][-1]
             if found:
                 entry.write(tx)
@@ -321,7 +320,7 @@ class Catalog:
         configuring = make_entry("model.configure", now_ms=now_ms, model=model, **_told(overrides))
 
         def unit(tx: Transaction) -> tuple[Row, defaults.AllDefaults]:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             known = defaults.list_defaults(tx.connection)
             defaults.check_config(model, overrides, known)
             text = _described(tx, overrides, description, now_ms)
@@ -350,7 +349,7 @@ class Catalog:
         setting = make_entry("defaults.set", now_ms=now_ms, kind=kind, **_told(overrides))
 
         def unit(tx: Transaction) -> Defaults:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             version = None if description is None else server_descriptions.store_description(tx, description, now_ms)
             found = Defaults(kind, dict(overrides), now_ms, by or None, version)
             defaults.put_defaults(tx, found)
@@ -364,7 +363,7 @@ class Catalog:
         removing = make_entry("defaults.remove", kind=kind)
 
         def unit(tx: Transaction) -> None:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             defaults.remove_kind(tx, kind)
             removing.write(tx)
 
@@ -375,7 +374,7 @@ class Catalog:
         setting = make_entry("secret.set", now_ms=secret.set_ms, secret=secret.name)
 
         def unit(tx: Transaction) -> None:
-            add_to_counter(tx, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
+            add_to_counter(tx.connection, _VERSION)  # First: on PostgreSQL its lock lets one change in at a time.
             put_secret(tx, secret)
             setting.write(tx)
 
@@ -385,7 +384,7 @@ class Catalog:
         """Keep the same secret under another seal.  False: it has been set or removed meanwhile."""
 
         def unit(tx: Transaction) -> bool:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             return replace_seal(tx, secret, sealed)
 
         return self.database.write(unit)
@@ -395,7 +394,7 @@ class Catalog:
         removing = make_entry("secret.remove", secret=name)
 
         def unit(tx: Transaction) -> bool:
-            add_to_counter(tx, _VERSION)
+            add_to_counter(tx.connection, _VERSION)
             if not remove_secret(tx, name):
                 return False
             removing.write(tx)
@@ -430,11 +429,11 @@ class Catalog:
 
 def raise_version(tx: Transaction) -> None:
     """Raise the version.  First in its transaction: on PostgreSQL its lock lets one change in at a time."""
-    add_to_counter(tx, _VERSION)
+    add_to_counter(tx.connection, _VERSION)
 
 
 def _made_identity(tx: Transaction) -> int:
-    add_to_counter(tx, _VERSION, 0)  # First: on PostgreSQL its lock lets one change in at a time.
+    add_to_counter(tx.connection, _VERSION, 0)  # First: on PostgreSQL its lock lets one change in at a time.
     found = tx.connection.execute(_SELECT_IDENTITY).scalar()
     if found is None:
         found = secrets.randbits(62)

@@ -13,7 +13,7 @@ import orjson
 from sqlalchemy import Connection, delete, func, select, update
 
 from slotkeeper.audit.acts import make_entry
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason

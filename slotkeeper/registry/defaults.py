@@ -13,7 +13,7 @@ import orjson
 from pydantic import ValidationError
 from sqlalchemy import Connection, delete, insert, select
 
-from slotkeeper.db.group_commit import Transaction
+from slotkeeper.db import Transaction
 from slotkeeper.errors import Conflict, InvalidJob, NotFound
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.model_config import ModelConfig, parse_overrides

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, delete, insert, select
 
 from slotkeeper.audit import acts
-from slotkeeper.db.group_commit import Database, Transaction
-from slotkeeper.jobs.tables import counters
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import counters
 
 OVERLAP_MS = 24 * 3600 * 1000
 """For so long messages are signed with the former secret, too."""

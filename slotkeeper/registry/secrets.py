@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import orjson
 from sqlalchemy import Connection, delete, insert, select, update
 
-from slotkeeper.db.group_commit import Transaction
+from slotkeeper.db import Transaction
 from slotkeeper.registry.tables import secrets
 
 Row: TypeAlias = Any

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from sqlalchemy import bindparam, delete, insert, or_, select, update
 
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry.tables import defaults, descriptions, endpoints, models

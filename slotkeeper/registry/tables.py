@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text, text
 
-from slotkeeper.jobs.tables import metadata, one_of_check
+from slotkeeper.db.schema import metadata, one_of_check
 from slotkeeper.registry.values import AdminState
 
 

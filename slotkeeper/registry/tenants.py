@@ -14,7 +14,7 @@ from sqlalchemy import delete, insert, select, update
 
 from slotkeeper.audit import acts
 from slotkeeper.clock import clock
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.registry.rotations import advance_rotation
 from slotkeeper.registry.tables import tenants

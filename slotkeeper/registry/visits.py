@@ -5,7 +5,7 @@ They are kept until then: a copy of the cookie would open the page for as long.
 
 from sqlalchemy import delete, insert, select
 
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from slotkeeper.registry.tables import revoked_sessions
 
 

@@ -7,8 +7,7 @@ import structlog
 from celery import bootsteps
 from celery.signals import worker_shutting_down
 
-from slotkeeper.garbage import tune_garbage_collection
-from slotkeeper.process import singleton
+from slotkeeper.process import singleton, tune_garbage_collection
 from tasks import liveness, offer_messages
 from tasks.celery_app import celery
 from tasks.extensions.canary import Canary, consume

@@ -13,7 +13,7 @@ import structlog
 from kombu import Exchange, Queue
 
 from routing.queue.worker_capacity import WorkerCapacity
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.publisher import publish_queue

@@ -21,8 +21,8 @@ import structlog
 from slotkeeper.clock import now_ms
 from slotkeeper.config import StorageSettings
 from slotkeeper.crash_points import crash_at
+from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
-from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 from slotkeeper.outbox.sink_cursors import SinkCursors, SinkLag

@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 
 from slotkeeper.config import StorageSettings
+from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
-from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.catalog import Catalog

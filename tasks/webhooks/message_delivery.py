@@ -15,7 +15,7 @@ import structlog
 from routing.queries.trace_spans import JOB, webhook
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import NotFound
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox import event_reader

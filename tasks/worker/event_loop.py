@@ -1,9 +1,8 @@
-"""The event loop of a worker process: all its runs live in it, and none has a thread of its own.
+"""The event loop of a worker process: all its runs are coroutines of it, and none has a thread of its own.
 
-What runs ask of Redis and of the record in the same moment goes there together: the loop has a connection to Redis, on
-which nothing waits for the answer before; and what is for the record is committed in one transaction.  Starts, which
-wait for no disk, the loop writes itself where nobody else writes just now: to hand them to a thread and back takes
-longer.  All else a thread writes, behind them.
+Redis commands of the same moment leave on one connection, on which none waits for the answer to another.  Database
+writes of the same moment are committed in one transaction.  The loop commits starts itself, which wait for no disk,
+unless another thread or process writes now: handing them to a thread and back takes longer.  A thread does the rest.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import structlog
 import uvloop
 
 from routing.queue.leases import Leases
-from slotkeeper.db.group_commit import Batch, Database, Write
+from slotkeeper.db import Database, Write
 from slotkeeper.redis.scripts import Command
 from tasks import threads
 from tasks.servers import HttpClient
@@ -31,66 +30,81 @@ log = structlog.get_logger(__name__)
 
 _MOST_IN_BACKGROUND = 512
 
-_MOST_TOGETHER = 128
-_MOST_AT_ONCE = 32  # starts or ends, of 0.1 ms each
+_MAX_GROUP = 128  # writes
+_MAX_IN_LOOP = 32  # starts or ends, of 0.1 ms each
 _DELAY_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
 _POOL_THREADS = 16
 
 
 class CommitQueue:
-    """Commits what the loop asks for in one turn together: itself, if that waits for nothing, or by a thread.
-
-    `behind_s`: what is asked for waits so long for more of its kind, and does not disturb the loop.
+    """Commits the writes of one turn of the loop together: in the loop, if nothing has to be waited for, else in a
+    thread.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, database: Database, delay_s: float = 0.0) -> None:
+        """delay_s: how long a write waits for others to share its commit."""
         self._loop, self._database, self._delay_s = loop, database, delay_s
-        self._this_turn: list[tuple[Write[Any], asyncio.Future[Any]]] = []
-        self._turns: SimpleQueue[_TurnBatch | None] = SimpleQueue()
+        self._this_turn: list[_Pending] = []
+        self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
         self._thread = threads.start_vital_thread(name, self._work)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
-        """Have it committed.  The future raises RecordUnavailable, RecordUncertain."""
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        self._this_turn.append((write, answer))
+        """Have a write committed.  The future raises DatabaseUnavailable, CommitUnknown."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._this_turn.append(_Pending(write, future))
         if len(self._this_turn) == 1:
-            self._loop.call_later(self._delay_s, self._commit)
-        return answer
+            self._loop.call_later(self._delay_s, self._commit_turn)
+        return future
 
     def end(self) -> None:
         self._turns.put(None)
 
-    def _commit(self) -> None:
-        asked, self._this_turn = self._this_turn, []
-        turn = _TurnBatch(Batch([write for write, _ in asked]), [answer for _, answer in asked])
-        if len(asked) <= _MOST_AT_ONCE:
-            self._database.try_commit_all(turn.batch)
-        if turn.batch.answers is None:
-            self._turns.put(turn)
+    def _commit_turn(self) -> None:
+        """Commit this turn's writes without waiting, if possible, and leave the rest to the thread."""
+        pending, self._this_turn = self._this_turn, []
+        writes = [it.write for it in pending]
+        results = self._database.try_commit_all(writes) if len(writes) <= _MAX_IN_LOOP else None
+        if results is not None and not any(write.durable for write in writes):
+            _set_results(pending, results)
         else:
-            turn.answer()
+            self._turns.put(_Turn(pending, results))
 
     def _work(self) -> None:
-        while (turns := self._next()) is not None:
-            self._complete([turn for turn in turns if turn.batch.committed is not None])
-            self._complete([turn for turn in turns if turn.batch.committed is None and turn.batch.writes])
+        while (turns := self._next_turns()) is not None:
+            committed = [turn for turn in turns if turn.results is not None]
+            if committed:
+                self._sync(committed)
+            pending = [it for turn in turns if turn.results is None for it in turn.pending]
+            if pending:
+                self._commit_all(pending)
 
-    def _complete(self, turns: "Sequence[_TurnBatch]") -> None:
-        if not turns:
-            return
+    def _sync(self, turns: "Sequence[_Turn]") -> None:
+        """Wait once for the disk behind the commits of these turns."""
         try:
-            self._database.complete([turn.batch for turn in turns])
+            self._database.sync()
         except Exception as error:
             for turn in turns:
-                turn.batch.answers = [error] * len(turn.batch.writes)
-        with suppress(RuntimeError):  # The loop has ended, and with it whoever waits.
+                self._answer(turn.pending, [it if isinstance(it, Exception) else error for it in turn.results or ()])
+        else:
             for turn in turns:
-                self._loop.call_soon_threadsafe(turn.answer)
+                self._answer(turn.pending, turn.results or ())
 
-    def _next(self) -> "list[_TurnBatch] | None":
-        found: list[_TurnBatch] = []
+    def _commit_all(self, pending: "Sequence[_Pending]") -> None:
         try:
-            while sum(len(turn.answers) for turn in found) < _MOST_TOGETHER:
+            results = self._database.commit_all([it.write for it in pending])
+        except Exception as error:
+            results = [error] * len(pending)
+        self._answer(pending, results)
+
+    def _answer(self, pending: "Sequence[_Pending]", results: Sequence[Any]) -> None:
+        with suppress(RuntimeError):  # The loop has ended, and with it all that waits.
+            self._loop.call_soon_threadsafe(_set_results, pending, results)
+
+    def _next_turns(self) -> "list[_Turn] | None":
+        """Wait for a turn, and take those behind it, too.  Returns None at the end."""
+        found: list[_Turn] = []
+        try:
+            while sum(len(turn.pending) for turn in found) < _MAX_GROUP:
                 turn = self._turns.get(block=not found)
                 if turn is None:
                     return None
@@ -100,20 +114,28 @@ class CommitQueue:
         return found
 
 
-class _TurnBatch(NamedTuple):
-    """What was asked for in one turn of the loop, and where the answers go."""
+class _Pending(NamedTuple):
+    """A write, and the future of its result."""
 
-    batch: Batch
-    answers: "list[asyncio.Future[Any]]"
+    write: Write[Any]
+    future: "asyncio.Future[Any]"
 
-    def answer(self) -> None:
-        for future, answer in zip(self.answers, self.batch.answers or (), strict=True):
-            if future.done():
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+
+class _Turn(NamedTuple):
+    """The writes of one turn of the loop; with their results, if they are committed and the disk is awaited."""
+
+    pending: Sequence[_Pending]
+    results: Sequence[Any] | None
+
+
+def _set_results(pending: Sequence[_Pending], results: Sequence[Any]) -> None:
+    for (_, future), result in zip(pending, results, strict=True):
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 @types.coroutine
@@ -131,14 +153,14 @@ async def _going_on(life: Coroutine[Any, Any, T], awaited: Any) -> T:
 
 
 class WorkerLoop:
-    """The loop, its thread, and its ways to Redis, to the record and to servers."""
+    """The loop, its thread, and its connections to Redis, the database and servers."""
 
     def __init__(self, database: Database, leases: Leases) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.http = HttpClient(self.loop)
         self._redis_pipeline = leases.open_pipeline(self.loop)
-        self._relaxed = CommitQueue("record-relaxed", self.loop, database)
-        self._durable = CommitQueue("record-durable", self.loop, database, _DELAY_S)
+        self._not_durable = CommitQueue("database-starts", self.loop, database)
+        self._durable = CommitQueue("database-durable", self.loop, database, _DELAY_S)
         self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="rare")
         self._in_background: set[asyncio.Task[Any]] = set()
         self._runs: set[asyncio.Task[Any]] = set()
@@ -192,7 +214,7 @@ class WorkerLoop:
         self._thread.join(5)
         for asked in tuple(self._awaited):
             asked.cancel()
-        self._relaxed.end()
+        self._not_durable.end()
         self._durable.end()
         self._thread_pool.shutdown(wait=False)
 
@@ -217,8 +239,8 @@ class WorkerLoop:
         return self._redis_pipeline.execute(command)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
-        """The future raises RecordUnavailable, RecordUncertain."""
-        return (self._relaxed if write.relaxed else self._durable).commit(write)
+        """Commit a write.  The future raises DatabaseUnavailable, CommitUnknown."""
+        return (self._durable if write.durable else self._not_durable).commit(write)
 
     async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.redis.scripts import Command
 from tasks.worker.event_loop import WorkerLoop

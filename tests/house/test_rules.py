@@ -2,8 +2,6 @@
 
 import ast
 import configparser
-import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -156,19 +154,6 @@ def test_a_moment_that_a_function_is_told_has_its_unit_in_its_name() -> None:
 
 
 # -- tables against code ---------------------------------------------------------------------------------------
-
-
-def _performer(by: str) -> object:
-    """What `routing.dispatch.dispatcher.settle` names: a function of the module, or a method of its one class."""
-    module_name, _, function = by.rpartition(".")
-    module = importlib.import_module(module_name)
-    places = [module, *(it for _, it in inspect.getmembers(module, inspect.isclass) if it.__module__ == module_name)]
-    return next((getattr(place, function) for place in places if hasattr(place, function)), None)
-
-
-@for_each(sorted({edge.by for edge in TRANSITIONS.values()}))
-def test_the_function_that_a_transition_names_exists(by):
-    assert inspect.isfunction(_performer(by)), f"states.TRANSITIONS names {by}"
 
 
 def test_every_reason_is_the_reason_of_a_transition():

@@ -7,9 +7,9 @@ from sqlalchemy.exc import DBAPIError
 from slotkeeper.audit import acts, search
 from slotkeeper.audit.acts import Actor
 from slotkeeper.audit.search import AuditFilter
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, NotFound
-from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
 from slotkeeper.outbox.ageing import EventRetention
 from slotkeeper.registry.catalog import Catalog
@@ -69,7 +69,7 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
 def test_whoever_cancels_retries_or_deletes_a_job_is_noted_beside_its_transitions(database, store):
     waiting, running, dead = a_queued_job(store), a_running_job(store).job, an_ended_job(store, State.DEAD)
     with acts.acting_as(EVE):
-        store.cancel_waiting(waiting.id, Reason.CANCEL_REQUESTED, T0, note=_note("job.cancel", waiting))
+        store.cancel_waiting(waiting.id, T0, note=_note("job.cancel", waiting))
         store.request_cancel(running.id, T0, _note("job.cancel", running))
         store.request_cancel(running.id, T0 + SECOND, _note("job.cancel", running))  # It is wanted already.
         store.revive(dead.id, T0, _note("job.retry", dead))
@@ -86,7 +86,7 @@ def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
     job = an_ended_job(store)
     with acts.acting_as(EVE):
         assert not store.request_cancel(job.id, T0, _note("job.cancel", job))
-        assert store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0, note=_note("job.cancel", job)) is None
+        assert store.cancel_waiting(job.id, T0, note=_note("job.cancel", job)) is None
         assert store.revive(job.id, T0, _note("job.retry", job)) is None
         with pytest.raises(NotFound):
             remove_server(database, "gpu1", T0, "eve")

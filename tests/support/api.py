@@ -28,7 +28,7 @@ from app.api.openapi import openapi_document
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import Transition
 from slotkeeper.jobs.tables import events, idempotency_keys, jobs, messages

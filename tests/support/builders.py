@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Table, func, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import jobs

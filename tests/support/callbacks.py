@@ -1,6 +1,6 @@
 """Messages to jobs' `callback_url` for tests, by the writes with which the webhook process sends them."""
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.notifications import make_end_number, make_message_id, parse_message_id
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.redelivery import Callbacks

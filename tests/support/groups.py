@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
 from tests.support.builders import eventually
 
 Act = Callable[[], Any]
@@ -38,6 +38,6 @@ def in_one_group(database: Database, *acts: Act, before: Act = lambda: None) -> 
         with held(database):
             for act in acts:
                 results.append(pool.submit(act))
-                eventually(lambda: len(database._waiting) == len(results))
+                eventually(lambda: len(database._group._waiting) == len(results))
             before()
         return [result.exception(30) or result.result() for result in results]

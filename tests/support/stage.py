@@ -26,7 +26,7 @@ from routing.queries.forecasts import Forecasts
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import Job, QueuedJob

@@ -19,7 +19,7 @@ import requests
 from redis import Redis
 
 from routing.queue.worker_capacity import WorkerCapacity
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job
 from slotkeeper.redis.keys import FLEET_KEYS, Keys

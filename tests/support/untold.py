@@ -2,7 +2,7 @@
 
 from sqlalchemy import func, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.outbox.subscriptions import get_cursor, get_last_id
 from slotkeeper.outbox.tables import receivers
 

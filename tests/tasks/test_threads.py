@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from routing.queue.leases import Lease
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from tasks import threads
 from tasks.aside import BackgroundTask
 from tasks.worker.event_loop import CommitQueue
@@ -79,7 +79,7 @@ def _heartbeat() -> None:
 
 def _record() -> None:
     loop = asyncio.new_event_loop()
-    it = CommitQueue("record", loop, SimpleNamespace(try_commit_all=lambda batch: None, complete=_fail))  # type: ignore[arg-type]
+    it = CommitQueue("record", loop, SimpleNamespace(try_commit_all=lambda writes: None, commit_all=_fail))  # type: ignore[arg-type]
     it.commit(Write(lambda tx: None))
     loop.call_later(0.01, loop.stop)
     loop.run_forever()

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from migrations import migrate
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore

@@ -30,7 +30,7 @@ import requests
 from pytest_httpserver import HTTPServer
 
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
 from tests.support.stack import Stack, eventually

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from migrations import migrate
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, Run, new_job_id

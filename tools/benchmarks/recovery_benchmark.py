@@ -29,7 +29,7 @@ from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import ledger as books
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import QueuedJob

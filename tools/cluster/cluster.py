@@ -22,7 +22,7 @@ from app.up.guardian import Guardian
 from app.up.roles import read_procfile
 from migrations import migrate
 from slotkeeper.client import Client, ClientError
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
 from tools.cluster import postgres_server

@@ -15,7 +15,7 @@ from app.up.errors import Stopped
 from app.up.guardian import Guardian
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from sqlalchemy import func, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import events
 from slotkeeper.jobs.notifications import make_message_id
 from slotkeeper.jobs.states import State

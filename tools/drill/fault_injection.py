@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from app.up.errors import UpError
 from slotkeeper.client import ApiError, Client, ClientError
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.policies import POLICIES
 from tools.cluster.cluster import Cluster, ServerSpec, operated

@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from routing.queries import trace_spans
 from routing.queries.trace_spans import TraceSpan
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.outbox import timelines

@@ -14,7 +14,7 @@ from celery.events import Event, EventDispatcher
 from kombu.exceptions import OperationalError
 from sqlalchemy import bindparam, func, select
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events, jobs

@@ -14,7 +14,7 @@ from app.factory import create_app
 from app.readiness import Readiness
 from routing.maintenance import task_runs
 from routing.queries.process_list import DEAD_AFTER_MS, Process
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
 from tasks import maintenance
 from tasks.ready import workers_problem

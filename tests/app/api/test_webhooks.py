@@ -62,7 +62,7 @@ def an_end(api: Api, tenant: str = "default", **fields: Any) -> str:
 
     job = new_job_id()
     api.dispatcher.store.submit([NewJob(job, "zimg", "{}", tenant=tenant, **fields)], now_ms())
-    api.dispatcher.store.cancel_waiting(job, Reason.CANCEL_REQUESTED, now_ms())
+    api.dispatcher.store.cancel_waiting(job, now_ms())
     return job
 
 

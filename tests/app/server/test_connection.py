@@ -17,7 +17,7 @@ from app.auth.api_keys import KeyCache
 from app.config import AppSettings
 from app.server.application import HttpRequest, WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
 from tests.support.stack import eventually

@@ -20,7 +20,7 @@ from app.server import event_stream as streaming
 from app.server.application import WebApplication
 from routing.progress import EntryId, ProgressFollower
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.events import add_event
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -194,7 +194,7 @@ def test_a_job_that_was_revived_goes_on(served: Served) -> None:
     served.store.revive(job.id, T0)
     reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
     assert [reader.next().type for _ in range(4)][2:] == ["job.dlq", "job.enqueued"]
-    served.store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
+    served.store.cancel_waiting(job.id, T0)
     assert _types(reader) == ["job.canceled"]
 
 

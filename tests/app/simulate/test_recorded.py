@@ -7,7 +7,7 @@ import pytest
 
 from app.simulate import SimulationError, recorded_load, summarize
 from app.simulate.scenario import Scenario
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
@@ -83,7 +83,7 @@ def test_a_job_that_runs_still_runs_as_long_as_one_that_has_ended(database, stor
 def test_a_job_that_never_ran_is_left_out(database, store):
     ran(store, 0, 0, 1)
     waits = a_queued_job(store, now_ms=T0 + 1000)
-    assert store.cancel_waiting(waits.id, Reason.CANCEL_REQUESTED, T0 + 2000)
+    assert store.cancel_waiting(waits.id, T0 + 2000)
     assert len(read(database).arrivals) == 1
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import event
 
 from app.simulate import history
 from app.simulate.history import PastJob
-from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_queued_job, a_running_job, an_ended_job
 
@@ -30,7 +30,7 @@ def test_history_tells_of_a_job_that_ended_without_a_start_and_not_of_one_that_o
     a_queued_job(store, now_ms=T0)
     a_delayed_job(store, now_ms=T0)
     assert list(history.read(store.database, T0, T0 + 1)) == []
-    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, T0 + SECOND)
     (told,) = history.read(store.database, T0, T0 + 1)
     assert (told.started_ms, told.finished_ms, told.state) == (None, T0 + SECOND, State.CANCELED)
 

@@ -5,7 +5,7 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, t
 MUTANTS = [
     Mutant(
         "the outcome of a lost commit is not looked up",
-        "slotkeeper.db.group_commit:Database._resolve_lost_commit",
+        "slotkeeper.db.group_commit:GroupCommit._resolve_lost_commit",
         never("found is CommitOutcome.COMMITTED"),
         kills=[
             "test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
@@ -16,28 +16,28 @@ MUTANTS = [
     ),
     Mutant(
         "an answer does not wait for the disk",
-        "slotkeeper.db.group_commit:Database._sync_and_wake",
-        drop("self._secure(promised)"),
+        "slotkeeper.db.group_commit:GroupCommit._sync_and_wake",
+        drop("self._sync_entries(durable)"),
         kills=["test_only_what_nobody_was_promised_does_not_wait_for_the_disk"],
         breaks="JOB-2",
     ),
     Mutant(
         "a failing disk counts as having stored",
-        "slotkeeper.db.group_commit:Database._secure",
-        drop("ticket.fail(_uncertain(_reason(error)))"),
+        "slotkeeper.db.group_commit:GroupCommit._sync_entries",
+        drop("entry.fail(commit_unknown(first_line(error)))"),
         kills=["test_what_the_disk_may_not_have_is_not_called_stored_nor_refused"],
         breaks="JOB-3",
     ),
     Mutant(
         "a disk that has failed once is trusted",
-        "slotkeeper.db.write_connection:LogFile._wait",
-        never("anew"),
+        "slotkeeper.db.write_connection:LogFile._sync",
+        never("rewrite"),
         kills=["test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew"],
         breaks="JOB-3",
     ),
     Mutant(
         "an unknown outcome is called a rejection",
-        "slotkeeper.db.group_commit:Database._resolve_lost_commit",
+        "slotkeeper.db.group_commit:GroupCommit._resolve_lost_commit",
         always("found is CommitOutcome.NOT_COMMITTED"),
         kills=["test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job"],
         breaks="JOB-3",
@@ -61,18 +61,10 @@ MUTANTS = [
     ),
     Mutant(
         "a failed commit leaves its transaction open",
-        "slotkeeper.db.group_commit:Database._transact",
+        "slotkeeper.db.group_commit:GroupCommit._transact",
         swap("self._writer.drop", "self._writer._keep"),
         kills=["test_a_commit_that_did_not_happen_on_sqlite_stored_nothing"],
         breaks="JOB-3",
-    ),
-    Mutant(
-        "two starts of one job in one transaction both succeed",
-        "slotkeeper.db.group_commit:_run_units",
-        swap("1 < len(group) == len({write.about for write in group})", "1 < len(group)"),
-        kills=["test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts"],
-        breaks="LEASE-1",
-        still="test_ends_that_come_together_take_no_more_statements_than_one",
     ),
     Mutant(
         "accepted jobs are not counted on PostgreSQL",
@@ -83,19 +75,12 @@ MUTANTS = [
         postgres=True,
     ),
     Mutant(
-        "the event loop answers before the disk has the data",
-        "slotkeeper.db.group_commit:Database.try_commit_all",
-        swap(
-            "batch.committed is not None and all(write.relaxed for write in batch.writes)",
-            "batch.committed is not None",
-        ),
-        kills=["test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk"],
-        breaks="JOB-2",
-    ),
-    Mutant(
         "a group that was stored in part is stored again",
-        "slotkeeper.db.group_commit:Database.try_commit_all",
-        swap("self._tried(batch.writes)", "[it for one in batch.writes for it in self._tried([one]) or [None]]"),
+        "slotkeeper.db.group_commit:GroupCommit._commit_at_once",
+        swap(
+            "self._transact(lambda tx: results.extend(write.unit(tx) for write in writes), time.monotonic())",
+            "[self._transact(lambda tx, one=one: results.append(one.unit(tx)), time.monotonic()) for one in writes]",
+        ),
         kills=["test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all"],
         breaks="JOB-2",
     ),
@@ -120,13 +105,13 @@ MUTANTS = [
     ),
     Mutant(
         "events are written after the commit",
-        "slotkeeper.db.group_commit:Database._transact",
+        "slotkeeper.db.group_commit:GroupCommit._transact",
         (
             swap("transaction.flush_inserts()", "TransactionMark(None, None)"),
             swap(
                 "self._writer.commit(connection)",
                 "self._writer.commit(connection)\n"
-                "with self.engine.begin() as transaction.connection:\n"
+                "with self._inquirer.connect() as transaction.connection:\n"
                 "    transaction.flush_inserts()",
             ),
         ),

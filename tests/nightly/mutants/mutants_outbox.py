@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "removed jobs are not counted",
         "slotkeeper.outbox.retention:_remove",
-        drop('add_to_counter(tx, f"purged.{state}", number)'),
+        drop('add_to_counter(tx.connection, f"purged.{state}", number)'),
         kills=["test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed"],
         breaks="JOB-3",
     ),

@@ -205,8 +205,8 @@ MUTANTS = [
     ),
     Mutant(
         "the end of a job is announced before it is on the disk",
-        "tasks.worker.event_loop:CommitQueue._commit",
-        swap("turn.batch.answers", "turn.batch.committed"),
+        "tasks.worker.event_loop:CommitQueue._commit_turn",
+        swap("results is not None and not any(write.durable for write in writes)", "results is not None"),
         kills=["test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it"],
         breaks="JOB-1",
     ),

@@ -500,6 +500,7 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
         )
         with pytest.raises(DatabaseUnavailable):
             stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
+    stage.later(1)
     assert stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0).moved is None
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]

@@ -10,7 +10,7 @@ from routing.admission import questions
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
 from routing.queue.leases import Renewal
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -70,7 +70,7 @@ def test_an_offer_of_a_job_that_has_ended_is_taken_back(stage):
     stage.register()
     gone, following = stage.submit(), stage.submit()
     stage.offered()
-    stage.store.cancel_waiting(gone, Reason.CANCEL_REQUESTED, stage.now)
+    stage.store.cancel_waiting(gone, stage.now)
     stage.later(OFFER_MS)
     reconcile.reap(stage.dispatcher)
     assert stage.offered() == [following]
@@ -305,7 +305,7 @@ def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage
     elsewhere = JobStore(Database(stage.database.url))  # another process
     withholds = Quarantine("canceled", stage.now + YEAR, resumes=True)
     of_run = elsewhere, job_id, task.run.attempt, Reason.HANDED_BACK, stage.now
-    handing_back = Thread(target=store_end, args=of_run, kwargs={"withhold": withholds})
+    handing_back = Thread(target=store_end, args=of_run, kwargs={"quarantine": withholds})
     note_many = quarantine.quarantine_slots
 
     def is_handed_back_just_after(*args: Any) -> None:

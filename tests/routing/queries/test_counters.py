@@ -4,7 +4,7 @@ import pytest
 
 from routing.queries import job_counters
 from routing.queries.job_counters import OTHER_MODELS, WAIT_BUCKETS_S, EventCounter
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
@@ -72,7 +72,7 @@ def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: Jo
 
 def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store: JobStore) -> None:
     job = a_queued_job(store)
-    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, T0 + SECOND)
     found = _counted(database)
     assert (found.attempts, found.runs) == ({}, {})
     assert found.ended == {("zimg", "canceled"): 1}

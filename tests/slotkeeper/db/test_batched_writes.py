@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import event, select
 
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db.group_commit import Database, Write
+from slotkeeper.db import Database, Write
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -50,25 +50,24 @@ def _end(
     return store.settle_write(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
 
 
-def test_ends_that_come_together_take_no_more_statements_than_one(database, store):
+def test_ends_that_come_together_have_one_commit_and_insert_their_events_at_once(database, store):
     runs = [a_running_job(store) for _ in range(8)]
-    with _heard(database, "before_cursor_execute") as heard:
+    with _heard(database, "before_cursor_execute") as heard, _heard(database, "commit") as commits:
         moved = database.commit_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
-    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
+    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE"] * 8 + ["INSERT"]
+    assert len(commits) == 1
     assert [it.job for it in moved] == [run.job for run in runs]
     assert [store.get(run.job.id).result for run in runs] == [f'"{n}"' for n in range(8)]
     assert all(trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1) for run in runs)
 
 
-def test_starts_that_come_together_take_no_more_statements_than_one(database, store):
+def test_starts_that_come_together_are_each_given_their_own_job(database, store):
     waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
         store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}")
         for n, job in enumerate(waiting)
     ]
-    with _heard(database, "before_cursor_execute") as heard:
-        runs = database.commit_all(starts)
-    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
+    runs = database.commit_all(starts)
     for n, (job, run) in enumerate(zip(waiting, runs, strict=True)):
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
@@ -122,7 +121,7 @@ def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
     assert (rows_in(database, messages), rows_in(database, result_notifications)) == (1, 1)
 
 
-def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_commits(database, store):
+def test_one_end_that_cannot_be_stored_fails_alone_and_the_others_have_a_commit_each(database, store):
     runs = [a_running_job(store) for _ in range(6)]
     asked = [_end(store, run, result=_NOT_TEXT if n == 4 else "{}") for n, run in enumerate(runs)]
     with _heard(database, "commit") as commits:
@@ -131,7 +130,7 @@ def test_one_end_that_cannot_be_stored_fails_alone_and_costs_the_others_few_comm
     assert [store.get(run.job.id).state for run in runs] == [
         State.RUNNING if n == 4 else State.COMPLETED for n in range(6)
     ]
-    assert len(commits) == 1
+    assert len(commits) == 5
     assert all(len(trail_of(store, run.job.id)) == (2 if n == 4 else 3) for n, run in enumerate(runs))
 
 
@@ -149,37 +148,19 @@ def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database,
     assert [getattr(it, "to", it) for it in told] == [State.COMPLETED, True, State.COMPLETED, State.COMPLETED, False]
 
 
-def test_an_end_that_was_stored_unheard_is_told_so_when_it_is_asked_again_among_others(database, store, monkeypatch):
-    before, other = a_running_job(store), a_running_job(store)
-    end = _end(store, before)
-    assert database.commit(end).to is State.COMPLETED
-    end.unheard()  # as who commits would, whose answer was lost
-    told = database.commit_all([_end(store, other), end])
-    assert [it.to for it in told] == [State.COMPLETED] * 2
-    assert len(trail_of(store, before.job.id)) == 3
-    assert database.commit_all([end])[0] is None, "it has been told"
+def test_an_end_that_was_stored_without_an_answer_is_found_when_it_is_committed_again(database, store):
+    run, other = a_running_job(store, envelope="{}"), a_running_job(store)
+    end = _end(store, run)
+    first = database.commit(end)
+    assert first.to is State.COMPLETED and first.notification_id is not None
+    assert database.commit_all([_end(store, other), end])[1] == first
+    assert len(trail_of(store, run.job.id)) == 3
 
 
-def test_an_end_that_is_asked_for_again_and_again_in_vain_is_looked_for_once(database, store):
-    """As on a full disk, for hours."""
-
-    def statements_of(tries: int) -> int:
-        end = _end(store, a_running_job(store))
-        for _ in range(tries):
-            end.unheard()
-        with _heard(database, "before_cursor_execute") as heard:
-            assert database.commit(end).to is State.COMPLETED
-        return len(_statements(heard))
-
-    assert statements_of(50) == statements_of(1)
-
-
-def test_an_end_that_nobody_asks_for_again_keeps_no_others_from_being_written_together(database, store):
-    ends = [_end(store, a_running_job(store)) for _ in range(4)]
-    ends.pop().unheard()
-    with _heard(database, "before_cursor_execute") as heard:
-        database.commit_all(ends)
-    assert [text.split()[0] for text in _statements(heard)] == ["WITH", "INSERT"]
+def test_an_end_that_was_never_stored_is_not_found(database, store):
+    run = a_running_job(store)
+    store_end(store, run.job.id, 1, Reason.FINISHED, T0, result='"first"')
+    assert database.commit(_end(store, run)) is None, "another end, at another time"
 
 
 @pytest.mark.postgres

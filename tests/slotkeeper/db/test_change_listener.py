@@ -2,9 +2,8 @@
 
 import pytest
 
-from slotkeeper.db import change_listener
+from slotkeeper.db import Database, change_listener
 from slotkeeper.db.change_listener import ChangeDetector, ChangeListener
-from slotkeeper.db.group_commit import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
 from tests.support.builders import a_queued_job, eventually

@@ -15,12 +15,13 @@ from sqlalchemy.exc import OperationalError
 
 from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db.group_commit import Database, Transaction
+from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable, IdempotencyConflict
 from slotkeeper.jobs.events import add_event
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.tables import counters, events, messages
+from slotkeeper.jobs.tables import events, messages
 from slotkeeper.jobs.tables import jobs as jobs_table
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
@@ -82,7 +83,7 @@ def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
 
 
 def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
-    monkeypatch.setattr("slotkeeper.db.group_commit._LARGEST_BATCH", 4)
+    monkeypatch.setattr("slotkeeper.db.group_commit._LARGEST_GROUP", 4)
     with _commits(database) as seen:
         answers = in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
     assert len(set(answers)) == 10
@@ -101,7 +102,7 @@ def test_nobody_is_answered_before_the_commit(database, store):
     with ThreadPoolExecutor(3) as pool:
         with held(database):
             results += [pool.submit(store.submit, [a_job()], T0) for _ in range(3)]
-            eventually(lambda: len(database._waiting) == 3)
+            eventually(lambda: len(database._group._waiting) == 3)
             event.listen(database.engine, "commit", look_before_commit)
         assert all(result.result(30) for result in results)
     event.remove(database.engine, "commit", look_before_commit)
@@ -360,7 +361,7 @@ def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_b
 
 def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock, monkeypatch):
     groups: list[int] = []
-    commit = impatient._commit
+    commit = impatient._group._commit
 
     def lock_out(group: Any, *more: Any) -> bool:
         """In the moment between the holder's commit and the group's BEGIN."""
@@ -373,8 +374,8 @@ def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_
     with ThreadPoolExecutor(6) as pool:
         with held(impatient):
             answers += [pool.submit(store.submit, [a_job()], T0) for _ in range(6)]
-            eventually(lambda: len(impatient._waiting) == 6)
-            monkeypatch.setattr(impatient, "_commit", lock_out)
+            eventually(lambda: len(impatient._group._waiting) == 6)
+            monkeypatch.setattr(impatient._group, "_commit", lock_out)
         errors = [answer.exception(30) for answer in answers]
     assert [type(error) for error in errors] == [DatabaseUnavailable] * 6
     assert groups == [6]

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text, bindparam, event, insert, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement, Each, run, say
+from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement, execute_raw, execute_text
 
 things = Table(
     "things",
@@ -20,8 +20,6 @@ GROW = CompiledStatement(
     .values(size=things.c.size + bindparam("p_by"))
     .returning(things.c.name, things.c.size)
 )
-_NAMED = update(things).where(things.c.name == bindparam("p_name"), things.c.size < 1000)
-EACH = Each(_NAMED.values(size=things.c.size + bindparam("p_by")).returning(things.c.name, things.c.size.label("now")))
 SIZE = CompiledStatement(select(things.c.size).where(things.c.name == bindparam("p_name")))
 
 
@@ -49,31 +47,11 @@ def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
     assert connection.exec_driver_sql("SELECT count(*), count(size) FROM things").one() == (303, 1)
 
 
-def test_rows_that_are_there_already_or_not_wanted_are_left_out_and_the_others_answered_in_their_order(connection):
-    rows = BulkInsert(things, unless="given.size > 900", once="name", answers="size")
+def test_rows_that_are_there_already_are_left_out_and_the_others_returned_in_their_order(connection):
+    rows = BulkInsert(things, unique="name", returning=(things.c.size,))
     assert rows.execute(connection, [{"name": "a", "size": 0}]) == [(0,)]
     given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
-    assert rows.execute(connection, given) == [(n,) for n in [1, *range(3, 901)]]
-
-
-def _sizes(connection):
-    return dict(connection.exec_driver_sql("SELECT name, size FROM things").all())
-
-
-@pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 64, 65, 300])
-def test_many_rows_are_changed_each_by_its_own_parameters_and_where_the_condition_holds(connection, number):
-    BulkInsert(things).execute(connection, [{"name": f"n{n}", "size": n * 10} for n in range(number)])
-    asked = [{"p_name": f"n{n}", "p_by": n, "more": "than it takes"} for n in range(number)]
-    answered = EACH.all(connection, [*asked, {"p_name": "nobody", "p_by": 1}])
-    changed = {f"n{n}": n * 11 for n in range(number) if n < 100}
-    assert {row.name: row.now for row in answered} == changed
-    assert _sizes(connection) == {f"n{n}": n * 10 for n in range(number)} | changed
-
-
-def test_a_value_that_is_missing_is_missing_in_its_row_alone(connection):
-    BulkInsert(things).execute(connection, [{"name": name, "size": 1} for name in "abc"])
-    EACH.all(connection, [{"p_name": "a", "p_by": 1}, {"p_name": "b", "p_by": None}, {"p_name": "c", "p_by": 3}])
-    assert _sizes(connection) == {"a": 2, "b": None, "c": 4}
+    assert rows.execute(connection, given) == [(n,) for n in [1, *range(3, 1000)]]
 
 
 def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):
@@ -93,7 +71,7 @@ def test_whoever_listens_to_the_engine_hears_these_statements_too(database, conn
 
     event.listen(database.engine, "before_cursor_execute", listen)
     ADD.execute(connection, {"name": "a", "size": 1})
-    say(connection, "SELECT 1")
+    execute_text(connection, "SELECT 1")
     assert [text.split()[0] for text, _ in heard] == ["INSERT", "SELECT"]
     assert "a" in (heard[0][1].values() if isinstance(heard[0][1], dict) else heard[0][1])
 
@@ -101,7 +79,7 @@ def test_whoever_listens_to_the_engine_hears_these_statements_too(database, conn
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_what_would_have_to_be_converted_cannot_be_prepared(connection):
     for statement, columns in ((select(things.c.good), None), (insert(things), ["name", "good"])):
-        with pytest.raises(TypeError, match="cannot be prepared"):
+        with pytest.raises(TypeError, match="cannot be compiled once"):
             CompiledStatement(statement, columns).execute(connection, {"name": "a", "good": True})
 
 
@@ -110,7 +88,7 @@ def test_a_connection_that_was_lost_is_known_to_be_lost(database):
     with database.engine.connect() as connection:
         connection.connection.dbapi_connection.pgconn.finish()
         with pytest.raises(OperationalError) as lost:
-            say(connection, "SELECT 1")
+            execute_text(connection, "SELECT 1")
         assert lost.value.connection_invalidated
         assert connection.invalidated
 
@@ -121,5 +99,5 @@ def test_a_connection_that_was_interrupted_is_used_no_more(database):
 
     with database.engine.connect() as connection:
         with pytest.raises(KeyboardInterrupt):
-            run(connection, "SELECT 1", (), interrupt)
+            execute_raw(connection, "SELECT 1", (), interrupt)
         assert connection.invalidated

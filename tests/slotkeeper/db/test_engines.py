@@ -14,10 +14,11 @@ import pytest
 from sqlalchemy import event
 
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db import group_commit, postgresql, time_limits, write_connection
+from slotkeeper.db import Database, Write, group_commit, postgresql, time_limits, write_connection
 from slotkeeper.db import sqlite as sqlite_db
-from slotkeeper.db.compiled_sql import run
-from slotkeeper.db.group_commit import Batch, Database, Write, _Entry, _reason
+from slotkeeper.db.compiled_sql import execute_raw
+from slotkeeper.db.driver_errors import first_line
+from slotkeeper.db.group_commit import _Entry
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperError
 from tests.support.builders import eventually
 
@@ -79,7 +80,7 @@ def _count(connection: Any) -> int:
 
 def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
     _, waited = disk
-    sqlite.write(_insert, relaxed=True)
+    sqlite.write(_insert, durable=False)
     assert waited == []
     sqlite.write(_insert)
     assert waited == [f"{sqlite.engine.url.database}-wal"]
@@ -90,8 +91,8 @@ def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
     acts, waited = disk
     other = Database(sqlite.url, DatabaseTimeouts(lock_s=0.2))
     acts += [
-        lambda: other.write(_insert, relaxed=True),
-        lambda: sqlite.write(_insert, relaxed=True),
+        lambda: other.write(_insert, durable=False),
+        lambda: sqlite.write(_insert, durable=False),
     ]
     sqlite.write(_insert)
     with sqlite.read() as connection:
@@ -131,7 +132,7 @@ def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, dis
     acts.append(_fails)
     with pytest.raises(CommitUnknown, match="Input/output"):
         sqlite.write(_insert)
-    sqlite.write(_insert, relaxed=True)
+    sqlite.write(_insert, durable=False)
 
 
 def test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew(sqlite, disk):
@@ -163,8 +164,7 @@ def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk)
     early = []
     acts.append(lambda: early.extend(answered))
     answered: list[bool] = []
-    writes = [Write(_insert, heard=lambda: answered.append(True))] * 3
-    sqlite.commit_all(writes)
+    answered += [result is None for result in sqlite.commit_all([Write(_insert)] * 3)]
     assert early == [] and answered == [True] * 3 and len(waited) == 1
 
 
@@ -259,39 +259,36 @@ def test_a_write_takes_no_file_descriptor(sqlite, disk):
 
 def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
     """What came of them without a wait; None: nothing was stored."""
-    batch = Batch(writes)
-    database.try_commit_all(batch)
-    return None if batch.committed is None else list(batch.committed)
+    return database.try_commit_all(writes)
 
 
 def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
-    batch = Batch(writes)
-    database.try_commit_all(batch)
-    assert batch.committed is not None
-    database.complete([batch])
-    return batch.answers or []
+    """What came of them when the loop has committed them and a thread has waited for the disk."""
+    results = database.try_commit_all(writes)
+    assert results is not None
+    try:
+        database.sync()
+    except CommitUnknown as unknown:
+        return [result if isinstance(result, Exception) else unknown for result in results]
+    return results
 
 
 def test_who_must_not_wait_writes_at_once_while_nobody_else_does(sqlite, disk):
     _, waited = disk
-    assert _tried(sqlite, [Write(_insert, relaxed=True), Write(_refuse, relaxed=True)]) == [None, _REFUSAL]
+    assert _tried(sqlite, [Write(_insert, durable=False), Write(_refuse, durable=False)]) == [None, _REFUSAL]
     with sqlite.read() as connection:
         assert _count(connection) == 1
     assert waited == []
 
 
-def test_who_must_not_wait_hears_what_was_promised_when_it_is_on_the_disk(sqlite, disk):
+def test_what_was_written_at_once_is_on_the_disk_after_a_sync(sqlite, disk):
     _, waited = disk
-    heard: list[str] = []
-    writes: list[Write[Any]] = [Write(_insert, heard=lambda: heard.append("heard")), Write(_insert, relaxed=True)]
-    batch = Batch(writes)
-    sqlite.try_commit_all(batch)
+    assert sqlite.try_commit_all([Write(_insert), Write(_insert, durable=False)]) == [None, None]
     with sqlite.read() as connection:
         assert _count(connection) == 2, "others see it already"
-    assert (waited, heard, batch.answers) == ([], [], None)
-    sqlite.complete([batch])
-    assert batch.answers == [None, None]
-    assert (waited, heard) == ([f"{sqlite.engine.url.database}-wal"], ["heard"])
+    assert waited == []
+    sqlite.sync()
+    assert waited == [f"{sqlite.engine.url.database}-wal"]
 
 
 def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite, disk):
@@ -300,12 +297,10 @@ def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite
 
     acts, _ = disk
     acts.append(fail)
-    unheard: list[str] = []
-    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard")), Write(_refuse)]
+    writes: list[Write[Any]] = [Write(_insert), Write(_refuse)]
     answers = _at_once(sqlite, writes)
     assert isinstance(answers[0], CommitUnknown)
     assert answers[1] is _REFUSAL
-    assert unheard == ["unheard"]
 
 
 @pytest.mark.parametrize("do", [Database.commit_all, _at_once], ids=["by_a_thread", "at_once"])
@@ -317,8 +312,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
 
     acts, waited = disk
     acts.append(fail)
-    unheard: list[str] = []
-    writes: list[Write[Any]] = [Write(_insert, unheard=lambda: unheard.append("unheard"))]
+    writes: list[Write[Any]] = [Write(_insert)]
     do(sqlite, writes)
     acts.clear()
     folder = Path(sqlite.engine.url.database).parent
@@ -326,7 +320,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
     folder.rename(folder.with_name("away"))
 
     assert isinstance(do(sqlite, writes)[0], CommitUnknown)
-    assert unheard == ["unheard"] * 2 and len(waited) == 1
+    assert len(waited) == 1
 
     folder.with_name("away").rename(folder)
     assert do(sqlite, writes) == [None]
@@ -334,7 +328,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
 
 
 def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
-    half = group_commit._LARGEST_AT_ONCE // 2
+    half = group_commit._MAX_LOOP_CHARS // 2
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
     with sqlite.read() as connection:
@@ -343,36 +337,36 @@ def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
 
 def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):
     monkeypatch.setattr(sqlite_db.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    sqlite.write(_insert, relaxed=True)
+    sqlite.write(_insert, durable=False)
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it connects anew"))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        assert _tried(sqlite, [Write(_insert, relaxed=True)]) is None
-    sqlite.write(_insert, relaxed=True)
-    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None]
+        assert _tried(sqlite, [Write(_insert, durable=False)]) is None
+    sqlite.write(_insert, durable=False)
+    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None]
 
 
 def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes(sqlite, disk, monkeypatch):
     def unit(tx: Any) -> None:
         _insert(tx)
-        answers.append(_tried(sqlite, [Write(_insert, relaxed=True)]))
+        answers.append(_tried(sqlite, [Write(_insert, durable=False)]))
 
     answers: list[Any] = []
     sqlite.write(_insert)
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("the connection is in use"))
     sqlite.write(unit)
     assert answers == [None]
-    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
 
 
 def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqlite, disk):
     def unit(tx: Any) -> None:
         other.start()
-        while not sqlite._waiting:
+        while not sqlite._group._waiting:
             time.sleep(0.001)
 
-    other = threading.Thread(target=lambda: sqlite.write(_insert, relaxed=True))
-    assert _tried(sqlite, [Write(unit, relaxed=True)]) == [None]
+    other = threading.Thread(target=lambda: sqlite.write(_insert, durable=False))
+    assert _tried(sqlite, [Write(unit, durable=False)]) == [None]
     other.join(10)
     with sqlite.read() as connection:
         assert _count(connection) == 1
@@ -384,7 +378,7 @@ def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk
     def spoil(tx: Any) -> None:
         raise ValueError("spoiled")
 
-    writes: list[Write[Any]] = [Write(it, relaxed=True) for it in (_insert, spoil, _insert)]
+    writes: list[Write[Any]] = [Write(it, durable=False) for it in (_insert, spoil, _insert)]
     assert _tried(sqlite, writes) is None
     with sqlite.read() as connection:
         assert _count(connection) == 0
@@ -392,22 +386,19 @@ def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk
 
 
 def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, monkeypatch):
-    monkeypatch.setattr(sqlite, "_fate_of", lambda mark: pytest.fail("it waits for the answer"))
+    monkeypatch.setattr(sqlite._group, "_find_outcome", lambda mark: pytest.fail("it waits for the answer"))
     sqlite.write(_insert)
 
     def fail(connection: Any) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
     event.listen(sqlite.engine, "commit", fail)
-    unheard: list[str] = []
-    write = Write(_insert, relaxed=True, unheard=lambda: unheard.append("unheard"))
-    (answer,) = _tried(sqlite, [write]) or []
+    (answer,) = _tried(sqlite, [Write(_insert, durable=False)]) or []
     assert isinstance(answer, CommitUnknown)
-    assert unheard == ["unheard"]
     event.remove(sqlite.engine, "commit", fail)
     monkeypatch.undo()
-    sqlite.write(_insert, relaxed=True)
-    assert _tried(sqlite, [Write(_insert, relaxed=True)]) == [None], "and it does not keep the lead"
+    sqlite.write(_insert, durable=False)
+    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
 
 
 def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not(sqlite, disk):
@@ -468,9 +459,9 @@ def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is
             ticket.succeed(None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sqlite, "_commit", after_the_commit)
+    monkeypatch.setattr(sqlite._group, "_commit", after_the_commit)
     with pytest.raises(KeyboardInterrupt):
-        sqlite.commit_all([Write(_insert), Write(_insert, heard=lambda: outcomes.append("heard"))])
+        outcomes.extend(sqlite.commit_all([Write(_insert), Write(_insert)]))
     assert len(waited) == 1 and outcomes == []
 
 
@@ -495,7 +486,9 @@ def test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as kept:
-        sqlite.write(lambda tx: run(tx.connection, "INSERT INTO rows VALUES (1), (2) RETURNING n", (), interrupted))
+        sqlite.write(
+            lambda tx: execute_raw(tx.connection, "INSERT INTO rows VALUES (1), (2) RETURNING n", (), interrupted)
+        )
     assert kept.tb is not None
     with closing(Database(sqlite.url, DatabaseTimeouts(lock_s=0))) as other:
         other.write(_insert)
@@ -577,5 +570,5 @@ def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
 
 
 def test_an_unavailable_record_says_why_in_one_line():
-    assert _reason(Exception("")) == "no reason given"
-    assert _reason(Exception("connection refused\nIs the server running?")) == "connection refused"
+    assert first_line(Exception("")) == "no reason given"
+    assert first_line(Exception("connection refused\nIs the server running?")) == "connection refused"

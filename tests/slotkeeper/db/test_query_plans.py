@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import event
 
 from routing.queries import job_list
-from slotkeeper.db import commit_outcome
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database, commit_outcome
 from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -183,8 +182,10 @@ BY_KEY: dict[str, Callable[[Database, JobStore], Any]] = {
         database, *[store.settle_write(f"wait-{n}", 1, Reason.FINISHED, T0, result="{}") for n in (3, 4, 5)]
     ),
     "settle of a run without result": lambda _, store: store_end(store, "wait-1", 1, Reason.SERVER_BUSY, T0),
-    "settle that withholds": lambda _, store: store_end(store, "wait-2", 1, Reason.SERVER_LOST, T0, withhold=_LINGERS),
-    "end_waiting": lambda _, store: store.cancel_waiting("wait-1", Reason.CANCEL_REQUESTED, T0),
+    "settle that quarantines": lambda _, store: store_end(
+        store, "wait-2", 1, Reason.SERVER_LOST, T0, quarantine=_LINGERS
+    ),
+    "end_waiting": lambda _, store: store.cancel_waiting("wait-1", T0),
     "request_cancel": lambda _, store: store.request_cancel("wait-1", T0),
     "note_remote": lambda _, store: store_remote_id(store, "wait-1", 1, "r", T0),
     "revive": lambda _, store: store.revive("wait-1", T0),

@@ -8,8 +8,7 @@ import pytest
 
 from migrations import migrate
 from slotkeeper.clock import Clock
-from slotkeeper.db import shared_clock
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database, shared_clock
 from slotkeeper.registry.catalog import Catalog
 
 START_MS = 1_800_000_000_000

@@ -11,8 +11,7 @@ from sqlalchemy import event, text
 
 from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db import commit_outcome
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database, commit_outcome
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -161,17 +160,15 @@ def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_fin
 def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses(network, far, near, why):
     run = a_running_job(near)
 
-    def settle(now_ms: int) -> Any:
-        return _result(lambda: store_end(far, run.job.id, 1, why, now_ms, result="{}", due_ms=now_ms + 5000))
-
+    end = far.settle_write(run.job.id, 1, why, T0, result="{}", due_ms=T0 + 5000)
     network.loses = network.closed = True
-    assert type(settle(T0)) is CommitUnknown
+    assert type(_result(lambda: far.database.commit(end))) is CommitUnknown
     network.loses = network.closed = False
     eventually(lambda: near.get(run.job.id).state is not State.RUNNING)
-    moved = settle(LATER)
+    moved = far.database.commit(end)
     assert (moved.job, moved.to, moved.attempt) == (run.job, near.get(run.job.id).state, 1)
     assert len(trail_of(near, run.job.id)) == 3
-    assert settle(LATER) is None  # A third one is really too late.
+    assert store_end(far, run.job.id, 1, why, LATER, result="{}", due_ms=LATER) is None, "this one is really too late"
 
 
 @postgres

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, func, select, text
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import IdempotencyConflict
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State

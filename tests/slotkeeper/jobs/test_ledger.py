@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 
 from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import IdempotencyConflict
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import event, text
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.store import JobStore
 from tests.support.builders import (

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from routing.queries import job_list
 from routing.queries.attempts import attempts
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, TRANSITIONS, Budget, Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -59,7 +59,7 @@ def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, 
     """Every act of the store that could be asked to make a transition for this reason."""
     acts: dict[str, Callable[[], Any]] = {
         "settle_write": lambda: _settle(store, job_id, attempt, why),
-        "cancel_waiting": lambda: store.cancel_waiting(job_id, why, LATER, ERROR),
+        "cancel_waiting": lambda: why is Reason.CANCEL_REQUESTED and store.cancel_waiting(job_id, LATER, ERROR),
     }
     if why is Reason.STARTED:
         acts["start_write"] = lambda: store_start(store, job_id, "gpu9", "gpu9-slot0", "lease9", LATER)
@@ -69,14 +69,22 @@ def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, 
         acts["revive"] = lambda: store.revive(job_id, LATER)
     if why is Reason.DEADLINE_PASSED:
         acts["expire_overdue"] = lambda: store.expire_overdue(LATER)
-        del acts["cancel_waiting"]  # It ends what waits for any reason that there is.
     return acts
 
 
 def _performer(state: State, why: Reason) -> str | None:
-    """The act that makes this transition, as the table says; None: there is no such transition."""
-    edge = TRANSITIONS.get((state, why))
-    return None if edge is None else edge.by.removeprefix("slotkeeper.jobs.store.")
+    """The method of the store that makes this transition; None: there is no such transition."""
+    if (state, why) not in TRANSITIONS:
+        return None
+    if state is State.RUNNING:
+        return "settle_write"
+    return {
+        Reason.DEADLINE_PASSED: "expire_overdue",
+        Reason.CANCEL_REQUESTED: "cancel_waiting",
+        Reason.STARTED: "start_write",
+        Reason.DUE: "promote_due",
+        Reason.REVIVED: "revive",
+    }[why]
 
 
 def _refused(act: Callable[[], Any]) -> bool:
@@ -243,7 +251,7 @@ def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
     assert _settle(store, job.id, run.attempt, Reason.SERVER_BUSY).job == known
     assert _settle(store, job.id, a_start(store, job.id).attempt, Reason.RETRIES_EXHAUSTED).job == known
     assert store.revive(job.id, LATER) == known
-    assert store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER).job == known
+    assert store.cancel_waiting(job.id, LATER).job == known
     assert [found.constraints for found in job_list.find_jobs(store.database)] == ["gpu=A100"]
 
 
@@ -256,7 +264,7 @@ def test_an_unknown_job_is_none_everywhere(store):
     assert store.get_message_headers("nobody") is None
     assert store_start(store, "nobody", "gpu1", "gpu1-slot0", "l", T0) is None
     assert store_end(store, "nobody", 1, Reason.FINISHED, T0) is None
-    assert store.cancel_waiting("nobody", Reason.CANCEL_REQUESTED, T0) is None
+    assert store.cancel_waiting("nobody", T0) is None
     assert store.revive("nobody", T0) is None
     assert store.list_events("nobody") == []
     assert not store.request_cancel("nobody", T0)
@@ -506,7 +514,7 @@ def test_a_job_is_not_overdue_before_its_deadline_nor_after_its_end(store, state
     if state is State.RUNNING:
         assert store_end(store, job.id, job.attempt, Reason.DEADLINE_PASSED, LATER)
     else:
-        assert store.cancel_waiting(job.id, Reason.DEADLINE_PASSED, LATER)
+        assert store.expire_overdue(LATER)
     assert store.expire_overdue(LATER) == []
     assert store.get(job.id).state is State.EXPIRED
 
@@ -548,12 +556,11 @@ def test_a_job_is_revived_once_however_many_ask(database, store):
     other.database.close()
 
 
-@pytest.mark.parametrize("why", [Reason.CANCEL_REQUESTED, Reason.DEADLINE_PASSED])
-def test_a_revived_job_can_end_before_it_has_started_again(database, store, why):
+def test_a_revived_job_can_end_before_it_has_started_again(database, store):
     """It ends twice under one attempt number; each end owes a message of its own."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, LATER)
-    moved = store.cancel_waiting(dead.id, why, LATER)
+    moved = store.cancel_waiting(dead.id, LATER)
     with database.read() as connection:
         owed = [Message(*row) for row in connection.execute(select(messages).order_by(messages.c.event))]
     assert [it.id for it in owed] == [f"msg_{dead.id}_{moved.attempt}_{state}" for state in ("dead", moved.to)]
@@ -562,7 +569,7 @@ def test_a_revived_job_can_end_before_it_has_started_again(database, store, why)
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
 def test_a_waiting_job_is_canceled_at_once(store, state):
     job = a_job_in(store, state, callback_url=CALLBACK)
-    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER)
+    moved = store.cancel_waiting(job.id, LATER)
     after = store.get(job.id)
     assert (after.state, after.finished_ms, after.due_ms) == (State.CANCELED, LATER, None)
     assert moved.to is State.CANCELED
@@ -575,7 +582,7 @@ def _comes_to_nothing(state: State | None, to: State) -> bool:
 
 def test_a_cancel_of_a_running_job_is_a_fact_beside_its_state(store):
     run = a_running_job(store)
-    assert store.cancel_waiting(run.job.id, Reason.CANCEL_REQUESTED, LATER) is None
+    assert store.cancel_waiting(run.job.id, LATER) is None
     assert store.request_cancel(run.job.id, LATER)
     assert store.request_cancel(run.job.id, LATER + 1)  # the first one counts
     job = store.get(run.job.id)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from sqlalchemy import insert, text
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
@@ -221,7 +221,7 @@ def test_removing_older_events_later_lowers_nothing(store, database):
     last, ageing = event_reader.read_page(database, 0, 100).last, EventRetention(database)
     retention.delete_ended_jobs(store.database, T0 + 1)
     assert ageing.delete_next(T0 + 1, 0, last) == 3
-    store.cancel_waiting(waits.id, Reason.CANCEL_REQUESTED, T0)
+    store.cancel_waiting(waits.id, T0)
     retention.delete_ended_jobs(store.database, T0 + 1)
     assert ageing.delete_next(T0 + 1, 0, last) is None
     assert ageing.delete_next(T0 + 1, 0, last) == 1

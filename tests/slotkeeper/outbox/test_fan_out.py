@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from slotkeeper.audit import search
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore

@@ -4,11 +4,12 @@ import pytest
 from sqlalchemy import event, make_url, select
 
 from routing.queries import job_list
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
+from slotkeeper.db.schema import counters
 from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.tables import counters, messages
+from slotkeeper.jobs.tables import messages
 from slotkeeper.outbox import retention
 from slotkeeper.outbox.tables import tries
 from tests.support.builders import (
@@ -66,7 +67,7 @@ def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
 
 def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
     job = a_queued_job(store, now_ms=T0)
-    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, LATER)
+    store.cancel_waiting(job.id, LATER)
     assert retention.delete_ended_jobs(store.database, LATER) == 0
     assert retention.delete_ended_jobs(store.database, LATER + 1) == 1
 

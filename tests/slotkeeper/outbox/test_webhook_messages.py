@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slotkeeper.audit import search
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.outbox import retention
 from slotkeeper.outbox import webhook_messages as module
@@ -171,7 +171,7 @@ def test_messages_are_due_oldest_first_and_no_more_than_asked_for(database, stor
     third, first, second = (T0 + 3, T0 + 1, T0 + 2)
     for now in (third, first, second):
         job = a_queued_job(store, callback_url=CALLBACK)
-        store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, now)
+        store.cancel_waiting(job.id, now)
     owed = due_ids(database, T0 + 9)
     assert len(owed) == 3
     assert due_ids(database, T0 + 9, limit=2) == owed[:2]

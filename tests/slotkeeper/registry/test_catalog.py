@@ -9,13 +9,14 @@ from sqlalchemy import event, text, update
 from structlog.testing import capture_logs
 
 from slotkeeper.clock import Clock
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
+from slotkeeper.db.schema import metadata
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, State
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.model_config import ModelConfig
-from slotkeeper.registry.tables import metadata, models
+from slotkeeper.registry.tables import models
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.registry.values import AdminState, TenantState
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
@@ -405,7 +406,7 @@ def test_the_version_grows_with_every_change(catalog):
 def test_the_version_grows_in_the_transaction_of_the_change(catalog, faults):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     before = catalog.read()
-    with faults("UPDATE counters"):
+    with faults("INSERT INTO counters"):
         for change in (
             lambda: catalog.register("zimg", "gpu2", URL, 4, T0),
             lambda: catalog.configure("zimg", {"max_retries": 5}, T0),

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from routing.queries import job_list
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.closed_models import ClosingReason, ModelClosed
@@ -93,7 +93,7 @@ def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(
     assert store_end(store, job.job.id, job.attempt, Reason.FINISHED, T0, result="{}")
     assert catalog_removal.finish_model_removal(database, "zimg", T0) is None and "zimg" in catalog.read().models
     assert catalog_removal.count_active_jobs(database, "zimg") == {"delayed": 1}
-    assert store.cancel_waiting(later.id, Reason.CANCEL_REQUESTED, T0)
+    assert store.cancel_waiting(later.id, T0)
     assert catalog_removal.finish_model_removal(database, "zimg", T0).is_over
     assert catalog.read().closed["zimg"].because is ClosingReason.REMOVED
     assert catalog_removal.finish_model_removal(database, "zimg", T0) is None, "once"
@@ -103,7 +103,7 @@ def test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way(
     job = a_queued_job(store)
     catalog_removal.remove_model(database, "zimg", T0, "ops", drain=True)
     catalog_removal.cancel_model_removal(database, "zimg")
-    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
+    store.cancel_waiting(job.id, T0)
     assert catalog_removal.finish_model_removal(database, "zimg", T0) is None
     a_queued_job(store)
     assert "zimg" in catalog.read().models
@@ -183,7 +183,7 @@ def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
 
 def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
     run = a_running_job(store)
-    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", withhold=Quarantine("x", T0))
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", quarantine=Quarantine("x", T0))
     with pytest.raises(Conflict, match="1 of its slots are quarantined"):
         catalog_removal.remove_server(database, "gpu1", T0, "ops")
     catalog_removal.remove_server(database, "gpu1", T0, "ops", drain=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, InvalidJob, NotFound
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.catalog import Catalog

@@ -13,7 +13,7 @@ import requests
 
 from app.up.roles import read_procfile
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.stack import BIN, Stack
 

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from slotkeeper.clock import clock
 from slotkeeper.config import StorageSettings
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.serve.demo import zimg
 from slotkeeper.serve.server import ReferenceServer, ServeConfig

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from app.up.ports import free_port
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from tasks.relay.relay import Relay

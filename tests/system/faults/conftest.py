@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from migrations import migrate
-from slotkeeper.jobs.tables import metadata
+from slotkeeper.db.schema import metadata
 from tests.support.postgres import Postgres
 from tests.support.valkey import NoValkey, Valkey
 from tests.system.faults.lanes import Lane, free_lanes

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.tables import events, jobs
 from tests.support.scripted import Scripted, Seen, answer
 from tests.support.stack import REPO

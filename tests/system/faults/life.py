@@ -47,7 +47,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.jobs.states import ACTIVE_STATES, Reason, State
+from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
 from tasks import maintenance, offer_messages, results, server_push, services
@@ -312,7 +312,7 @@ class Life:
         """A job that ended longer ago than anything is kept."""
         store, then = self.dispatcher.store, now_ms() - _LONG_AGO_MS
         store.submit([NewJob(f"{self.name}-old", SYNC, "{}")], then)
-        store.cancel_waiting(f"{self.name}-old", Reason.CANCEL_REQUESTED, then)
+        store.cancel_waiting(f"{self.name}-old", then)
 
     # -- the rest --------------------------------------------------------------------------------------------
 

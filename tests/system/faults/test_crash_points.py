@@ -29,7 +29,7 @@ from sqlalchemy import select
 
 from routing.queries import job_list
 from slotkeeper.crash_points import POINTS
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs import notifications as ends
 from slotkeeper.jobs.events import EVENT_TYPES

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError, ResponseError
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import reconcile
 from routing.queries import job_list
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.scripts import connect
 from tests.support import stage as stages

@@ -10,7 +10,7 @@ from celery import Celery, chain, chord, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.notifications import NOTIFY_AFTER_MS
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -47,7 +47,7 @@ def test_every_end_of_a_job_that_came_by_celery_is_owed(
 
 def test_an_end_before_the_start_is_owed(store: JobStore, owed: ResultNotifications) -> None:
     job = a_queued_job(store, envelope="{}")
-    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0, JobError("canceled", "so"))
+    moved = store.cancel_waiting(job.id, T0, JobError("canceled", "so"))
     assert moved is not None and moved.notification_id is not None
     assert owed.is_pending(moved.notification_id)
 
@@ -101,7 +101,7 @@ def test_each_end_of_a_revived_job_is_owed(store: JobStore, owed: ResultNotifica
     job = an_ended_job(store, State.DEAD, envelope="{}")
     (first,) = owed.claim_due(T0 + NOTIFY_AFTER_MS, 100)
     store.revive(job.id, T0)
-    moved = store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0)
+    moved = store.cancel_waiting(job.id, T0)
     owed.delete([first.id])
     assert moved is not None and moved.notification_id is not None and owed.is_pending(moved.notification_id)
 

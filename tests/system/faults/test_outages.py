@@ -24,7 +24,7 @@ from routing.queries import job_list
 from routing.queue import queues
 from routing.queue.leases import Renewal
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, TooManyRequests
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
@@ -185,9 +185,9 @@ def test_redis_is_asked_after_the_disk_has_the_job(stage: Stage, monkeypatch: py
     stage.register()
     stage.submit()  # It has the slot.
     steps: list[str] = []
-    scripts, sync = stage.dispatcher.queues.scripts, stage.database._writer.sync
+    scripts, sync = stage.dispatcher.queues.scripts, stage.database._group._writer.sync
     run = scripts.run
-    monkeypatch.setattr(stage.database._writer, "sync", lambda: (steps.append("disk"), sync()))
+    monkeypatch.setattr(stage.database._group._writer, "sync", lambda: (steps.append("disk"), sync()))
     monkeypatch.setattr(scripts, "run", lambda command: steps.append(command.target.script) or run(command))
     (receipt,) = stage.dispatcher.submit([stage.a()])
     assert steps == ["disk", "enter"]

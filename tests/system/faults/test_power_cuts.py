@@ -68,7 +68,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know
         raise OSError("the disk has failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage.database._writer, "sync", fails)
+        patch.setattr(stage.database._group._writer, "sync", fails)
         with pytest.raises(CommitUnknown):
             stage.dispatcher.submit([stage.a(id="one")])
     assert stage.room.waiting() == [] and stage.offered() == []

@@ -31,7 +31,7 @@ def loaded(code: str, home: Path) -> set[str]:
 @pytest.mark.parametrize("process", PROCESSES)
 def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path) -> None:
     made = "make_engine(StorageSettings().sqlalchemy_url, DatabaseTimeouts())"
-    engine = f"from slotkeeper.config import *; from slotkeeper.db.sqlite import make_engine; {made}"
+    engine = f"from slotkeeper.config import *; from slotkeeper.db.database import make_engine; {made}"
     assert not {"psycopg", "psycopg_binary"} & loaded(f"{PROCESSES[process]}; {engine}", tmp_path)
 
 

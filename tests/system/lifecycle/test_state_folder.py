@@ -22,7 +22,7 @@ from migrations import migrate
 from routing.config import RoutingSettings
 from slotkeeper import state_folder as folders
 from slotkeeper.config import StorageSettings
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.state_folder import StateFolderNotPrivate, make_private_file, make_private_folder, read_or_create
 
 FIRST = {

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from app.cli.__main__ import main
 from app.cli.simulate_command import _stoppable
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog

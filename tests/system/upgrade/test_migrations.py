@@ -19,10 +19,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect, make_url, text
 
 from migrations import migrate, revisions
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
+from slotkeeper.db.schema import metadata
 from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.registry.tables import metadata
 from tests.house.tree import PACKAGES
 from tests.support.builders import a_queued_job, at_once, row_of
 from tests.support.postgres import Postgres

@@ -15,8 +15,8 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_structured
 from cloudevents.core.formats.json import JSONFormat
 
+from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
-from slotkeeper.db.group_commit import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
@@ -135,7 +135,7 @@ def test_no_worker_is_online_by_the_name_of_jobs_that_none_had(app: Celery, stor
     store_end(store, retried, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     _relay(app, store.database).relay_batch()
     for job_id in (waits, retried):
-        assert store.cancel_waiting(job_id, Reason.CANCEL_REQUESTED, T0 + 2 * SECOND)
+        assert store.cancel_waiting(job_id, T0 + 2 * SECOND)
     with received(app) as events:
         _relay(app, store.database).relay_batch()
         eventually(lambda: len(events) == 3, "all are received")

@@ -104,7 +104,7 @@ def test_a_job_that_came_in_no_trace_has_one_of_its_own_and_ends_while_it_waits(
     memory = InMemorySpanExporter()
     relay = a_relay(database, memory)
     job = a_queued_job(store)
-    store.cancel_waiting(job.id, Reason.CANCEL_REQUESTED, T0 + SECOND)
+    store.cancel_waiting(job.id, T0 + SECOND)
     relay.relay_batch()
     found = memory.get_finished_spans()
     assert sorted(it.name for it in found) == ["job", "submit", "wait"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import messages as rows
 from slotkeeper.jobs.values import NewJob
@@ -74,7 +73,7 @@ def _deliveries(database: Database, receivers: Receivers) -> DeliveryLoop:
 def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
     store.submit([NewJob(name, "zimg", "{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
-    store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now)
+    store.cancel_waiting(name, now)
     return name
 
 

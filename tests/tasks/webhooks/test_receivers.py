@@ -9,8 +9,7 @@ import pytest
 from sqlalchemy import insert, select
 
 from slotkeeper.clock import now_ms
-from slotkeeper.db.group_commit import Database, Transaction
-from slotkeeper.jobs.states import Reason
+from slotkeeper.db import Database, Transaction
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.tables import messages as rows
@@ -87,7 +86,7 @@ def _add(database: Database, name: str, tenant: str = "default", max_per_s: floa
 def _end(store: JobStore, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
     store.submit([NewJob(name, "zimg", "{}", tenant=tenant)], now)
-    store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now)
+    store.cancel_waiting(name, now)
     return name
 
 
@@ -275,7 +274,7 @@ def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, stor
     _add(database, "good")
     for name, traceparent in (("traced", given), ("untraced", None)):
         store.submit([NewJob(name, "zimg", "{}", traceparent=traceparent)], now_ms())
-        store.cancel_waiting(name, Reason.CANCEL_REQUESTED, now_ms())
+        store.cancel_waiting(name, now_ms())
     _until(deliveries, lambda: len(outside.told) == 2, "both ends are told")
     traces = {job: trace for (_, job, _), trace in zip(outside.told, outside.traces, strict=True)}
     assert traces == {"traced": f"00-{'a' * 32}-{make_span_id('traced', 'job')}-01", "untraced": None}

@@ -11,36 +11,38 @@ from typing import Any
 import pytest
 
 from slotkeeper import logs
-from slotkeeper.db.group_commit import Batch, Write
+from slotkeeper.db import Write
 from slotkeeper.errors import DatabaseUnavailable
 from tasks.worker import event_loop
 from tasks.worker.event_loop import CommitQueue, WorkerLoop
 
 
 class Record:
-    """A database that answers each write with its `about`, and notes what is done, and in which thread."""
+    """A database that returns what each unit returns, and notes what is done, and in which thread."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, list[str]]] = []
         self.is_taken = False  # Others write now.
         self.fails: Exception | None = None
 
-    def try_commit_all(self, batch: Batch) -> None:
-        if not self.is_taken:
-            self._note(batch.writes)
-            batch.committed = [write.about for write in batch.writes]
-            if all(write.relaxed for write in batch.writes):
-                batch.answers = list(batch.committed)
+    def try_commit_all(self, writes: Sequence[Write[Any]]) -> list[str] | None:
+        return None if self.is_taken else self._note(writes)
 
-    def complete(self, batches: Sequence[Batch]) -> None:
-        self._note([write for batch in batches for write in batch.writes])
+    def commit_all(self, writes: Sequence[Write[Any]]) -> list[str]:
+        results = self._note(writes)
         if self.fails is not None:
             raise self.fails
-        for batch in batches:
-            batch.answers = [write.about for write in batch.writes]
+        return results
 
-    def _note(self, writes: Sequence[Write[Any]]) -> None:
-        self.done.append((threading.current_thread().name, [write.about for write in writes]))
+    def sync(self) -> None:
+        self.done.append((threading.current_thread().name, ["disk"]))
+        if self.fails is not None:
+            raise self.fails
+
+    def _note(self, writes: Sequence[Write[Any]]) -> list[str]:
+        results = [write.unit(None) for write in writes]  # type: ignore[arg-type]
+        self.done.append((threading.current_thread().name, results))
+        return results
 
 
 @contextmanager
@@ -49,8 +51,8 @@ def _commits(record: Any, delay_s: float = 0.0) -> Iterator[Callable[..., list[s
     loop = asyncio.new_event_loop()
     commits = CommitQueue("record", loop, record, delay_s)
 
-    async def ask(*names: str, relaxed: bool = True) -> list[str]:
-        writes = [Write(lambda tx: "", relaxed, about=name) for name in names]
+    async def ask(*names: str, durable: bool = False) -> list[str]:
+        writes = [Write(lambda tx, name=name: name, durable) for name in names]  # type: ignore[misc]
         return list(await asyncio.wait_for(asyncio.gather(*map(commits.commit, writes)), 10))
 
     try:
@@ -79,7 +81,7 @@ def test_what_others_would_be_waited_for_is_done_by_the_thread(record: Record) -
 
 
 def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: Record) -> None:
-    many = [str(n) for n in range(event_loop._MOST_AT_ONCE + 1)]
+    many = [str(n) for n in range(event_loop._MAX_IN_LOOP + 1)]
     with _commits(record) as ask:
         ask(*many)
     assert record.done == [("record", many)]
@@ -88,16 +90,16 @@ def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: R
 def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(record: Record) -> None:
     here = threading.current_thread().name
     with _commits(record) as ask:
-        assert ask("a", "b", relaxed=False) == ["a", "b"]
+        assert ask("a", "b", durable=True) == ["a", "b"]
         record.is_taken = True
-        assert ask("c", relaxed=False) == ["c"], "what a thread has done is secured by it"
-    assert record.done == [(here, ["a", "b"]), ("record", ["a", "b"]), ("record", ["c"])]
+        assert ask("c", durable=True) == ["c"], "what a thread has done is secured by it"
+    assert record.done == [(here, ["a", "b"]), ("record", ["disk"]), ("record", ["c"])]
 
 
 def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record) -> None:
     record.fails = DatabaseUnavailable("away")
     with _commits(record) as ask, pytest.raises(DatabaseUnavailable):
-        ask("a", "b", relaxed=False)
+        ask("a", "b", durable=True)
 
 
 def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
@@ -153,13 +155,13 @@ def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_
     assert lived.wait_until_idle(10) and [inspect.iscoroutine(it) for it in seen] == [True]
 
 
-@pytest.mark.parametrize("relaxed", [True, False])
-def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: WorkerLoop, relaxed: bool) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: WorkerLoop, durable: bool) -> None:
     heard: list[Exception] = []
 
     async def run() -> None:
         try:
-            await lived.commit(Write(lambda tx: None, relaxed))
+            await lived.commit(Write(lambda tx: None, durable))
         except DatabaseUnavailable as error:
             heard.append(error)
 

@@ -18,7 +18,7 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.maintenance import reconcile, restore_leases
 from routing.queue.leases import Renewal
 from slotkeeper import json_text, large_json
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from tasks.inference import infer

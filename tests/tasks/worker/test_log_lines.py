@@ -80,7 +80,7 @@ def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_i
     server.answers = [Outcome(OutcomeKind.DONE, result={})]
     run(stage)
     canceled = stage.submit()
-    stage.store.cancel_waiting(canceled, Reason.CANCEL_REQUESTED, stage.now)
+    stage.store.cancel_waiting(canceled, stage.now)
     _count(stage)
     _count(stage)
     first, second = _ends(_read(capsys))

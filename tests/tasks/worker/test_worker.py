@@ -24,7 +24,7 @@ from routing.queue.leases import Lease, Leases, Renewal
 from routing.queue.queues import Offer
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.clock import boottime_s
-from slotkeeper.db.group_commit import Write
+from slotkeeper.db import Write
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State

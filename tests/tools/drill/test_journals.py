@@ -3,7 +3,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore

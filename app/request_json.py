@@ -44,17 +44,14 @@ def _constant(name: str) -> NoReturn:
     raise _Refused(f"{name} is no JSON; send null or a text")
 
 
-_quick = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_exact = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=json_text.whole)
-
-
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def parse_json(text: bytes, **facts: Any) -> Any:
     """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
     with _told(facts):
-        return _decoder(text).decode(text.decode())
+        return _decoder.decode(text.decode())
 
 
 def elements(text: bytes, longest: int) -> Iterator[Any]:
@@ -65,12 +62,12 @@ def elements(text: bytes, longest: int) -> Iterator[Any]:
     """
     facts: dict[str, int] = {}
     with _told(facts):
-        decoder, array = _decoder(text), text.decode()
+        array = text.decode()
         at = _after("[", array, 0)
         while not array.startswith("]", at):
             at = _after(",", array, at) if facts else at
             facts["index"] = facts.get("index", -1) + 1
-            value, at = _value(decoder, array, at, longest)
+            value, at = _value(array, at, longest)
             yield value
             at = _blanks(array, at)
         if (end := _after("]", array, at)) < len(array):
@@ -82,16 +79,12 @@ def is_array(text: bytes) -> bool:
     return text[:1024].lstrip(b" \t\n\r").startswith(b"[")
 
 
-def _decoder(text: bytes) -> json.JSONDecoder:
-    return _exact if json_text.may_hold_big_integers(text) else _quick
-
-
-def _value(decoder: json.JSONDecoder, text: str, at: int, longest: int) -> tuple[Any, int]:
+def _value(text: str, at: int, longest: int) -> tuple[Any, int]:
     """The value there, and where it ends.  Raises ValueError."""
     if len(text) - at <= longest:
-        return decoder.raw_decode(text, at)
+        return _decoder.raw_decode(text, at)
     try:
-        value, length = decoder.raw_decode(text[at : at + longest])
+        value, length = _decoder.raw_decode(text[at : at + longest])
     except json.JSONDecodeError:
         raise _Refused(f"it is malformed, or longer than {longest} characters") from None
     return value, at + length
@@ -122,8 +115,14 @@ def _told(facts: dict[str, Any]) -> Iterator[None]:
         raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts) from None
     except RecursionError:
         raise _malformed("it is nested too deeply", facts) from None
-    except ValueError as error:  # ours
+    except _Refused as error:
         raise _malformed(str(error), facts) from None
+    except ValueError:  # Python's limit on the digits of an integer
+        errors = [{"field": "body", "message": json_text.TOO_MANY_DIGITS}]
+        detail = f"In the body, {json_text.TOO_MANY_DIGITS}."
+        raise ProblemError(
+            422, "invalid_request", "The request is not valid", detail, field="body", errors=errors, **facts
+        ) from None
 
 
 def _malformed(what: str, facts: dict[str, Any]) -> ProblemError:
@@ -179,11 +178,6 @@ def reject_nul_in(field: str, *texts: str) -> None:
         raise ProblemError(422, "invalid_request", "The request is not valid", f"{name} {detail}", **told)
 
 
-def _with_plain_settings(body: dict[str, Any]) -> dict[str, Any]:
-    """Only what is passed on keeps its long numbers as they were written; the rest is for us to judge."""
-    return {name: it if name == "payload" else json_text.unwritten(it) for name, it in body.items()}
-
-
 class JsonRequest(flask.Request):
     """A request whose JSON is read by `parse`.  flask-openapi asks for it by get_json."""
 
@@ -196,10 +190,7 @@ class JsonRequest(flask.Request):
         body = parse_json(text)
         if not isinstance(body, dict):
             raise ProblemError(422, "invalid_request", "The request is not valid", "The body must be a JSON object.")
-        if not json_text.may_hold_big_integers(text):
-            return body
-        with _told({}):  # It may be nested more deeply than is taken anyway.
-            return _with_plain_settings(body)
+        return body
 
 
 def parse_time(name: str, text: str) -> int:

@@ -4,10 +4,14 @@ import re
 
 import orjson
 
+from slotkeeper.json_text import MAX_DIGITS, TOO_MANY_DIGITS
+
 _MAX_NUMBER = 30  # characters
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TITLE = re.compile(r"<title[^>]*>\s*([^<]{1,200}?)\s*<", re.IGNORECASE)
 _CONSTANT = re.compile(r"[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+# Digits that orjson takes for infinity, but json_text.loads for an integer.
+_BIG_INTEGER = re.compile(rb"(?<![0-9.eE])[0-9]{300,}(?![0-9.eE])")
 _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?P<half>[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
@@ -30,10 +34,22 @@ def describe_fault(text: bytes) -> str:
     if characters.lstrip().startswith("<"):
         return _describe_page(characters)
     try:
-        orjson.loads(text)
+        orjson.loads(_BIG_INTEGER.sub(_shrink, text))
     except orjson.JSONDecodeError as error:
         return _describe_place(characters, error)
     return ""
+
+
+def _shrink(integer: re.Match[bytes]) -> bytes:
+    """Return a short integer of the same width, unless it is too long for json_text.loads."""
+    digits = integer[0]
+    return digits if len(digits) > MAX_DIGITS else b"1".ljust(len(digits))
+
+
+def _shrink(integer: re.Match[bytes]) -> bytes:
+    """Return a short integer of the same width, unless it is too long for json_text.loads."""
+    digits = integer[0]
+    return digits if len(digits) > MAX_DIGITS else b"1".ljust(len(digits))
 
 
 def _describe_page(page: str) -> str:
@@ -48,6 +64,10 @@ def _describe_place(text: str, error: orjson.JSONDecodeError) -> str:
     if constant := _CONSTANT.match(text, start):
         return f"{constant[0]} at character {start + 1} is not a JSON value: send null or a text in its place"
     if "infinity" in error.msg and (number := _NUMBER.match(text, at)):
+        if number[0].isdigit():
+            return f"{TOO_MANY_DIGITS} (character {at + 1})"
+        if number[0].isdigit():
+            return f"{TOO_MANY_DIGITS} (character {at + 1})"
         return f"the number {_shorten(number[0])} at character {at + 1} is beyond the range of a double"
     if "surrogate" in error.msg and (half := _find_lone_surrogate(text, at)):
         return f"{half[0]} at character {half.start() + 1} is one half of a surrogate pair: the other is missing"

@@ -1,7 +1,7 @@
 """JSON that keeps integers beyond 64 bits exact.
 
-orjson reads integers beyond 64 bits as doubles, and Python reads them in time that grows with the square of their
-length.  So a longer one is kept as its digits: a WrittenNumber, which `dumps` writes unchanged.
+orjson reads integers beyond 64 bits as doubles, so a text that may hold one is read by the standard library.  Both read
+and write integers of up to 4,300 digits, Python's limit against conversions that take quadratic time.
 """
 
 import json
@@ -12,12 +12,9 @@ from typing import Any, NoReturn
 
 import orjson
 
-
-@dataclass(frozen=True, slots=True)
-class WrittenNumber:
-    """An integer beyond 64 bits."""
-
-    digits: str
+MAX_DIGITS = 4_300
+"""Digits of the longest integer; Python's own limit."""
+TOO_MANY_DIGITS = f"a whole number has more than {MAX_DIGITS:,} digits; send it as a text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +65,13 @@ class RawJson:
 
 
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
-_MOST_DIGITS = 18  # that surely are within 64 bits
+_SURE_DIGITS = 18  # that surely are within 64 bits
 _ONLY_DIGITS = bytes(ord("0") if chr(sign).isdigit() and sign < 128 else ord(" ") for sign in range(256))
 
 
 def may_hold_big_integers(text: bytes) -> bool:
     """Return whether the text has enough digits in a row for a big integer, also inside a string."""
-    return b"0" * (_MOST_DIGITS + 1) in text.translate(_ONLY_DIGITS)
-
-
-def whole(digits: str) -> Any:
-    """Return an int if it is within 64 bits, else a WrittenNumber.  For json's `parse_int`."""
-    if len(digits) <= _MOST_DIGITS + 2:
-        number = int(digits)
-        if _LEAST <= number <= _MOST:
-            return number
-    return WrittenNumber(digits)
-
-
-def digits(number: Any) -> str | None:
-    """Return the digits of a WrittenNumber, or None for any other value."""
-    return number.digits if isinstance(number, WrittenNumber) else None
+    return b"0" * (_SURE_DIGITS + 1) in text.translate(_ONLY_DIGITS)
 
 
 def loads(text: bytes | str) -> Any:
@@ -103,6 +86,10 @@ def loads(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(TOO_MANY_DIGITS if "digits" in str(error) else str(error)) from None
     return value
 
 
@@ -112,55 +99,27 @@ def dumps(value: Any, *, indent: bool = False) -> bytes:
         return value.text
     option = orjson.OPT_PASSTHROUGH_DATACLASS | (orjson.OPT_INDENT_2 if indent else 0)
     try:
-        return orjson.dumps(value, default=_digits_of, option=option)
-    except TypeError:  # orjson does not call `default` for an int beyond 64 bits.
-        return orjson.dumps(_written(value), default=_digits_of, option=option)
+        return orjson.dumps(value, default=_raw_fragment, option=option)
+    except TypeError:  # orjson writes no integer beyond 64 bits.
+        return orjson.dumps(_with_fragments(value), default=_raw_fragment, option=option)
 
 
-def _digits_of(value: Any) -> orjson.Fragment:
-    if isinstance(value, WrittenNumber):
-        return orjson.Fragment(value.digits)
+def _raw_fragment(value: Any) -> orjson.Fragment:
     if isinstance(value, RawJson):
         return orjson.Fragment(value.text)
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def plain(text: str) -> Any:
-    """Return the JSON value in Python's types; an integer with more digits than Python reads stays a text."""
-    return json.loads(text, parse_int=_plain_whole)
-
-
-def unwritten(value: Any) -> Any:
-    """Convert a value of `loads` into Python's types, as `plain` returns them."""
-    number = digits(value)
-    if number is not None:
-        return _plain_whole(number)
-    if isinstance(value, RawJson):
-        return plain(value.text.decode())
-    if isinstance(value, dict):
-        return {key: unwritten(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [unwritten(item) for item in value]
-    return value
-
-
-def _plain_whole(text: str) -> int | str:
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def _written(value: Any) -> Any:
-    """The same with WrittenNumbers for ints that orjson cannot write."""
+def _with_fragments(value: Any) -> Any:
+    """Return the value with its integers beyond 64 bits as text that orjson writes unchanged."""
     if isinstance(value, int) and not isinstance(value, bool) and not _LEAST <= value <= _MOST:
-        return WrittenNumber(str(value))
+        return orjson.Fragment(str(value))
     if isinstance(value, float) and not isfinite(value):
         raise ValueError(f"{value} is no JSON")
     if isinstance(value, Mapping):
-        return {key: _written(item) for key, item in value.items()}
+        return {key: _with_fragments(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written(item) for item in value]
+        return [_with_fragments(item) for item in value]
     return value
 
 
@@ -175,4 +134,4 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-_decoder = json.JSONDecoder(parse_int=whole, parse_float=_double, parse_constant=_no_number)
+_decoder = json.JSONDecoder(parse_float=_double, parse_constant=_no_number)

@@ -201,7 +201,7 @@ def _as_its_task(request: Context) -> Iterator[None]:
 
 def _tell_result(job: Job, request: Context) -> None:
     """First what follows, then the result: with that there, nothing that follows is sent a second time."""
-    result = None if job.result is None else json_text.plain(job.result)
+    result = None if job.result is None else json_text.loads(job.result)
     if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
         for link in _links(job, request.callbacks, "link"):
             _send(link, result, request)

@@ -159,22 +159,17 @@ def is_too_deep(value: Any) -> bool:
     for _ in range(_DEEPEST_WRITTEN - MAX_DEPTH):
         value = [value]
     try:
-        orjson.dumps(value, default=_nothing, option=orjson.OPT_PASSTHROUGH_DATACLASS)
-    except orjson.JSONEncodeError:
+        json_text.dumps(value)
+    except (TypeError, RecursionError):
         return True
     return False
 
 
-def _nothing(_: object) -> None:
-    """In place of a number that orjson cannot write (slotkeeper.json_text): it has no levels."""
-
-
 def id_text(value: Any) -> str | None:
     """An id as servers give them, a text or a whole number, as text; None if it cannot be one."""
-    text = json_text.digits(value) or value
-    if isinstance(text, bool) or not isinstance(text, str | int):
+    if isinstance(value, bool) or not isinstance(value, str | int):
         return None
-    text = str(text)
+    text = str(value)
     if not 0 < len(text) <= MAX_ID or not text.isprintable() or text in (".", ".."):
         return None
     return text

@@ -264,7 +264,7 @@ def _example(part: str | TemplateRef) -> str:
 
 def _path_value(ref: TemplateRef, values: TemplateValues) -> str:
     value = ref.value(values)
-    value = json_text.digits(value) or (as_text(value) if ref.source == "run" else value)
+    value = as_text(value) if ref.source == "run" else value
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise _bad_payload("only a text or a whole number can be put into a path")
     text = str(value)

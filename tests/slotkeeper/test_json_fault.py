@@ -35,3 +35,13 @@ def test_json_has_no_fault():
 
 def test_a_long_number_is_shortened():
     assert len(describe_fault(b"[1" + b"0" * 1000 + b"e999]")) < 100
+
+
+def test_an_integer_with_too_many_digits_is_named_with_its_place_and_what_to_do():
+    said = describe_fault(b'{"n":' + b"7" * 4301 + b"}")
+    assert said == "a whole number has more than 4,300 digits; send it as a text (character 6)"
+
+
+def test_an_integer_beyond_doubles_is_no_fault():
+    assert describe_fault(b'{"n":' + b"7" * 4300 + b"}") == ""
+    assert describe_fault(b'{"n":' + b"7" * 4300 + b",}").endswith("at character 4306")

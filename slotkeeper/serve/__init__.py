@@ -1,6 +1,6 @@
-"""Serve any Python function as an inference server (docs/reference/slot-protocol.md).
+"""An inference server for any Python function (docs/reference/slot-protocol.md).
 
-Imports nothing of Slotkeeper's jobs, Redis or database, so a model's environment needs nothing of them.
+The package imports neither Redis, SQLAlchemy nor the rest of Slotkeeper, so a model's environment does not need them.
 """
 
 from slotkeeper.serve.served_function import Canceled, Context, InvalidRequest

@@ -1,4 +1,4 @@
-"""`python -m slotkeeper.serve package.module:function --slots 2`; the same command is `slotkeeper serve`."""
+"""The command `python -m slotkeeper.serve package.module:function --slots 2`, also available as `slotkeeper serve`."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Four models that only pretend, for demonstrations, tests and benchmarks.
+"""Four simulated models for demonstrations, tests and benchmarks.
 
     python -m slotkeeper.serve slotkeeper.serve.demo:zimg --slots 2
     python -m slotkeeper.serve slotkeeper.serve.demo:flux --slots 1 --async --port 9002
@@ -6,11 +6,11 @@
     python -m slotkeeper.serve slotkeeper.serve.demo:parrot --slots 2 --port 9004
 
 Fields of the payload, all optional:
-`prompt`         any text; comes back in the result
-`seconds`        how long the run takes; zimg 0.5, flux 1.5, trellis 2.5, parrot 0.05 for each word
-`fail`           "error": an error that a retry may cure; "invalid": the request is wrong, no retry can help;
-                 "crash": the whole server process dies
-`fail_attempts`  `fail` only while the attempt's number is at most this, then succeed
+`prompt`         any text; the result contains it
+`seconds`        duration of the run; default: zimg 0.5, flux 1.5, trellis 2.5, parrot 0.05 for each word
+`fail`           "error": fail with an error after which a retry may succeed; "invalid": fail because the request is
+                 wrong, so that no retry can help; "crash": exit the server process
+`fail_attempts`  number of the last attempt that fails; later attempts succeed
 """
 
 import hashlib
@@ -24,42 +24,45 @@ Payload = dict[str, Any]
 
 
 def zimg(payload: Payload, context: Context) -> Payload:
-    """A quick image model, for sync mode.  Returns {"url", "prompt"}."""
-    return _pretend(payload, context, seconds=0.5, kind="zimg")
+    """Simulate a fast image model, for sync mode.  Returns {"url", "prompt"}."""
+    return _simulate_run(payload, context, seconds=0.5, kind="zimg")
 
 
 def flux(payload: Payload, context: Context) -> Payload:
-    """A slow image model, for async mode.  Returns {"url", "prompt"}."""
-    return _pretend(payload, context, seconds=1.5, kind="flux")
+    """Simulate a slow image model, for async mode.  Returns {"url", "prompt"}."""
+    return _simulate_run(payload, context, seconds=1.5, kind="flux")
 
 
 def trellis(payload: Payload, context: Context) -> Payload:
-    """A model that makes 3D objects of pictures, for async mode.  Returns {"url", "prompt"}, and tells its progress."""
+    """Simulate a model that makes 3D objects from images, for async mode.
+
+    Returns {"url", "prompt"}.  Reports its progress.
+    """
     steps = ("shape", "texture")
     for n, step in enumerate(steps):
         context.progress({"step": step, "done": n / len(steps)})
         context.sleep(_seconds(payload.get("seconds", 2.5)) / len(steps))
-    return _pretend({**payload, "seconds": 0}, context, seconds=0, kind="trellis", ending="glb")
+    return _simulate_run({**payload, "seconds": 0}, context, seconds=0, kind="trellis", suffix="glb")
 
 
 def parrot(payload: Payload, context: Context) -> Iterator[str]:
-    """A language model, which says its prompt again, word by word."""
+    """Simulate a language model: yield the prompt word by word."""
     words = str(payload.get("prompt", "")).split(" ")
     for n, word in enumerate(words):
         context.sleep(_seconds(payload.get("seconds", 0.05)))
         yield word if n == 0 else f" {word}"
-    if _is_to_fail(payload, context):
+    if _should_fail(payload, context):
         _fail(payload["fail"])
 
 
-def _pretend(payload: Payload, context: Context, *, seconds: float, kind: str, ending: str = "png") -> Payload:
+def _simulate_run(payload: Payload, context: Context, *, seconds: float, kind: str, suffix: str = "png") -> Payload:
     prompt = str(payload.get("prompt", ""))
     duration_s = _seconds(payload.get("seconds", seconds))
     if duration_s:
         context.sleep(duration_s)
-    if _is_to_fail(payload, context):
+    if _should_fail(payload, context):
         _fail(payload["fail"])
-    return {"url": f"https://images.example/{kind}/{_name(prompt)}.{ending}", "prompt": prompt}
+    return {"url": f"https://images.example/{kind}/{_file_name(prompt)}.{suffix}", "prompt": prompt}
 
 
 def _seconds(value: Any) -> float:
@@ -68,21 +71,21 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _is_to_fail(payload: Payload, context: Context) -> bool:
+def _should_fail(payload: Payload, context: Context) -> bool:
     if not payload.get("fail"):
         return False
-    until = payload.get("fail_attempts")
-    return until is None or (context.attempt or 1) <= int(until)
+    last_failing = payload.get("fail_attempts")
+    return last_failing is None or (context.attempt or 1) <= int(last_failing)
 
 
-def _fail(how: str) -> None:
-    if how == "crash":
+def _fail(kind: str) -> None:
+    if kind == "crash":
         os._exit(3)
-    if how == "invalid":
+    if kind == "invalid":
         raise InvalidRequest("the payload asked to be refused")
     raise RuntimeError("the payload asked for an error")
 
 
-def _name(prompt: str) -> str:
-    """The same prompt, the same picture."""
+def _file_name(prompt: str) -> str:
+    """Return a file name derived from the prompt, so that equal prompts get equal URLs."""
     return hashlib.sha256(prompt.encode()).hexdigest()[:12]

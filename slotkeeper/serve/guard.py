@@ -1,7 +1,8 @@
-"""Keeps web pages away: a browser on this machine must not be made to run anything here by a page of a stranger.
+"""Protection against requests that a foreign web page sends through a browser (CSRF and DNS rebinding).
 
-A page can send requests, without asking first, as text or as a form, and names itself as their Origin; and a name that
-was bound to 127.0.0.1 for the purpose (DNS rebinding) would even let it read the answers.
+A page can send a POST with a form or plain text to this server without a CORS preflight; the browser then names the
+page in the header Origin.  A page whose host name resolves to 127.0.0.1 (DNS rebinding) could even read the responses;
+its requests have a foreign host name in the header Host.
 """
 
 from collections.abc import Collection
@@ -15,28 +16,32 @@ _JSON = "application/json"
 
 
 class HostGuard:
-    """`names`: host names under which the server may be called, besides addresses and, on loopback, this machine's."""
+    """A filter of requests by their Host, Origin and Content-Type.
+
+    `names` are host names that clients may use for the server.  IP addresses, `host` and localhost are always allowed.
+    Without `names`, a server that listens on the network accepts any host name.
+    """
 
     def __init__(self, host: str, names: Collection[str]) -> None:
         self._names = frozenset(name.lower() for name in (*names, host, "localhost"))
-        # Whoever listens to the network is called by whatever name that has there, unless it is told.
-        self._any_name = not names and not _is_loopback(host)
+        # a server that listens on the network cannot know which host names its clients use
+        self._accepts_any_name = not names and not _is_loopback(host)
 
     def refusal(self, request: Request) -> Response | None:
-        """Why a request is not let in; None: it is."""
+        """Return the error response for a request that must be refused; None if it is accepted."""
         host = request.headers.get("host", "")
-        if not self._is_own(host):
+        if not self._accepts_host(host):
             return protocol_responses.refused(421, "the Host is no name of this server; allow it by --allow-host")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
         if (origin is not None and origin.partition("://")[2] != host) or site not in ("none", "same-origin"):
             return protocol_responses.refused(403, "another site's page sent this")
-        kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
-        if request.method == "POST" and request.body and kind != _JSON:
+        content_type = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
+        if request.method == "POST" and request.body and content_type != _JSON:
             return protocol_responses.refused(415, f"the body must be JSON, with Content-Type: {_JSON}")
         return None
 
-    def _is_own(self, host: str) -> bool:
-        if not host or self._any_name:
+    def _accepts_host(self, host: str) -> bool:
+        if not host or self._accepts_any_name:
             return True
         if "@" in host:
             return False

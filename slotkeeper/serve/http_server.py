@@ -1,6 +1,6 @@
-"""HTTP/1.1 by the standard library's http.server: keep-alive, one thread per connection.
+"""HTTP/1.1 server based on the standard library's http.server: keep-alive, one thread per connection.
 
-A thread per connection, not a pool: a health check never waits for a thread that a run has taken.
+There is no thread pool, so a health check never waits for a thread in which a run is executed.
 """
 
 import socket
@@ -16,17 +16,19 @@ from typing import Any
 
 from slotkeeper.serve.logs import log_failure
 
-IDLE_S = 600.0  # long: a client that reuses a connection just as it is closed cannot tell whether its job runs
-_LINGER_S = 2.0
-_POLL_S = 0.1  # until a server that is closed stops to accept
-_ONCE = ("Content-Length", "Host", "Origin", "Content-Type")
+# Long: a client that reuses a connection while the server closes it does not know whether its job is running.
+IDLE_S = 600.0
+_DISCARD_S = 2.0  # how long the rest of a refused request is read
+_SHUTDOWN_POLL_S = 0.1  # how often the accept loop checks whether the server was closed
+_SINGLE_HEADERS = ("Content-Length", "Host", "Origin", "Content-Type")  # headers that a request may have only once
 
 
 @dataclass(slots=True)
 class Request:
-    """`path` is without the query, still percent-encoded; names of `headers` are in small letters.
+    """An HTTP request.
 
-    `takes_chunks`: its answer may come in pieces.
+    `path` has no query string and is still percent-encoded.  Header names are in lower case.
+    `takes_chunks`: the client understands a chunked response.
     """
 
     method: str
@@ -38,7 +40,7 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """`body` is JSON.  `events`: in its place, server-sent events, sent as they come."""
+    """An HTTP response.  `body` is JSON.  If `events` is set, the server streams these server-sent events instead."""
 
     status: int
     body: bytes
@@ -51,7 +53,10 @@ Refusal = Callable[[int, str], Response]
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Listens from the start on; answers after `start()`.  Raises OSError when the address cannot be had."""
+    """An HTTP server that listens once it is created, and accepts connections after `start()`.
+
+    Raises OSError if it cannot bind the address.
+    """
 
     request_queue_size = 1024
 
@@ -60,7 +65,7 @@ class HttpServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._connections: set[Any] = set()
         self._answered = threading.Condition()
-        self._under_way = 0
+        self._in_progress = 0
         super().__init__((host, port), _Connection)
 
     @property
@@ -68,27 +73,27 @@ class HttpServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def start(self) -> None:
-        threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="accept", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(_SHUTDOWN_POLL_S,), name="accept", daemon=True).start()
 
     def wait_answered(self, timeout_s: float) -> bool:
-        """Wait until no request is under way; False when one still is after `timeout_s`."""
+        """Wait until no request is in progress.  Returns False if one still is after `timeout_s`."""
         with self._answered:
-            return self._answered.wait_for(lambda: not self._under_way, max(0.0, timeout_s))
+            return self._answered.wait_for(lambda: not self._in_progress, max(0.0, timeout_s))
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Count a request, from the last byte of it to the last byte of its answer."""
+        """Count a request as in progress, from the last byte of the request to the last byte of its response."""
         with self._answered:
-            self._under_way += 1
+            self._in_progress += 1
         try:
             yield
         finally:
             with self._answered:
-                self._under_way -= 1
+                self._in_progress -= 1
                 self._answered.notify_all()
 
     def close(self) -> None:
-        """Take no more connections and hang up on those there are."""
+        """Stop accepting connections and close the open ones."""
         self.shutdown()
         self.server_close()
         for connection in list(self._connections):
@@ -104,29 +109,32 @@ class HttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong, unless the client went away: what it started goes on, and can be asked for again."""
+        """Log the current exception, unless the client has disconnected.
+
+        A disconnect is no error: the run continues, and the client can request its result later.
+        """
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             log_failure("a connection", error)
 
 
 class _Connection(BaseHTTPRequestHandler):
-    """One client, one request after the other."""
+    """One client connection, which handles one request after the other."""
 
     server: HttpServer
     protocol_version = default_request_version = "HTTP/1.1"
     server_version, sys_version = "slotkeeper.serve", ""
     timeout = IDLE_S
     disable_nagle_algorithm = True
-    wbufsize = -1  # An answer leaves in one packet.
+    wbufsize = -1  # buffered, so that headers and body leave in one packet
 
     def handle_expect_100(self) -> bool:
-        goes_on = super().handle_expect_100()
-        self.wfile.flush()
-        return goes_on
+        should_continue = super().handle_expect_100()
+        self.wfile.flush()  # the client sends the body only after it has received this response
+        return should_continue
 
     def do_GET(self) -> None:
-        if any(len(self.headers.get_all(name, ())) > 1 for name in _ONCE) or self.headers.defects:
+        if any(len(self.headers.get_all(name, ())) > 1 for name in _SINGLE_HEADERS) or self.headers.defects:
             self.send_error(HTTPStatus.BAD_REQUEST, "the headers can be read in two ways")
         elif "Transfer-Encoding" in self.headers:
             self.send_error(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length; Transfer-Encoding is not read here")
@@ -136,20 +144,20 @@ class _Connection(BaseHTTPRequestHandler):
             error = f"the body is larger than {self.server.max_body_bytes} bytes"
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, error)
         else:
-            self._answer(self.rfile.read(int(length)))
+            self._respond(self.rfile.read(int(length)))
 
     do_POST = do_PUT = do_DELETE = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request that this server reads, in JSON; the connection ends with the answer."""
+        """Send an error for a request that cannot be read, as JSON, and close the connection."""
         self.close_connection = True
         self._send(self.server.refuse(int(code), message or HTTPStatus(code).description))
-        self._linger()
+        self._discard_input()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Log nothing, instead of one line per request."""
 
-    def _answer(self, body: bytes) -> None:
+    def _respond(self, body: bytes) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         takes_chunks = self.request_version == "HTTP/1.1"
         request = Request(self.command, self.path.partition("?")[0], headers, body, takes_chunks)
@@ -187,11 +195,14 @@ class _Connection(BaseHTTPRequestHandler):
             self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
 
-    def _linger(self) -> None:
-        """Read what the client is still sending, or the system resets the connection and our answer is lost."""
+    def _discard_input(self) -> None:
+        """Read and discard the rest of the request before the connection is closed.
+
+        With unread data the system would reset the connection, and the client could lose the response.
+        """
         self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(_LINGER_S)
-        deadline = time.monotonic() + _LINGER_S
+        self.connection.settimeout(_DISCARD_S)
+        deadline = time.monotonic() + _DISCARD_S
         with suppress(OSError):
             while self.connection.recv(1 << 20) and time.monotonic() < deadline:
                 pass

@@ -1,6 +1,6 @@
-"""Bytes, images and files as JSON: {"media_type": ..., "size": ..., "base64": ..., "name": ...}.
+"""The JSON format of bytes, images and files: {"media_type": ..., "size": ..., "base64": ..., "name": ...}.
 
-`size` is in bytes, `name` is there for a file.  docs/how-to/files.md describes the form.
+`size` is in bytes; only files have a `name`.  docs/how-to/files.md describes this format.
 """
 
 import base64
@@ -10,7 +10,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 ANY_BYTES = "application/octet-stream"
-_BEGINNINGS = (
+# First bytes of a file ("magic numbers") and its media type.
+_SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"GIF8", "image/gif"),
@@ -25,42 +26,43 @@ _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 
 
 def written_file(value: Any) -> dict[str, Any]:
-    """Return the JSON form of bytes, of an image with `save`, of a path, or of an open file, which is closed.
+    """Return the JSON format of bytes, a PIL image, a path, or an open file, which is then closed.
 
-    An image is saved in its own format, or as PNG.  Raises TypeError for any other value; OSError.
+    An image is saved in its own format, or as PNG if it has none.
+    Raises TypeError for any other value; OSError if a file cannot be read.
     """
     if isinstance(value, bytes | bytearray | memoryview):
-        return _described(bytes(value))
+        return _to_json(bytes(value))
     if isinstance(value, Path):
-        return _described(value.read_bytes(), value.name)
+        return _to_json(value.read_bytes(), value.name)
     if callable(getattr(value, "save", None)) and hasattr(value, "mode") and hasattr(value, "format"):
-        return _described(_saved(value))
+        return _to_json(_image_bytes(value))
     if callable(getattr(value, "read", None)):
-        return _described(_read(value), _name_of(value))
+        return _to_json(_file_bytes(value), _file_name(value))
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
-def _saved(image: Any) -> bytes:
-    """Return a PIL image as a file.  Its format is None where it was made, and not read from a file."""
+def _image_bytes(image: Any) -> bytes:
+    """Return the bytes of a PIL image as a file.  `image.format` is None unless the image was read from a file."""
     file = io.BytesIO()
     image.save(file, format=image.format or "PNG")
     return file.getvalue()
 
 
-def _read(file: Any) -> bytes:
+def _file_bytes(file: Any) -> bytes:
     with file:
-        if file.seekable():  # it may stand where its last write ended
+        if file.seekable():  # after a write the position is at the end
             file.seek(0)
         content = file.read()
     return content.encode() if isinstance(content, str) else bytes(content)
 
 
-def _name_of(file: Any) -> str | None:
+def _file_name(file: Any) -> str | None:
     name = getattr(file, "name", None)
     return PurePath(name).name if isinstance(name, str) else None
 
 
-def _described(content: bytes, name: str | None = None) -> dict[str, Any]:
+def _to_json(content: bytes, name: str | None = None) -> dict[str, Any]:
     guessed = mimetypes.guess_type(name)[0] if name else None
     found: dict[str, Any] = {"media_type": guessed or _media_type(content), "size": len(content)}
     if name:
@@ -73,4 +75,4 @@ def _media_type(content: bytes) -> str:
         return _RIFF.get(content[8:12], ANY_BYTES)
     if content[4:8] == b"ftyp":
         return "video/mp4"
-    return next((media_type for begin, media_type in _BEGINNINGS if content.startswith(begin)), ANY_BYTES)
+    return next((media_type for signature, media_type in _SIGNATURES if content.startswith(signature)), ANY_BYTES)

@@ -1,4 +1,4 @@
-"""Tells whoever asked for it how a run ended."""
+"""Push delivery: a POST with the end of a run to the callback URL of its call."""
 
 import http.client
 import logging
@@ -19,9 +19,9 @@ TIMEOUT_S = 5.0
 
 
 class Pusher:
-    """One thread per push, so that a slow receiver delays nobody else.
+    """A sender of pushes, each in a separate thread, so that a slow receiver does not delay other pushes.
 
-    A push is a courtesy that can get lost: after the last try it is dropped, and `/status` still has the answer.
+    A push can be lost: after the last try it is dropped.  `/status` has the same body.
     """
 
     def __init__(self, pause_s: float = FIRST_PAUSE_S) -> None:
@@ -29,13 +29,14 @@ class Pusher:
         self._threads: set[threading.Thread] = set()
 
     def push(self, run: Run, callback: Callback) -> None:
+        """Deliver the end of a run in the background."""
         body = orjson.dumps(status_body(run))
         thread = threading.Thread(target=self._deliver, args=(callback, body), name=f"push-{run.id}", daemon=True)
         self._threads.add(thread)
         thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the pushes under way; False when some are still trying after `timeout_s`."""
+        """Wait until no push is in progress.  Returns False if one still is after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -43,14 +44,14 @@ class Pusher:
 
     def _deliver(self, callback: Callback, body: bytes) -> None:
         try:
-            self._try_until_taken(callback, body)
+            self._post_with_retries(callback, body)
         finally:
             self._threads.discard(threading.current_thread())
 
-    def _try_until_taken(self, callback: Callback, body: bytes) -> None:
+    def _post_with_retries(self, callback: Callback, body: bytes) -> None:
         pause_s = self._pause_s
-        for number in range(TRIES):
-            if number:
+        for try_number in range(TRIES):
+            if try_number:
                 time.sleep(pause_s)
                 pause_s *= 2
             try:
@@ -58,15 +59,19 @@ class Pusher:
             except (OSError, http.client.HTTPException) as error:
                 log.warning("push to %r: %r", urlsplit(callback.url).netloc, error)
                 continue
-            if status < 500 and status != 429:  # taken, or refused for good: the token or the job is not known
+            # The push was accepted, or refused because of an unknown token or job: a retry cannot help.
+            if status < 500 and status != 429:
                 return
 
 
 def post(callback: Callback, body: bytes) -> int:
-    """One try; the status it got.  Follows no redirect and uses no proxy.  Raises OSError, HTTPException."""
+    """POST once and return the HTTP status.  Follows no redirect and uses no proxy.
+
+    Raises OSError or HTTPException.
+    """
     url = urlsplit(callback.url)
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    connection_type = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    connection = connection_type(url.hostname or "", url.port, timeout=TIMEOUT_S)
     try:
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {callback.token}"}
@@ -77,7 +82,7 @@ def post(callback: Callback, body: bytes) -> int:
 
 
 def usable(url: str) -> bool:
-    """Whether it can be pushed to at all."""
+    """Return True for an http or https URL with a host."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

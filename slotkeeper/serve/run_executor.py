@@ -1,4 +1,4 @@
-"""Runs the function in the slots that the engine gives."""
+"""The executor of runs: it calls the served function for each run that has a slot."""
 
 import threading
 import time
@@ -17,65 +17,70 @@ MAX_ERROR_CHARS = 2000
 
 
 class RunExecutor:
-    """Calls the model for runs that hold a slot, in the caller's thread or in one of its own.
+    """An executor that calls the model for each run that has a slot, in the caller's thread or in a background thread.
 
-    Own threads are as many as slots and live as long as the server: a run never waits for one, and a library that
-    keeps state per thread finds it again.
+    There is one background thread per slot, so a run never waits for a thread.  The threads live as long as the server,
+    so libraries can keep thread-local state between runs.
     """
 
     def __init__(
         self, engine: RunScheduler, model: Model, journal: Journal | None = None, pusher: Pusher | None = None
     ) -> None:
-        self._engine, self._model, self._journal, self._pusher = engine, model, journal, pusher
-        self._ready: SimpleQueue[Run | None] = SimpleQueue()
+        self._scheduler, self._model, self._journal, self._pusher = engine, model, journal, pusher
+        self._ready_runs: SimpleQueue[Run | None] = SimpleQueue()
         for number in range(engine.slots):
             threading.Thread(target=self._work, name=f"slot-thread-{number}", daemon=True).start()
 
     def start(self, run: Run) -> None:
-        """Have it run in the background."""
-        self._ready.put(run)
+        """Execute a run in a background thread."""
+        self._ready_runs.put(run)
 
     def run_here(self, run: Run) -> None:
-        """Run it in this thread, which saves a hand-over, and return when it has ended."""
+        """Execute a run in this thread and return when it has ended.  Saves the switch to another thread."""
         next_run = self._run(run)
         if next_run:
             self.start(next_run)
 
     def close(self) -> None:
-        """Let the threads end, each after the run it has."""
-        for _ in range(self._engine.slots):
-            self._ready.put(None)
+        """Stop the background threads, each after its current run."""
+        for _ in range(self._scheduler.slots):
+            self._ready_runs.put(None)
 
     def _work(self) -> None:
-        while run := self._ready.get():
+        while run := self._ready_runs.get():
             next_run: Run | None = run
             while next_run:
                 next_run = self._run(next_run)
 
     def _run(self, run: Run) -> Run | None:
+        """Execute a run, and return the queued run that received its slot."""
         started = (time.monotonic_ns(), time.time_ns()) if self._journal else (0, 0)
         ending = self._call(run)
-        if self._journal:  # before the slot is free: noted intervals overlap only if the runs did
+        if self._journal:  # before the slot is free, so that intervals in the journal overlap only if the runs did
             self._journal.note(run, ending, started)
-        next_run = self._engine.finish(run, ending)
+        next_run = self._scheduler.finish(run, ending)
         if self._pusher and run.callback:
             self._pusher.push(run, run.callback)
         return next_run
 
     def _call(self, run: Run) -> RunEnd:
         try:
-            return RunEnd(State.COMPLETED, result=dumps(_whole(self._model(Context(run)), run)))
+            return RunEnd(State.COMPLETED, result=dumps(_collect_result(self._model(Context(run)), run)))
         except ValueError as error:
-            return RunEnd(State.FAILED, error=_text(error), retryable=False)
-        except BaseException as error:  # SystemExit too: whatever happens, the slot must come back
+            return RunEnd(State.FAILED, error=_error_text(error), retryable=False)
+        except BaseException as error:  # also SystemExit: the run must free its slot in any case
             if isinstance(error, Canceled) and run.cancel.is_set():
                 return RunEnd(State.CANCELED, error="canceled")
             log_failure(f"run {run.id}", error)
-            return RunEnd(State.FAILED, error=_text(error), retryable=True)
+            return RunEnd(State.FAILED, error=_error_text(error), retryable=True)
 
 
-def _whole(result: Any, run: Run) -> Any:
-    """Of a result that comes in pieces: what the generator returns, else its texts joined, or a list of its pieces."""
+def _collect_result(result: Any, run: Run) -> Any:
+    """Return the complete result; if it is a generator, consume it and publish each piece.
+
+    The result of a generator is its return value; without one, the concatenated texts or a list of the pieces.
+    Raises Canceled if the run is canceled between two pieces.
+    """
     if not isinstance(result, Generator):
         return result
     pieces = list[Any]()
@@ -83,7 +88,7 @@ def _whole(result: Any, run: Run) -> Any:
         try:
             piece = next(result)
         except StopIteration as ended:
-            is_text = all(isinstance(it, str) for it in pieces)
+            is_text = all(isinstance(piece, str) for piece in pieces)
             return ended.value if ended.value is not None else "".join(pieces) if is_text else pieces
         if run.cancel.is_set():
             result.close()
@@ -92,5 +97,5 @@ def _whole(result: Any, run: Run) -> Any:
         run.pieces.say(piece=piece)
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]

@@ -1,4 +1,4 @@
-"""What a run says while it is at it: pieces of its result, and how far it is."""
+"""The progress stream of a run: pieces of its result and progress reports."""
 
 import threading
 from collections.abc import Iterator
@@ -8,35 +8,39 @@ from slotkeeper.serve.exact import dumps
 
 
 class RunProgress:
-    """Of one run, each as a JSON text; kept until its end, so that whoever joins it hears all of them."""
+    """The messages of one run, each as JSON text.
+
+    It keeps all messages, so that a client that joins the run later receives the stream from its beginning.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._said: list[bytes] = []
-        self._is_over = False
+        self._messages: list[bytes] = []
+        self._has_ended = False
         self.progress: Any = None
 
-    def say(self, **what: Any) -> None:
-        """`piece=…` or `progress=…`.  Raises Unwritable for what is no JSON."""
-        text = dumps(what)
+    def say(self, **message: Any) -> None:
+        """Append the message `piece=…` or `progress=…`.  Raises NotJsonSerializable."""
+        encoded = dumps(message)
         with self._changed:
-            self.progress = what.get("progress", self.progress)
-            self._said.append(text)
+            self.progress = message.get("progress", self.progress)
+            self._messages.append(encoded)
             self._changed.notify_all()
 
     def end(self) -> None:
+        """End the stream.  Iterators stop after the last message."""
         with self._changed:
-            self._is_over = True
+            self._has_ended = True
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[bytes]:
-        """From the first on, as they come, until the end."""
-        at = 0
+        """Yield all messages from the first one on, and wait for further ones until the stream ends."""
+        sent = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or len(self._said) > at)  # noqa: B023
-                fresh, is_over = self._said[at:], self._is_over
-            yield from fresh
-            at += len(fresh)
-            if is_over:
+                self._changed.wait_for(lambda: self._has_ended or len(self._messages) > sent)  # noqa: B023
+                new, has_ended = self._messages[sent:], self._has_ended
+            yield from new
+            sent += len(new)
+            if has_ended:
                 return

@@ -1,4 +1,4 @@
-"""The whole server: put together, started, stopped."""
+"""The reference server: configuration, start and graceful shutdown."""
 
 import contextlib
 import os
@@ -23,41 +23,41 @@ from slotkeeper.serve.run_executor import RunExecutor
 from slotkeeper.serve.run_scheduler import ResultRetention, RunScheduler
 from slotkeeper.serve.served_function import Function, TargetError, adapt, load, streams, takes_context
 
-CANCEL_GRACE_S = 1.0  # after the grace, for runs that heed a cancel
+CANCEL_GRACE_S = 1.0  # after the grace time, for runs that observe the cancel
 RESERVED = re.compile(r"/(health$|status(/|$)|cancel(/|$))")
 
 
 class ServeError(Exception):
-    """The server cannot be started; the text is one line that says why."""
+    """The server cannot start; the text is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How a function is served.  Raises ValueError for what cannot be."""
+    """The settings of a server.  Raises ValueError for an invalid value."""
 
     slots: int = 1
-    """Runs at the same time."""
+    """Maximum number of runs at the same time."""
     asynchronous: bool = False
-    """Answer with an id to be polled, not with the result."""
+    """Answer with an id that the client polls, not with the result."""
     host: str = "127.0.0.1"
     port: int = 9001
-    """0: any free one; `ReferenceServer.url` tells which."""
+    """0: any free port; `ReferenceServer.url` contains its number."""
     endpoint: str = "/generate"
     model: str | None = None
-    """Name shown in /health; None: the function's own."""
+    """Name shown in /health; None: the name of the function."""
     max_direct_queue: int = 10
-    """Direct calls that may wait in the direct queue."""
+    """Maximum length of the direct queue."""
     memory: ResultRetention = field(default_factory=ResultRetention)
-    """What is kept of runs that have ended."""
+    """Limits for the ended runs that are kept."""
     max_body_bytes: int = 16 << 20
     allow_hosts: tuple[str, ...] = ()
-    """Further host names under which it may be called; see slotkeeper/serve/guard.py."""
+    """Further host names that clients may use for the server; see slotkeeper/serve/guard.py."""
     push: bool = False
-    """Obey X-Callback-Url.  Whoever can call the server can then make it POST anywhere it can reach."""
+    """Obey X-Callback-Url.  Any client can then make the server POST to any address that it can reach."""
     journal: Path | None = None
     """A file that gets one JSON line per run."""
     grace_s: float = 10.0
-    """How long a stopping server waits for the runs under way."""
+    """How long a stopping server waits for processing runs, in seconds."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -71,7 +71,9 @@ class ServeConfig:
 
 
 class ReferenceServer:
-    """A function behind the slot protocol, in this process.  Raises ServeError when the address cannot be had.
+    """A server in this process that offers a function by the slot protocol.
+
+    Raises ServeError if it cannot bind the address or open the journal.
 
     `with ReferenceServer(function, ServeConfig(port=0)) as server: requests.post(server.url + "/generate", json={})`
     """
@@ -84,10 +86,10 @@ class ReferenceServer:
         self._http = self._listen()
         self._journal = _open_journal(config.journal)
         self._pusher = Pusher() if config.push else None
-        self._runner = RunExecutor(self.engine, adapt(function), self._journal, self._pusher)
-        self._door = ProtocolRoutes(
+        self._executor = RunExecutor(self.engine, adapt(function), self._journal, self._pusher)
+        self._routes = ProtocolRoutes(
             self.engine,
-            self._runner,
+            self._executor,
             endpoint=config.endpoint,
             asynchronous=config.asynchronous,
             push=config.push,
@@ -98,7 +100,7 @@ class ReferenceServer:
 
     @property
     def url(self) -> str:
-        """Without a slash at the end, and without the endpoint."""
+        """The base URL, without the endpoint and without a slash at the end."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{self._http.port}"
 
@@ -106,13 +108,13 @@ class ReferenceServer:
         self._http.start()
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Start no more runs, wait for those under way, then cancel, then go."""
+        """Shut down: start no more runs, wait for the processing ones, cancel those that are left, and close."""
         self.engine.close()
-        if not self._drained(self.config.grace_s if grace_s is None else grace_s):
+        if not self._wait_until_drained(self.config.grace_s if grace_s is None else grace_s):
             self.engine.cancel_all()
-            self._drained(CANCEL_GRACE_S)
+            self._wait_until_drained(CANCEL_GRACE_S)
         self._http.close()
-        self._runner.close()
+        self._executor.close()
         if self._journal and self.engine.wait_idle(0):
             self._journal.close()
 
@@ -129,7 +131,7 @@ class ReferenceServer:
             return HttpServer(
                 config.host,
                 config.port,
-                lambda request: self._guard.refusal(request) or self._door.handle(request),
+                lambda request: self._guard.refusal(request) or self._routes.handle(request),
                 protocol_responses.refused,
                 config.max_body_bytes,
             )
@@ -138,32 +140,32 @@ class ReferenceServer:
                 f"cannot listen on port {config.port} of {config.host}: {error.strerror or error}"
             ) from error
 
-    def _drained(self, timeout_s: float) -> bool:
-        """Runs ended, answers sent, pushes delivered; False when that takes longer."""
+    def _wait_until_drained(self, timeout_s: float) -> bool:
+        """Wait until runs have ended and responses and pushes are sent.  Returns False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
 
-        def left() -> float:
+        def remaining_s() -> float:
             return max(0.0, deadline - time.monotonic())
 
         return (
-            self.engine.wait_idle(left())
-            and self._http.wait_answered(left())
-            and (self._pusher is None or self._pusher.wait(left()))
+            self.engine.wait_idle(remaining_s())
+            and self._http.wait_answered(remaining_s())
+            and (self._pusher is None or self._pusher.wait(remaining_s()))
         )
 
 
 def serve(target: str | Function, config: ServeConfig, say: Callable[[str], Any] = print) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serve a function until SIGTERM or SIGINT.  A second signal ends the process at once.
 
-    `target` is a function or its name, `package.module:function`; `say` gets the one line that tells the address.
-    Raises ServeError when it cannot start.
+    `target` is a function or its name, `package.module:function`.  `say` is called with one line, the server's address.
+    Raises ServeError if the server cannot start.
     """
     try:
         function = load(target) if isinstance(target, str) else target
     except TargetError as error:
         raise ServeError(str(error)) from error
     server = ReferenceServer(function, config)
-    with _signals() as events:
+    with _signal_socket() as events:
         server.start()
         mode = "async" if config.asynchronous else "sync"
         say(f"{server.model_name}: {config.slots} slots, {mode}, at {server.url}{config.endpoint}")
@@ -172,12 +174,12 @@ def serve(target: str | Function, config: ServeConfig, say: Callable[[str], Any]
 
 
 def _stop_unless_signaled(server: ReferenceServer, events: socket.socket) -> None:
-    """Stop it in another thread, so that this one still hears a second signal."""
-    stopped, told = socket.socketpair()
+    """Stop the server in another thread, so that this thread can receive a second signal.  Exit if one arrives."""
+    stopped, finished = socket.socketpair()
 
     def stop() -> None:
         server.stop()
-        told.close()
+        finished.close()
 
     threading.Thread(target=stop, name="stop", daemon=True).start()
     with selectors.DefaultSelector() as ready, stopped:
@@ -188,24 +190,26 @@ def _stop_unless_signaled(server: ReferenceServer, events: socket.socket) -> Non
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket that gets a byte, its number, for each SIGTERM and SIGINT.
+def _signal_socket() -> Iterator[socket.socket]:
+    """Yield a socket from which each SIGTERM or SIGINT can be read as one byte, the signal's number.
 
-    The system may hand a signal to any thread, and a handler in Python would then run only when the main thread
-    happens to wake up; this byte is written at once, wherever the signal arrives.
+    The kernel may deliver a signal to any thread, but Python runs handlers only in the main thread, and only after that
+    thread wakes up.  The byte is written immediately, whichever thread receives the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ServeError("serve() handles signals and needs the main thread; use ReferenceServer elsewhere")
-    events, written = socket.socketpair()
-    written.setblocking(False)
-    with events, written:
-        before_fd = signal.set_wakeup_fd(written.fileno())
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    events, writer = socket.socketpair()
+    writer.setblocking(False)
+    with events, writer:
+        previous_fd = signal.set_wakeup_fd(writer.fileno())
+        previous_handlers = {
+            number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield events
         finally:
-            signal.set_wakeup_fd(before_fd)
-            for number, handler in before.items():
+            signal.set_wakeup_fd(previous_fd)
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
 

@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reference server accepts any host name",
-        "slotkeeper.serve.guard:HostGuard._is_own",
+        "slotkeeper.serve.guard:HostGuard._accepts_host",
         swap("name in self._names or _is_address(name)", "True"),
         kills=["test_who_is_let_in", "test_names_of_the_network_can_be_told"],
         breaks="origins",
@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "the reference server does not ask its guard",
         "slotkeeper.serve.server:ReferenceServer._listen",
-        swap("self._guard.refusal(request) or self._door.handle(request)", "self._door.handle(request)"),
+        swap("self._guard.refusal(request) or self._routes.handle(request)", "self._routes.handle(request)"),
         kills=["test_the_guard_stands_before_everything"],
         breaks="origins",
         still="test_who_is_let_in",
@@ -79,7 +79,7 @@ MUTANTS = [
         "the reference server logs payloads",
         "slotkeeper.serve.logs:log_failure",
         swap(
-            'log.error("%s failed: %s%s", what, type(error).__name__, where, exc_info=error if in_full else None)',
+            'log.error("%s failed: %s%s", what, type(error).__name__, where, exc_info=error if in_detail else None)',
             'log.error("%s failed: %s%s", what, type(error).__name__, where, exc_info=error)',
         ),
         kills=["test_the_text_of_an_error_is_logged_only_for_who_asks"],

@@ -253,7 +253,7 @@ def test_nothing_is_left_of_what_was_forgotten():
     engine = RunScheduler(slots=1, memory=ResultRetention(runs=1))
     for number in range(50):
         engine.finish(started(engine, dispatched(f"job-{number}", 1, key=f"key-{number}")), DONE)
-    assert (len(engine._names), len(engine._keys), engine._ended_bytes) == (2, 1, len(DONE.result))
+    assert (len(engine._runs_by_id), len(engine._runs_by_key), engine._ended_bytes) == (2, 1, len(DONE.result))
 
 
 def test_the_payload_is_not_kept_after_the_end():

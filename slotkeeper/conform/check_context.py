@@ -1,4 +1,4 @@
-"""A server under test, a gate, and what can be done with both."""
+"""The objects that a check uses: the server under test, the gate, and the runs that wait at it."""
 
 import itertools
 import time
@@ -19,26 +19,26 @@ _numbers = itertools.count(1)
 
 
 class ProtocolViolation(AssertionError):
-    """The server does not keep a clause; the message says what was seen instead."""
+    """The server violates a clause of the protocol; the message describes what the check observed."""
 
 
 class Skipped(Exception):
-    """A check that does not apply to this server, and why."""
+    """The check does not apply to this server; the message has the reason."""
 
 
 def require(holds: object, otherwise: str) -> None:
-    """Raises Violated with what is the case `otherwise`."""
+    """Raise ProtocolViolation with the message `otherwise` unless the condition holds."""
     if not holds:
         raise ProtocolViolation(otherwise)
 
 
 def require_equal(found: object, wanted: object, what: str) -> None:
-    """Raises Violated unless both are equal."""
+    """Raise ProtocolViolation unless both values are equal.  `what` names the compared value in the message."""
     require(found == wanted, f"{what} is {found!r}, not {wanted!r}")
 
 
 def wait_until(condition: Callable[[], Any], what: str = "the condition") -> Any:
-    """Look again and again until the condition holds; its value.  Raises Violated after DEADLINE_S."""
+    """Poll until the condition returns a true value, and return it.  Raises ProtocolViolation after DEADLINE_S."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         require(time.monotonic() < deadline, f"{what} did not come true in {DEADLINE_S:g} s")
@@ -47,15 +47,16 @@ def wait_until(condition: Callable[[], Any], what: str = "the condition") -> Any
 
 
 def a_job_id() -> str:
-    """One that no other check has used, even of another round on the same server."""
+    """Return a job id that no other check has used, also no earlier test of the same server."""
     return f"job-{time.time_ns():x}-{next(_numbers)}"
 
 
 @dataclass
 class ServerUnderTest:
-    """A server under test, and what it can do.
+    """The server under test and its properties; the methods send requests to it.
 
-    `without`: which of ABILITIES it does not promise.  `restart`: kills it and starts it again, if that can be done.
+    `mode` is sync or async.  `without` contains the ABILITIES that the server lacks.  `restart` kills the server and
+    starts it again; None if the test cannot do this.
     """
 
     url: str
@@ -67,34 +68,37 @@ class ServerUnderTest:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=64))
 
     def needs(self, ability: str) -> None:
-        """Raises LeftOut."""
+        """Raise Skipped if the server lacks this ability."""
         if ability in self.without:
             raise Skipped(f"this server is said to be without {ability}")
 
     @property
     def slots(self) -> int:
+        """The number of slots according to /health."""
         return int(self.health()["slots"])
 
     def health(self) -> dict[str, Any]:
+        """Return the body of /health.  Raises ProtocolViolation unless the HTTP status is 200."""
         answer = requests.get(f"{self.url}/health", timeout=5)
         require_equal(answer.status_code, 200, "the status of /health")
         found: dict[str, Any] = answer.json()
         return found
 
     def generate(self, payload: dict[str, Any] | None = None, **headers: str) -> requests.Response:
+        """Send a call with these headers; without X-Source it is a direct call."""
         return requests.post(f"{self.url}{self.endpoint}", json=payload or {}, headers=headers, timeout=30)
 
     def dispatch(
         self, payload: dict[str, Any] | None = None, job: str = "", attempt: int = 1, key: str = "", **more: str
     ) -> requests.Response:
-        """A call as the dispatcher makes it; with an Idempotency-Key, if there is a `key`."""
+        """Send a call like the dispatcher, with an Idempotency-Key if `key` is not empty."""
         headers = {"X-Source": "dispatcher", "X-Job-Id": job or a_job_id(), "X-Attempt": str(attempt), **more}
         if key:
             headers["Idempotency-Key"] = key
         return self.generate(payload, **headers)
 
     def post(self, body: bytes) -> requests.Response:
-        """A call whose body is just that."""
+        """Send dispatcher traffic with exactly these bytes as the body."""
         headers = {"X-Source": "dispatcher"}
         return requests.post(f"{self.url}{self.endpoint}", data=body, headers=headers, timeout=5)
 
@@ -105,33 +109,38 @@ class ServerUnderTest:
         return requests.post(f"{self.url}/cancel/{job_id}", timeout=5)
 
     def word(self, job_id: str) -> str:
-        """What /status says of it, in one word."""
+        """Return the field `status` of /status."""
         return str(self.status(job_id).json()["status"])
 
     def ended(self, job_id: str) -> dict[str, Any]:
-        """Poll until the run has ended; what /status says."""
+        """Poll /status until the run has ended, and return its last body."""
         found: dict[str, Any] = wait_until(
             lambda: (body := self.status(job_id).json())["status"] in ENDED and body, f"the end of {job_id}"
         )
         return found
 
     def outcome(self, answer: requests.Response) -> dict[str, Any]:
-        """The end of a run from the answer to its call, in either mode, with `status` in one vocabulary."""
+        """Return the body that describes the end of the run, from the response to its call, in either mode.
+
+        Waits for the end if necessary.  `status` is completed, failed or canceled, also if the server uses a synonym.
+        """
         return self.outcome_of(answer.json())
 
     def outcome_of(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the same as `outcome`, from the body of the response."""
         if body["status"] not in ENDED:
             body = self.ended(body["job_id"])
         return body | {"status": ENDED[body["status"]]}
 
     def is_idle(self) -> bool:
+        """Return True if no run is processing and no direct call waits."""
         now = self.health()
         return now["active_jobs"] == 0 and not now.get("direct_queue")
 
 
 @dataclass
 class StartedRun:
-    """A call whose run waits at the gate."""
+    """A call whose run has started and waits at the gate."""
 
     served: ServerUnderTest
     held: HeldRun
@@ -139,50 +148,55 @@ class StartedRun:
     answer: "Future[requests.Response]"
 
     def finish(self, how: str = "return") -> dict[str, Any]:
+        """Release the run at the gate, and return its outcome.  `how`: return | error | invalid."""
         self.held.release(how)
         return self.outcome()
 
     def outcome(self) -> dict[str, Any]:
+        """Wait for the end of the run and return its body; see `ServerUnderTest.outcome`."""
         return self.served.outcome(self.answer.result(DEADLINE_S))
 
 
 @dataclass
 class CheckContext:
-    """One check's server and gate."""
+    """The server and the gate of one check."""
 
     served: ServerUnderTest
     gate: Gate
 
     def payload(self, name: str = "") -> dict[str, Any]:
+        """Return a payload whose run waits at the gate under this name."""
         return {"gate": self.gate.address, "name": name}
 
     def begin(self, job: str = "", attempt: int = 1, key: str = "", **headers: str) -> StartedRun:
-        """Have the dispatcher's call run, and wait until it does."""
+        """Send a call like the dispatcher, and wait until its run has started."""
         job = job or a_job_id()
         answer = self.later(lambda: self.served.dispatch(self.payload(job), job, attempt, key, **headers))
-        return StartedRun(self.served, self._arrival(answer), job, answer)
+        return StartedRun(self.served, self._wait_for_run(answer), job, answer)
 
     def begin_direct(self, **headers: str) -> StartedRun:
+        """Send a direct call, and wait until its run has started."""
         answer = self.later(lambda: self.served.generate(self.payload(), **headers))
-        return StartedRun(self.served, self._arrival(answer), "", answer)
+        return StartedRun(self.served, self._wait_for_run(answer), "", answer)
 
     def later(self, call: Callable[[], requests.Response]) -> "Future[requests.Response]":
+        """Send a request in a background thread."""
         return self.served.threads.submit(call)
 
     def fill(self) -> list[StartedRun]:
-        """Take every slot."""
+        """Start a run in each slot."""
         return [self.begin() for _ in range(self.served.slots)]
 
     def queue(self, name: str = "", **headers: str) -> str:
-        """Make a direct call that has to wait; its id."""
+        """Send a direct call that has to wait, and return its id."""
         body = self.served.generate(self.payload(name), **headers).json()
         require_equal(body["status"], "queued", "the answer to a direct call when all slots run")
         return str(body["job_id"])
 
-    def _arrival(self, answer: "Future[requests.Response]") -> HeldRun:
-        """The run's coming to the gate; what the server said instead, if it does not come."""
+    def _wait_for_run(self, answer: "Future[requests.Response]") -> HeldRun:
+        """Wait until the run reaches the gate.  Raises ProtocolViolation with the server's response if it does not."""
         try:
             return self.gate.arrival()
         except TimeoutError:
-            said = f"; the server said {answer.result().text[:200]!r}" if answer.done() else ""
-            raise ProtocolViolation(f"a call was made, and no run began{said}") from None
+            response = f"; the server said {answer.result().text[:200]!r}" if answer.done() else ""
+            raise ProtocolViolation(f"a call was made, and no run began{response}") from None

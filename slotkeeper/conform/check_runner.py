@@ -1,4 +1,4 @@
-"""The checks, carried out one by one against a server."""
+"""The runner of the checks: it runs them against a server, one after the other."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,7 +20,7 @@ class CheckStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """How a check ended, and why: what was seen, or why it was left out."""
+    """The result of a check.  `why`: what the check observed if it failed, or why it was skipped."""
 
     check: Check
     ended: CheckStatus
@@ -30,22 +30,22 @@ class CheckResult:
 def conform(
     served: ServerUnderTest, wanted: Callable[[Check], bool] = lambda _: True, host: str = "127.0.0.1"
 ) -> Iterator[CheckResult]:
-    """Put the server to the checks that are wanted, in their order.  Raises Unfit: it cannot be put to any."""
+    """Run the wanted checks in order, and yield their results.  Raises CannotTest if the server is not testable."""
     check_preconditions(served, host)
     for check in filter(wanted, CHECKS):
         yield run_check(check, served, host)
 
 
 def run_check(check: Check, served: ServerUnderTest, host: str = "127.0.0.1") -> CheckResult:
-    """Carry out one check; afterwards the server is idle again."""
+    """Run one check and return its result.  The check fails also if the server does not become idle again."""
     try:
         with closing(Gate(host)) as gate:
             check.act(CheckContext(served, gate))
         wait_until(served.is_idle, "an idle server, after the check,")
-    except Skipped as why:
-        return CheckResult(check, CheckStatus.SKIPPED, str(why))
-    except ProtocolViolation as why:
-        return CheckResult(check, CheckStatus.FAILED, str(why))
+    except Skipped as error:
+        return CheckResult(check, CheckStatus.SKIPPED, str(error))
+    except ProtocolViolation as error:
+        return CheckResult(check, CheckStatus.FAILED, str(error))
     except requests.RequestException as error:
         return CheckResult(check, CheckStatus.FAILED, f"the server could not be asked: {type(error).__name__}")
     except (KeyError, ValueError, TypeError) as error:
@@ -54,17 +54,20 @@ def run_check(check: Check, served: ServerUnderTest, host: str = "127.0.0.1") ->
 
 
 class CannotTest(Exception):
-    """Why a server cannot be put to the protocol at all."""
+    """The server cannot be tested at all; the message has the reason."""
 
 
 def check_preconditions(served: ServerUnderTest, host: str = "127.0.0.1") -> None:
-    """Raises Unfit unless the server is there, is idle, and wraps the model that waits at gates."""
+    """Raise CannotTest unless the server responds, is idle, and serves the test model, which waits at gates.
+
+    Detects `served.mode` if it is not set.
+    """
     try:
         if not served.is_idle():
             raise CannotTest("it is not idle: /health says so")
         if served.slots < 1:
             raise CannotTest("it has no slots: /health says so")
-        served.mode = served.mode or _mode_of(served)
+        served.mode = served.mode or _detect_mode(served)
         with closing(Gate(host)) as gate:
             CheckContext(served, gate).begin().finish()
     except requests.RequestException as error:
@@ -73,11 +76,11 @@ def check_preconditions(served: ServerUnderTest, host: str = "127.0.0.1") -> Non
         raise CannotTest(
             f"its /health, or its first answer, is not as described: {type(error).__name__}: {error}"
         ) from None
-    except ProtocolViolation as why:
-        raise CannotTest(f"{why}. It must wrap the model that slotkeeper/serve/gated.py describes") from None
+    except ProtocolViolation as error:
+        raise CannotTest(f"{error}. It must wrap the model that slotkeeper/serve/gated.py describes") from None
 
 
-def _mode_of(served: ServerUnderTest) -> str:
-    said = served.dispatch({"prompt": "a cat"}).json()
-    served.outcome_of(said)
-    return "async" if "job_id" in said and "result" not in said else "sync"
+def _detect_mode(served: ServerUnderTest) -> str:
+    body = served.dispatch({"prompt": "a cat"}).json()
+    served.outcome_of(body)  # the server must be idle again
+    return "async" if "job_id" in body and "result" not in body else "sync"

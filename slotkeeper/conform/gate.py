@@ -1,37 +1,38 @@
-"""The gate by which a check holds runs.  The server wraps `slotkeeper.serve.gated`, or the same in its language.
+"""The gate: a TCP server that holds the runs of the server under test until a check releases them.
 
-A gate is a TCP port.  A run connects to it, says its name, and waits for one line that tells it how to end.  So a check
-knows when a run started, decides when it ends, and sleeps nowhere.
+The server under test must serve the model in `slotkeeper/serve/gated.py`, or its equivalent in another language.  A run
+connects to the gate, sends its name, and reads one line, which determines how the run ends.  So a check knows when a
+run has started and decides when it ends, without sleeps.
 """
 
 import contextlib
 import socket
 
 ARRIVAL_S = 10.0
-"""How long a run is waited for."""
+"""How long `Gate.arrival` waits for a run, in seconds."""
 
 
 class HeldRun:
-    """One run that waits at the gate."""
+    """A run that waits at the gate.  `name` is the name that it sent."""
 
     def __init__(self, line: socket.socket) -> None:
         line.settimeout(10)
-        self._line, self._file = line, line.makefile("r")
+        self._connection, self._file = line, line.makefile("r")
         self.name = self._file.readline().strip()
 
     def release(self, how: str = "return") -> None:
-        """`how`: return | error | invalid."""
+        """End the run.  `how`: return | error | invalid."""
         with contextlib.suppress(OSError):
-            self._line.sendall(f"{how}\n".encode())
+            self._connection.sendall(f"{how}\n".encode())
         self.close()
 
     def close(self) -> None:
         self._file.close()
-        self._line.close()
+        self._connection.close()
 
 
 class Gate:
-    """Where runs wait until they are let go.  `host`: the name by which the server reaches this machine."""
+    """A listener for the connections of runs.  `host` is this machine's address for the server under test."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
@@ -40,18 +41,19 @@ class Gate:
 
     @property
     def address(self) -> str:
+        """`host:port`, for the payload of a run."""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     def arrival(self, timeout_s: float | None = None) -> HeldRun:
-        """Wait for the next run to start.  Raises TimeoutError; with 0 seconds BlockingIOError."""
+        """Wait for the next run and return it.  Raises TimeoutError; with `timeout_s` 0 BlockingIOError."""
         self._listener.settimeout(ARRIVAL_S if timeout_s is None else timeout_s)
-        line, _ = self._listener.accept()
-        held = HeldRun(line)
+        connection, _ = self._listener.accept()
+        held = HeldRun(connection)
         self._held.append(held)
         return held
 
     def nobody_waits(self) -> bool:
-        """Whether no further run has come to the gate."""
+        """Return True unless a further run has connected."""
         try:
             self.arrival(0)
         except BlockingIOError:
@@ -59,7 +61,10 @@ class Gate:
         return False
 
     def close(self) -> None:
-        """Let everybody go, late comers too: a closed connection means return, a refused one ends in an error."""
+        """Release all runs.
+
+        A closed connection means return.  A run that connects later is refused, and ends with an error.
+        """
         for held in self._held:
             held.close()
         self._listener.close()

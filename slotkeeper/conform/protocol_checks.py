@@ -1,7 +1,7 @@
-"""The clauses of the slot protocol, each as a function that puts a server to it.
+"""The checks of `slotkeeper conform`, each a function that tests one clause of the slot protocol.
 
-To add one: a function here, and its name behind the clause in docs/reference/slot-protocol.md.  tests/house compares
-both.
+To add a check, write a function in this file, and put its name behind the clause in docs/reference/slot-protocol.md.
+A test compares the file and the page.
 """
 
 import http.client
@@ -22,7 +22,7 @@ Level = Literal["MUST", "SHOULD"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One clause: where it stands, how binding it is, and what it says in a sentence."""
+    """A check: the section and level of its clause, and the clause as one sentence, which the command prints."""
 
     name: str
     section: str
@@ -37,7 +37,7 @@ CHECKS: list[Check] = []
 def check(
     section: str, level: Level = "MUST"
 ) -> Callable[[Callable[[CheckContext], None]], Callable[[CheckContext], None]]:
-    """Put a function on the list; its docstring is the sentence."""
+    """Add a function to CHECKS.  The command prints its docstring as the clause."""
 
     def add(act: Callable[[CheckContext], None]) -> Callable[[CheckContext], None]:
         says = " ".join((act.__doc__ or "").split())
@@ -64,12 +64,12 @@ def result_of_the_function(stage: CheckContext) -> None:
 @check("Answers")
 def first_answer_of_the_mode(stage: CheckContext) -> None:
     """The first answer is that of the mode: sync the result, async an id."""
-    said = stage.served.dispatch({"prompt": "a cat"}).json()
+    body = stage.served.dispatch({"prompt": "a cat"}).json()
     if stage.served.mode == "sync":
-        require_equal(said, {"status": "success", "result": {"echo": {"prompt": "a cat"}}}, "the answer")
+        require_equal(body, {"status": "success", "result": {"echo": {"prompt": "a cat"}}}, "the answer")
     else:
-        require_equal(said["status"], "processing", "the word of the answer")
-        require(said["job_id"], "the answer has no job_id")
+        require_equal(body["status"], "processing", "the word of the answer")
+        require(body["job_id"], "the answer has no job_id")
 
 
 @check("Answers")
@@ -328,9 +328,9 @@ def cancel_of_what_runs(stage: CheckContext) -> None:
     stage.served.needs("cancel")
     for suffix in ("", ".1") if "ids" not in stage.served.without else ("",):
         run = stage.begin()
-        said = stage.served.cancel(run.job + suffix).json()["status"]
-        require(said in ("canceling", "canceled"), f"the answer is {said!r}")
-        if said == "canceled":
+        status = stage.served.cancel(run.job + suffix).json()["status"]
+        require(status in ("canceling", "canceled"), f"the answer is {status!r}")
+        if status == "canceled":
             require(run.job not in stage.served.health().get("job_ids", ()), "canceled was said of a run that runs")
         require_equal(run.outcome()["status"], "canceled", "its end")
         require(run.job not in stage.served.health().get("job_ids", ()), "health still names it")
@@ -432,7 +432,7 @@ def restart_forgets_what_ran(stage: CheckContext) -> None:
     run = stage.begin()
     run.answer.add_done_callback(lambda _: None)
     stage.served.restart()
-    wait_until(lambda: _is_there(stage), "the server's return")
+    wait_until(lambda: _is_up(stage), "the server's return")
     require_equal(stage.served.health()["active_jobs"], 0, "active_jobs after the restart")
     answer = stage.served.status(run.job)
     require(answer.status_code == 404 or answer.json()["status"] != "processing", "/status says that it still runs")
@@ -458,7 +458,7 @@ def connection_serves_many_calls(stage: CheckContext) -> None:
     require(took_s < 1.5, f"50 calls took {took_s:.1f} s")
 
 
-def _is_there(stage: CheckContext) -> bool:
+def _is_up(stage: CheckContext) -> bool:
     try:
         return bool(stage.served.health())
     except requests.RequestException:

@@ -1,4 +1,4 @@
-"""The reference server as a process of its own, which can be killed and started again."""
+"""The reference server as a subprocess that a test can kill and restart."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,10 @@ GATED = "slotkeeper.serve.gated:model"
 
 @dataclass
 class ServerProcess:
-    """What it writes to stderr goes to a file: a pipe that nobody reads would fill, and hold the server up."""
+    """A reference server in a subprocess.
+
+    Its stderr goes to the file `log`.  Without a reader a pipe would become full and block the server.
+    """
 
     command: list[str]
     served: ServerUnderTest
@@ -24,11 +27,12 @@ class ServerProcess:
     child: "subprocess.Popen[str]"
 
     def errors(self) -> str:
+        """Return everything that the server has written to stderr."""
         self.log.seek(0)
         return self.log.read()
 
     def restart(self) -> None:
-        """Kill it, and start it again at the same address."""
+        """Kill the server and start it again at the same address."""
         self.child.kill()
         self.child.wait()
         port = urlsplit(self.served.url).port
@@ -45,7 +49,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def started(target: str, *options: str) -> Iterator[ServerProcess]:
-    """A reference server around a function, on a free port, killed at the end."""
+    """Start a reference server for a function on a free port, yield it, and kill it at the end."""
     command = [sys.executable, "-P", "-m", "slotkeeper.serve", target, *options]
     with tempfile.TemporaryFile("w+") as log:
         served = ServerUnderTest("", "async" if "--async" in options else "sync")

@@ -46,12 +46,6 @@ def _shrink(integer: re.Match[bytes]) -> bytes:
     return digits if len(digits) > MAX_DIGITS else b"1".ljust(len(digits))
 
 
-def _shrink(integer: re.Match[bytes]) -> bytes:
-    """Return a short integer of the same width, unless it is too long for json_text.loads."""
-    digits = integer[0]
-    return digits if len(digits) > MAX_DIGITS else b"1".ljust(len(digits))
-
-
 def _describe_page(page: str) -> str:
     title = _TITLE.search(page)
     return f"it is an HTML or XML page ({title[1]!r})" if title else "it is an HTML or XML page"
@@ -64,8 +58,6 @@ def _describe_place(text: str, error: orjson.JSONDecodeError) -> str:
     if constant := _CONSTANT.match(text, start):
         return f"{constant[0]} at character {start + 1} is not a JSON value: send null or a text in its place"
     if "infinity" in error.msg and (number := _NUMBER.match(text, at)):
-        if number[0].isdigit():
-            return f"{TOO_MANY_DIGITS} (character {at + 1})"
         if number[0].isdigit():
             return f"{TOO_MANY_DIGITS} (character {at + 1})"
         return f"the number {_shorten(number[0])} at character {at + 1} is beyond the range of a double"

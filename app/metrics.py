@@ -27,7 +27,7 @@ from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from tasks.config import EventSettings
 
 log = structlog.get_logger(__name__)

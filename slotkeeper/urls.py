@@ -4,6 +4,7 @@ import errno
 import socket
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 Address = IPv4Address | IPv6Address
@@ -132,3 +133,13 @@ def _refuses(family: int, address: object) -> bool | None:
     except OSError as error:
         return False if error.errno in _NO_WAY else None
     return None
+
+
+Location: TypeAlias = tuple[str, str, int | None, str]
+
+
+@lru_cache(maxsize=4096)
+def parse_location(url: str) -> Location:
+    """Return (scheme, host, port, path): where a server is, without user, password and query."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port, parts.path

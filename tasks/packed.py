@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from kombu import compression
 
-from slotkeeper.registry.model_config import MOST_PAYLOAD_BYTES
+from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES
 
 _GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
 _HEADERS_BYTES = 1 << 20
-MOST_BYTES = _GROWTH * MOST_PAYLOAD_BYTES + _HEADERS_BYTES
+MOST_BYTES = _GROWTH * MAX_PAYLOAD_BYTES + _HEADERS_BYTES
 """Of an unpacked message: the largest payload that a model may take, as kombu writes it, and what stands around it."""
 
 _UNPACKERS: dict[str, Callable[[], Any]] = {

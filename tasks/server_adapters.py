@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from slotkeeper import json_text
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry import values as registered
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
-from slotkeeper.registry.values import parse_location
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
+from slotkeeper.urls import parse_location
 from tasks.security import vault
 from tasks.servers import CompiledDescription, Description, ServerAdapter, compile_description, from_shorthand, presets
 from tasks.servers.pointers import format_pointer, iter_texts

@@ -27,7 +27,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.rotations import SecretRotations
+from slotkeeper.registry.tenants import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.aside import BackgroundTask
 from tasks.config import TaskSettings

@@ -12,9 +12,8 @@ from app.context import dispatcher
 from app.request_json import parse_time
 from app.schemas.base import ResponseSchema, Time
 from app.schemas.cursors import CURSOR, decode_job_cursor
-from slotkeeper.audit import search
-from slotkeeper.audit.acts import ACTIONS
-from slotkeeper.audit.search import AuditFilter, AuditRow
+from slotkeeper import audit
+from slotkeeper.audit import ACTIONS, AuditFilter, AuditRow
 
 api = blueprint("audit", "Audit", "/admin")
 api.before_request(access.require_audit)
@@ -75,7 +74,7 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
         None if query.since is None else parse_time("since", query.since),
         None if query.until is None else parse_time("until", query.until),
     )
-    found = search.find_entries(dispatcher().store.database, wanted, decode_job_cursor(query.cursor), query.limit)
+    found = audit.find_entries(dispatcher().store.database, wanted, decode_job_cursor(query.cursor), query.limit)
     cursor = f"s{found[-1].id}" if len(found) == query.limit else None
     if request.accept_mimetypes.best_match(["application/json", _LINES]) != _LINES:
         return AuditList.build(acts=[AuditEntry.build(it) for it in found], next_cursor=cursor)

@@ -11,7 +11,7 @@ from app.schemas.model_schemas import DefaultsBody, DefaultsView, KindList, Kind
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
-from slotkeeper.registry.defaults import INSTALLATION, Defaults
+from slotkeeper.registry.model_config import INSTALLATION, Defaults
 from tasks.services import catalog
 
 api = admin_blueprint("defaults", "Defaults", "/admin")

@@ -25,7 +25,7 @@ from routing.queries.model_status import read_model_load
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
 from tasks.services import catalog, database

@@ -10,9 +10,9 @@ from app.schemas.tenant_schemas import SecretBody, SecretList, SecretPath, Secre
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.registry.catalog import CatalogSnapshot
-from slotkeeper.registry.defaults import INSTALLATION
-from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.model_config import INSTALLATION
+from slotkeeper.registry.server_descriptions import Secret
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from tasks import server_adapters
 from tasks.security import vault
 from tasks.services import catalog

@@ -28,7 +28,7 @@ from routing.maintenance import decommission as upkeep
 from routing.maintenance import quarantined_slots, rooms
 from routing.queries import server_status as insight
 from routing.queries.idle import explain_idle_server
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.quarantine import QuarantinedSlot
@@ -128,7 +128,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     """
     known = known_server(path.server)
     rooms.reset_breaker(dispatcher().slots.scripts, known.fleet, "server", known.name)
-    acts.write_entry(dispatcher().store.database, acts.make_entry("server.reset", server=known.name))
+    audit.write_entry(dispatcher().store.database, audit.make_entry("server.reset", server=known.name))
     refresh_redis(known.fleet)
     return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))
 
@@ -150,7 +150,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
         raise Conflict(
             f"Server {known.name!r} has {which} that is quarantined; GET /admin/servers lists those that are."
         )
-    acts.write_entry(dispatcher().store.database, acts.make_entry("server.release", server=known.name, slots=rows))
+    audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=rows))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
     return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))
 

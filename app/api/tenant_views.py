@@ -10,8 +10,7 @@ from app.schemas import server_schemas as shape
 from app.schemas.job_schemas import TenantBody, TenantPath
 from app.schemas.server_schemas import TenantList, TenantView, WebhookSecretView
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.rotations import SecretRotation
-from slotkeeper.registry.tenants import Tenant, Tenants, check_tenant_name
+from slotkeeper.registry.tenants import SecretRotation, Tenant, Tenants, check_tenant_name
 from tasks.security.keyring import webhook_secrets
 from tasks.services import catalog, database, rotations
 

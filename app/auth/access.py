@@ -21,9 +21,8 @@ from flask_httpauth import HTTPTokenAuth
 from app.config import AppSettings, is_loopback
 from app.context import application, asked
 from app.problems import ProblemError, problem_response
-from slotkeeper import logs
-from slotkeeper.audit import acts
-from slotkeeper.audit.acts import Actor
+from slotkeeper import audit, logs
+from slotkeeper.audit import Actor
 from slotkeeper.registry.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key
 
 View = TypeVar("View", bound=Callable[..., object])
@@ -135,12 +134,12 @@ def _come_in(whose: Tenant, door: str) -> None:
     """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
     g.flask_httpauth_user = whose
     logs.bind_context(tenant=whose.name)
-    acts.set_actor(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
+    audit.set_actor(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
 
 
 def _leave(_: BaseException | None) -> None:
     """The next request of this thread is somebody else's."""
-    acts.set_actor(acts.SYSTEM)
+    audit.set_actor(audit.SYSTEM)
     logs.bind_context()
 
 

@@ -1,7 +1,7 @@
 """Visits to the page: a signed cookie that says whose key was shown, and until when.
 
 Any process of the same installation takes what another has given; the record keeps only which visits were ended by a
-log-out (slotkeeper/registry/visits.py).  In the cookie stands the key's hash and never the key: a key that is removed
+log-out (slotkeeper/registry/tenants.py).  In the cookie stands the key's hash and never the key: a key that is removed
 ends all visits made with it.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.visits import RevokedSessions
+from slotkeeper.registry.tenants import RevokedSessions
 from tasks.security.keyring import session_keys
 
 _MOST = 1000  # characters of a cookie that are looked at

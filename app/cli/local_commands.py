@@ -286,13 +286,12 @@ def _acting_locally() -> Iterator[None]:
 
     from pydantic import ValidationError
 
-    from slotkeeper import logs
-    from slotkeeper.audit import acts
+    from slotkeeper import audit, logs
     from slotkeeper.errors import SlotkeeperError
 
     logs.configure()
     try:
-        with acts.acting_as(acts.Actor(getpass.getuser(), "command line", socket.gethostname())):
+        with audit.acting_as(audit.Actor(getpass.getuser(), "command line", socket.gethostname())):
             yield
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error

@@ -8,7 +8,7 @@ from app.api import audit_views as audit_api
 from app.api.audit_views import AuditQuery
 from app.page.login import page_view
 from app.page.rendering import render_page
-from slotkeeper.audit.acts import ACTIONS
+from slotkeeper.audit import ACTIONS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 

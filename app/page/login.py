@@ -21,8 +21,7 @@ from app.page.rendering import render_page
 from app.page.visitor import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.request_json import reject_nul_in
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.tenants import LOCAL_TENANT, hash_key
-from slotkeeper.registry.visits import RevokedSessions
+from slotkeeper.registry.tenants import LOCAL_TENANT, RevokedSessions, hash_key
 from tasks.config import TaskSettings
 from tasks.security.keyring import session_keys
 from tasks.services import database

@@ -7,9 +7,8 @@ from pydantic import Field, field_validator
 from app.api.openapi import Schema
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time
 from app.schemas.job_schemas import MODEL_NAME, ConfigBody
-from slotkeeper.registry.catalog import CatalogSnapshot
-from slotkeeper.registry.defaults import KIND, Defaults
-from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.model_config import KIND, Defaults, ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 
 class DefaultsBody(ConfigBody):

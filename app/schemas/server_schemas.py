@@ -15,11 +15,9 @@ from routing.queries.model_status import QueueLoad
 from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog as registered
-from slotkeeper.registry.catalog import CatalogSnapshot
-from slotkeeper.registry.defaults import ConfigSource, resolve_inherited
-from slotkeeper.registry.model_config import ModelConfig, parse_overrides
-from slotkeeper.registry.rotations import SecretRotation
-from slotkeeper.registry.tenants import Tenant
+from slotkeeper.registry.model_config import ConfigSource, ModelConfig, parse_overrides, resolve_inherited
+from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.tenants import SecretRotation, Tenant
 from slotkeeper.registry.values import AdminState, Server, TenantState
 from slotkeeper.urls import mask_url
 from tasks.server_adapters import effective_description, is_preset_outdated

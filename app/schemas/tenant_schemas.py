@@ -7,7 +7,7 @@ from pydantic import Field
 from app.api.openapi import Schema
 from app.schemas.base import From, ResponseSchema, Time
 from app.schemas.job_schemas import MODEL_NAME, BodySchema
-from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.server_descriptions import Secret
 from tasks.security.vault import MAX_LENGTH, MIN_LENGTH, NAME_PATTERN, VALUE_PATTERN
 
 _SECRET: Any = {"pattern": f"^{NAME_PATTERN}$"}

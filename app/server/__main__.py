@@ -22,8 +22,7 @@ from routing.progress import ProgressFollower
 from slotkeeper import logs
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.process import tune_garbage_collection
-from slotkeeper.registry.tenants import Tenants
-from slotkeeper.registry.visits import RevokedSessions
+from slotkeeper.registry.tenants import RevokedSessions, Tenants
 from tasks import liveness, services
 
 log = structlog.get_logger(__name__)

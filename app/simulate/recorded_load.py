@@ -16,7 +16,8 @@ from app.simulate.history import PastJob
 from app.simulate.scenario import Arrival, SimulationError
 from migrations import migrate
 from slotkeeper.db import Database
-from slotkeeper.registry.catalog import Catalog, CatalogSnapshot
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import AdminState
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")

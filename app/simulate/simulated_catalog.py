@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from app.simulate.load_plan import Plan, ServerPlan, sentence
 from app.simulate.scenario import Arrival, SimulationError
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 
 _COUNT = re.compile(r"[1-9]\d{0,5}")

@@ -20,7 +20,7 @@ from routing.queue.slots import Slots
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Command, Scripts, assemble
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 _PREFIX = "simulation"
 _TAKER = "simulator"

@@ -12,7 +12,7 @@ from routing.admission.constraints import encode_constraints
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
 MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"

@@ -23,7 +23,7 @@ from routing.queue.leases import Lease, Leases
 from routing.queue.observer import Observer
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
@@ -233,7 +233,7 @@ class Dispatcher:
         Answers the state it is in now.  Raises JobNotFound, Conflict (it has ended).
         """
         now = now_ms()
-        canceling = acts.make_entry("job.cancel", job_id=job_id, now_ms=now)
+        canceling = audit.make_entry("job.cancel", job_id=job_id, now_ms=now)
         error = JobError("canceled", "Canceled before it was started.")
         quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
         moved = self.store.cancel_waiting(job_id, now, error, canceling.write, quarantine)
@@ -282,7 +282,7 @@ class Dispatcher:
     def revive(self, job_id: str) -> None:
         """Queue a dead job again.  Raises JobNotFound, Conflict."""
         now = now_ms()
-        waiting = self.store.revive(job_id, now, acts.make_entry("job.retry", job_id=job_id, now_ms=now).write)
+        waiting = self.store.revive(job_id, now, audit.make_entry("job.retry", job_id=job_id, now_ms=now).write)
         if waiting is None:
             job = self.store.get(job_id)
             if job is None:

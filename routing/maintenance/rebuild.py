@@ -7,7 +7,7 @@ import structlog
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance.each import isolate_errors
 from routing.queue.slots import SyncResult
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 

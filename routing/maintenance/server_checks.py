@@ -14,7 +14,8 @@ from routing.maintenance.server_report import ExpectedRun, ServerReport
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
-from slotkeeper.registry.values import Location, Server, parse_location
+from slotkeeper.registry.values import Server
+from slotkeeper.urls import Location, parse_location
 
 # How long after its end a job may still stand in a server's report.
 _JUST_ENDED_MS = 2_000

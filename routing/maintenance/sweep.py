@@ -19,7 +19,7 @@ from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.outbox import forward
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 

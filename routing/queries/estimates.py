@@ -10,8 +10,8 @@ from routing.queries.forecasts import Forecasts
 from routing.queries.interval import SOON, Estimate, Truth
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import STOPPED_STATES
 
 _MOST_STARTS = 10_000  # that wait to be learned from; Redis may be away

@@ -24,7 +24,7 @@ from routing.queries.server_status import ServerStatus
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
 
 # Of a server or model, by what opened its breaker.

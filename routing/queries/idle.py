@@ -15,7 +15,7 @@ from routing.queries.server_status import ServerStatus, read_servers, slot_use
 from routing.queue.leases import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import State
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
 
 _LOOKED_AT = 100  # waiting jobs of a model

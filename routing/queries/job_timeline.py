@@ -15,7 +15,7 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Event, Job
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 _WORTH_TELLING_MS = 1_000
 _MOSTLY = 0.5  # of a wait, to name one cause for it

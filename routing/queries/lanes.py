@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from routing.admission import questions
 from routing.dispatch.dispatcher import Dispatcher
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 
 _MOST_JOBS = 1000
 _MOST_LANES = 50

@@ -15,7 +15,7 @@ from routing.queries.last_hour import LastHourUsage, MinuteUsage
 from routing.queries.looks import MINUTE_MS
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, Job, QueuedJob
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import Server
 
 _RECENT = 5  # minutes over which throughput is told

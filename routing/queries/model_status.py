@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from routing.admission import bounds, questions
 from routing.dispatch.dispatcher import Dispatcher
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, QueuedJob
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 
 _NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
 

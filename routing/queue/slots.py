@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 from routing.config import RoutingSettings
 from routing.queue.lanes import account_name, encode_tenant
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import AdminState, Server, format_attribute
 
 _ACCOUNTS_AT_ONCE = 500

@@ -1,6 +1,7 @@
-"""Whether anything has been written to the record: a look that costs a tenth of one that finds out what it was.
+"""Call back when anything was committed: one cheap poll for all that wait.
 
-Who would look again and again, and mostly in vain, is woken by a `Lookout` instead.
+Relays, streams and the webhook process would otherwise query the outbox several times a second, mostly for nothing.
+The poll (SQLite: `PRAGMA data_version`; PostgreSQL: the transaction snapshot) costs a tenth of such a query.
 """
 
 import threading
@@ -17,30 +18,30 @@ from slotkeeper.errors import DatabaseUnavailable
 
 log = structlog.get_logger(__name__)
 
-EVERY_S = 0.25
-# Which transactions have ended: two looks with the same answer see the same rows.
+POLL_S = 0.25
+# Two polls with the same snapshot see the same rows.
 _SNAPSHOT = CompiledStatement(select(cast(func.txid_current_snapshot(), Text)))
 
 
 class ChangeDetector:
-    """Tells whether something was written since the last look.  For one thread."""
+    """Reports whether any process has committed since the last call.  Not thread-safe."""
 
     def __init__(self, database: Database) -> None:
-        self._look = _Versions(database) if database.engine.dialect.name == "sqlite" else _Snapshots(database)
-        self._seen: object = None
+        self._poll = _DataVersion(database) if database.engine.dialect.name == "sqlite" else _Snapshot(database)
+        self._last: object = None
 
     def has_changed(self) -> bool:
-        """Whether anybody has committed since the last time; True at the first.
+        """Return True if there was a commit since the last call, and at the first call.
 
-        Raises RecordUnavailable; the next time it is True.
+        Raises DatabaseUnavailable; the next call then returns True.
         """
-        before, self._seen = self._seen, None
-        self._seen = self._look()
-        return before is None or before != self._seen
+        before, self._last = self._last, None
+        self._last = self._poll()
+        return before is None or before != self._last
 
 
-class _Snapshots:
-    """What a look at PostgreSQL sees."""
+class _Snapshot:
+    """PostgreSQL's transaction snapshot."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -50,12 +51,12 @@ class _Snapshots:
             return _SNAPSHOT.fetch_value(connection, {})
 
 
-class _Versions:
-    """SQLite's number of what a connection sees: another one whenever somebody else has committed."""
+class _DataVersion:
+    """SQLite's number that changes with each commit of another connection."""
 
     def __init__(self, database: Database) -> None:
         self._engine = database.engine.execution_options(**sqlite.NO_BEGIN)
-        self._connection: Connection | None = None  # The same each time, for the number is its own.
+        self._connection: Connection | None = None  # always the same: the number is its own
 
     def __call__(self) -> object:
         try:
@@ -70,37 +71,37 @@ class _Versions:
 
 
 class ChangeListener:
-    """Looks in a thread of its own, and wakes those who have asked for it when something was written."""
+    """A thread that polls for commits and runs the registered callbacks after each."""
 
     def __init__(self, database: Database) -> None:
-        self._news = ChangeDetector(database)
-        self._wakes: list[Callable[[], object]] = []
-        self._ended = threading.Event()
-        self._begun = False
+        self._detector = ChangeDetector(database)
+        self._callbacks: list[Callable[[], object]] = []
+        self._stopped = threading.Event()
+        self._is_started = False
 
-    def on_change(self, call: Callable[[], object]) -> None:
-        """Have this called, which must not wait for anything, when something was written."""
-        self._wakes.append(call)
+    def on_change(self, callback: Callable[[], object]) -> None:
+        """Register a callback.  It runs in the listener's thread and must not block."""
+        self._callbacks.append(callback)
 
     def start(self) -> None:
-        if not self._begun:
-            self._begun = True
-            threading.Thread(target=self._keep_looking, name="lookout", daemon=True).start()
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._run, name="change-listener", daemon=True).start()
 
     def stop(self) -> None:
-        self._ended.set()
+        self._stopped.set()
 
-    def _keep_looking(self) -> None:
-        while not self._ended.wait(EVERY_S):
-            if self._is_worth_a_look():
-                for call in self._wakes:
-                    call()
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            if self._may_have_changed():
+                for callback in self._callbacks:
+                    callback()
 
-    def _is_worth_a_look(self) -> bool:
-        """Where it is not known, it may be."""
+    def _may_have_changed(self) -> bool:
+        """Return True also if the poll failed unexpectedly: a useless query is cheaper than a missed event."""
         try:
-            return self._news.has_changed()
-        except DatabaseUnavailable:  # It is when the record is back.
+            return self._detector.has_changed()
+        except DatabaseUnavailable:  # The first poll after it returns True.
             return False
         except Exception:
             log.exception("change_listener_failed")

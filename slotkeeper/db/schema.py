@@ -35,11 +35,19 @@ def one_of_check(column: str, words: Sequence[str]) -> str:
     return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
 
 
-def upsert(connection: Connection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Insert a row, or update the row that has this primary key."""
-    connection.execute(
-        _insert(connection, table, {**key, **values}).on_conflict_do_update(index_elements=list(key), set_=dict(values))
-    )
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: Mapping[str, Any],
+    values: Mapping[str, Any],
+    new: Mapping[str, Any] | None = None,
+) -> None:
+    """Insert a row, or update the row that has this primary key.
+
+    new: further columns of an inserted row, which an update leaves as they are.
+    """
+    row = _insert(connection, table, {**key, **values, **(new or {})})
+    connection.execute(row.on_conflict_do_update(index_elements=list(key), set_=dict(values)))
 
 
 def add_to_counter(connection: Connection, name: str, by: int = 1) -> None:

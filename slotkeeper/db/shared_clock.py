@@ -1,14 +1,14 @@
-"""The common clock of a record on SQLite: all processes count on from one moment that they have agreed on.
+"""Measure the database's clock: PostgreSQL's own, or the offset that SQLite's processes agreed on.
 
-They are on one machine and share its steady clock, so the record keeps how far the time is ahead of that.  A step of
-the machine's time of day, or of what one process takes for it, then neither ends a run nor puts a retry off; only one
-that lasts is followed.
+The processes of an SQLite database are on one machine and share its monotonic clock, so the database holds how far the
+time is ahead of that.  A step of the machine's time of day, or of what one process takes for it, then neither ends a
+run nor postpones a retry; only a step that lasts is followed.
 """
 
 import time
 from contextlib import suppress
 
-from sqlalchemy import delete, update
+from sqlalchemy import Connection, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from slotkeeper.clock import MAX_SKEW_MS, clock
@@ -18,52 +18,61 @@ from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.process import read_boot_id
 
-_FOLLOWED_AFTER_S = 60.0
+_FOLLOW_AFTER_S = 60.0
 _PREFIX = "clock:"
+_POSTGRESQL_MS = select(func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
 class ClockSynchronizer:
-    """Agrees with the other processes, and tells slotkeeper.clock."""
+    """Adjusts slotkeeper.clock to the database's clock."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.name = f"{_PREFIX}{read_boot_id()}"
-        """Of the counter that says how far the time is ahead of the steady clock, in ms."""
-        self._apart_since: float | None = None
+        self._is_postgresql = database.engine.dialect.name == "postgresql"
+        # Counter with the time minus the monotonic clock, in ms.  Monotonic clocks of two boots cannot be compared.
+        self._counter = f"{_PREFIX}{read_boot_id()}"
+        self._differs_since: float | None = None
 
-    def synchronize(self, ahead_ms: int | None) -> None:
-        """Go by what the counter says; None: there is none, say it first.
+    def synchronize(self, connection: Connection) -> None:
+        """Measure the clock once, by one statement on this connection.  Raises SQLAlchemy's errors."""
+        if self._is_postgresql:
+            asked_s = time.monotonic()
+            at_ms = float(connection.execute(_POSTGRESQL_MS).scalar_one())
+            clock.adjust(at_ms, asked_s, time.monotonic())
+        elif self._counter != _PREFIX:  # Without a boot id, each process uses the time of day.
+            query = select(counters.c.value).where(counters.c.name == self._counter)
+            self._use_offset(connection.execute(query).scalar())
 
-        After a minute in which the time of day is another, follow that.
-        """
-        if self.name == _PREFIX:
+    def _use_offset(self, offset_ms: int | None) -> None:
+        """Use the offset that is stored; store ours if there is none, or if the time of day differs for long."""
+        now_s = time.monotonic()
+        own_ms = time.time_ns() // 1_000_000 - round(now_s * 1000)
+        if offset_ms is None:
+            self._store(own_ms)
             return
-        steady_s = time.monotonic()
-        here_ms = time.time_ns() // 1_000_000 - round(steady_s * 1000)
-        if ahead_ms is None:
-            self._say(here_ms)
-            return
-        clock.adjust(ahead_ms + steady_s * 1000, steady_s, steady_s)
-        if abs(here_ms - ahead_ms) <= MAX_SKEW_MS:
-            self._apart_since = None
-        elif self._apart_since is None:
-            self._apart_since = steady_s
-        elif steady_s - self._apart_since >= _FOLLOWED_AFTER_S:
-            self._follow(ahead_ms, here_ms)
+        clock.adjust(offset_ms + now_s * 1000, now_s, now_s)
+        if abs(own_ms - offset_ms) <= MAX_SKEW_MS:
+            self._differs_since = None
+        elif self._differs_since is None:
+            self._differs_since = now_s
+        elif now_s - self._differs_since >= _FOLLOW_AFTER_S:
+            self._replace(offset_ms, own_ms)
 
-    def _say(self, ahead_ms: int) -> None:
+    def _store(self, offset_ms: int) -> None:
+        """Store the offset, unless another process has done so, and delete those of earlier boots."""
+
         def unit(tx: Transaction) -> None:
-            of_others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self.name
-            tx.connection.execute(delete(counters).where(*of_others))
-            row = insert(counters).values(name=self.name, value=ahead_ms)
+            others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self._counter
+            tx.connection.execute(delete(counters).where(*others))
+            row = insert(counters).values(name=self._counter, value=offset_ms)
             tx.connection.execute(row.on_conflict_do_nothing())
 
         with suppress(DatabaseUnavailable):
             self._database.write(unit)
 
-    def _follow(self, before_ms: int, ahead_ms: int) -> None:
-        """Unless another process has done so."""
-        row = update(counters).where(counters.c.name == self.name, counters.c.value == before_ms)
+    def _replace(self, before_ms: int, offset_ms: int) -> None:
+        """Replace the offset, unless another process has done so."""
+        row = update(counters).where(counters.c.name == self._counter, counters.c.value == before_ms)
         with suppress(DatabaseUnavailable):
-            self._database.write(lambda tx: tx.connection.execute(row.values(value=ahead_ms)))
-        self._apart_since = None
+            self._database.write(lambda tx: tx.connection.execute(row.values(value=offset_ms)))
+        self._differs_since = None

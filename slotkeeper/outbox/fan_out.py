@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Integer, bindparam, case, func, insert, or_, select, update
 
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
@@ -196,7 +196,7 @@ def replay(database: Database, receiver: Subscription, since_ms: int) -> int:
     """Have a receiver told once more of all that it wants since a time; answers the event behind which that begins."""
     with database.read() as connection:
         after = _before(connection, since_ms)
-    replaying = acts.make_entry("webhook.replay", tenant=receiver.tenant, webhook=receiver.id, since_ms=since_ms)
+    replaying = audit.make_entry("webhook.replay", tenant=receiver.tenant, webhook=receiver.id, since_ms=since_ms)
 
     def unit(tx: Transaction) -> int:
         here = func.coalesce(receivers.c.behind, max(get_cursor(tx.connection), receiver.after_event))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Integer, bindparam, select, tuple_
 
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.jobs import notifications
@@ -92,7 +92,7 @@ class Callbacks:
 
     def retry_all(self, tenant: str | None, since_ms: int, now_ms: int) -> int:
         """Owe all once more that were given up of jobs that ended since a time; answers how many."""
-        acts.write_entry(self.database, acts.make_entry("callback.replay", tenant=tenant, since_ms=since_ms))
+        audit.write_entry(self.database, audit.make_entry("callback.replay", tenant=tenant, since_ms=since_ms))
         which = OF_JOB & (messages.c.at_ms >= since_ms)
         return self._messages.retry(which if tenant is None else which & (_tenant == tenant), now_ms)
 
@@ -107,7 +107,7 @@ class Callbacks:
             .where(events.c.job_id == job_id, events.c.type == EVENT_TYPES[state], events.c.attempt == attempt)
             .where(jobs.c.callback_url.is_not(None), *_whose(tenant))
         )
-        replaying = acts.make_entry("callback.replay", webhook=message_id)
+        replaying = audit.make_entry("callback.replay", webhook=message_id)
 
         def unit(tx: Transaction) -> bool:
             found = tx.connection.execute(query).first()

@@ -9,7 +9,7 @@ from collections import Counter
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, select
 
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import add_to_counter
 from slotkeeper.errors import Conflict
@@ -36,7 +36,7 @@ def delete_ended_jobs(database: Database, ended_before_ms: int, limit: int = 500
 
 def delete_dead_job(database: Database, job_id: str) -> bool:
     """Remove a dead job.  False: it is not dead.  Raises Conflict while a webhook that tells of it is owed."""
-    deleting = acts.make_entry("job.delete", job_id=job_id)
+    deleting = audit.make_entry("job.delete", job_id=job_id)
 
     def unit(tx: Transaction) -> bool | Conflict:
         # Locked, or on PostgreSQL it could be revived and die again, owing another message, before it is removed.

@@ -13,7 +13,7 @@ import orjson
 import uuid_utils
 from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, update
 
-from slotkeeper.audit import acts
+from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict, NotFound
@@ -342,8 +342,8 @@ _CURSOR: Select[Any] = select(counters.c.value).where(counters.c.name == CURSOR_
 _WELL: dict[str, Any] = {"failures": 0, "failing_since_ms": None, "open_until_ms": 0}
 
 
-def _act(word: str, receiver_id: str, **about: Any) -> acts.AuditEntry:
-    return acts.make_entry(f"webhook.{word}", webhook=receiver_id, **about)
+def _act(word: str, receiver_id: str, **about: Any) -> audit.AuditEntry:
+    return audit.make_entry(f"webhook.{word}", webhook=receiver_id, **about)
 
 
 def _standing(state: str, reason: str | None, by: str | None, now_ms: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The registry as processes use it: a copy of the catalog, never older than a moment.
+"""A process's copy of the catalog, at most a second old.
 
-The record holds the truth.  Each process asks for its version at most once a second, and reads it again when
-it has changed; the copy in Redis is written by whoever changes the catalog, and by the sweep.
+Each process reads the catalog's version at most once a second, and the catalog again when it has changed.  The copy in
+Redis is written by the process that changes the catalog, and by the sweep.
 """
 
 import threading
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from slotkeeper.errors import DatabaseUnavailable, UnknownModel
-from slotkeeper.registry.catalog import Catalog, CatalogSnapshot, Model
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 
-_FEW_LETTERS, _MOST_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and anybody may mistype.
+_SIMILAR_LENGTH, _MAX_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and any client may mistype.
 
 
 class CatalogCache:
-    """A process's view of models and servers.  Safe between threads."""
+    """The catalog as a process uses it.  Thread-safe."""
 
     def __init__(self, catalog: Catalog, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._catalog = catalog
@@ -27,18 +28,18 @@ class CatalogCache:
         self._checked = 0.0
 
     def get(self) -> CatalogSnapshot:
-        """The catalog, at most `refresh_s` old.  Raises RecordUnavailable only if it was never read."""
+        """Return the catalog, at most `refresh_s` old.  Raises DatabaseUnavailable only if it was never read."""
         found = self._snapshot
         if found is not None and self._clock() - self._checked < self._refresh_s:
             return found
         return self.refresh()
 
     def cached(self) -> CatalogSnapshot:
-        """The catalog as it was last read, which somebody else keeps new; waits for nobody if it was ever read."""
+        """Return the catalog as it was last read, without asking the database, for code that must not wait."""
         return self._snapshot or self.refresh()
 
     def refresh(self) -> CatalogSnapshot:
-        """The catalog as it stands now; the last one known while the database is away."""
+        """Return the present catalog; the last one that was read while the database is unavailable."""
         with self._lock:
             self._checked = self._clock()
             try:
@@ -50,20 +51,20 @@ class CatalogCache:
             return self._snapshot
 
     def version(self) -> int:
-        """Of the catalog that the record has at this moment.  Raises RecordUnavailable."""
+        """Return the version of the catalog in the database.  Raises DatabaseUnavailable."""
         return self._catalog.get_version()
 
     def resolve(self, name: str) -> Model:
-        """Return the model; raises UnknownModel, after a second look for one that was registered just now."""
+        """Return the model of this name.  Raises UnknownModel, after a second look for one that was just registered."""
         found = self.get().model(name) or self.refresh().model(name)
         if found is None:
-            raise UnknownModel("model", _unknown(name, self.get().models))
+            raise UnknownModel("model", _explain_unknown(name, self.get().models))
         return found
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    alike = [it for it in known if abs(len(it) - len(name)) <= _FEW_LETTERS]
-    if near := get_close_matches(name, alike[:_MOST_COMPARED], n=1):
+def _explain_unknown(name: str, known: Iterable[str]) -> str:
+    similar = [other for other in known if abs(len(other) - len(name)) <= _SIMILAR_LENGTH]
+    if near := get_close_matches(name, similar[:_MAX_COMPARED], n=1):
         return f"No model {name!r} is registered; did you mean {near[0]!r}?"
     return (
         f"No model {name!r} is registered; `slotkeeper models list` (GET /admin/models) names those that are, "

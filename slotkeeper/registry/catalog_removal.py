@@ -1,8 +1,7 @@
-"""Removing models and servers, with what hangs on them in the database.
+"""Remove models and servers, with what depends on them, each in one transaction.
 
-Each removal is one transaction, so a model or server never exists in part.  Jobs that wait or run are in the way of a
-removal: it is refused, or the model or server takes nothing new until they have ended and maintenance ends the removal.
-What Redis holds follows from the database: see routing/maintenance/decommission.py.
+Waiting or running jobs prevent a removal: it is refused, or the model or server takes nothing new until they have ended
+and maintenance completes the removal.  Redis follows the database (routing/maintenance/decommission.py).
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import orjson
 from sqlalchemy import Connection, delete, func, select, update
 
-from slotkeeper.audit.acts import make_entry
+from slotkeeper.audit import commit_audited, make_entry
 from slotkeeper.db import Database, Transaction
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs import closed_models
@@ -20,8 +19,8 @@ from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.tables import jobs, quarantined_slots
-from slotkeeper.registry import secrets
 from slotkeeper.registry.catalog import raise_version
+from slotkeeper.registry.server_descriptions import remove_model_from_scopes
 from slotkeeper.registry.tables import endpoints, models, servers
 
 Row: TypeAlias = Any
@@ -31,8 +30,9 @@ Row: TypeAlias = Any
 class Removal:
     """How far a removal has come.
 
-    `is_over`: it is done.  `left`: jobs that have not ended, by state.  `fleet`: whose copy in Redis has to follow.
-    `lost`: runs of a server that was removed by force.  `idle`: servers that serve no model any more.
+    fleet: whose copy in Redis has to follow.  is_over: the model or server is removed.
+    remaining: jobs that have not ended, by state.  quarantined: slots.  lost: runs of a server that was removed by
+    force.  idle: servers that serve no model any more.
     """
 
     name: str
@@ -44,87 +44,76 @@ class Removal:
     idle: tuple[str, ...] = ()
 
 
-# -- models ----------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------
 
 
 def remove_model(database: Database, model: str, now_ms: int, by: str, *, drain: bool = False) -> Removal:
-    """Remove a model all of whose jobs have ended.  `drain`: else close it, and let maintenance remove it later.
+    """Remove a model all of whose jobs have ended.  drain: close it, and let maintenance remove it later.
 
-    Raises NotFound; Conflict: it has jobs that have not ended, and `drain` is not set.
+    Raises NotFound; Conflict if it has jobs that have not ended, and `drain` is not set.
     """
-
-    removing = make_entry("model.remove", now_ms=now_ms, model=model, drain=drain)
 
     def unit(tx: Transaction) -> Removal:
         closed_models.lock_jobs(tx)
         raise_version(tx)
-        removing.write(tx)
-        fleet, left = _fleet_of(tx, model), _active(tx.connection, model)
-        if not left:
-            return _removed(tx, model, fleet, now_ms, by)
+        fleet, active = _get_fleet_of_model(tx, model), _count_active(tx.connection, model)
+        if not active:
+            return _delete_model(tx, model, fleet, now_ms, by)
         if not drain:
-            raise Conflict(_in_the_way(model, left), model=model, **left)
+            raise Conflict(_explain_active(model, active), model=model, **active)
         closed = closed_models.find(tx, model)
         if closed is None or closed.because is not ClosingReason.REMOVING:
             closed_models.close(tx, ClosedModel(model, ClosingReason.REMOVING, now_ms, by))
-        return Removal(model, fleet, False, left)
+        return Removal(model, fleet, False, active)
 
-    return database.write(unit)
+    return commit_audited(database, make_entry("model.remove", now_ms=now_ms, model=model, drain=drain), unit)
 
 
 def finish_model_removal(database: Database, model: str, now_ms: int) -> Removal | None:
-    """Remove a model that drains, if its last job has ended; None: not yet, or the removal was called off."""
-    with database.read() as connection:  # A look that keeps nobody from writing.
-        if _active(connection, model):
+    """Remove a model that drains, if its last job has ended.  Returns None if not, or if the removal was canceled."""
+    with database.read() as connection:  # without the lock that a write takes
+        if _count_active(connection, model):
             return None
-
-    removing = make_entry("model.remove", now_ms=now_ms, model=model)
 
     def unit(tx: Transaction) -> Removal | None:
         closed_models.lock_jobs(tx)
         closed = closed_models.find(tx, model)
-        if closed is None or closed.because is not ClosingReason.REMOVING or _active(tx.connection, model):
+        if closed is None or closed.because is not ClosingReason.REMOVING or _count_active(tx.connection, model):
             return None
         raise_version(tx)
-        removing.write(tx)
-        return _removed(tx, model, _fleet_of(tx, model), now_ms, closed.changed_by or "")
+        return _delete_model(tx, model, _get_fleet_of_model(tx, model), now_ms, closed.changed_by or "")
 
-    return database.write(unit)
+    return commit_audited(database, make_entry("model.remove", now_ms=now_ms, model=model), unit)
 
 
 def count_active_jobs(database: Database, model: str) -> dict[str, int]:
     """Return how many jobs of a model have not ended, by state."""
     with database.read() as connection:
-        return _active(connection, model)
+        return _count_active(connection, model)
 
 
 def cancel_model_removal(database: Database, model: str) -> None:
-    """Call a removal off.  Raises NotFound: the model is not being removed."""
-
-    keeping = make_entry("model.keep", model=model)
+    """Cancel a removal.  Raises NotFound if the model is not being removed."""
 
     def unit(tx: Transaction) -> bool:
         raise_version(tx)
-        is_kept = closed_models.reopen(tx, model, ClosingReason.REMOVING)
-        if is_kept:
-            keeping.write(tx)
-        return is_kept
+        return closed_models.reopen(tx, model, ClosingReason.REMOVING)
 
-    if not database.write(unit):
+    if not commit_audited(database, make_entry("model.keep", model=model), unit):
         raise NotFound(f"Model {model!r} is not being removed.", model=model)
 
 
-def _fleet_of(tx: Transaction, model: str) -> str:
+def _get_fleet_of_model(tx: Transaction, model: str) -> str:
     fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
     if fleet is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=model)
     return str(fleet)
 
 
-def _active(connection: Connection, model: str) -> dict[str, int]:
-    """Return how many jobs of the model have not ended, by state; states without any are left out.
+def _count_active(connection: Connection, model: str) -> dict[str, int]:
+    """Return how many jobs of the model have not ended, by state, without states that have none.
 
-    By the index of states: a model may have millions of jobs that have ended.
+    Uses the index of states: a model may have millions of ended jobs.
     """
     query = select(jobs.c.state, func.count()).where(
         jobs.c.state.in_(sorted(state.value for state in ACTIVE_STATES)), unindexed(jobs.c.model) == model
@@ -132,28 +121,28 @@ def _active(connection: Connection, model: str) -> dict[str, int]:
     return {row[0]: row[1] for row in connection.execute(query.group_by(jobs.c.state))}
 
 
-def _in_the_way(model: str, left: Mapping[str, int]) -> str:
-    said = ", ".join(f"{count} {state}" for state, count in sorted(left.items()))
+def _explain_active(model: str, active: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(active.items()))
     return (
-        f"Model {model!r} has jobs that have not ended: {said}.  Cancel them or let them end, or remove it with "
+        f"Model {model!r} has jobs that have not ended: {counts}.  Cancel them or let them end, or remove it with "
         "?drain=true: it takes no new ones, and goes when the last has ended."
     )
 
 
-def _removed(tx: Transaction, model: str, fleet: str, now_ms: int, by: str) -> Removal:
-    """Delete a model with what hangs on it; the caller knows that none of its jobs is active."""
+def _delete_model(tx: Transaction, model: str, fleet: str, now_ms: int, by: str) -> Removal:
+    """Delete a model, none of whose jobs is active, with what depends on it."""
     served = [row.server for row in tx.connection.execute(select(endpoints).where(endpoints.c.model == model))]
     tx.connection.execute(delete(endpoints).where(endpoints.c.model == model))
-    _drop_attributes_of(tx, served, model)
-    secrets.remove_model_from_scopes(tx, model)
+    _delete_attributes_of_model(tx, served, model)
+    remove_model_from_scopes(tx, model)
     tx.connection.execute(delete(models).where(models.c.name == model))
     closed_models.close(tx, ClosedModel(model, ClosingReason.REMOVED, now_ms, by))
     serving = set(tx.connection.execute(select(endpoints.c.server)).scalars())
     return Removal(model, fleet, True, idle=tuple(sorted(set(served) - serving)))
 
 
-def _drop_attributes_of(tx: Transaction, served: list[str], model: str) -> None:
-    """Delete what these servers declare for this model alone."""
+def _delete_attributes_of_model(tx: Transaction, served: list[str], model: str) -> None:
+    """Delete the attributes that these servers have for this model alone."""
     for row in tx.connection.execute(select(servers.c.name, servers.c.attributes).where(servers.c.name.in_(served))):
         before: dict[str, Any] = orjson.loads(row.attributes)
         kept = {name: value for name, value in before.items() if not name.startswith(f"{model}:")}
@@ -162,54 +151,53 @@ def _drop_attributes_of(tx: Transaction, served: list[str], model: str) -> None:
             tx.connection.execute(update(servers).where(servers.c.name == row.name).values(attributes=text))
 
 
-# -- servers ---------------------------------------------------------------------------------------------------
+# -- servers -----------------------------------------------------------------------------------------------------
 
 
 def remove_server(
     database: Database, server: str, now_ms: int, by: str, *, drain: bool = False, force: bool = False
 ) -> Removal:
-    """Remove a server on which nothing runs; its models stay, and their jobs wait for another.
+    """Remove a server on which nothing runs.  Its models stay, and their jobs wait for another server.
 
-    `drain`: else give it nothing new, and let maintenance remove it when its runs have ended.  `force`: at once; the
-    caller is told which runs are lost by it.  Raises NotFound; Conflict: something runs there, and neither is set.
+    drain: give it nothing new, and let maintenance remove it when its runs have ended.  force: remove it at once; the
+    runs that are lost by that are returned.  Raises NotFound; Conflict if something runs there and neither is set.
     """
-
-    removing = make_entry("server.remove", now_ms=now_ms, server=server, drain=drain, force=force)
 
     def unit(tx: Transaction) -> Removal:
         closed_models.lock_jobs(tx)
         raise_version(tx)
-        removing.write(tx)
-        fleet, runs, kept = _fleet_of_server(tx, server), _runs(tx, server), _withheld(tx, server)
-        if force or not (runs or kept):
+        fleet = _get_fleet_of_server(tx, server)
+        runs, quarantined = _list_runs(tx, server), _count_quarantined(tx, server)
+        if force or not (runs or quarantined):
             _delete_server(tx, server)
-            return Removal(server, fleet, True, quarantined=kept, lost=tuple(runs))
+            return Removal(server, fleet, True, quarantined=quarantined, lost=tuple(runs))
         if not drain:
             raise Conflict(
-                f"Server {server!r} runs {len(runs)} jobs, and {kept} of its slots are quarantined.  Remove it with "
-                "?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: they are taken "
-                "for lost, and run again elsewhere.",
+                f"Server {server!r} runs {len(runs)} jobs, and {quarantined} of its slots are quarantined.  Remove it "
+                "with ?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: they are "
+                "taken for lost, and run again elsewhere.",
                 server=server,
                 running=len(runs),
-                quarantined=kept,
+                quarantined=quarantined,
             )
         leaving = {"leaving_ms": now_ms, "leaving_by": by or None}
         tx.connection.execute(update(servers).where(servers.c.name == server).values(**leaving))
-        return Removal(server, fleet, False, {State.RUNNING.value: len(runs)}, kept)
+        return Removal(server, fleet, False, {State.RUNNING.value: len(runs)}, quarantined)
 
-    return database.write(unit)
+    entry = make_entry("server.remove", now_ms=now_ms, server=server, drain=drain, force=force)
+    return commit_audited(database, entry, unit)
 
 
 def finish_server_removal(database: Database, server: str) -> Removal | None:
-    """Remove a server that takes nothing new, if nothing runs there; None: not yet, or the removal was called off.
+    """Remove a server that takes nothing new, if nothing runs there.  Returns None if not, or if it was canceled.
 
-    The caller knows that no slot of it is held or offered in Redis.
+    The caller has checked that no slot of it is leased or offered in Redis.
     """
 
     def unit(tx: Transaction) -> Removal | None:
         closed_models.lock_jobs(tx)
         row = tx.connection.execute(select(servers).where(servers.c.name == server)).first()
-        if row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server):
+        if row is None or row.leaving_ms is None or _list_runs(tx, server) or _count_quarantined(tx, server):
             return None
         raise_version(tx)
         _delete_server(tx, server)
@@ -219,37 +207,31 @@ def finish_server_removal(database: Database, server: str) -> Removal | None:
 
 
 def cancel_server_removal(database: Database, server: str) -> None:
-    """Call a removal off.  Raises NotFound: the server is not being removed."""
-    leaving, keeping = (
-        (servers.c.name == server) & servers.c.leaving_ms.is_not(None),
-        make_entry("server.keep", server=server),
-    )
+    """Cancel a removal.  Raises NotFound if the server is not being removed."""
+    leaving = (servers.c.name == server) & servers.c.leaving_ms.is_not(None)
+    statement = update(servers).where(leaving).values(leaving_ms=None, leaving_by=None)
 
     def unit(tx: Transaction) -> bool:
         raise_version(tx)
-        stays = update(servers).where(leaving).values(leaving_ms=None, leaving_by=None)
-        is_kept = tx.connection.execute(stays).rowcount == 1
-        if is_kept:
-            keeping.write(tx)
-        return is_kept
+        return tx.connection.execute(statement).rowcount == 1
 
-    if not database.write(unit):
+    if not commit_audited(database, make_entry("server.keep", server=server), unit):
         raise NotFound(f"Server {server!r} is not being removed.", server=server)
 
 
-def _fleet_of_server(tx: Transaction, server: str) -> str:
+def _get_fleet_of_server(tx: Transaction, server: str) -> str:
     fleet = tx.connection.execute(select(servers.c.fleet).where(servers.c.name == server)).scalar()
     if fleet is None:
         raise NotFound("There is no such server; GET /admin/servers lists them.", server=server)
     return str(fleet)
 
 
-def _runs(tx: Transaction, server: str) -> list[str]:
+def _list_runs(tx: Transaction, server: str) -> list[str]:
     running = select(jobs.c.id).where(jobs.c.state == State.RUNNING.value, jobs.c.server == server)
     return list(tx.connection.execute(running.order_by(jobs.c.seq)).scalars())
 
 
-def _withheld(tx: Transaction, server: str) -> int:
+def _count_quarantined(tx: Transaction, server: str) -> int:
     query = select(func.count()).select_from(quarantined_slots).where(quarantined_slots.c.server == server)
     return int(tx.connection.execute(query).scalar_one())
 

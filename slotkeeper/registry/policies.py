@@ -1,26 +1,23 @@
-"""Policies: whose turn it is among the jobs of a model that wait.
+"""Policies: the order of a model's waiting jobs, and how long that order can make a job wait.
 
-A policy is a row of this table and a file `routing/lua/lib/policies/<name>.lua`, which decides; here stands what is
-said of it, and what it means before anything waits.
+A policy is a row of this table and a file `routing/lua/lib/policies/<name>.lua`, which computes the order.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 Overtaking = Callable[[int, float], float | None]
-"""Of a priority and of the seconds that one step of it is worth: the longest that a job can be overtaken, in seconds.
-
-For so long after its acceptance others may still be accepted that come before it; None: there is no such time.
-"""
+"""(priority, seconds that one step of priority is worth) -> for how many seconds after its acceptance a job can be
+overtaken by jobs that are accepted later; None: without limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is known of a policy without asking it.
+    """What is known of a policy without its script.
 
-    `next_is`: whose turn it is.  `longest_wait`: the longest that order can make a job wait, in terms of the load, with
-    `{priority}`, its `{overtaking_s}` and the `{step_s}` of a step.  `is_by_tenant`: tenants' jobs are not in each
-    other's way, so bounds on what may wait are each tenant's.
+    next_is: which job comes next.  longest_wait: the longest wait that the order can cause, as a sentence with
+    `{priority}`, `{overtaking_s}` and `{step_s}`.  is_by_tenant: jobs of one tenant do not delay those of another, so
+    limits on waiting jobs hold for each tenant.
     """
 
     name: str
@@ -30,7 +27,7 @@ class Policy:
     is_by_tenant: bool = False
 
     def describe_wait(self, priority: int, step_s: float) -> str:
-        """`longest_wait` for a priority: a sentence."""
+        """Return `longest_wait` for a priority."""
         overtaking_s = self.longest_overtaking_s(priority, step_s)
         return self.longest_wait.format(priority=priority, overtaking_s=overtaking_s, step_s=step_s)
 
@@ -89,12 +86,12 @@ POLICIES = {
 
 
 def list_names() -> str:
-    """The names, as a part of a sentence."""
+    """Return the names as part of a sentence."""
     *others, last = POLICIES
     return f"{', '.join(others)} or {last}"
 
 
 def describe_all() -> str:
-    """What is next under each of them."""
+    """Return which job comes next under each policy, as a sentence."""
     rows = "; ".join(f"`{row.name}`: {row.next_is}" for row in POLICIES.values())
     return f"What is next.  {rows}."

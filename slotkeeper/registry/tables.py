@@ -1,4 +1,4 @@
-"""The tables of what is registered and configured.  Times in ms since the epoch, UTC; JSON is text."""
+"""The tables of models, servers, tenants, descriptions and secrets.  Times in ms since the epoch, UTC; JSON is text."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from slotkeeper.registry.values import AdminState
 
 
 def _admin_state() -> tuple[Column[Any] | CheckConstraint, ...]:
-    """Columns of what can be paused: since when, by whom and why it stands as it does."""
+    """Return the columns of the state that an operator sets: since when, by whom and why."""
     return (
         Column("state", Text, nullable=False, server_default=AdminState.ONLINE.value),
         Column("reason", Text),
@@ -45,22 +45,22 @@ servers = Table(
     CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
 )
 
-# What holds where a model's own configuration says nothing; see slotkeeper/registry/defaults.py.
+# Defaults of model configurations; see slotkeeper/registry/defaults.py.
 defaults = Table(
     "defaults",
     metadata,
-    Column("name", Text, primary_key=True),  # of a kind of models; empty: of the installation
+    Column("name", Text, primary_key=True),  # of the kind of models; empty: of the installation
     Column("overrides", Text, nullable=False, server_default="{}"),
     Column("changed_by", Text),
     Column("changed_ms", BigInteger, nullable=False),
 )
 
-# Visits to the page that a log-out has ended; see slotkeeper/registry/visits.py.
+# Sessions of the page that a log-out has ended; see slotkeeper/registry/tenants.py.
 revoked_sessions = Table(
     "revoked_sessions",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("until_ms", BigInteger, nullable=False),  # when it would have been over anyway
+    Column("until_ms", BigInteger, nullable=False),  # expiry of the session
 )
 
 endpoints = Table(
@@ -69,25 +69,25 @@ endpoints = Table(
     Column("server", Text, ForeignKey("servers.name", ondelete="CASCADE"), primary_key=True),
     Column("model", Text, ForeignKey("models.name"), primary_key=True),
     Column("url", Text, nullable=False),
-    Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: what differs there from the model's own
+    Column("overrides", Text, nullable=False, server_default="{}"),  # JSON: how it is called, if not as the model
 )
 
-# How servers are spoken to; see slotkeeper/registry/server_descriptions.py.  A row never changes but in `idle_ms`.
+# How servers are called; see slotkeeper/registry/server_descriptions.py.  Only `idle_ms` of a row changes.
 descriptions = Table(
     "descriptions",
     metadata,
-    Column("version", Text, primary_key=True),  # of the body
+    Column("version", Text, primary_key=True),  # hash of the body
     Column("body", Text, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
     Column("idle_ms", BigInteger),  # since when nothing names it
 )
 
-# What descriptions name and nobody is shown; see slotkeeper/registry/secrets.py.
+# Sealed secrets that descriptions name; see slotkeeper/registry/server_descriptions.py.
 secrets = Table(
     "secrets",
     metadata,
     Column("name", Text, primary_key=True),
-    Column("models", Text),  # JSON: those whose descriptions may name it; null: all
+    Column("models", Text),  # JSON list: models whose descriptions may name it; null: all
     Column("sealed", Text, nullable=False),
     Column("set_by", Text),
     Column("set_ms", BigInteger, nullable=False),
@@ -99,7 +99,7 @@ tenants = Table(
     Column("name", Text, primary_key=True),
     Column("key_hash", Text, nullable=False, unique=True),
     Column("admin", Integer, nullable=False, server_default="0"),
-    Column("rights", Text, nullable=False, server_default=text("''")),  # words with blanks between
+    Column("rights", Text, nullable=False, server_default=text("''")),  # words separated by blanks
     Column("rate_per_s", Integer),
     Column("burst", Integer),
     Column("created_ms", BigInteger, nullable=False),
@@ -107,5 +107,5 @@ tenants = Table(
     Column("former_until_ms", BigInteger),  # until when that key is valid, too
 )
 
-# Tenants that do not stand online; one needs no key to be here.
+# Tenants that are not online, also such without a key.
 tenant_states = Table("tenant_states", metadata, Column("name", Text, primary_key=True), *_admin_state())

@@ -1,6 +1,7 @@
-"""Who may submit, who may administer: keys, of which the record holds only the hash.
+"""Tenants: keys, limits, webhook-secret rotations, revoked sessions.
 
-A key is 256 random bits, so a plain SHA-256 of it cannot be guessed back; slow hashes are for passwords.
+The database holds only the hash of a key.  A key is 256 random bits, so that it cannot be guessed from a plain SHA-256;
+slow hashes are for passwords.
 """
 
 import hashlib
@@ -10,28 +11,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
-from slotkeeper.audit import acts
+from slotkeeper.audit import commit_audited, make_entry
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import counters, upsert
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.registry.rotations import advance_rotation
-from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tables import revoked_sessions, tenants
 
 _KEY_PREFIX = "sk_"
 _AUDIT = "audit"
 MAX_NAME_LENGTH = 200
 _SIGN = "!-~\u00a1-\u00ac\u00ae-\u1fff\u2070-\u2fff\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufefe\uff00-\uffef"
 PRINTABLE_PATTERN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
-"""Text that can be shown on one line as it is: nothing invisible, nothing that turns the direction of writing."""
+"""Text that can be shown on one line as it is: nothing invisible, nothing that changes the direction of writing."""
+OVERLAP_MS = 24 * 3600 * 1000
+"""How long messages are signed with the former webhook secret, too."""
+
+_NUMBER, _SINCE = "webhook_rotation.", "webhook_rotated_ms."  # counters of each tenant
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who pays.  `rate_per_s`, `burst`: submits per second and at once; None: no limit.
+    """A tenant.  rate_per_s, burst: submits per second and at once; None: no limit.
 
-    `audits`: may see who did what; who may administer may as well.
+    audits: may read the audit log; an administrator may as well.
     """
 
     name: str
@@ -41,12 +46,12 @@ class Tenant:
     audits: bool = False
 
 
-# Used while keys are not asked for, which only a server on the loopback address may do.
+# Used while no keys are required, which is possible only on the loopback address.
 LOCAL_TENANT = Tenant("default", admin=True)
 
 
 def check_tenant_name(name: str) -> str:
-    """Raises InvalidRequest unless `name` can be shown, and asked for in an address."""
+    """Return the name.  Raises InvalidRequest if it cannot be shown, or used in a URL."""
     if len(name) > MAX_NAME_LENGTH or not re.fullmatch(PRINTABLE_PATTERN, name):
         raise InvalidRequest(
             "tenant", f"tenant must be 1 to {MAX_NAME_LENGTH} printable characters, with no blank around them"
@@ -67,7 +72,7 @@ def _tenant(row: Any) -> Tenant:
 
 
 class Tenants:
-    """Reads and changes tenants."""
+    """Reads and changes tenants.  All methods raise DatabaseUnavailable."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -76,7 +81,7 @@ class Tenants:
         return self.find_by_hash(hash_key(key))
 
     def find_by_hash(self, hashed: str) -> Tenant | None:
-        """Whose key has this hash."""
+        """Return the tenant whose present key, or former one within its overlap, has this hash."""
         former = (tenants.c.former_hash == hashed) & (tenants.c.former_until_ms > clock.now_ms())
         with self.database.read() as connection:
             row = connection.execute(select(tenants).where(tenants.c.key_hash == hashed)).first()
@@ -85,7 +90,7 @@ class Tenants:
         return None if row is None else _tenant(row)
 
     def list_by_hash(self) -> dict[str, Tenant]:
-        """All of them, by the hash of each valid key."""
+        """Return all tenants by the hash of each valid key."""
         now_ms = clock.now_ms()
         with self.database.read() as connection:
             rows = connection.execute(select(tenants)).all()
@@ -98,9 +103,9 @@ class Tenants:
         return [_tenant(row) for row in rows]
 
     def add(self, tenant: Tenant, now_ms: int) -> str:
-        """Create a tenant and answer its key, which cannot be read again.  Raises Conflict, InvalidRequest.
+        """Create a tenant, and return its key, which cannot be read again.  Raises Conflict, InvalidRequest.
 
-        LOCAL's name is nobody's: its jobs came without a key.
+        The name of LOCAL_TENANT is reserved for jobs that came without a key.
         """
         check_tenant_name(tenant.name)
         if tenant.name == LOCAL_TENANT.name:
@@ -117,15 +122,15 @@ class Tenants:
         }
         limits = {"rate_per_s": tenant.rate_per_s, "burst": tenant.burst}
         rights = {"admin": tenant.admin, "audits": tenant.audits}
-        adding = acts.make_entry("tenant.add", now_ms=now_ms, tenant=tenant.name, limits=limits, rights=rights)
+        entry = make_entry("tenant.add", now_ms=now_ms, tenant=tenant.name, limits=limits, rights=rights)
 
-        def unit(tx: Transaction) -> None:
+        def unit(tx: Transaction) -> bool:
             if tx.connection.execute(select(tenants.c.name).where(tenants.c.name == tenant.name)).first():
                 raise Conflict(f"There is a tenant {tenant.name!r} already; remove it first, or take another name.")
             tx.connection.execute(insert(tenants), row)
-            adding.write(tx)
+            return True
 
-        self.database.write(unit)
+        commit_audited(self.database, entry, unit)
         return key
 
     def change(self, name: str, limits: Mapping[str, int | None]) -> None:
@@ -138,56 +143,134 @@ class Tenants:
         values = dict(limits)
         if "rate_per_s" in values and values["rate_per_s"] is None:
             values.setdefault("burst", None)
-        changing = acts.make_entry("tenant.change", tenant=name, limits=values)
-        found = select(tenants.c.rate_per_s, tenants.c.burst).where(tenants.c.name == name)
+        query = select(tenants.c.rate_per_s, tenants.c.burst).where(tenants.c.name == name)
 
         def unit(tx: Transaction) -> Any:
             tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
-            row = tx.connection.execute(found).first()
+            row = tx.connection.execute(query).first()
             if row is not None and row.burst is not None and row.rate_per_s is None:
                 raise Conflict(f"Tenant {name!r} has no rate, and a burst goes with one; set rate_per_s, too.")
-            if row is not None:
-                changing.write(tx)
             return row
 
-        if self.database.write(unit) is None:
+        if commit_audited(self.database, make_entry("tenant.change", tenant=name, limits=values), unit) is None:
             raise NotFound(f"There is no tenant {name!r}.")
 
     def rotate_key(self, name: str, overlap_ms: int, now_ms: int) -> str:
-        """Give a tenant a new key and return it.  The key before stays valid for `overlap_ms`; an older one does not.
+        """Give a tenant a new key, and return it.  The key before stays valid for `overlap_ms`; an older one does not.
 
         Raises NotFound.
         """
         key = _new_key()
         until_ms = now_ms + overlap_ms
-        rotating = acts.make_entry("tenant.rotate", now_ms=now_ms, tenant=name, former_until_ms=until_ms)
-        # On the right stand the values from before the statement.
+        entry = make_entry("tenant.rotate", now_ms=now_ms, tenant=name, former_until_ms=until_ms)
+        # The columns on the right have their values from before the statement.
         values = {"former_hash": tenants.c.key_hash, "former_until_ms": until_ms, "key_hash": hash_key(key)}
-
-        def unit(tx: Transaction) -> bool:
-            if not tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values)).rowcount:
-                return False
-            rotating.write(tx)
-            return True
-
-        if not self.database.write(unit):
+        statement = update(tenants).where(tenants.c.name == name).values(**values)
+        if not commit_audited(self.database, entry, lambda tx: tx.connection.execute(statement).rowcount):
             raise NotFound(f"There is no tenant {name!r}.")
         return key
 
     def remove(self, name: str, also: Callable[[Transaction, str], object] = lambda *_: None) -> None:
-        """Forget a tenant; its key stops working at once, as does its webhook secret.  Raises NotFound.
+        """Remove a tenant.  Its key and its webhook secret stop working at once.  Raises NotFound.
 
-        `also`: forgets in the same transaction what else it had.
+        also: removes in the same transaction what else belongs to the tenant.
         """
-        removing = acts.make_entry("tenant.remove", tenant=name)
 
         def unit(tx: Transaction) -> bool:
             if not tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount:
                 return False
-            advance_rotation(tx, name, now_ms=0)  # Another tenant of this name shall not have its secret.
+            advance_rotation(tx, name, now_ms=0)  # A later tenant of this name must not have the secret.
             also(tx, name)
-            removing.write(tx)
             return True
 
-        if not self.database.write(unit):
+        if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit):
             raise NotFound(f"There is no tenant {name!r}.")
+
+
+# -- rotations of webhook secrets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SecretRotation:
+    """The number of a tenant's present webhook secret, and since when (ms).  The first has number 0, since 0.
+
+    Secrets are derived from their number and stored nowhere.  A tenant needs no key to have one.
+    """
+
+    number: int = 0
+    since_ms: int = 0
+
+    def list_valid(self, now_ms: int) -> tuple[int, ...]:
+        """Return the numbers of the secrets to sign with, the present one first."""
+        overlaps = self.number > 0 and now_ms < self.former_until_ms
+        return (self.number, self.number - 1) if overlaps else (self.number,)
+
+    @property
+    def former_until_ms(self) -> int:
+        """Until when messages are signed with the secret before, too."""
+        return self.since_ms + OVERLAP_MS
+
+
+class SecretRotations:
+    """Reads and advances rotations."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def get(self, tenant: str) -> SecretRotation:
+        """Raises DatabaseUnavailable."""
+        with self.database.read() as connection:
+            return _read_rotation(connection, tenant)
+
+    def rotate(self, tenant: str, now_ms: int) -> SecretRotation:
+        """Make a new secret the present one.  A second rotation within the overlap ends the older secret at once."""
+        entry = make_entry("webhook_secret.rotate", now_ms=now_ms, tenant=tenant)
+        return commit_audited(self.database, entry, lambda tx: advance_rotation(tx, tenant, now_ms))
+
+
+def advance_rotation(tx: Transaction, tenant: str, now_ms: int) -> SecretRotation:
+    """Rotate the secret in a transaction.  now_ms=0: the former secret is not used any more."""
+    after = SecretRotation(_read_rotation(tx.connection, tenant).number + 1, now_ms)
+    for prefix, value in ((_NUMBER, after.number), (_SINCE, after.since_ms)):
+        upsert(tx.connection, counters, {"name": f"{prefix}{tenant}"}, {"value": value})
+    return after
+
+
+def _read_rotation(connection: Connection, tenant: str) -> SecretRotation:
+    number, since = f"{_NUMBER}{tenant}", f"{_SINCE}{tenant}"
+    rows = connection.execute(select(counters.c.name, counters.c.value).where(counters.c.name.in_([number, since])))
+    found = {row.name: row.value for row in rows}
+    return SecretRotation(found.get(number, 0), found.get(since, 0))
+
+
+# -- revoked sessions --------------------------------------------------------------------------------------------
+
+
+class RevokedSessions:
+    """Sessions of the page that a log-out ended before their time.  They are kept until then, for the cookie is valid.
+
+    All methods raise DatabaseUnavailable; then no session must be accepted.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def revoke(self, session_id: str, until_ms: int, now_ms: int) -> None:
+        """Revoke a session.  until_ms: its expiry."""
+
+        def unit(tx: Transaction) -> None:
+            tx.connection.execute(delete(revoked_sessions).where(revoked_sessions.c.until_ms <= now_ms))
+            upsert(tx.connection, revoked_sessions, {"id": session_id}, {"until_ms": until_ms})
+
+        self.database.write(unit)
+
+    def is_revoked(self, session_id: str) -> bool:
+        query = select(revoked_sessions.c.id).where(revoked_sessions.c.id == session_id)
+        with self.database.read() as connection:
+            return connection.execute(query).first() is not None
+
+    def list_revoked(self, now_ms: int) -> frozenset[str]:
+        """Return the revoked sessions that have not expired."""
+        query = select(revoked_sessions.c.id).where(revoked_sessions.c.until_ms > now_ms)
+        with self.database.read() as connection:
+            return frozenset(connection.execute(query).scalars())

@@ -1,15 +1,13 @@
-"""Frozen values of the registry: what has been registered, and whether an operator lets it take part."""
+"""Frozen values of the catalog: servers, and the states that operators set."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
-from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from typing import Any
 
 
 class AdminState(StrEnum):
-    """Whether a server, a model or a tenant takes part; all but the first let nothing new start."""
+    """The state of a server, a model or a tenant; only ONLINE lets new runs start."""
 
     ONLINE = "online"
     PAUSED = "paused"
@@ -18,63 +16,58 @@ class AdminState(StrEnum):
 
 
 STOPPED_STATES = frozenset({AdminState.PAUSED, AdminState.FROZEN})
-"""Of a model or tenant: nothing of it is started."""
+"""Of a model or tenant: none of its jobs is started."""
 CLOSED_STATES = frozenset({AdminState.DRAINING, AdminState.FROZEN})
-"""Of a model or tenant: no new jobs are accepted."""
+"""Of a model or tenant: none of its jobs is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An inference process: its slots, its state, and the endpoint of each model that it serves."""
+    """An inference server: its slots, its state, and the endpoint of each model that it serves.
+
+    attributes: what it declares, such as {"gpu": "A100"}.  weight: above 0, at most 1000; preference among servers.
+    overrides: model -> how the server is called for that model.  leaving_ms: since when it is being removed, and takes
+    no new runs.
+    """
 
     name: str
     fleet: str
     slots: int
-    state: str  # a AdminState
+    state: str  # an AdminState
     endpoints: dict[str, str]  # model -> URL
     created_ms: int
-    attributes: Mapping[str, str | float] = field(default_factory=dict)  # what it declares: {"gpu": "A100"}
-    weight: float = 1.0  # above 0, to 1000: how gladly it is chosen
+    attributes: Mapping[str, str | float] = field(default_factory=dict)
+    weight: float = 1.0
     reason: str | None = None
     changed_by: str | None = None
     changed_ms: int | None = None
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model -> how it is spoken to for that
-    leaving_ms: int | None = None  # since when it takes no new runs, because it is being removed
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    leaving_ms: int | None = None
     leaving_by: str | None = None
 
     @property
     def takes_jobs(self) -> bool:
-        """Whether anything new is started there."""
+        """Return whether new runs start there."""
         return self.state == AdminState.ONLINE and self.leaving_ms is None
 
     def declared(self, model: str, name: str) -> str | float | None:
-        """An attribute as it stands for a model: what it declares for that one alone comes first."""
+        """Return an attribute for a model: the one for this model alone comes first."""
         return self.attributes.get(f"{model}:{name}", self.attributes.get(name))
-
-
-Location: TypeAlias = tuple[str, str, int | None, str]
-
-
-@lru_cache(maxsize=4096)
-def parse_location(url: str) -> Location:
-    """What of an address says where a server is: no user, no password, no query."""
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname or "", parts.port, parts.path
 
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """A tenant that does not stand online: since when, by whom and why."""
+    """The state of a tenant that is not online: since when, by whom and why."""
 
     name: str
-    state: str  # a AdminState
+    state: str  # an AdminState
     reason: str | None = None
     changed_by: str | None = None
     changed_ms: int | None = None
 
 
 def format_attribute(value: str | float) -> str:
-    """An attribute as the scripts compare it: whole numbers without a point."""
+    """Return an attribute as the scripts compare it: whole numbers without a decimal point."""
     return value if isinstance(value, str) else format_number(value)
 
 

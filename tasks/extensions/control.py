@@ -15,8 +15,8 @@ from celery.utils.functional import maybe_list
 from celery.worker import control
 from celery.worker.state import revoked
 
-from slotkeeper.audit import acts
-from slotkeeper.audit.acts import Actor
+from slotkeeper import audit
+from slotkeeper.audit import Actor
 from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound
 from slotkeeper.process import singleton
 from tasks.celery_app import celery
@@ -69,7 +69,7 @@ def cancel_queue() -> Cancels:
 def cancel_job(job_id: str) -> None:
     """Cancel a job; one that has ended stays as it is.  Raises RecordUnavailable."""
     try:
-        with acts.acting_as(_CLIENT):
+        with audit.acting_as(_CLIENT):
             dispatcher().cancel(job_id)
     except Conflict:
         log.debug("revoked_too_late", job_id=job_id)

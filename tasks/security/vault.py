@@ -14,7 +14,7 @@ import structlog
 
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
-from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.server_descriptions import Secret
 from tasks.security.keyring import sealing_keys
 from tasks.services import catalog, database, dispatcher
 

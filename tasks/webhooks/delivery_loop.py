@@ -21,7 +21,7 @@ from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.rotations import SecretRotations
+from slotkeeper.registry.tenants import SecretRotations
 from tasks import liveness, startup
 from tasks.berths import DeliveryLimits, Permit
 from tasks.config import EventSettings, TaskSettings

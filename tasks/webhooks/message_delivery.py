@@ -29,7 +29,7 @@ from slotkeeper.outbox.subscriptions import (
     subscription_of_job,
 )
 from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
-from slotkeeper.registry.rotations import SecretRotations
+from slotkeeper.registry.tenants import SecretRotations
 from tasks import tracing
 from tasks.security import vault
 from tasks.security.keyring import webhook_secrets

@@ -12,8 +12,8 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.queue.leases import Lease
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.registry.catalog import CatalogSnapshot
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import format_attribute
 from tasks import server_adapters
 from tasks.server_adapters import Misconfigured

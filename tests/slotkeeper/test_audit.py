@@ -4,9 +4,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from slotkeeper.audit import acts, search
-from slotkeeper.audit.acts import Actor
-from slotkeeper.audit.search import AuditFilter
+from slotkeeper import audit
+from slotkeeper.audit import Actor, AuditFilter
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, NotFound
 from slotkeeper.jobs.states import State
@@ -14,9 +13,8 @@ from slotkeeper.outbox import retention
 from slotkeeper.outbox.ageing import EventRetention
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_removal import remove_server
-from slotkeeper.registry.rotations import SecretRotations
-from slotkeeper.registry.secrets import Secret
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.server_descriptions import Secret
+from slotkeeper.registry.tenants import SecretRotations, Tenant, Tenants
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 
 _EVER = 1 << 60
@@ -24,16 +22,16 @@ EVE = Actor("eve", "REST", "10.0.0.7")
 
 
 def _words(database, **wanted):
-    return [done.act for done in search.find_entries(database, AuditFilter(**wanted))][::-1]
+    return [done.act for done in audit.find_entries(database, AuditFilter(**wanted))][::-1]
 
 
 def _note(word, job):
-    return acts.make_entry(word, job_id=job.id, now_ms=T0).write
+    return audit.make_entry(word, job_id=job.id, now_ms=T0).write
 
 
 def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_door(database, store):
     catalog, tenants = Catalog(database), Tenants(database)
-    with acts.acting_as(EVE):
+    with audit.acting_as(EVE):
         catalog.register("zimg", "gpu1", "http://gpu1/run", 2, T0)
         catalog.set_server_state("gpu1", "draining", reason="new disk", by="eve", now_ms=T0)
         catalog.set_model_state("zimg", "paused", now_ms=T0)
@@ -58,18 +56,18 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
         "webhook_secret.rotate",
         "tenant.remove",
     ]
-    found = search.find_entries(database, AuditFilter())
+    found = audit.find_entries(database, AuditFilter())
     assert {(it.actor, it.interface, it.origin) for it in found} == {("eve", "REST", "10.0.0.7")}
-    (drained,) = search.find_entries(database, AuditFilter(act="server.drain"))
+    (drained,) = audit.find_entries(database, AuditFilter(act="server.drain"))
     assert (drained.server, drained.reason, drained.at_ms) == ("gpu1", "new disk", T0)
-    (configured,) = search.find_entries(database, AuditFilter(act="model.configure"))
+    (configured,) = audit.find_entries(database, AuditFilter(act="model.configure"))
     assert (configured.model, configured.data) == ("zimg", {"overrides": {"max_retries": 5}, "described": False})
 
 
 def test_whoever_cancels_retries_or_deletes_a_job_is_noted_beside_its_transitions(database, store):
     waiting, running, dead = a_queued_job(store), a_running_job(store).job, an_ended_job(store, State.DEAD)
-    with acts.acting_as(EVE):
-        store.cancel_waiting(waiting.id, T0, note=_note("job.cancel", waiting))
+    with audit.acting_as(EVE):
+        store.cancel_waiting(waiting.id, T0, write_audit=_note("job.cancel", waiting))
         store.request_cancel(running.id, T0, _note("job.cancel", running))
         store.request_cancel(running.id, T0 + SECOND, _note("job.cancel", running))  # It is wanted already.
         store.revive(dead.id, T0, _note("job.retry", dead))
@@ -78,15 +76,15 @@ def test_whoever_cancels_retries_or_deletes_a_job_is_noted_beside_its_transition
         ["job.cancel"],
         ["job.retry"],
     ]
-    assert {(it.model, it.tenant) for it in search.find_entries(database, AuditFilter())} == {("zimg", "default")}
+    assert {(it.model, it.tenant) for it in audit.find_entries(database, AuditFilter())} == {("zimg", "default")}
     assert [it.type for it in store.list_events(waiting.id)] == ["job.enqueued", "job.canceled"]
 
 
 def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
     job = an_ended_job(store)
-    with acts.acting_as(EVE):
+    with audit.acting_as(EVE):
         assert not store.request_cancel(job.id, T0, _note("job.cancel", job))
-        assert store.cancel_waiting(job.id, T0, note=_note("job.cancel", job)) is None
+        assert store.cancel_waiting(job.id, T0, write_audit=_note("job.cancel", job)) is None
         assert store.revive(job.id, T0, _note("job.retry", job)) is None
         with pytest.raises(NotFound):
             remove_server(database, "gpu1", T0, "eve")
@@ -100,7 +98,7 @@ def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
 def test_no_secret_stands_in_an_act(database):
     key = Tenants(database).add(Tenant("acme", admin=False), T0)
     Catalog(database).set_secret(Secret("HF", None, "sealed-text", None, T0))
-    for done in search.find_entries(database, AuditFilter()):
+    for done in audit.find_entries(database, AuditFilter()):
         assert key not in repr(done)
         assert "sealed-text" not in repr(done)
 
@@ -108,20 +106,20 @@ def test_no_secret_stands_in_an_act(database):
 def test_acts_are_found_by_whom_and_what_they_concern_and_when(database, store):
     catalog = Catalog(database)
     for n, name in enumerate(("eve", "mallory")):
-        with acts.acting_as(Actor(name, "REST")):
+        with audit.acting_as(Actor(name, "REST")):
             catalog.register("zimg", f"gpu{n}", "http://gpu/run", 1, T0 + n * SECOND)
-    assert [it.actor for it in search.find_entries(database, AuditFilter(server="gpu1"))] == ["mallory"]
-    assert [it.server for it in search.find_entries(database, AuditFilter(actor="eve"))] == ["gpu0"]
-    assert [it.server for it in search.find_entries(database, AuditFilter(model="zimg", since_ms=T0 + 1))] == ["gpu1"]
-    assert [it.server for it in search.find_entries(database, AuditFilter(until_ms=T0 + SECOND))] == ["gpu0"]
-    newest, oldest = search.find_entries(database, AuditFilter())
-    assert search.find_entries(database, AuditFilter(), before=newest.id) == [oldest]
+    assert [it.actor for it in audit.find_entries(database, AuditFilter(server="gpu1"))] == ["mallory"]
+    assert [it.server for it in audit.find_entries(database, AuditFilter(actor="eve"))] == ["gpu0"]
+    assert [it.server for it in audit.find_entries(database, AuditFilter(model="zimg", since_ms=T0 + 1))] == ["gpu1"]
+    assert [it.server for it in audit.find_entries(database, AuditFilter(until_ms=T0 + SECOND))] == ["gpu0"]
+    newest, oldest = audit.find_entries(database, AuditFilter())
+    assert audit.find_entries(database, AuditFilter(), before=newest.id) == [oldest]
 
 
 @pytest.mark.parametrize("statement", ["UPDATE events SET actor = 'nobody'", "DELETE FROM events"])
 def test_the_database_refuses_to_change_or_remove_an_act(database, store, statement):
     a_queued_job(store)
-    with acts.acting_as(EVE):
+    with audit.acting_as(EVE):
         Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)
     with pytest.raises((DBAPIError, DatabaseUnavailable), match="acts are not"):
         database.write(lambda tx: tx.connection.execute(text(statement)))
@@ -138,7 +136,7 @@ def test_the_database_refuses_to_empty_the_events(postgres_url):
 
 def test_acts_and_events_are_removed_when_their_time_has_come_and_their_jobs_are_gone(database, store):
     job, kept = an_ended_job(store, State.DEAD), a_queued_job(store)
-    with acts.acting_as(EVE):
+    with audit.acting_as(EVE):
         Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)
     retention.delete_ended_jobs(store.database, T0 + SECOND)
     ageing = EventRetention(database)

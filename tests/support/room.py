@@ -17,9 +17,9 @@ from routing.queue.slots import model_rules, server_entry
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command, Scripts
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import DEFAULT_POLICY
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import Server as CatalogServer
 
 START_MS = 1_800_000_000_000

@@ -18,8 +18,8 @@ from routing.admission.submission import Submission, prepare_job
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import Model
 from tasks import inference
 from tasks import options as call_options
 from tasks.inference import infer

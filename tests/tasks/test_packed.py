@@ -11,7 +11,7 @@ from kombu import compression
 from kombu.message import Message
 from kombu.utils import json
 
-from slotkeeper.registry.model_config import MOST_PAYLOAD_BYTES, ModelConfig
+from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
 
 MOST_BYTES = packed.MOST_BYTES
@@ -49,7 +49,7 @@ def test_what_fits_is_unpacked(how: str) -> None:
 
 def test_the_largest_payload_that_a_model_may_take_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "MOST_BYTES", MOST_BYTES)
-    payload = b'{"text":"%s"}' % (b"a" * (MOST_PAYLOAD_BYTES - len('{"text":""}')))
+    payload = b'{"text":"%s"}' % (b"a" * (MAX_PAYLOAD_BYTES - len('{"text":""}')))
     ModelConfig(max_payload_bytes=len(payload))
     args = b'[["zimg",%s],{},{}]' % payload
     how = "application/x-gzip"
@@ -61,7 +61,7 @@ def test_it_fits_whatever_it_is_written_in(letter: str) -> None:
     """A model's bound is of UTF-8; in a message, kombu writes ASCII."""
     text = letter * 10_000
     growth = len(json.dumps(text)) / len(f'"{text}"'.encode())
-    assert growth * MOST_PAYLOAD_BYTES + 100_000 < MOST_BYTES, "with its headers"
+    assert growth * MAX_PAYLOAD_BYTES + 100_000 < MOST_BYTES, "with its headers"
 
 
 @pytest.mark.parametrize("how", PACKERS)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from app.simulate import Arrival, Job, Outcome, Scenario, jain, run
 from app.simulate.outcome_statistics import percentile, slot_seconds
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 
 T0 = 1_800_000_000_000

@@ -22,8 +22,8 @@ from routing.queue.slots import Slots
 from slotkeeper.jobs.values import QueuedJob, new_job_id
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 from tests.support.valkey import Valkey
 

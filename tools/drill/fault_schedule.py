@@ -1,6 +1,7 @@
 """Which fault comes when: a pure function of the seed.
 
-To add a kind of fault: a member of Kind, its line in _LASTS_S and in `targets`, and how it begins and ends in acts.py.
+To add a kind of fault: a member of Kind, its line in _LASTS_S and in `targets`, and how it begins and ends in
+fault_injection.py.
 """
 
 import random

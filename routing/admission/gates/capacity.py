@@ -7,8 +7,8 @@ from routing.admission.bounds import queue_limit, refusal, retry_after_s
 from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from routing.admission.questions import ModelStatus
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.policies import POLICIES
+from slotkeeper.registry.snapshot import Model
 
 
 def _check(submit: AdmissionRequest, known: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:

@@ -18,8 +18,8 @@ from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.redis.scripts import Command
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import Tenant
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from routing.admission.bounds import too_various
 from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from routing.admission.questions import ConstraintCounts
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.catalog import Model
+from slotkeeper.registry.snapshot import Model
 
 _RETRY_S = 10.0
 

@@ -11,8 +11,8 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import Model
 from tasks import callbacks, maintenance, server_push
 from tasks.server_adapters import Misconfigured, adapter_for
 from tasks.services import catalog, progress_scripts, workers

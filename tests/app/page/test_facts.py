@@ -12,8 +12,8 @@ from routing.queries.last_hour import LastHourUsage
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job, JobError
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 from tests.support.builders import SECOND, T0, a_queued_job, a_start
 from tests.support.ends import store_end

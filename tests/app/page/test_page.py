@@ -11,8 +11,7 @@ from app.page.attempts import Attempts
 from app.page.settings import display_setting
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
-from slotkeeper.registry.tenants import Tenant, Tenants
-from slotkeeper.registry.visits import RevokedSessions
+from slotkeeper.registry.tenants import RevokedSessions, Tenant, Tenants
 from tasks import services
 from tests.support.api import Api
 from tests.support.builders import an_ended_job

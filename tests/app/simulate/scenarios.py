@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.simulate import Arrival, Job, Scenario
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 
 T0 = 1_800_000_000_000

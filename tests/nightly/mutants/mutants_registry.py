@@ -30,15 +30,15 @@ MUTANTS = [
     Mutant(
         "a model is removed while jobs of it are active",
         "slotkeeper.registry.catalog_removal:remove_model",
-        always("not left"),
+        always("not active"),
         kills=["test_a_model_is_not_removed_while_a_job_of_it_has_not_ended"],
         breaks="JOB-3",
         still="test_servers_that_a_removal_leaves_without_a_model_are_named",
     ),
     Mutant(
         "a removed model's secret stays open to its name",
-        "slotkeeper.registry.catalog_removal:_removed",
-        drop("secrets.remove_model_from_scopes(tx, model)"),
+        "slotkeeper.registry.catalog_removal:_delete_model",
+        drop("remove_model_from_scopes(tx, model)"),
         kills=["test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay"],
         breaks="secrets",
         still="test_servers_that_a_removal_leaves_without_a_model_are_named",
@@ -47,7 +47,7 @@ MUTANTS = [
         "a server is removed while it has runs",
         "slotkeeper.registry.catalog_removal:finish_server_removal",
         swap(
-            "row is None or row.leaving_ms is None or _runs(tx, server) or _withheld(tx, server)",
+            "row is None or row.leaving_ms is None or _list_runs(tx, server) or _count_quarantined(tx, server)",
             "row is None or row.leaving_ms is None",
         ),
         kills=[
@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rotated secret stays valid for signatures",
-        "slotkeeper.registry.rotations:SecretRotation.list_valid",
+        "slotkeeper.registry.tenants:SecretRotation.list_valid",
         swap("self.number > 0 and now_ms < self.former_until_ms", "self.number > 0"),
         kills=["test_a_rotated_secret_overlaps_with_the_one_before_for_a_day_and_no_longer"],
         breaks="secrets",

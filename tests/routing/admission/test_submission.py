@@ -9,8 +9,8 @@ import pytest
 from routing.admission.submission import Submission, check_name, encode_payload, prepare_job
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import NewJob
-from slotkeeper.registry.catalog import Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import Model
 
 NOW = 1_800_000_000_000
 DAY_S = 86_400

@@ -13,7 +13,7 @@ from routing.maintenance import reconcile
 from routing.maintenance.rooms import depths
 from routing.queries import job_list
 from routing.queue.leases import Lease, Renewal
-from slotkeeper.audit import acts, search
+from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.registry.tenants import Tenant
@@ -440,7 +440,7 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
 def test_who_cancels_or_retries_a_job_is_noted_once(stage):
     stage.register(max_retries=0)
     job_id = stage.submit()
-    with acts.acting_as(acts.Actor("eve", "REST")):
+    with audit.acting_as(audit.Actor("eve", "REST")):
         stage.settle(stage.start(), OutcomeKind.RETRY)
         stage.dispatcher.revive(job_id)
         task = stage.start()
@@ -453,7 +453,7 @@ def test_who_cancels_or_retries_a_job_is_noted_once(stage):
         for refused in (stage.dispatcher.cancel, stage.dispatcher.revive):
             with pytest.raises(Conflict):
                 refused(waiting)
-    done = [it for it in search.find_entries(stage.store.database, search.AuditFilter()) if it.job_id]
+    done = [it for it in audit.find_entries(stage.store.database, audit.AuditFilter()) if it.job_id]
     assert [(it.act, it.job_id, it.actor) for it in done] == [
         ("job.cancel", waiting, "eve"),
         ("job.cancel", job_id, "eve"),

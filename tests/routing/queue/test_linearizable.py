@@ -23,7 +23,7 @@ from routing.queue.slots import Slots
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts, read_source
-from slotkeeper.registry.catalog import CatalogSnapshot
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from tests.support.ends import release
 from tests.support.stage import SETTINGS

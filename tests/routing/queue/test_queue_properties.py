@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 from redis import Redis
 
 from routing.queue.slots import model_rules
-from slotkeeper.registry.catalog import Model as CatalogModel
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import Model as CatalogModel
 from tests.routing.queue.search import search
 from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 

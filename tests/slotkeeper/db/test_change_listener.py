@@ -28,25 +28,24 @@ def test_whatever_anybody_commits_is_news_once(news: ChangeDetector, store: JobS
     assert [news.has_changed(), news.has_changed()] == [True, False]
 
 
-def test_what_was_only_read_is_no_news(news: ChangeDetector, store: JobStore) -> None:
+def test_what_was_only_read_is_no_change(news: ChangeDetector, store: JobStore) -> None:
     store.get("nobody")
     assert not news.has_changed()
 
 
-def test_after_the_record_was_away_there_is_news(news: ChangeDetector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_record_was_away_there_is_a_change(news: ChangeDetector, monkeypatch: pytest.MonkeyPatch) -> None:
     def away() -> object:
         raise DatabaseUnavailable("away")
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(news, "_look", away)
+        meanwhile.setattr(news, "_poll", away)
         with pytest.raises(DatabaseUnavailable):
             news.has_changed()
     assert [news.has_changed(), news.has_changed()] == [True, False]
 
 
-def test_a_lookout_that_fails_takes_it_for_news(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever relies on it looks too often then, instead of hardly ever."""
-    monkeypatch.setattr(change_listener, "EVERY_S", 0.001)
+def test_a_listener_that_fails_takes_it_for_a_change(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_listener, "POLL_S", 0.001)
     monkeypatch.setattr(ChangeDetector, "has_changed", lambda _: 1 / 0)
     woken: list[bool] = []
     found = ChangeListener(database)

@@ -27,8 +27,7 @@ from slotkeeper.outbox.result_notifications import ResultNotifications
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.rotations import SecretRotations
-from slotkeeper.registry.tenants import Tenants
+from slotkeeper.registry.tenants import SecretRotations, Tenants
 from tests.support.builders import T0, a_job
 from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
-from slotkeeper.audit import search
+from slotkeeper import audit
 from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import Reason, State
@@ -736,7 +736,7 @@ def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
     receivers.enable(receiver.id, None, "acme", T0)
     fan_out.replay(database, receiver, T0)
     receivers.remove(receiver.id, None)
-    done = search.find_entries(database, search.AuditFilter(tenant="acme"))
+    done = audit.find_entries(database, audit.AuditFilter(tenant="acme"))
     words = ["remove", "replay", "enable", "disable", "rotate", "change", "add"]
     assert [it.act for it in done] == [f"webhook.{word}" for word in words]
     assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == owed.REASON_SILENT

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.audit import search
+from slotkeeper import audit
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.outbox import retention
@@ -247,7 +247,7 @@ def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store,
     assert sorted(due_ids(database, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
     assert callbacks.retry_all(None, 0, UNTIL) == 3
     assert callbacks.retry_all(None, 0, UNTIL) == 0
-    assert [it.act for it in search.find_entries(database, search.AuditFilter())] == ["callback.replay"] * 3
+    assert [it.act for it in audit.find_entries(database, audit.AuditFilter())] == ["callback.replay"] * 3
 
 
 def test_a_job_stays_while_its_callback_is_sent_once_more(database, store):

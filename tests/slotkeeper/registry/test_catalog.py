@@ -502,7 +502,7 @@ def test_tenants_are_listed_by_name(tenants):
 
 def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
     ours = Clock()
-    monkeypatch.setattr("slotkeeper.registry.catalog.clock", ours)
+    monkeypatch.setattr("slotkeeper.db.shared_clock.clock", ours)
     Catalog(database).get_version()
     if database.engine.dialect.name == "postgresql":
         assert ours._ahead_ms is not None and abs(ours.skew_ms) < 1_000

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from slotkeeper.errors import DatabaseUnavailable, UnknownModel
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from tests.support.builders import at_once
 
 

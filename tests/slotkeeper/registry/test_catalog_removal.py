@@ -14,7 +14,7 @@ from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Quarantine
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.secrets import Secret
+from slotkeeper.registry.server_descriptions import Secret
 from tests.support.builders import (
     T0,
     a_delayed_job,

@@ -6,7 +6,7 @@ from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, InvalidJob, NotFound
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.defaults import INSTALLATION, ConfigSource
+from slotkeeper.registry.model_config import INSTALLATION, ConfigSource
 from tests.support.builders import T0
 
 

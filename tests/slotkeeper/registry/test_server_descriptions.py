@@ -6,8 +6,7 @@ from slotkeeper.errors import NotFound
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.secrets import Secret
-from slotkeeper.registry.server_descriptions import KEEP_UNUSED_MS
+from slotkeeper.registry.server_descriptions import KEEP_UNUSED_MS, Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
 from tests.support.ends import store_end
 from tests.support.starts import store_remote_id, store_start

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
 from routing.queries import holdings
-from slotkeeper.audit.search import AuditFilter, find_entries
+from slotkeeper.audit import AuditFilter, find_entries
 from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import State

@@ -9,8 +9,8 @@ import pytest
 
 from app.simulate import Arrival, Outage, SimulationError, run
 from app.simulate.scenario import Job
-from slotkeeper.registry.catalog import CatalogSnapshot, Model
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
 from tests.app.simulate.scenarios import POLICIES, SECOND, T0, a_catalog, a_scenario, at, poisson, starts
 

@@ -416,6 +416,8 @@ def test_migrations_import_of_the_product_only_its_tables():
         for name in _modules(node)
     }
     assert {name for name in imported if name.split(".")[0] in PACKAGES} == {
+        "slotkeeper.db.schema",
+        "slotkeeper.jobs.tables",
         "slotkeeper.registry.tables",
         "slotkeeper.outbox.tables",
     }

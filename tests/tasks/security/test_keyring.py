@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from slotkeeper.registry.rotations import OVERLAP_MS, SecretRotation
+from slotkeeper.registry.tenants import OVERLAP_MS, SecretRotation
 from tasks import callbacks
 from tasks.security import keyring
 from tasks.security.keyring import Purpose, derive, webhook_secrets

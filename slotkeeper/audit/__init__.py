@@ -1,1 +1,0 @@
-"""Who did what: written in the transaction of the change, never changed afterwards, searched and exported."""

@@ -1,0 +1,99 @@
+"""The whole catalog at one version: models with their configuration, servers, and what concerns them."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from slotkeeper.jobs.closed_models import ClosedModel
+from slotkeeper.registry.model_config import ConfigSource, Defaults, ModelConfig
+from slotkeeper.registry.server_descriptions import Secret, find_version
+from slotkeeper.registry.values import AdminState, Server, TenantState
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, and how its jobs are treated.
+
+    overrides: what the operator set, different from the defaults.  config: the whole configuration.
+    sources: where each field of `config` comes from, unless it is the release's default.
+    described_by: version of the description by which its servers are called; None: by the slot protocol.
+    """
+
+    name: str
+    fleet: str
+    overrides: Mapping[str, Any]
+    config: ModelConfig
+    state: str = AdminState.ONLINE
+    reason: str | None = None
+    changed_by: str | None = None
+    changed_ms: int | None = None
+    described_by: str | None = None
+    sources: Mapping[str, ConfigSource] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CatalogSnapshot:
+    """The catalog at one version.
+
+    tenants: only those that are not online.  closed: names under which no jobs are accepted.
+    database_id: identifies the database, so that a new one is not taken for the one before.
+    defaults: of the installation and of each kind of models.
+    """
+
+    version: int
+    models: Mapping[str, Model]
+    servers: Mapping[str, Server]
+    tenants: Mapping[str, TenantState] = field(default_factory=dict)
+    database_id: str = ""
+    secrets: Mapping[str, Secret] = field(default_factory=dict)
+    closed: Mapping[str, ClosedModel] = field(default_factory=dict)
+    defaults: Mapping[str, Defaults] = field(default_factory=dict)
+
+    def fleets(self) -> list[str]:
+        return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
+
+    def models_of(self, fleet: str) -> list[str]:
+        return self._models_by_fleet.get(fleet, [])
+
+    def servers_of(self, fleet: str) -> list[Server]:
+        return self._servers_by_fleet.get(fleet, [])
+
+    @cached_property
+    def _models_by_fleet(self) -> Mapping[str, list[str]]:
+        found = defaultdict[str, list[str]](list)
+        for name in sorted(self.models):
+            found[self.models[name].fleet].append(name)
+        return found
+
+    @cached_property
+    def _servers_by_fleet(self) -> Mapping[str, list[Server]]:
+        found = defaultdict[str, list[Server]](list)
+        for name in sorted(self.servers):
+            found[self.servers[name].fleet].append(self.servers[name])
+        return found
+
+    def has_pair(self, server: str, model: str) -> bool:
+        return server in self.servers and model in self.models
+
+    def model(self, name: str) -> Model | None:
+        return self.models.get(name)
+
+    def is_being_removed(self, model: str) -> bool:
+        return model in self.models and model in self.closed
+
+    def find_description(self, server: str, model: str) -> str | None:
+        """Return the version by which this server is called for this model; None: by the slot protocol."""
+        if server in self.servers and (own := self.servers[server].overrides.get(model)):
+            return find_version(own)
+        return self.models[model].described_by if model in self.models else None
+
+    def endpoint(self, server: str, model: str) -> str | None:
+        """Return the server's URL for this model; None if it does not serve the model."""
+        found = self.servers.get(server)
+        return None if found is None else found.endpoints.get(model)
+
+    def count_slots(self, model: str) -> int:
+        """Count the slots on which this model can run, of servers that take jobs."""
+        return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.takes_jobs)

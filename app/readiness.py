@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from migrations import migrate
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.redis.suitability import explain_unsuitable
+from slotkeeper.redis.connections import explain_unsuitable
 from tasks import ready
 from tasks.celery_app import celery
 from tasks.services import catalog, processes, scripts

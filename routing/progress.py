@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
-from slotkeeper.redis.scripts import Command, Scripts, make_async_client
+from slotkeeper.redis.connections import make_async_client
+from slotkeeper.redis.scripts import Command, Scripts
 
 log = structlog.get_logger(__name__)
 

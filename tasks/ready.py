@@ -8,8 +8,10 @@ from redis.exceptions import RedisError
 from routing.config import RoutingSettings
 from routing.maintenance import task_runs
 from routing.queries.process_list import Process, ProcessList
+from routing.scripts import make_scripts
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.redis.scripts import Scripts
 from tasks import process_files
 from tasks.beat import PERIODS_S
 from tasks.security.keyring import fingerprints
@@ -28,7 +30,7 @@ def liveness_problem(role: str) -> str | None:
 def readiness_problem(role: str) -> str | None:
     """Those of this role on this host can work, as far as it hangs on them."""
     settings = RoutingSettings()
-    scripts = Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    scripts = make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
         found = [it for it in ProcessList(scripts).read_all() if it.role == role and it.host == socket.gethostname()]
         problem = maintenance_problem(scripts) if role == "maintenance" else None

@@ -16,6 +16,7 @@ from routing.queue.leases import Leases
 from routing.queue.queues import Queues
 from routing.queue.slots import Slots
 from routing.queue.worker_capacity import WorkerCapacity
+from routing.scripts import make_scripts
 from slotkeeper.config import StorageSettings
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
@@ -23,8 +24,9 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.result_notifications import ResultNotifications
 from slotkeeper.process import singleton
 from slotkeeper.process_locks import ProcessLocks
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import SecretRotations
@@ -67,7 +69,7 @@ def rotations() -> SecretRotations:
 @singleton
 def scripts() -> Scripts:
     settings = RoutingSettings()
-    return Scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    return make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
 
 
 @singleton

@@ -12,8 +12,13 @@ from routing.config import RoutingSettings
 from slotkeeper import logs
 from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.redis.scripts import connect
-from slotkeeper.redis.suitability import UnsuitableRedis, explain_no_persistence, explain_not_single, explain_unsuitable
+from slotkeeper.redis.connections import (
+    UnsuitableRedis,
+    connect,
+    explain_no_persistence,
+    explain_not_single,
+    explain_unsuitable,
+)
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
 from tasks.security.keyring import fingerprints

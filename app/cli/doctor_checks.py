@@ -53,7 +53,7 @@ _MODULES = (
     "slotkeeper.jobs.tables",
     "app.up.roles",
     "migrations.migrate",
-    "slotkeeper.redis.suitability",
+    "slotkeeper.redis.connections",
     "tasks.extensions.transport",
     "tasks.celery_app",
     "tasks.config",
@@ -265,7 +265,7 @@ def disk() -> Iterator[Finding]:
 
 def redis() -> Iterator[Finding]:
     """Check that Redis answers, is new enough, keeps its keys, and has the same time as this host."""
-    from slotkeeper.redis.suitability import explain_no_persistence, explain_unsuitable
+    from slotkeeper.redis.connections import explain_no_persistence, explain_unsuitable
     from tasks.services import scripts
 
     client, problems = scripts().redis, 0

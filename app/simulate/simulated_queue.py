@@ -17,9 +17,10 @@ from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Command, Scripts, assemble
+from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 _PREFIX = "simulation"
@@ -53,7 +54,7 @@ class SimulatedQueue:
 
     def __init__(self, redis: Redis, fleet: str, catalog: CatalogSnapshot, start_latency_ms: int, swap_ms: int) -> None:
         settings, keys = RoutingSettings(), Keys(_PREFIX)
-        scripts = Scripts(redis, keys)
+        scripts = make_scripts(redis, keys)
         self.fleet = fleet
         self._redis, self._catalog, self._version = redis, catalog, 1
         self._queues, self._leases = Queues(scripts, settings), Leases(scripts, settings)
@@ -129,7 +130,8 @@ def _assembled(scripts: Iterable[str]) -> str:
     """play.lua with routing's scripts as functions before it.  Lua lets parameters hide the globals KEYS and ARGV."""
     fragments = {"lib/now_ms": _CLOCK}
     functions = [
-        f'scripts["{name}"] = function(KEYS, ARGV)\n{assemble(name, fragments)}\nend\n' for name in sorted(scripts)
+        f'scripts["{name}"] = function(KEYS, ARGV)\n{LIBRARY.assemble(name, fragments)}\nend\n'
+        for name in sorted(scripts)
     ]
     play = files("app.simulate").joinpath("play.lua").read_text("utf-8")
     return "".join(["local NOW\nlocal scripts = {}\n", *functions, play])

@@ -75,8 +75,7 @@ def check_remote(url: str) -> None:
     """Raises UpError when a Redis of one's own cannot be used."""
     from redis.exceptions import RedisError
 
-    from slotkeeper.redis.scripts import connect
-    from slotkeeper.redis.suitability import UnsuitableRedis, explain_unsuitable
+    from slotkeeper.redis.connections import UnsuitableRedis, connect, explain_unsuitable
 
     try:
         with connect(url, _REMOTE_TIMEOUT_S) as redis:

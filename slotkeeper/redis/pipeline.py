@@ -1,9 +1,10 @@
-"""Redis as an event loop reaches it: on one connection, where nothing waits for the answer to what was asked before.
+"""Redis from an event loop: one connection, one write per turn, joined calls.
 
-What is asked in one turn of the loop leaves in one write, and Redis answers in the order in which it was asked.  Calls
-of a script that joins them (slotkeeper/redis/signatures.py) become one, in the place of the first.
-redis-py connects and shakes hands; then commands and answers go past it, since its streams, and tasks that wait at
-them, would cost more than what they carry.
+Commands of one turn of the loop leave in one write, without waiting for earlier replies; Redis replies in order.  Calls
+of a script that joins them (signatures.py) become one call, in the place of the first.
+
+redis-py connects and authenticates.  Then commands and replies bypass its streams: they, and the tasks that wait at
+them, cost a connection and some 100 µs for each command.
 """
 
 import asyncio
@@ -17,250 +18,261 @@ from typing import Any
 import hiredis
 import structlog
 from redis.asyncio.connection import DefaultParser
-from redis.exceptions import ConnectionError as Broken
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, OutOfMemoryError, RedisError
-from redis.exceptions import TimeoutError as Silent
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from slotkeeper.redis.scripts import Command, Scripts, is_unknown_function, make_async_connection
+from slotkeeper.redis.connections import make_async_connection
+from slotkeeper.redis.scripts import Command, Scripts, is_unknown_function
 from slotkeeper.redis.signatures import join_commands
 
 log = structlog.get_logger(__name__)
 
-_MORE = object()  # The next answer has not come whole.
-_MOST_JOINED = 32  # calls; Redis serves nobody else while it works them off
+_INCOMPLETE = object()  # The next reply has not arrived whole.
+_MAX_JOINED = 32  # calls; Redis serves no other client while it executes them
 
 
 @dataclass(slots=True)
 class _Pending:
-    """`packed`: the command as it is sent; `until`: when its answer comes too late, by the loop's clock."""
+    """A command whose reply is awaited.
+
+    packed: the command as it is sent.  until: when its reply is too late, by the loop's clock.
+    command: None: it has been sent twice, or is not a script.  load: the command that loaded the script before this one
+    was sent again; repeated: what was sent again.
+    """
 
     packed: bytes
     read: Callable[[Any], Any]
-    answer: "asyncio.Future[Any]"
+    future: "asyncio.Future[Any]"
     until: float
-    command: Command[Any] | None = None  # None: it has been sent twice, or is not a script
+    command: Command[Any] | None = None
     number: int = -1
-    after: "_Pending | None" = None  # what told Redis the script's text, before it was sent again
-    again: Command[Any] | None = None  # what was sent again then
+    load: "_Pending | None" = None
+    repeated: Command[Any] | None = None
 
     @property
     def join_key(self) -> Hashable:
-        """What those have in common that may be joined; None: it is sent by itself."""
+        """Return the key of the commands that may be joined with this one; None: it is sent by itself."""
         return None if self.command is None else self.command.join_key
 
-    def settle(self, found: Any) -> None:
-        if self.answer.done():  # Nobody waits for it any more.
+    def set_reply(self, reply: Any) -> None:
+        if self.future.done():  # It was canceled.
             return
         try:
-            if isinstance(found, RedisError):
-                raise found
-            self.answer.set_result(self.read(found))
+            if isinstance(reply, RedisError):
+                raise reply
+            self.future.set_result(self.read(reply))
         except Exception as error:
-            self.answer.set_exception(error)
+            self.future.set_exception(error)
 
 
 class _JoinedPending(_Pending):
-    """Calls of one kind that are sent as one; each has its own part of the answer."""
+    """Calls with one join key that are sent as one call; each gets its part of the reply."""
 
     def __init__(self, parts: Sequence[_Pending]) -> None:
         commands, first = [part.command for part in parts if part.command is not None], parts[0]
         whole = join_commands(commands)
-        super().__init__(whole.packed, first.read, first.answer, first.until, whole, first.number)
+        super().__init__(whole.packed, first.read, first.future, first.until, whole, first.number)
         self._parts = [(part, command.entry_count) for part, command in zip(parts, commands, strict=True)]
 
-    def settle(self, found: Any) -> None:
-        rest = None if isinstance(found, RedisError) else iter(found)
-        for part, entries in self._parts:
-            part.settle(found if rest is None else list(islice(rest, entries)))
+    def set_reply(self, reply: Any) -> None:
+        entries = None if isinstance(reply, RedisError) else iter(reply)
+        for part, count_of_part in self._parts:
+            part.set_reply(reply if entries is None else list(islice(entries, count_of_part)))
 
 
-def _join(asked: list[_Pending]) -> list[_Pending]:
-    """The same, where those of one kind, up to as many as may be, are one in the place of the first."""
+def _join(commands: list[_Pending]) -> list[_Pending]:
+    """Return the commands, with those that may be joined as one, in the place of the first."""
     groups: list[list[_Pending]] = []
-    of_kind: dict[Hashable, list[_Pending]] = {}
-    for one in asked:
-        group = of_kind.get(one.join_key)
-        if group is None or len(group) == _MOST_JOINED:
+    by_key: dict[Hashable, list[_Pending]] = {}
+    for pending in commands:
+        group = by_key.get(pending.join_key)
+        if group is None or len(group) == _MAX_JOINED:
             groups.append(group := [])
-            if one.join_key is not None:
-                of_kind[one.join_key] = group
-        group.append(one)
-    return [its[0] if len(its) == 1 else _JoinedPending(its) for its in groups]
+            if pending.join_key is not None:
+                by_key[pending.join_key] = group
+        group.append(pending)
+    return [group[0] if len(group) == 1 else _JoinedPending(group) for group in groups]
 
 
 class _Connection(asyncio.Protocol):
-    """A connection on which hands have been shaken.
+    """A connection after redis-py has authenticated.
 
-    `heard`: what takes its answers, one by one; `over`: why it is not used any more.
+    on_reply: called with each reply.  closed: the error because of which the connection is not used any more.
     """
 
     def __init__(
-        self, transport: asyncio.WriteTransport, heard: Callable[[Any], None], over: "asyncio.Future[Exception]"
+        self,
+        transport: asyncio.WriteTransport,
+        on_reply: Callable[[Any], None],
+        closed: "asyncio.Future[Exception]",
     ) -> None:
-        self._transport, self._heard, self.over = transport, heard, over
-        self._reader = hiredis.Reader(InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
+        self._transport, self._on_reply, self.closed = transport, on_reply, closed
+        self._reader = hiredis.Reader(InvalidResponse, DefaultParser.parse_error, notEnoughData=_INCOMPLETE)
         transport.set_protocol(self)
 
     def send(self, packed: list[bytes]) -> None:
         try:
             self._transport.write(b"".join(packed))
         except Exception as error:
-            self.end(error)
+            self.close(error)
 
     def data_received(self, data: bytes) -> None:
         try:
             self._reader.feed(data)
-            while (found := self._reader.gets()) is not _MORE:
-                self._heard(found)
+            while (reply := self._reader.gets()) is not _INCOMPLETE:
+                self._on_reply(reply)
         except Exception as error:
-            self.end(error)
+            self.close(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.end(Broken(f"The connection to Redis broke: {error or 'it was closed'}."))
+        self.close(RedisConnectionError(f"The connection to Redis broke: {error or 'it was closed'}."))
 
-    def end(self, why: Exception) -> None:
-        if not self.over.done():
-            self.over.set_result(why)
+    def close(self, why: Exception) -> None:
+        if not self.closed.done():
+            self.closed.set_result(why)
         self._transport.abort()
 
 
 class Pipeline:
-    """Runs scripts for the tasks of one event loop, and is used in that loop alone."""
+    """Runs scripts for the tasks of one event loop.  Used in that loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scripts: Scripts, timeout_s: float) -> None:
         self._loop, self._scripts, self._timeout_s = loop, scripts, timeout_s
-        self._connection = make_async_connection(scripts.redis)
-        self._next: list[_Pending] = []  # to be sent in this turn, or when there is a line
-        self._sent: deque[_Pending] = deque()  # on the line, and not answered yet
+        self._redis_connection = make_async_connection(scripts.redis)
+        self._unsent: list[_Pending] = []  # to be sent in this turn, or when there is a connection
+        self._sent: deque[_Pending] = deque()  # without a reply
         self._numbers = count()  # in the order of sending
-        self._told: dict[str, _Pending] = {}  # script -> what told Redis its text
-        self._line: _Connection | None = None
-        self._life: asyncio.Task[None] | None = None  # of the connection, from its making to its end
+        self._loads: dict[str, _Pending] = {}  # script -> the command that loaded it
+        self._connection: _Connection | None = None
+        self._serving: asyncio.Task[None] | None = None  # from the first command until the connection breaks
         self._is_watched = False
 
     def execute(self, command: Command[Any]) -> "asyncio.Future[Any]":
-        """Run a script.  The future has what the command reads in its answer, or a RedisError."""
-        asked = self._asked(command.packed, command.target.read)
-        asked.command = command
-        self._send(asked)
-        return asked.answer
+        """Run a script.  The future has its result, or a RedisError."""
+        pending = self._make_pending(command.packed, command.target.read)
+        pending.command = command
+        self._send(pending)
+        return pending.future
 
     async def close(self) -> None:
-        """Break off; what is not answered yet ends with an error."""
-        if self._life is not None:
-            self._life.cancel()
+        """Close the connection.  Commands without a reply fail."""
+        if self._serving is not None:
+            self._serving.cancel()
             with suppress(asyncio.CancelledError):
-                await self._life
-        self._fail(Broken("The connection to Redis was closed."))  # A life that had not begun leaves that to us.
+                await self._serving
+        # A task that was canceled before its first step has not done so.
+        self._fail(RedisConnectionError("The connection to Redis was closed."))
 
-    def _asked(self, packed: bytes, read: Callable[[Any], Any]) -> _Pending:
-        until = self._loop.time() + self._timeout_s
-        return _Pending(packed, read, self._loop.create_future(), until)
+    def _make_pending(self, packed: bytes, read: Callable[[Any], Any]) -> _Pending:
+        return _Pending(packed, read, self._loop.create_future(), self._loop.time() + self._timeout_s)
 
-    def _send(self, asked: _Pending) -> None:
-        asked.number = next(self._numbers)
-        self._next.append(asked)
-        if self._life is None:
-            self._life = self._loop.create_task(self._serve_connection())
-        elif self._line is not None and len(self._next) == 1:
-            self._loop.call_soon(self._flush, self._line)
+    def _send(self, pending: _Pending) -> None:
+        pending.number = next(self._numbers)
+        self._unsent.append(pending)
+        if self._serving is None:
+            self._serving = self._loop.create_task(self._serve_connection())
+        elif self._connection is not None and len(self._unsent) == 1:
+            self._loop.call_soon(self._flush, self._connection)
 
-    def _flush(self, line: _Connection) -> None:
-        """In one write.  What a line that is over has not taken fails when its life ends."""
-        if line.over.done():
+    def _flush(self, connection: _Connection) -> None:
+        """Send all commands of this turn in one write."""
+        if connection.closed.done():  # `_serve_connection` fails what was not sent.
             return
-        now, self._next = _join(self._next), []
-        self._sent += now
+        commands, self._unsent = _join(self._unsent), []
+        self._sent += commands
         if not self._is_watched:
             self._watch()
-        line.send([asked.packed for asked in now])
+        connection.send([pending.packed for pending in commands])
 
     async def _serve_connection(self) -> None:
-        """A connection's life, from the first command on, until it breaks or Redis is silent for too long."""
-        why: Exception = Broken("The connection to Redis was closed.")
+        """Connect, and wait until the connection breaks or Redis does not reply in time."""
+        why: Exception = RedisConnectionError("The connection to Redis was closed.")
         try:
-            self._line = await self._connect()
-            self._flush(self._line)
-            why = await self._line.over
+            self._connection = await self._connect()
+            self._flush(self._connection)
+            why = await self._connection.closed
         except Exception as error:
             why = error
         finally:
-            self._life = self._line = None
-            self._fail(_foreseen(why))
-            await self._connection.disconnect(nowait=True)
+            self._serving = self._connection = None
+            self._fail(_as_redis_error(why))
+            await self._redis_connection.disconnect(nowait=True)
 
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._connection.connect()
+                await self._redis_connection.connect()
         except TimeoutError as error:
-            raise Silent("Redis has not let us in in time.") from error
-        writer = self._connection._writer  # All that we take of what redis-py keeps to itself.
-        if writer is None or await self._connection.can_read():
-            raise Broken("Redis has said what nobody asked, or has closed the connection.")
+            raise RedisTimeoutError("Redis did not accept the connection in time.") from error
+        # The only private attribute of redis-py that is used: see the module's docstring for the figure.
+        writer = self._redis_connection._writer
+        if writer is None or await self._redis_connection.can_read():
+            raise RedisConnectionError("Redis sent an unexpected reply, or closed the connection.")
         return _Connection(writer.transport, self._on_reply, self._loop.create_future())
 
     def _fail(self, why: RedisError) -> None:
-        """None of these will be answered; whether they were run is not known."""
-        lost = [*self._sent, *self._next]
-        self._sent, self._next, self._told = deque(), [], {}
-        for asked in lost:
-            asked.settle(why)
+        """Fail all commands without a reply; whether Redis ran them is not known."""
+        lost = [*self._sent, *self._unsent]
+        self._sent, self._unsent, self._loads = deque(), [], {}
+        for pending in lost:
+            pending.set_reply(why)
 
-    def _on_reply(self, found: Any) -> None:
-        """Raises RedisError: no answer can be told from another any more, or Redis does not serve us."""
-        if isinstance(found, hiredis.PushNotification):  # It may come at any time, and answers nothing.
+    def _on_reply(self, reply: Any) -> None:
+        """Raises RedisError if replies cannot be assigned to commands any more, or Redis refuses the connection."""
+        if isinstance(reply, hiredis.PushNotification):  # It may come at any time, and answers no command.
             return
-        if isinstance(found, Broken):
-            raise found
+        if isinstance(reply, RedisConnectionError):
+            raise reply
         if not self._sent:
-            raise Broken("Redis has said what nobody asked.")
-        self._take(self._sent[0], found)
-        self._sent.popleft()  # Not before: if it could not be taken, its asker hears of that.
+            raise RedisConnectionError("Redis sent an unexpected reply.")
+        self._handle_reply(self._sent[0], reply)
+        self._sent.popleft()  # Not earlier: if handling it raises, `_fail` tells the caller.
 
-    def _take(self, asked: _Pending, found: Any) -> None:
-        """An answer.  What Redis does not know is sent once more, after its text."""
-        command = asked.command
-        if is_unknown_function(found) and command is not None:
-            asked.command, asked.again = None, command
-            asked.after = self._load_script(command.target.script, asked.number)
-            self._send(asked)
-        elif is_unknown_function(found) and asked.after is not None:
-            self._heed_not_loaded(asked, asked.after.answer.exception() or found)
+    def _handle_reply(self, pending: _Pending, reply: Any) -> None:
+        """Set the reply.  If Redis does not know the script, load it and send the command once more."""
+        command = pending.command
+        if is_unknown_function(reply) and command is not None:
+            pending.command, pending.repeated = None, command
+            pending.load = self._load_script(command.target.script, pending.number)
+            self._send(pending)
+        elif is_unknown_function(reply) and pending.load is not None:
+            self._handle_failed_load(pending, pending.load.future.exception() or reply)
         else:
-            asked.settle(found)
+            pending.set_reply(reply)
 
-    def _heed_not_loaded(self, asked: _Pending, why: Any) -> None:
-        """A Redis that is too full to load a function still evaluates its text."""
-        if isinstance(why, OutOfMemoryError) and asked.again is not None:
-            asked.packed, asked.again = hiredis.pack_command(self._scripts.eval_command(asked.again)), None
-            self._send(asked)
+    def _handle_failed_load(self, pending: _Pending, why: Any) -> None:
+        """Send the script's text for EVAL: a Redis that is too full to load a function still evaluates it."""
+        if isinstance(why, OutOfMemoryError) and pending.repeated is not None:
+            pending.packed = hiredis.pack_command(self._scripts.eval_command(pending.repeated))
+            pending.repeated = None
+            self._send(pending)
         else:
-            asked.settle(why)
+            pending.set_reply(why)
 
     def _load_script(self, script: str, number: int) -> _Pending:
-        """Tell Redis the text of a script, unless that was done after command `number` had been sent."""
-        told = self._told.get(script)
-        if told is None or told.number < number:
+        """Load a script, unless that was done after command `number` had been sent."""
+        load = self._loads.get(script)
+        if load is None or load.number < number:
             text = hiredis.pack_command(self._scripts.load_command(script))
-            self._told[script] = told = self._asked(text, lambda answer: answer)
-            self._send(told)
-        return told
+            self._loads[script] = load = self._make_pending(text, lambda reply: reply)
+            self._send(load)
+        return load
 
     def _watch(self) -> None:
-        """Look again when the oldest answer must have come."""
+        """Close the connection if the oldest command got no reply in time, else look again when its time is over."""
         self._is_watched = bool(self._sent)
-        if not self._sent or self._line is None:
+        if not self._sent or self._connection is None:
             return
         until = self._sent[0].until
         if self._loop.time() < until:
             self._loop.call_at(until, self._watch)
         else:
-            self._line.end(Silent("Redis has not answered in time."))
+            self._connection.close(RedisTimeoutError("Redis did not reply in time."))
 
 
-def _foreseen(why: Exception) -> RedisError:
+def _as_redis_error(why: Exception) -> RedisError:
     if isinstance(why, RedisError):
         return why
     log.error("redis_connection_failed", exc_info=why)
-    return Broken(f"The connection to Redis failed: {why!r}.")
+    return RedisConnectionError(f"The connection to Redis failed: {why!r}.")

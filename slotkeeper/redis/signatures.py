@@ -1,21 +1,25 @@
-"""The header of a script is its signature: what it takes and what it answers, by name and type, in this order.
+"""The header of a script is its signature: compared with Python once, then packed and read without looking.
+
+A header names the arguments and the results of a script, with their types, in this order:
 
     Takes
       job_id: text, lease: text
-      resumes: flag      what is said after two blanks, or further to the right, explains
+      resumes: flag      text after two blanks, or further to the right, is an explanation
     Returns
       answer: "kept" | "lost"
 
-Lua has each argument in a local of its name.  Python calls a script by a method of its name, whose parameters and
-answer are compared with the header once, and which then packs and reads without looking at it again.
+Lua has each argument in a local variable of its name.  Python calls a script by a method of its name.  The method's
+parameters and return type are compared with the header once; from them, functions are compiled that pack the arguments
+and read the reply.
 
 Types are text, int, number, flag (a bool; 0 or 1 in Redis), words, `type | None` (false in Lua), lists `[type]`, rows
-`{name: type, …}` and pairs `{text: type}`.  A row is a class in Python; as an argument it may have more than is asked
-for.  An answer of one value is that value, one of several is a row.  Lists and pairs come after all other arguments;
+`{name: type, …}` and pairs `{text: type}`.  A row is a class in Python; as an argument it may have more fields than the
+header names.  A single result is returned as it is, several as a row.  Lists and pairs come after all other arguments;
 each but the last is sent with its length.
 
-A script that does for each row of its last list what it would do in a call of its own, and answers a list with one
-entry for each, says `Joins <that list>`: calls of one moment may then become one.
+A script that handles each row of its only list as a call of its own would, and returns a list with one entry for each
+row, declares `Joins <that list>`: calls of the same moment may then become one call (eight releases: 1.05 ms instead of
+1.53 ms).
 """
 
 import ast
@@ -36,7 +40,7 @@ _IN_LUA = {"int": "tonumber({})", "number": "tonumber({})", "flag": '{} == "1"'}
 
 
 class RowLayout(NamedTuple):
-    """With which argument the rows of a call begin that others may be joined to, and how many words each row has."""
+    """The position of the first word of a call's rows, and the number of words in each row."""
 
     begin: int
     size: int
@@ -45,8 +49,7 @@ class RowLayout(NamedTuple):
 class BoundScript(NamedTuple):
     """A script on the keys of one fleet.
 
-    `words`: what Redis is sent before the arguments; `packed`: those as they are sent.  `rows`: None: its calls are
-    never joined.
+    words: of the command before the arguments; packed: their bytes.  rows: None: its calls are never joined.
     """
 
     script: str
@@ -59,31 +62,31 @@ class BoundScript(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Command(Generic[T]):
-    """A script that is to be run, and with what; its answer is read as T."""
+    """A script to be run, with its arguments.  Its reply is read as T."""
 
     target: BoundScript
     args: tuple[Any, ...]
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """What Redis is sent."""
+        """All words of the command."""
         return self.target.words + self.args
 
     @property
     def packed(self) -> bytes:
-        """The same as it is sent: of a call only its arguments are packed."""
+        """The bytes of the command; for each call only the arguments are packed."""
         count = len(self.target.words) + len(self.args)
         return b"*%d\r\n%b%b" % (count, self.target.packed, pack_words(self.args))
 
     @property
     def join_key(self) -> Hashable:
-        """Calls of one kind may be joined; None: this one is made by itself."""
+        """Calls with the same key may be joined; None: this one is sent alone."""
         rows = self.target.rows
         return None if rows is None else (id(self.target), self.args[: rows.begin])
 
     @property
     def entry_count(self) -> int:
-        """How many its answer has, of a call that may be joined: one for each of its rows."""
+        """Number of entries in the reply of a call that may be joined: one for each of its rows."""
         assert self.target.rows is not None, "it may be joined"
         return (len(self.args) - self.target.rows.begin) // self.target.rows.size
 
@@ -97,12 +100,12 @@ def join_commands(commands: Sequence[Command[list[T]]]) -> Command[list[T]]:
 
 
 def pack_words(words: tuple[Any, ...]) -> bytes:
-    """Words as Redis is sent them, without how many they are."""
+    """Return the bytes of words in Redis' protocol, without their number."""
     return hiredis.pack_command(words).partition(b"\n")[2]
 
 
 class Signature(NamedTuple):
-    """What a header declares: each name with its type."""
+    """The arguments and results that a header declares, each name with its type."""
 
     takes: dict[str, ast.expr]
     returns: dict[str, ast.expr]
@@ -110,12 +113,12 @@ class Signature(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The type of the whole answer."""
+        """The type of the whole reply."""
         return ast.unparse(*self.returns.values()) if len(self.returns) == 1 else _row(self.returns)
 
     @property
     def rows(self) -> RowLayout | None:
-        """Of the list that is joined; None: there is none."""
+        """The layout of the list by which calls are joined; None: they are not."""
         if not self.joins:
             return None
         sizes = [_in_lua(it, 0)[1] for name, it in self.takes.items() if name != self.joins]
@@ -123,7 +126,7 @@ class Signature(NamedTuple):
 
 
 def parse_signature(header: str) -> Signature:
-    """Raises SyntaxError."""
+    """Return the signature of a header.  Raises SyntaxError."""
     takes, returns = _declared("Takes", header), _declared("Returns", header)
     found = re.search(r"^  Joins (\w+)$", header, re.MULTILINE)
     if found is None:
@@ -139,7 +142,7 @@ def _declared(entry: str, header: str) -> dict[str, ast.expr]:
     fields: list[str] = []
     for line in found[1].splitlines() if found else ():
         text = re.split(r"\s{2,}", line.strip())[0]
-        if fields and fields[-1].endswith(","):  # It goes on.
+        if fields and fields[-1].endswith(","):  # a continued line
             fields[-1] += text
         elif line[4] != " ":
             fields.append(text)
@@ -151,7 +154,7 @@ def _row(fields: Mapping[str, ast.expr]) -> str:
 
 
 def _fields_of(row: ast.expr) -> dict[str, ast.expr]:
-    """Of a row; of anything else none."""
+    """Return the fields of a row type; none for any other type."""
     fields = zip(row.keys, row.values, strict=True) if isinstance(row, ast.Dict) else ()
     return {name.id: it for name, it in fields if isinstance(name, ast.Name) and name.id != "text"}
 
@@ -164,7 +167,7 @@ def _is_many(it: ast.expr) -> bool:
 
 
 def render_locals(found: Signature) -> str:
-    """The lines of Lua that give each argument its name."""
+    """Return the lines of Lua that assign each argument to a local variable."""
     lines, at, many = list[str](), 1, [name for name, it in found.takes.items() if _is_many(it)]
     for name in (name for name in found.takes if name not in many):
         word, size = _in_lua(found.takes[name], at)
@@ -182,7 +185,7 @@ def render_locals(found: Signature) -> str:
 
 
 def _in_lua(it: ast.expr, at: int, i: str = "") -> tuple[str, int]:
-    """The expression for an argument that begins with word `at`, or so many behind `i`; and how many words it has."""
+    """Return the expression of an argument that begins at word `at` (relative to `i`), and its number of words."""
     fields, first = list[str](), at
     for name, one in _fields_of(it).items():
         word, size = _in_lua(one, at, i)
@@ -193,7 +196,7 @@ def _in_lua(it: ast.expr, at: int, i: str = "") -> tuple[str, int]:
 
 
 def _item(name: str, it: ast.expr) -> tuple[str, int]:
-    """The line that takes in one element of a list or of pairs, and how many words it has."""
+    """Return the line that reads one element of a list or of pairs, and its number of words."""
     match it:
         case ast.List(elts=[one]):
             word, size = _in_lua(one, 0, "i + ")
@@ -207,8 +210,10 @@ def _item(name: str, it: ast.expr) -> tuple[str, int]:
 
 
 class Caller(NamedTuple):
-    """`pack`: given what finds the target of a fleet, the function that calls the script.  `read`: for a fleet, what
-    reads the answer.  `rows`: as of its targets.
+    """Compiled functions of a script.
+
+    pack: takes a function that returns the target of a fleet, and returns the function that makes a Command.
+    read: takes a fleet, and returns the function that reads a reply.  rows: as of BoundScript.
     """
 
     pack: Callable[[Callable[[str], BoundScript]], Callable[..., Command[Any]]]
@@ -217,10 +222,14 @@ class Caller(NamedTuple):
 
 
 def make_caller(name: str, found: Signature, method: Callable[..., Any]) -> Caller:
-    """Of a script and the method that declares it.  Raises TypeError: they differ."""
+    """Compile the functions of a script for the method that declares it.  Raises TypeError if the two differ."""
     hints = get_type_hints(method)
     (answer,) = get_args(hints.pop("return"))
-    names = [it.name for it in inspect.signature(method).parameters.values() if it.kind is it.KEYWORD_ONLY]
+    names = [
+        parameter.name
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
     takes = "{" + ", ".join(f"{it}: {_described(hints[it], found.takes.get(it))}" for it in names) + "}"
     for does, said, meant in (("takes", takes, _row(found.takes)), ("returns", _described(answer), found.answer)):
         if said != meant:
@@ -236,7 +245,7 @@ def make_caller(name: str, found: Signature, method: Callable[..., Any]) -> Call
 
 
 def _described(hint: Any, asked: ast.expr | None = None) -> str:
-    """A type of Python as a header writes it.  `asked`: of a row, or a list of rows, only what that has, too."""
+    """Return a Python type as a header writes it.  asked: of a row, or a list of rows, only the fields that it has."""
     args = get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
@@ -258,12 +267,12 @@ def _is_words(hint: Any) -> bool:
 
 
 def _fields(row: type) -> Iterator[tuple[str, Any]]:
-    """Of an answer's row.  The fleet that it came from is none of them."""
+    """Yield the fields of a result's row, without `fleet`, which is not part of the reply."""
     return ((name, it) for name, it in get_type_hints(row).items() if name != "fleet")
 
 
 def _words(name: str, it: ast.expr, *, counted: bool) -> str:
-    """What an argument is sent as."""
+    """Return the Python expression of an argument's words."""
     count = f"len({name}), " if counted else ""
     if fields := _fields_of(it):
         return ", ".join(_words(f"{name}.{field}", one, counted=False) for field, one in fields.items())
@@ -280,7 +289,7 @@ def _words(name: str, it: ast.expr, *, counted: bool) -> str:
 
 
 def _read(hint: Any, it: str, known: dict[str, Any]) -> str:
-    """The expression that reads `it`; the classes that it needs become known."""
+    """Return the expression that reads the value `it`, and add the classes that it needs to `known`."""
     args = get_args(hint)
     if hint in (int, NoneType):
         return it

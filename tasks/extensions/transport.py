@@ -11,7 +11,7 @@ import structlog
 from kombu.transport import redis
 from redis.exceptions import DataError
 
-from slotkeeper.redis.full import OomTolerantRedis
+from slotkeeper.redis.connections import OomTolerantRedis
 
 log = structlog.get_logger(__name__)
 

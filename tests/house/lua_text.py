@@ -3,13 +3,13 @@
 import re
 from functools import cache
 
-from slotkeeper.redis.scripts import read_fragment, read_source
+from routing.scripts import LIBRARY
 
 FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
 
 
 def header(name: str) -> str:
-    found = re.match(r"--\[\[(.*?)\]\]", read_source(name), re.DOTALL)
+    found = re.match(r"--\[\[(.*?)\]\]", LIBRARY.read_source(name), re.DOTALL)
     assert found, f"{name}.lua does not begin with a header"
     return found[1]
 
@@ -17,19 +17,19 @@ def header(name: str) -> str:
 @cache
 def body(name: str) -> str:
     """The script's own lines, without header and comments."""
-    return re.sub(r"--[^\n]*", "", read_source(name).split("]]", 1)[1])
+    return re.sub(r"--[^\n]*", "", LIBRARY.read_source(name).split("]]", 1)[1])
 
 
 def included(name: str) -> list[str]:
     """The fragments that a script includes, in order."""
-    return re.findall(r"@include (lib/\w+)", read_source(name))
+    return re.findall(r"@include (lib/\w+)", LIBRARY.read_source(name))
 
 
 @cache
 def called_functions(name: str) -> str:
     """The script with those of its fragments' functions, and of policies' decisions, that it reaches."""
     text = body(name)
-    fragments = "".join(re.sub(r"--[^\n]*", "", read_fragment(f)) for f in included(name))
+    fragments = "".join(re.sub(r"--[^\n]*", "", LIBRARY.read_fragment(f)) for f in included(name))
     functions: dict[str, str] = {}
     one_line, more = r"[^\n]* end$", r".*?^end$"
     for function, lines in re.findall(rf"^{FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):

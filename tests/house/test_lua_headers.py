@@ -23,16 +23,9 @@ from routing.queue.leases import LeaseScripts
 from routing.queue.queues import QueueScripts
 from routing.queue.slots import SlotScripts
 from routing.queue.worker_capacity import WorkerScripts
+from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import (
-    Command,
-    Scripts,
-    assemble,
-    read_fragment,
-    read_signature,
-    read_source,
-    script_names,
-)
+from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
 from tasks.relay.sinks.event_stream import StreamScripts
 from tests.house.lua_text import FUNCTION, body, called_functions, header, included
@@ -77,14 +70,14 @@ _NOT_ANSWERS = _FIELDS | frozenset(
     }  # parts of a score, answered by their place
 )
 
-every_script = for_each(script_names())
+every_script = for_each(LIBRARY.script_names())
 
 
 def words_of(name: str) -> set[str]:
     """The words that the header says it can answer."""
     return {
         it.value
-        for answer in read_signature(name).returns.values()
+        for answer in LIBRARY.read_signature(name).returns.values()
         for it in ast.walk(answer)
         if isinstance(it, ast.Constant) and it.value
     }
@@ -98,16 +91,20 @@ def commands(text: str) -> set[str]:
 def test_a_header_names_the_script_its_keys_its_answers_and_its_cost(name):
     text = header(name)
     assert text.lstrip().startswith(f"{name}: "), "the header begins with the script's name and one sentence"
-    for entry in ("  Keys: " if "@include lib/fleet" in read_source(name) else "  Key: ", "  Returns\n", "Cost O("):
+    for entry in (
+        "  Keys: " if "@include lib/fleet" in LIBRARY.read_source(name) else "  Key: ",
+        "  Returns\n",
+        "Cost O(",
+    ):
         assert entry in text, f"{name}.lua: {entry.strip()} is missing"
 
 
 @every_script
 def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
     assert "ARGV" not in body(name)
-    assert max(map(len, assemble(name).splitlines())) <= 120
-    functions = set(re.findall(r"^local function (\w+)", assemble(name), re.MULTILINE))
-    for argument, it in read_signature(name).takes.items():
+    assert max(map(len, LIBRARY.assemble(name).splitlines())) <= 120
+    functions = set(re.findall(r"^local function (\w+)", LIBRARY.assemble(name), re.MULTILINE))
+    for argument, it in LIBRARY.read_signature(name).takes.items():
         assert argument not in functions, f"{name}.lua: {argument} would hide a function"
         rows = it.elts[0] if isinstance(it, ast.List) else it
         parts = [ast.unparse(part) for part in rows.keys] if isinstance(rows, ast.Dict) else []
@@ -117,7 +114,7 @@ def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
 
 @every_script
 def test_a_header_names_the_keys_that_its_script_touches(name):
-    if "@include lib/fleet" in read_source(name):
+    if "@include lib/fleet" in LIBRARY.read_source(name):
         text = called_functions(name)
         touched = ", ".join(key for key in FLEET_KEYS if re.search(rf"\b{key.upper()}\b", text))
         assert f"\n  Keys: {touched}\n" in header(name), f"{name}.lua touches {touched}"
@@ -135,9 +132,9 @@ DECLARED = (
 
 
 def test_every_script_is_declared_once_and_as_its_header_says():
-    scripts = Scripts(Redis(), Keys("test"))
+    scripts = make_scripts(Redis(), Keys("test"))
     found = [name for declared in DECLARED for name in vars(scripts.bind(declared))]
-    assert sorted(found) == list(script_names())
+    assert sorted(found) == list(LIBRARY.script_names())
 
 
 class Lease(NamedTuple):
@@ -256,7 +253,7 @@ def test_only_calls_with_one_list_and_an_answer_for_each_of_its_rows_are_joined(
 
 
 def test_a_call_is_packed_as_redis_would_have_its_words():
-    scripts = Scripts(Redis(), Keys("test"))
+    scripts = make_scripts(Redis(), Keys("test"))
     waiting = scripts.bind(QuestionScripts)
     for command in (
         waiting.backlog("zimg", account="a|zimg"),
@@ -312,7 +309,7 @@ def test_every_word_that_a_script_answers_stands_in_its_header(name):
 @every_script
 def test_the_clock_is_mentioned_exactly_where_it_is_read(name):
     reads = re.search(r"\bnow_ms\(", body(name)) is not None
-    assert ("@include lib/now_ms" in read_source(name)) is reads
+    assert ("@include lib/now_ms" in LIBRARY.read_source(name)) is reads
     assert ("Clock Redis TIME" in header(name)) is reads
     assert "TIME" not in commands(body(name)), "time is read by lib/now_ms alone, so that tests can set it"
 
@@ -335,19 +332,19 @@ def test_an_invariant_that_a_header_cites_is_one(name):
 @every_script
 def test_every_fragment_that_is_included_is_used(name):
     for one in included(name):
-        functions = re.findall(rf"^{FUNCTION}", read_fragment(one), re.MULTILINE)
-        later = "".join(read_fragment(other) for other in included(name) if other != one)
+        functions = re.findall(rf"^{FUNCTION}", LIBRARY.read_fragment(one), re.MULTILINE)
+        later = "".join(LIBRARY.read_fragment(other) for other in included(name) if other != one)
         assert any(f in body(name) + later for f in functions) or one == "lib/fleet", f"{one} is not needed"
 
 
 def test_no_script_ever_scans_or_reads_a_random_member():
-    for name in script_names():
+    for name in LIBRARY.script_names():
         forbidden = {"KEYS", "SCAN", "ZSCAN", "HSCAN", "RANDOMKEY", "SRANDMEMBER", "ZRANDMEMBER", "FLUSHALL", "FLUSHDB"}
-        assert not commands(assemble(name)) & forbidden
+        assert not commands(LIBRARY.assemble(name)) & forbidden
 
 
 def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
-    lua = read_source("lib/fleet")
+    lua = LIBRARY.read_source("lib/fleet")
     pairs = re.findall(r"^local ([A-Z, ]+) = (KEYS\[.*\])$", lua, re.MULTILINE)
     given = [
         (name.strip().lower(), int(number))
@@ -361,13 +358,13 @@ def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
 @pytest.mark.skipif(shutil.which("luacheck") is None, reason="luacheck is not installed")
 def test_luacheck_finds_nothing_in_the_scripts_as_redis_gets_them(tmp_path: Path):
     """What a fragment offers need not all be used; what the script itself names must be."""
-    for_each(script_names())(partial(_luacheck, tmp_path))()
+    for_each(LIBRARY.script_names())(partial(_luacheck, tmp_path))()
 
 
 def _luacheck(folder: Path, name: str) -> None:
     path = folder / f"{name}.lua"
-    path.write_text(assemble(name))
-    offered = "".join(read_fragment(one) for one in included(name))
+    path.write_text(LIBRARY.assemble(name))
+    offered = "".join(LIBRARY.read_fragment(one) for one in included(name))
     shared = re.findall(r"^local (?:function )?(\w+)(?: = remembering)?\(", offered, re.MULTILINE)
     shared += [key.upper() for key in FLEET_KEYS]
     command = ["luacheck", "--std", "lua51", "--globals", "KEYS", "ARGV", "--read-globals", "redis", "--no-color"]

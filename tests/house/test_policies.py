@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slotkeeper.redis.scripts import read_source, script_names
+from routing.scripts import LIBRARY
 from slotkeeper.registry.policies import DEFAULT_POLICY, POLICIES
 from tests.house.rule import for_each
 from tests.house.tree import REPO, name_of, product_files, python_files, syntax_tree
@@ -40,14 +40,14 @@ def _local(name: str) -> str:
 def test_each_row_has_a_file_that_begins_with_its_name_and_each_file_a_row():
     assert {path.stem for path in FOLDER.iterdir()} == set(POLICIES)
     for name in POLICIES:
-        text = read_source(f"lib/policies/{name}")
+        text = LIBRARY.read_source(f"lib/policies/{name}")
         assert text.startswith(f"-- {name}: ") and f'local {_local(name)} = new_policy("{name}")\n' in text
         assert ("policies.default" in text) == (name == DEFAULT_POLICY)
 
 
 def test_a_policy_names_no_other():
     for name in POLICIES:
-        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", read_source(f"lib/policies/{name}"))))
+        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", LIBRARY.read_source(f"lib/policies/{name}"))))
         others = POLICIES.keys() - {name}
         assert words.isdisjoint(others - FIELDS | set(map(_local, others))), name
 
@@ -93,5 +93,7 @@ def test_documents_have_the_same_policies_as_the_table_in_its_order(page: str):
 
 
 def test_every_script_that_orders_jobs_knows_all_policies():
-    for name in script_names():
-        assert ("include lib/order" in read_source(name)) == ("include lib/policies" in read_source(name)), name
+    for name in LIBRARY.script_names():
+        assert ("include lib/order" in LIBRARY.read_source(name)) == (
+            "include lib/policies" in LIBRARY.read_source(name)
+        ), name

@@ -26,7 +26,7 @@ class Allowed(NamedTuple):
 ALLOWED = (
     Allowed(
         "slotkeeper/redis/pipeline.py",
-        ("self._connection._writer",),
+        ("self._redis_connection._writer",),
         "redis-py connects and shakes hands, but gives nobody its transport",
         "10 of 37 us of a round trip (docs/adr/0007-one-event-loop-per-worker.md); not measured on a workload",
     ),

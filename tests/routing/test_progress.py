@@ -17,8 +17,10 @@ from routing.progress import (
     ProgressFollower,
     Subscription,
 )
+from routing.scripts import make_scripts
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
+from slotkeeper.redis.scripts import Scripts
 from tasks.servers.stream_reader import Piece
 from tasks.worker import progress_publisher as saying
 from tasks.worker.progress_publisher import ProgressPublisher
@@ -28,7 +30,7 @@ from tests.support.valkey import Valkey
 @pytest.fixture
 def scripts(valkey: Valkey) -> Iterator[Scripts]:
     valkey.flush()
-    yield Scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
+    yield make_scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +119,7 @@ def test_what_is_said_is_kept_for_a_moment_after_the_end(scripts):
 
 def test_a_watcher_goes_on_when_redis_has_been_away(tmp_path):
     with Valkey(tmp_path / "valkey", appendonly=True) as valkey:
-        scripts = Scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
+        scripts = make_scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
 
         async def act(_watching, heard, reads) -> None:
             await asyncio.to_thread(valkey.kill)
@@ -170,7 +172,7 @@ def test_the_end_is_told_where_redis_is_away():
     heard: list[str] = []
 
     async def whole() -> None:
-        watching = ProgressFollower(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+        watching = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
         watching.finish(Subscription("j", FIRST_ENTRY, lambda _: None), lambda: heard.append("the end"))
         await until(lambda: bool(heard))
 

@@ -14,9 +14,10 @@ from redis import Redis
 
 from routing.queue import lanes
 from routing.queue.slots import model_rules, server_entry
+from routing.scripts import make_scripts
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import DEFAULT_POLICY
 from slotkeeper.registry.snapshot import Model
@@ -106,7 +107,7 @@ class Room:
     def __init__(self, client: Redis, fleet: str = "zimg", prefix: str = "test") -> None:
         self.client, self.fleet = client, fleet
         self.keys = Keys(prefix)
-        self.scripts = Scripts(client, self.keys, FRAGMENTS)
+        self.scripts = make_scripts(client, self.keys, FRAGMENTS)
         self.version = 0
         self.rules: dict[str, str] = {}
         self.servers: tuple[Server, ...] = ()

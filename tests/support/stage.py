@@ -26,12 +26,13 @@ from routing.queries.forecasts import Forecasts
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import make_scripts
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import Job, QueuedJob
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
@@ -88,7 +89,7 @@ class Stage:
 
     def a_dispatcher(self, redis: Redis) -> Dispatcher:
         """Another process, so to say: its own copy of the catalog, the same record."""
-        scripts = Scripts(redis, Keys("test"), FRAGMENTS)
+        scripts = make_scripts(redis, Keys("test"), FRAGMENTS)
         cache, queues = CatalogCache(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
         estimates = Estimates(cache, Forecasts(scripts))
         return Dispatcher(

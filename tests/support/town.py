@@ -19,11 +19,11 @@ import requests
 from redis import Redis
 
 from routing.queue.worker_capacity import WorkerCapacity
+from routing.scripts import make_scripts
 from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import Scripts
 from tests.support.gated import Gate
 from tests.support.http_api import HttpApi
 from tests.support.stack import Process, RefServer, Stack, eventually
@@ -86,7 +86,7 @@ class Town:
     def cut_off(self) -> None:
         """A worker has just said that it has room for one run, and nobody hears of it again."""
         with self.redis() as redis:
-            WorkerCapacity(Scripts(redis, Keys("slotkeeper"))).report("cut-off", 1)
+            WorkerCapacity(make_scripts(redis, Keys("slotkeeper"))).report("cut-off", 1)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from app import readiness
 from app.cli.__main__ import main
 from routing.queries import process_list
 from routing.queries.process_list import ProcessList
+from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from tasks import process_files, ready, services
 from tasks.extensions import canary
 from tasks.extensions.canary import Canary
@@ -71,7 +71,7 @@ def test_who_says_that_it_lives_is_listed_and_who_leaves_is_not(api: Api) -> Non
 def _at(api: Api, now_ms: int) -> ProcessList:
     with api.valkey.client() as redis:
         redis.set("clock:{test:processes}", now_ms)
-    return ProcessList(Scripts(services.scripts().redis, Keys("test"), FRAGMENTS))
+    return ProcessList(make_scripts(services.scripts().redis, Keys("test"), FRAGMENTS))
 
 
 def test_who_says_nothing_is_taken_for_dead_and_then_forgotten(api: Api) -> None:

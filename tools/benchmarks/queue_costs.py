@@ -19,9 +19,9 @@ from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import make_scripts
 from slotkeeper.jobs.values import QueuedJob, new_job_id
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
@@ -42,7 +42,7 @@ class _Bench:
 
     def __init__(self, client: Redis, policy: str) -> None:
         self.client, settings = client, RoutingSettings()
-        scripts = Scripts(client, Keys("bench"))
+        scripts = make_scripts(client, Keys("bench"))
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         config = ModelConfig(policy=policy)
         server = Server("gpu", MODEL, SLOTS, "online", {MODEL: ""}, 0)

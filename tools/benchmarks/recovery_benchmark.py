@@ -28,13 +28,14 @@ from routing.queries.forecasts import Forecasts
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs import ledger as books
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from tests.support.stack import Stack, eventually
@@ -79,7 +80,7 @@ def _record(jobs: int, queued_every: int = 1) -> Iterator[Database]:
 def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Valkey]]:
     settings = RoutingSettings()
     with tempfile.TemporaryDirectory() as home, Valkey(Path(home)) as valkey:
-        scripts = Scripts(connect(valkey.url, settings.redis_timeout_s), Keys("bench"))
+        scripts = make_scripts(connect(valkey.url, settings.redis_timeout_s), Keys("bench"))
         catalog = Catalog(database)
         catalog.register("zimg", "gpu", "http://127.0.0.1:9/generate", slots, now_ms())
         cache, queues = CatalogCache(catalog, settings.catalog_refresh_s), Queues(scripts, settings)

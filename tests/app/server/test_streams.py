@@ -19,6 +19,7 @@ from app.config import AppSettings
 from app.server import event_stream as streaming
 from app.server.application import WebApplication
 from routing.progress import EntryId, ProgressFollower
+from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs.events import add_event
@@ -27,8 +28,8 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.outbox import retention
 from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, connect
 from slotkeeper.registry.tenants import Tenants, hash_key
 from tasks import services
 from tests.support.api import Api
@@ -268,7 +269,7 @@ def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
 
 
 def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
-    watching = ProgressFollower(Scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+    watching = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
     served.application.watching = watching
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))

@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "a Redis Cluster is accepted",
-        "slotkeeper.redis.suitability:explain_unsuitable",
+        "slotkeeper.redis.connections:explain_unsuitable",
         swap("explain_not_single(redis) or explain_eviction(redis)", "explain_eviction(redis)"),
         kills=["test_every_process_refuses_it_at_start_with_one_sentence"],
         breaks="suitable Redis",
@@ -387,7 +387,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slow script is sent a second time",
-        "slotkeeper.redis.scripts:connect",
+        "slotkeeper.redis.connections:connect",
         swap_argument("retry=Retry(NoBackoff(), 0)", "retry=Retry(NoBackoff(), 3)"),
         kills=["test_lease_1_a_script_whose_answer_was_lost_has_run_once"],
         breaks="LEASE-1",

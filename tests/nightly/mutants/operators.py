@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import indent
 
 REPO = Path(__file__).resolve().parents[3]
-_LUA_FOLDERS = ("routing/lua", "tasks/relay/lua")
+_LUA_FOLDERS = ("routing/lua",)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _ATOMS = (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript)

@@ -6,8 +6,8 @@ from redis import Redis
 from routing.admission import questions
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
+from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from tests.support.room import FRAGMENTS, START_MS
 
 KEY = "test:rate:acme"
@@ -18,7 +18,7 @@ class Gate:
 
     def __init__(self, client: Redis, interval_ms: float = 100, burst: int = 5) -> None:
         self.client, self.interval_ms, self.burst = client, interval_ms, burst
-        self.queues = Queues(Scripts(client, Keys("test"), FRAGMENTS), RoutingSettings())
+        self.queues = Queues(make_scripts(client, Keys("test"), FRAGMENTS), RoutingSettings())
         self.set_clock(START_MS)
 
     def set_clock(self, now_ms: int) -> None:

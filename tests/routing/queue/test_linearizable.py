@@ -20,9 +20,9 @@ from routing.queue import leases as routed
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts, read_source
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from tests.support.ends import release
@@ -171,7 +171,7 @@ class Game:
     """One job and one slot, for which threads compete with whatever lease they last heard of."""
 
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
-        self.scripts = Scripts(redis, Keys("game"), fragments)
+        self.scripts = make_scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
         queues.begin_rebuild([FLEET], "")
         server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
@@ -252,6 +252,6 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
     ],
 )
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):
-    broken = read_source("lib/lease").replace(guard, without)
-    assert broken != read_source("lib/lease")
+    broken = LIBRARY.read_source("lib/lease").replace(guard, without)
+    assert broken != LIBRARY.read_source("lib/lease")
     assert not all(linearizable(history, start) for history, start in _histories(client, 0, {"lib/lease": broken}))

@@ -15,8 +15,9 @@ from routing.queries.forecasts import Forecasts
 from routing.queries.process_list import ProcessList
 from routing.queue.queues import Queues
 from routing.queue.worker_capacity import WorkerCapacity
+from routing.scripts import LIBRARY
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from slotkeeper.redis.scripts import Scripts, assemble, script_names
+from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import BoundScript
 from tasks.relay.sinks.event_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
@@ -52,7 +53,7 @@ class _Strict(Scripts):
     """Runs scripts so that each key they touch must lie in one hash slot; remembers which were run."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        super().__init__(redis, keys)
+        super().__init__(redis, keys, LIBRARY)
         self.ran: set[str] = set()
 
     def _call(self, commands: Any) -> list[Any]:
@@ -60,7 +61,7 @@ class _Strict(Scripts):
         return [self._eval(command.target, command.args) for command in commands]
 
     def _eval(self, it: BoundScript, args: tuple[Any, ...]) -> Any:
-        return self.redis.eval(_STRICT + assemble(it.script), len(it.keys), *it.keys, *args)
+        return self.redis.eval(_STRICT + LIBRARY.assemble(it.script), len(it.keys), *it.keys, *args)
 
 
 def _b(job_id: str, seq: int, priority: int = 5) -> Job:
@@ -109,7 +110,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.run("reset", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close", room.version) == "closed" and room.open() == "opened"
-    assert strict.ran == set(script_names())
+    assert strict.ran == set(LIBRARY.script_names())
 
     _check_keys(cluster)
 

@@ -12,9 +12,11 @@ from redis.exceptions import OutOfMemoryError
 
 from routing.maintenance import task_runs
 from routing.queries.process_counters import ProcessCounters
+from routing.scripts import LIBRARY, make_scripts
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
-from slotkeeper.redis.scripts import Command, Scripts, build_function, connect, read_source, script_names
+from slotkeeper.redis.scripts import Command, Scripts
 from tasks.extensions.transport import Transport
 from tests.house.rule import for_each
 from tests.support.valkey import Valkey
@@ -37,16 +39,16 @@ def redis(full: Valkey) -> Iterator[Redis]:
         yield client
 
 
-@for_each(script_names())
+@for_each(LIBRARY.script_names())
 def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str) -> None:
-    flags = re.findall(r'"([\w-]+)"', build_function(name).text.rsplit("flags =", 1)[1])
+    flags = re.findall(r'"([\w-]+)"', LIBRARY.build_function(name).text.rsplit("flags =", 1)[1])
     if name in BRING_IN_NEW_WORK | ADD_TO_STREAMS:
         assert flags == []
     else:
         assert flags == (
-            ["no-writes"] if re.search(r"Writes nothing$", read_source(name), re.MULTILINE) else ["allow-oom"]
+            ["no-writes"] if re.search(r"Writes nothing$", LIBRARY.read_source(name), re.MULTILINE) else ["allow-oom"]
         )
-    assert build_function(name).eval_text.startswith(f"#!lua flags={','.join(flags)}\n")
+    assert LIBRARY.build_function(name).eval_text.startswith(f"#!lua flags={','.join(flags)}\n")
 
 
 def _workers(scripts: Scripts) -> Command[int]:
@@ -55,14 +57,14 @@ def _workers(scripts: Scripts) -> Command[int]:
 
 
 def test_a_full_redis_that_loads_no_function_runs_the_scripts_that_free_memory(redis: Redis) -> None:
-    scripts = Scripts(redis, Keys("test"))
+    scripts = make_scripts(redis, Keys("test"))
     assert scripts.run(_workers(scripts)) == 3
     assert scripts.run_all([_workers(scripts), _workers(scripts)]) == [3, 3]
     assert redis.function_list() == []
 
 
 def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_function(redis: Redis) -> None:
-    scripts = Scripts(redis, Keys("test"))
+    scripts = make_scripts(redis, Keys("test"))
 
     async def ask() -> Any:
         pipeline = Pipeline(asyncio.get_running_loop(), scripts, 5)
@@ -75,14 +77,14 @@ def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_funct
 
 
 def test_a_full_redis_refuses_new_work_also_where_it_loads_no_function(redis: Redis) -> None:
-    scripts = Scripts(redis, Keys("test"))
+    scripts = make_scripts(redis, Keys("test"))
     target = scripts.target("admit", "test:rate", int)
     with pytest.raises(OutOfMemoryError):
         scripts.run(Command(target, (1, 1000, 1)))
 
 
 def test_a_full_redis_takes_the_marks_of_maintenance(redis: Redis) -> None:
-    scripts = Scripts(redis, Keys("test"))
+    scripts = make_scripts(redis, Keys("test"))
     task_runs.mark_sweep(scripts)
     task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
     assert not task_runs.has_sweep_stopped(scripts) and set(task_runs.read_task_runs(scripts)) == {"sweep"}

@@ -16,15 +16,16 @@ from redis.exceptions import TimeoutError as Silent
 
 from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
+from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline, _Connection
-from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import pack_words
 from tests.support.room import Room, a
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")
-SCRIPTS = Scripts(Redis(), KEYS)  # Makes commands, and sends none.
+SCRIPTS = make_scripts(Redis(), KEYS)  # Makes commands, and sends none.
 _TIMEOUT_S = 0.3
 
 
@@ -66,7 +67,7 @@ def play(valkey: Valkey, act: Callable[[Pipeline], Awaitable[Any]], timeout_s: f
 
     async def life() -> Any:
         with valkey.client() as client:
-            pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
+            pipeline = Pipeline(asyncio.get_running_loop(), make_scripts(client, KEYS), timeout_s)
             try:
                 async with asyncio.timeout(5):
                     return await act(pipeline)
@@ -166,7 +167,7 @@ def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_v
 
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
-        line = pipeline._line
+        line = pipeline._connection
         assert line is not None
         send, line.send = line.send, lambda packed: (sent.extend(packed), send(packed))[1]  # type: ignore[method-assign]
         asked = [freeing(f"j{n:02}-", "flux" if n == 3 else "zimg", 8 if n == 5 else 9) for n in range(40)]
@@ -216,7 +217,7 @@ def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey
         before = await pipeline.execute(depths())
         own_valkey.kill()
         own_valkey.start()
-        while pipeline._life is not None:
+        while pipeline._serving is not None:
             await asyncio.sleep(0.01)
         return [before, await pipeline.execute(depths())]
 

@@ -17,13 +17,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from redis import Redis, exceptions
 
+from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
-from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.redis.scripts import Command
 from tests.support.valkey import Valkey
 
 KEYS = Keys("test")
-SCRIPTS = Scripts(Redis(), KEYS)  # Makes commands, and sends none.
+SCRIPTS = make_scripts(Redis(), KEYS)  # Makes commands, and sends none.
 ANSWER = b"*1\r\n:7\r\n"
 _HELLO = b"%1\r\n$5\r\nproto\r\n:3\r\n"
 
@@ -79,7 +80,7 @@ def play(
         asyncio.get_running_loop().set_exception_handler(lambda _, what: failed.append(what))
         server = await asyncio.start_server(speak, "127.0.0.1", 0, ssl=context)
         with Redis.from_url(url.format(port=server.sockets[0].getsockname()[1])) as client:
-            pipeline = Pipeline(asyncio.get_running_loop(), Scripts(client, KEYS), timeout_s)
+            pipeline = Pipeline(asyncio.get_running_loop(), make_scripts(client, KEYS), timeout_s)
             try:
                 async with asyncio.timeout(5):
                     found = await act(pipeline)
@@ -104,7 +105,7 @@ def asked(*fleets: str) -> Callable[[Pipeline], Awaitable[list[Any]]]:
 
 async def over(pipeline: Pipeline) -> None:
     """Wait until its connection is not used any more."""
-    while pipeline._life is not None:
+    while pipeline._serving is not None:
         await asyncio.sleep(0.01)
 
 
@@ -199,9 +200,9 @@ def test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_aske
 def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():
     async def act(pipeline: Pipeline) -> list[Any]:
         found = await asked("a")(pipeline)
-        line = pipeline._line
+        line = pipeline._connection
         assert line is not None
-        line.end(exceptions.ConnectionError("over"))
+        line.close(exceptions.ConnectionError("over"))
         await over(pipeline)
         following = pipeline.execute(depths("b"))
         pipeline._flush(line)

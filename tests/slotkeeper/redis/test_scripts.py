@@ -11,15 +11,9 @@ from redis.exceptions import ResponseError
 from routing.config import RoutingSettings
 from routing.maintenance.rooms import depths, queue_counts
 from routing.queue.queues import Queues
+from routing.scripts import LIBRARY, make_scripts
+from slotkeeper.redis.connections import connect, make_async_connection
 from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
-from slotkeeper.redis.scripts import (
-    Scripts,
-    assemble,
-    connect,
-    make_async_connection,
-    read_source,
-    script_names,
-)
 from tests.house.lua_text import called_functions
 from tests.house.rule import for_each
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
@@ -33,16 +27,16 @@ def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-@for_each(script_names())
+@for_each(LIBRARY.script_names())
 def test_a_fragment_is_replaced_by_its_name_and_nothing_else_is(name):
-    ours = assemble(name, FRAGMENTS)
-    assert (CLOCK in ours) == ("-- @include lib/now_ms" in read_source(name))
-    assert ours.replace(CLOCK, read_source("lib/now_ms")) == assemble(name)
+    ours = LIBRARY.assemble(name, FRAGMENTS)
+    assert (CLOCK in ours) == ("-- @include lib/now_ms" in LIBRARY.read_source(name))
+    assert ours.replace(CLOCK, LIBRARY.read_source("lib/now_ms")) == LIBRARY.assemble(name)
     assert "@include" not in ours
 
 
 def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
-    queues = Queues(Scripts(client, Keys("test")), RoutingSettings())
+    queues = Queues(make_scripts(client, Keys("test")), RoutingSettings())
     client.function_flush()
     client.config_resetstat()
     for _ in range(3):
@@ -72,11 +66,11 @@ def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
     assert (len(one.waiting()), len(two.waiting())) == (2, 3)
 
 
-@for_each(script_names())
+@for_each(LIBRARY.script_names())
 def test_nothing_that_a_script_changes_is_left_unwritten(name):
     """Changes of fields that are not written at the end are lost."""
-    text = assemble(name)
-    body = text.rsplit(read_source("lib/fields"), 1)[-1] if "lib/fields" in read_source(name) else ""
+    text = LIBRARY.assemble(name)
+    body = text.rsplit(LIBRARY.read_source("lib/fields"), 1)[-1] if "lib/fields" in LIBRARY.read_source(name) else ""
     changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "add_to_field"))
     assert ("write_fields()" in body) == changes
 

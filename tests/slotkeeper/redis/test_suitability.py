@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from slotkeeper.redis.suitability import explain_eviction, explain_no_persistence
+from slotkeeper.redis.connections import explain_eviction, explain_no_persistence
 from tests.support.api import Api
 
 

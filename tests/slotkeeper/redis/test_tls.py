@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from app.up.ports import free_port
-from slotkeeper.redis.scripts import connect
+from slotkeeper.redis.connections import connect
 from tasks.config import TaskSettings
 from tests.support.certificates import self_signed
 from tests.support.valkey import Valkey

@@ -15,8 +15,7 @@ from redis import Redis, RedisError
 from app.up.errors import UpError
 from app.up.ports import free_port
 from app.up.valkey_server import check_remote
-from slotkeeper.redis.scripts import connect
-from slotkeeper.redis.suitability import UnsuitableRedis, explain_unsuitable
+from slotkeeper.redis.connections import UnsuitableRedis, connect, explain_unsuitable
 from tasks import startup
 from tests.support.api import clear_wiring
 from tests.support.stack import REPO

@@ -12,7 +12,7 @@ from routing.maintenance import reconcile
 from routing.queries import job_list
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
-from slotkeeper.redis.scripts import connect
+from slotkeeper.redis.connections import connect
 from tests.support import stage as stages
 from tests.support.ends import end_run_with
 from tests.support.room import CLOCK, FRAGMENTS

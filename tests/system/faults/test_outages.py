@@ -27,8 +27,8 @@ from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, TooManyRequests
 from slotkeeper.jobs.states import Reason, State
+from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import connect
 from tasks import maintenance
 from tests.support.ends import cool_down
 from tests.support.postgres import Postgres

@@ -10,8 +10,8 @@ from redis.exceptions import RedisError
 from routing.queries import forecasts
 from routing.queries.forecasts import Forecasts
 from routing.queries.interval import KEPT, MOST, Estimate, Memory, Promise, Seen
+from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from tests.support.learning import learn
 from tests.support.queueing import DAY, Load, lognormal, simulate, swing
 from tests.support.room import START_MS
@@ -26,7 +26,7 @@ class Process:
 
     def __init__(self, client: Redis, remembered: int = forecasts.REMEMBERED) -> None:
         self.client, self.now_s = client, 0.0
-        self.scripts = Scripts(client, Keys("test"))
+        self.scripts = make_scripts(client, Keys("test"))
         self.forecasts = Forecasts(self.scripts, remembered, lambda: self.now_s)
 
     def promise(self, job_id: str, ahead: int = 0, slots: int = 1, run_ms: float | None = 1000.0, now_ms: int = 0):

@@ -11,9 +11,9 @@ from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.scripts import make_scripts
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from tests.app.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from tests.support.ends import release
 from tests.support.room import FRAGMENTS
@@ -32,7 +32,7 @@ class Plain:
     runs: dict[int, tuple[int, int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scripts, settings = Scripts(self.redis, Keys("plain"), FRAGMENTS), RoutingSettings()
+        scripts, settings = make_scripts(self.redis, Keys("plain"), FRAGMENTS), RoutingSettings()
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         self.slots = Slots(scripts, settings)
 

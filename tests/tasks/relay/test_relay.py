@@ -15,6 +15,7 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_structured
 from cloudevents.core.formats.json import JSONFormat
 
+from routing.scripts import make_scripts
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.jobs.states import Reason, State
@@ -23,7 +24,6 @@ from slotkeeper.jobs.values import JobError
 from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.keys import Keys
-from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from tasks.relay import cloudevents
 from tasks.relay import relay as relays
@@ -65,7 +65,7 @@ class Reader:
 
 
 def a_relay(database: Database, valkey: Valkey, cap: int = CAP) -> Relay:
-    stream = EventStream(Scripts(valkey.client(), Keys("slotkeeper")), cap)
+    stream = EventStream(make_scripts(valkey.client(), Keys("slotkeeper")), cap)
 
     def known(number: int) -> str | None:
         found = EventReader(database, after=number - 1, transitions_only=False).read(1)
@@ -312,7 +312,7 @@ def test_sinks_come_on_apart_from_one_another(database, store):
 
 _PROCESS = """
 import sys
-from slotkeeper.db.group_commit import Database
+from slotkeeper.db import Database
 from tests.tasks.relay.test_relay import a_relay
 from tests.support.valkey import Valkey
 

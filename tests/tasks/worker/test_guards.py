@@ -14,7 +14,7 @@ from routing.queue.leases import Renewal
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
-from slotkeeper.redis.scripts import connect
+from slotkeeper.redis.connections import connect
 from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tests.support.room import a

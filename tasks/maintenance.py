@@ -24,7 +24,7 @@ from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs import ledger, quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
-from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.process import singleton
 from slotkeeper.registry import server_descriptions

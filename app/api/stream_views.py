@@ -97,7 +97,7 @@ def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
     job, (after, heard) = visible_job(path.job_id), parse_progress_id(_said(query.after))
     if job.finished_ms is not None and after is not None:
         database = dispatcher().store.database
-        if not event_reader.read_page(database, after, 1, job.id).entries:
+        if not event_reader.read_page(database, after, 1, job.id).events:
             return Response(status=204)  # A browser does not come again after this.
     return _stream(FollowEvents(EventFilter(job_id=job.id), after, heard))
 

@@ -35,10 +35,8 @@ from app.schemas.webhook_schemas import (
 )
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.outbox import fan_out
-from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
-from slotkeeper.outbox.webhook_messages import MessageQueue
 from slotkeeper.registry.tenants import check_tenant_name
 from tasks.config import TaskSettings
 from tasks.security import vault
@@ -91,7 +89,7 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
     """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
     if query.webhook is not None:
         _own(query.webhook)
-    found = MessageQueue(database()).list_given_up_webhooks(
+    found = Redelivery(database()).list_given_up_webhooks(
         _whose(), query.webhook, shape.decode_message_cursor(query.cursor), query.limit
     )
     cursor = shape.encode_message_cursor(found, query.limit)
@@ -102,7 +100,7 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
 def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
     """List messages to jobs' `callback_url` that were given up, those whose jobs ended last first."""
     whose = query.tenant if current_tenant().admin else current_tenant().name
-    found = Callbacks(database()).list_given_up_callbacks(
+    found = Redelivery(database()).list_given_up_callbacks(
         whose, shape.decode_callback_cursor(query.cursor), query.limit
     )
     cursor = shape.encode_callback_cursor(found, query.limit)
@@ -112,14 +110,14 @@ def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
 @api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problem_responses(400, 404, 413, 415, 422)})
 def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
     """Send messages to jobs' `callback_url` once more, under the same webhook-ids: one, or what was given up."""
-    callbacks = Callbacks(database())
+    redelivery = Redelivery(database())
     whose = None if body.tenant is None else check_tenant_name(body.tenant)
     whose = whose if current_tenant().admin else current_tenant().name
     if body.message is None:
         since_ms = 0 if body.since is None else parse_time("since", body.since)
-        sent = callbacks.retry_all(whose, since_ms, now_ms())
+        sent = redelivery.retry_callbacks(whose, since_ms, now_ms())
         return CallbacksReplayView.build(message=None, since=body.since, sent=sent), 202
-    if not body.message.isprintable() or not callbacks.retry(body.message, whose, now_ms()):
+    if not body.message.isprintable() or not redelivery.retry_callback(body.message, whose, now_ms()):
         raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
     return CallbacksReplayView.build(message=body.message, since=body.since, sent=1), 202
 
@@ -169,7 +167,7 @@ def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
     found = _own(path.webhook)
     if not found.enabled:
         raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
-    return WebhookTestResult.build(webhook=found.id, message=MessageQueue(database()).send_test(found, now_ms())), 202
+    return WebhookTestResult.build(webhook=found.id, message=Redelivery(database()).send_test(found, now_ms())), 202
 
 
 @api.post("/<webhook>/rotate", responses={200: NewSecretView, **problem_responses(404, 415)})
@@ -212,12 +210,12 @@ def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any],
     found, now = _own(path.webhook), now_ms()
     given_up: int | None = None
     if body.message is not None:
-        if not fan_out.replay_one(database(), found, shape.event_id_of(body.message), now):
+        if not Redelivery(database()).replay_one(found, shape.event_id_of(body.message), now):
             raise NotFound("The event of this message is not stored, or has been removed.", message=body.message)
     elif body.since is not None:
-        fan_out.replay(database(), found, parse_time("since", body.since))
+        Redelivery(database()).replay(found, parse_time("since", body.since))
     else:
-        given_up = MessageQueue(database()).retry_all(found.id, now)
+        given_up = Redelivery(database()).retry_webhook(found.id, now)
     return ReplayResult.build(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
 
 
@@ -246,7 +244,7 @@ def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
 
 def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
     """TryList."""
-    found = MessageQueue(database()).list_attempts(receiver_id, shape.decode_delivery_cursor(cursor), limit)
+    found = Redelivery(database()).list_attempts(receiver_id, shape.decode_delivery_cursor(cursor), limit)
     shown = [shape.delivery_view(it, shows_inside=current_tenant().admin) for it in found]
     return DeliveryList.build(deliveries=shown, next_cursor=shape.encode_delivery_cursor(found, limit))
 

@@ -13,9 +13,9 @@ from app.schemas.job_schemas import BodySchema
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.outbox.redelivery import GivenUpCallback
+from slotkeeper.outbox.redelivery import DeliveryAttempt, GivenUpCallback
 from slotkeeper.outbox.subscriptions import Subscription
-from slotkeeper.outbox.webhook_messages import DeliveryAttempt, Message
+from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from slotkeeper.urls import mask_url
 from tasks.security.url_guard import MAX_URL_LENGTH
@@ -285,7 +285,7 @@ def webhook_status(it: Subscription, waiting: int, now_ms: int) -> dict[str, Any
     return {
         "waiting": waiting,
         "next_try_at": iso_time(it.open_until_ms) if it.open_until_ms > now_ms else None,
-        "former_until": iso_time(it.former_until_ms) if len(it.seals(now_ms)) > 1 else None,
+        "former_until": iso_time(it.former_until_ms) if len(it.list_sealed_secrets(now_ms)) > 1 else None,
     }
 
 

@@ -116,7 +116,7 @@ class EventStream:
         database, job_id = self._feed.database, self.wanted.job_id
         complete = not is_first or job_id is not None or event_reader.has_all_since(database, self._cursor)
         page = event_reader.read_page(database, self._cursor, _PAGE, job_id)
-        return complete, page, [render(entry) for entry in page.entries]
+        return complete, page, [render(entry) for entry in page.events]
 
     # -- text ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.outbox import forward
+from slotkeeper.outbox import event_reader
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
@@ -103,9 +103,10 @@ def _enqueue_from_events(dispatcher: Dispatcher, fleets: Collection[str], until:
     away (QUEUE-1).  The outbox tells, so that jobs that have waited for long are not read again."""
     seen, database = seen_by(dispatcher), dispatcher.store.database
     late_s = _VISIBLE_WITHIN_S.get(database.engine.dialect.name, 0.0)
-    last = forward.get_last_id(database)
+    with database.read() as connection:
+        last = event_reader.get_last_id(connection)
     after = seen.after(last)
-    while batch := forward.list_queued_between(database, after, last, _CHUNK):
+    while batch := event_reader.list_queued_between(database, after, last, _CHUNK):
         after = batch[-1][0]
         _enqueue(dispatcher, fleets, [job for event, job in batch if event not in seen.events])
         seen.events |= {event for event, _ in batch}

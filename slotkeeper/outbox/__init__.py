@@ -1,1 +1,1 @@
-"""What the database owes others: events for sinks, webhook messages, notifications of Celery's clients."""
+"""Pending notifications of others: events for sinks, webhook messages, results for Celery's clients."""

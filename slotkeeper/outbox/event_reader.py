@@ -1,12 +1,12 @@
-"""The outbox as it grows, read so that no event is passed over: what streams of events are made of.
+"""Read events in order, so that none is skipped although numbers are taken before commits.
 
-On SQLite events become visible in the order of their numbers.  On PostgreSQL a number is taken before the commit, so a
-later one may be seen first.  Whoever has taken a number holds a lock on the table until all see what it wrote: where a
-number is missing, those behind it wait until all have ended that wrote when it was missed.  What is missing then was
-rolled back.  So a position means the same to every process: all events up to it have been seen.
+On SQLite, events become visible in the order of their numbers.  On PostgreSQL, a transaction takes a number before it
+commits, so an event may become visible before one with a lower number.  A transaction that has taken a number holds a
+lock on the table until its rows are visible.  If a number is missing, the reader waits until every transaction that
+held the lock at that moment has ended: a number that is missing after that was rolled back.  A position therefore
+means the same in every process: all events up to it have been seen.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,23 +20,24 @@ from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.statements import QUEUED_JOB_COLUMNS, in_state
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
-from slotkeeper.jobs.values import Event
+from slotkeeper.jobs.values import Event, QueuedJob
 
 Row: TypeAlias = Any
 
 _STARTED = EVENT_TYPES[State.RUNNING]
 _TRANSITIONS = frozenset(EVENT_TYPES.values())
-_ALL = (
+_EVENTS = (
     select(
         *(column.label(column.key) for column in events.c),
-        # What the release before has not said.
-        jobs.c.model.label("model_now"),
-        jobs.c.tenant.label("tenant_now"),
-        jobs.c.priority.label("priority_now"),
-        jobs.c.server.label("server_now"),
-        jobs.c.attempt.label("starts"),
+        # For events of a release that did not store these with the event.
+        jobs.c.model.label("job_model"),
+        jobs.c.tenant.label("job_tenant"),
+        jobs.c.priority.label("job_priority"),
+        jobs.c.server.label("job_server"),
+        jobs.c.attempt.label("job_attempt"),
         jobs.c.traceparent,
         jobs.c.batch,
     )
@@ -45,28 +46,41 @@ _ALL = (
     .order_by(events.c.id)
     .limit(bindparam("p_limit", type_=Integer))
 )
-_AFTER = CompiledStatement(_ALL)
-_OF_JOB = CompiledStatement(_ALL.where(events.c.job_id == bindparam("p_job")))
+_EVENTS_AFTER = CompiledStatement(_EVENTS)
+_EVENTS_OF_JOB = CompiledStatement(_EVENTS.where(events.c.job_id == bindparam("p_job")))
 _STARTS = select(events.c.job_id, events.c.attempt, events.c.server, events.c.data).where(
     events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.type == _STARTED
 )
-_LAST = select(func.max(events.c.id))
+_LAST_ID = CompiledStatement(select(func.max(events.c.id)))
+_QUEUED = CompiledStatement(
+    select(events.c.id.label("event"), *QUEUED_JOB_COLUMNS)
+    .join(jobs, jobs.c.id == events.c.job_id)
+    .where(
+        events.c.id > bindparam("p_after"),
+        events.c.id <= bindparam("p_last"),
+        events.c.type == EVENT_TYPES[State.QUEUED],
+        in_state(State.QUEUED),
+    )
+    .order_by(events.c.id)
+    .limit(bindparam("p_limit", type_=Integer))
+)
 REMOVED_COUNTER = "events.removed"
 """The counter of the highest event that was removed."""
 _REMOVED = select(counters.c.value).where(counters.c.name == REMOVED_COUNTER)
-_LOG = text("SELECT file FROM pragma_database_list WHERE name = 'main'")
 _WRITERS = text(
     "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND relation = 'events'::regclass "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
     "AND mode = 'RowExclusiveLock' AND granted"
 )
-_BEGINS_S, _ASK_AGAIN_S = 20.0, 0.01
+_SKIP_TIMEOUT_S, _POLL_S = 20.0, 0.01
 
 
 class OutboxEvent(NamedTuple):
-    """An event, and what it is told with.  `server`: of the attempt that it belongs to.
+    """An event, with the data of its job that readers need.
 
-    An act has an actor; and of model, tenant and priority only what it concerns, else "" and 0.
+    server: of the attempt that the event belongs to.
+    actor: only of an audit entry; its model and tenant may be "", and its priority is 0.
+    traceparent, batch: of the job, while the job is stored.
     """
 
     event: Event
@@ -76,30 +90,35 @@ class OutboxEvent(NamedTuple):
     server: str | None
     actor: str | None = None
     traceparent: str | None = None
-    """Of its job, as long as that is in the record; so is this."""
     batch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """Entries in the order of their events.  `last`: up to which event nothing is missing from it."""
+    """Events in ascending order.
 
-    entries: Sequence[OutboxEvent]
+    last: the number of the last event that was read, also if it is not in `events`.
+    has_more: there may be later events.
+    """
+
+    events: Sequence[OutboxEvent]
     last: int
     has_more: bool
-    """There may be more."""
 
 
 @dataclass(slots=True)
-class _Doubt:
-    """Numbers up to `bound` may be missing because these transactions, which wrote then, had not ended."""
+class _Gap:
+    """Missing numbers up to `bound`, and the open transactions that may have taken them."""
 
     bound: int
     writers: set[str]
 
 
 class EventReader:
-    """Reads on from where it was.  For one thread."""
+    """Reads events in order, each once.  Not thread-safe.
+
+    has_gap: the last read found events that it did not return, because a transaction with a lower number is open.
+    """
 
     def __init__(
         self,
@@ -109,165 +128,163 @@ class EventReader:
         after: int = 0,
         transitions_only: bool = True,
     ) -> None:
-        """`after`: the event behind which it reads, unless it is to `begin` with what happens from now on.
+        """Prepare to read the events after the event `after`.
 
-        `writers`: names the transactions that may have taken numbers and have not ended (for tests).
+        writers: for tests: returns the open transactions that may have taken numbers.
+        transitions_only: leave out audit entries.
         """
         self._database = database
         self._transitions_only = transitions_only
         dialect = database.engine.dialect.name
-        self._writers = writers or (_writers if dialect == "postgresql" else _nobody)
-        self._log = _Log(database) if dialect == "sqlite" else None
-        self._doubt: _Doubt | None = None
+        self._writers = writers or (_list_writers if dialect == "postgresql" else _no_writers)
+        self._gap: _Gap | None = None
         self.position = after
         self.has_gap = False
-        """The last look saw more than it told, for somebody may still write what comes before."""
 
     def skip_to_end(self) -> int:
-        """Read from now on: whatever is committed after this answers.  Answers the position.
+        """Move behind all events committed so far, and return the position.
 
-        Raises RecordUnavailable, also where somebody does not end that was writing.
+        Raises DatabaseUnavailable, also if a writing transaction stays open for too long.
         """
-        self._doubt = None
-        until = time.monotonic() + _BEGINS_S
+        self._gap = None
+        until = time.monotonic() + _SKIP_TIMEOUT_S
         with self._database.read() as connection:
-            last = connection.execute(_LAST).scalar() or 0
+            last = get_last_id(connection)
             writing = self._writers(connection)
             while writing:
                 if time.monotonic() > until:
                     raise DatabaseUnavailable("Somebody has been writing to the record for very long; try again.")
-                time.sleep(_ASK_AGAIN_S)
+                time.sleep(_POLL_S)
                 writing &= self._writers(connection)
-        self._secure()
+        self._wait_for_disk()
         self.position = last
         return last
 
     def read(self, limit: int = 1000) -> list[OutboxEvent]:
-        """What is new.  Raises RecordUnavailable."""
+        """Return new events, and move behind them.  Raises DatabaseUnavailable."""
         with self._database.read() as connection:
-            rows = self._settled(connection, limit)
+            rows = self._read_gapless(connection, limit)
             if rows:
-                self._secure()
-            found = _entries(connection, rows)
+                self._wait_for_disk()
+            found = _make_events(connection, rows)
         if rows:
             self.position = rows[-1].id
-        return _transitions(found) if self._transitions_only else found
+        return _only_transitions(found) if self._transitions_only else found
 
-    def _secure(self) -> None:
-        """What a power cut could take back is not told: its numbers would be given again."""
-        if self._log is not None:
-            self._log.wait()
+    def _wait_for_disk(self) -> None:
+        """Wait until a power cut cannot take back events that were read: their numbers would be given again."""
+        self._database.sync_for_readers()
 
-    def _settled(self, connection: Connection, limit: int) -> Sequence[Row]:
-        """Rows before which nothing can appear any more."""
-        rows = _rows(connection, _AFTER, self.position, limit)
-        if self._writers is _nobody:
+    def _read_gapless(self, connection: Connection, limit: int) -> Sequence[Row]:
+        """Return the next rows, up to the first gap that an open transaction may still fill."""
+        rows = _read_rows(connection, _EVENTS_AFTER, self.position, limit)
+        if self._writers is _no_writers:
             return rows
-        sure = self._unbroken(rows)
-        self.has_gap = sure < len(rows)
-        if sure == len(rows):
+        gapless = self._count_gapless(rows)
+        self.has_gap = gapless < len(rows)
+        if gapless == len(rows):
             return rows
-        if self._doubt is None or self._doubt.bound < rows[sure].id:
-            self._doubt = _Doubt(rows[-1].id, self._writers(connection))
+        if self._gap is None or self._gap.bound < rows[gapless].id:
+            self._gap = _Gap(rows[-1].id, self._writers(connection))
         else:
-            self._doubt.writers &= self._writers(connection)
-        if self._doubt.writers:
-            return rows[:sure]
-        bound = self._doubt.bound
-        rows = _rows(connection, _AFTER, self.position, limit)  # Who wrote has ended before this look.
+            self._gap.writers &= self._writers(connection)
+        if self._gap.writers:
+            return rows[:gapless]
+        bound = self._gap.bound
+        # The rows were read before the transactions were seen to have ended, so read them again.
+        rows = _read_rows(connection, _EVENTS_AFTER, self.position, limit)
         return [row for row in rows if row.id <= bound]
 
-    def _unbroken(self, rows: Sequence[Row]) -> int:
-        """How many of them follow without a gap."""
+    def _count_gapless(self, rows: Sequence[Row]) -> int:
+        """Return how many of the rows follow the position without a missing number."""
         return next((n for n, row in enumerate(rows) if row.id != self.position + n + 1), len(rows))
 
 
-def read_page(database: Database, after: int, limit: int, job_id: str | None = None) -> EventPage:
-    """Entries after an event, of all jobs or of one; sure to be all only up to a Tail's position.
+def get_last_id(connection: Connection) -> int:
+    """Return the number of the newest event, or 0 if there is none."""
+    return _LAST_ID.fetch_value(connection, {}) or 0
 
-    Raises RecordUnavailable.
+
+def read_page(database: Database, after: int, limit: int, job_id: str | None = None) -> EventPage:
+    """Return transitions after the event `after`, of all jobs or of one.
+
+    Only up to the position of an EventReader are they sure to be complete.  Raises DatabaseUnavailable.
     """
     with database.read() as connection:
-        query, more = (_AFTER, {}) if job_id is None else (_OF_JOB, {"p_job": job_id})
-        rows = _rows(connection, query, after, limit, **more)
-        found = _transitions(_entries(connection, rows))
+        query, more = (_EVENTS_AFTER, {}) if job_id is None else (_EVENTS_OF_JOB, {"p_job": job_id})
+        rows = _read_rows(connection, query, after, limit, **more)
+        found = _only_transitions(_make_events(connection, rows))
         return EventPage(found, rows[-1].id if rows else after, len(rows) == limit)
 
 
 def has_all_since(database: Database, after: int) -> bool:
-    """Whether all that has happened after an event is still here.  False, too, where there is no such event."""
+    """Return True if all events after the event `after` are still stored.
+
+    Returns False also for a number that is higher than any event had: the database was restored from a backup.
+    """
     with database.read() as connection:
         removed = connection.execute(_REMOVED).scalar() or 0
-        last = connection.execute(_LAST).scalar() or 0
+        last = get_last_id(connection)
     return removed <= after <= max(last, removed)
 
 
-def _rows(connection: Connection, query: CompiledStatement, after: int, limit: int, **more: Any) -> Sequence[Row]:
+def list_queued_between(database: Database, after: int, last: int, limit: int = 1000) -> list[tuple[int, QueuedJob]]:
+    """Return the queued jobs that an event after `after`, up to `last`, has queued, each with that event's number.
+
+    On PostgreSQL an event may become visible after one with a higher number.  A caller that must not miss one reads
+    some numbers again.
+    """
+    if after >= last:
+        return []
+    with database.read() as connection:
+        rows = _QUEUED.fetch_all(connection, {"p_after": after, "p_last": last, "p_limit": limit})
+        return [(event, QueuedJob(*job)) for event, *job in rows]
+
+
+def _read_rows(connection: Connection, query: CompiledStatement, after: int, limit: int, **more: Any) -> Sequence[Row]:
     return query.fetch_all(connection, {"p_after": after, "p_limit": limit, **more})
 
 
-def _entries(connection: Connection, rows: Sequence[Row]) -> list[OutboxEvent]:
+def _make_events(connection: Connection, rows: Sequence[Row]) -> list[OutboxEvent]:
     found = [(row, orjson.loads(row.data)) for row in rows]
-    servers = {(row.job_id, row.attempt): _started_on(row, data) for row, data in found if row.type == _STARTED}
-    servers |= {(row.job_id, row.starts): row.server_now for row, _ in found if row.server_now is not None}
+    servers = {(row.job_id, row.attempt): _server_of_start(row, data) for row, data in found if row.type == _STARTED}
+    servers |= {(row.job_id, row.job_attempt): row.job_server for row, _ in found if row.job_server is not None}
     unknown = {
         row.job_id for row, _ in found if row.attempt and not row.server and (row.job_id, row.attempt) not in servers
     }
-    if unknown:  # It is forgotten in the job when that goes back into its queue.
+    if unknown:  # A job that is queued again has no server, so its start events are read.
         starts = connection.execute(_STARTS, {"p_jobs": sorted(unknown)})
-        servers |= {(row.job_id, row.attempt): _started_on(row, orjson.loads(row.data)) for row in starts}
-    return [_entry(row, data, servers.get((row.job_id, row.attempt))) for row, data in found]
+        servers |= {(row.job_id, row.attempt): _server_of_start(row, orjson.loads(row.data)) for row in starts}
+    return [_make_event(row, data, servers.get((row.job_id, row.attempt))) for row, data in found]
 
 
-def _started_on(row: Row, data: dict[str, Any]) -> str | None:
+def _server_of_start(row: Row, data: dict[str, Any]) -> str | None:
     return row.server or data.get("server")
 
 
-def _entry(row: Row, data: dict[str, Any], server: str | None) -> OutboxEvent:
+def _make_event(row: Row, data: dict[str, Any], server: str | None) -> OutboxEvent:
     event = Event(row.id, row.job_id, row.type, row.at_ms, row.attempt, data)
     if row.actor is not None:
         return OutboxEvent(event, row.model or "", row.tenant or "", 0, row.server, row.actor)
     return OutboxEvent(
         event,
-        row.model or row.model_now or "",
-        row.tenant or row.tenant_now or "",
-        row.priority or row.priority_now or 0,
+        row.model or row.job_model or "",
+        row.tenant or row.job_tenant or "",
+        row.priority or row.job_priority or 0,
         row.server or server,
         traceparent=row.traceparent,
         batch=row.batch,
     )
 
 
-def _transitions(found: Sequence[OutboxEvent]) -> list[OutboxEvent]:
-    """Those of jobs that are known, or were when it was written down whose they are."""
-    return [it for it in found if it.event.type in _TRANSITIONS and it.tenant]
+def _only_transitions(found: Sequence[OutboxEvent]) -> list[OutboxEvent]:
+    """Return the transitions whose tenant is known, from the event or from its job."""
+    return [event for event in found if event.event.type in _TRANSITIONS and event.tenant]
 
 
-def _nobody(_: Connection) -> set[str]:
+def _no_writers(_: Connection) -> set[str]:
     return set()
 
 
-def _writers(connection: Connection) -> set[str]:
+def _list_writers(connection: Connection) -> set[str]:
     return set(connection.execute(_WRITERS).scalars())
-
-
-class _Log:
-    """SQLite's log.  All processes write to the same, and each waits for the disk behind its commits."""
-
-    def __init__(self, database: Database) -> None:
-        with database.read() as connection:
-            file = connection.execute(_LOG).scalar()
-        self._path = f"{file}-wal" if file else None
-
-    def wait(self) -> None:
-        """Until what was read survives a power cut.  Raises RecordUnavailable."""
-        if self._path is None or not os.path.exists(self._path):
-            return
-        try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise DatabaseUnavailable(f"The disk does not answer ({error}); try again.") from error

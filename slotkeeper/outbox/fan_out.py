@@ -1,9 +1,15 @@
-"""From events to messages: each event that a receiver wants becomes a message, once, and none is passed over.
+"""Turn events into messages of webhooks, once each, by one cursor.
 
-Receivers go through the events together, by one cursor of the record, which is moved in the transaction that writes
-their messages.  So a transition writes nothing for them, whatever dies in between nothing is left out, and any number
-of processes may do this.  A receiver that takes nothing, or has very much before it, falls behind: it gets no messages
-then, only the number of the event up to which it was told, and reads on from there when it can.  So is a replay.
+    events   1 2 3 4 5 6 7 8 9
+                   ^       ^
+                   |       common cursor: webhooks that follow it have the messages of all events up to here
+                   a webhook that is behind has its own position (receivers.behind)
+
+The transaction that writes the messages also moves the cursor.  So a job's transition writes nothing for webhooks, no
+event is skipped or repeated whichever process dies in between, and any number of processes may run this.
+
+A webhook falls behind if its breaker is open or it has too many pending messages.  It gets no messages then, and its
+position is stored.  It catches up from there, page by page, when it can.  A replay moves the position back.
 """
 
 import time
@@ -13,11 +19,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Integer, bindparam, case, func, insert, or_, select, update
 
-from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
-from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.tables import events, jobs
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 from slotkeeper.outbox.subscriptions import (
@@ -26,22 +30,21 @@ from slotkeeper.outbox.subscriptions import (
     FAILURES_TO_OPEN,
     Subscription,
     get_cursor,
-    get_last_id,
     select_subscriptions,
 )
 from slotkeeper.outbox.tables import receivers
-from slotkeeper.outbox.webhook_messages import MessageQueue, count_pending
+from slotkeeper.outbox.webhook_messages import count_pending, enqueue
 
 MOST_PENDING = 2000
-"""Messages of one receiver that stand beside each other; with more to come it falls behind."""
-_PAGE = 500  # events that one transaction makes messages of
-_AT_ONCE = 20  # receivers that one transaction writes messages for, and that catch up in one step
-_SCANNED = 20_000  # numbers of events that one look of a receiver which is behind goes over
-_CATCHING_UP_S = 0.05  # of one step, but one receiver at least; a replay of years is nobody else's delay
+"""Pending messages of one webhook; with more, it falls behind."""
+_PAGE = 500  # events that one transaction turns into messages
+_MAX_WEBHOOKS = 20  # that one transaction writes messages for, and that catch up in one step
+_SCAN_NUMBERS = 20_000  # event numbers that one catch-up query covers
+_CATCH_UP_S = 0.05  # for all catch-ups of a step (at least one runs), so that a long replay does not delay new events
 
 _FOLLOWS = (receivers.c.state == ENABLED) & receivers.c.behind.is_(None)
-# These are asked four times a second where anybody writes, and mostly in vain.
-_LEAST = CompiledStatement(select(func.min(receivers.c.after_event)).where(_FOLLOWS))
+# These statements run four times a second while anything is written, and mostly return nothing.
+_FIRST_AFTER_EVENT = CompiledStatement(select(func.min(receivers.c.after_event)).where(_FOLLOWS))
 _BEHIND = CompiledStatement(
     select(receivers.c.id)
     .where(
@@ -70,226 +73,193 @@ _MISSED = (
 
 
 class EventFanOut:
-    """Makes messages of what is new, and of what receivers have missed.  For one thread."""
+    """Writes messages for new events, and for webhooks that are behind.  Not thread-safe.
+
+    has_more: more new events may be stored than the last step has read.
+    must_poll: the next step may find work although nothing was committed since, because a time was reached.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._messages = MessageQueue(database)
-        self._tail = EventReader(database)
-        self._last = ""  # of the receivers that are behind, the last that was looked at
+        self._reader = EventReader(database)
+        self._last_id = ""  # the webhook that was the last to catch up
         self.has_more = False
-        """There may be more that is new, whatever came of the last step."""
         self.must_poll = True
-        """Time alone may let the next step do more than the last."""
 
     def step(self, now_ms: int) -> int:
-        """Go on by one page; answers how many messages came of it.  Raises RecordUnavailable."""
+        """Process one page of new events and some catch-ups, and return the number of new messages.
+
+        Raises DatabaseUnavailable.
+        """
         self.must_poll = True
-        made = self._follow(now_ms)
-        until = time.monotonic() + _CATCHING_UP_S
-        behind = self._behind(now_ms)
-        self.must_poll = bool(behind) or self._tail.has_gap or self._is_any_behind()
-        for receiver in behind:
-            self._last = receiver.id
-            made += self._catch_up(receiver, now_ms)
+        made = self._process_new(now_ms)
+        until = time.monotonic() + _CATCH_UP_S
+        behind = self._list_behind(now_ms)
+        self.must_poll = bool(behind) or self._reader.has_gap or self._is_any_behind()
+        for subscription in behind:
+            self._last_id = subscription.id
+            made += self._catch_up(subscription, now_ms)
             if time.monotonic() >= until:
                 break
         return made
 
-    def _follow(self, now_ms: int) -> int:
-        """For the receivers that go together."""
-        here, self.has_more = self._begun(), False
-        if here is None:
+    # -- webhooks that follow the common cursor ----------------------------------------------------------------------
+
+    def _process_new(self, now_ms: int) -> int:
+        before, self.has_more = self._begin(), False
+        if before is None:
             return 0
-        if self._tail.position != here:
-            self._tail.position = here
-        entries = self._tail.read(_PAGE)
-        there = self._tail.position
-        if there == here:
+        if self._reader.position != before:
+            self._reader.position = before
+        found = self._reader.read(_PAGE)
+        after = self._reader.position
+        if after == before:
             return 0
-        self.has_more = there - here >= _PAGE
+        self.has_more = after - before >= _PAGE
 
         def unit(tx: Transaction) -> int | None:
-            return self._spread(tx, entries, here, there, now_ms) if _moves(tx, here, there) else None
+            return self._write_messages(tx, found, before, now_ms) if _move_cursor(tx, before, after) else None
 
         made = self._database.write(unit)
-        if made is None:  # Another process was quicker.
-            self._tail.position = 0
+        if made is None:  # Another process has moved the cursor first.
+            self._reader.position = 0
         return made or 0
 
-    def _begun(self) -> int | None:
-        """Where the cursor stands; None: nobody wants anything.  What was before all who want it is left out."""
+    def _begin(self) -> int | None:
+        """Return the cursor, after moving it past events that no webhook receives; None: no webhook follows it."""
         with self._database.read() as connection:
-            first = _LEAST.fetch_value(connection, {})
+            first = _FIRST_AFTER_EVENT.fetch_value(connection, {})
             if first is None:
                 return None
-            here = get_cursor(connection)
-            if first <= here:
-                return here
-        return self._database.write(lambda tx: _skip(tx, here))
+            cursor = get_cursor(connection)
+            if first <= cursor:
+                return cursor
+        return self._database.write(lambda tx: _skip_unwanted(tx, cursor))
 
-    def _spread(self, tx: Transaction, entries: Sequence[OutboxEvent], here: int, there: int, now_ms: int) -> int:
+    def _write_messages(self, tx: Transaction, found: Sequence[OutboxEvent], cursor: int, now_ms: int) -> int:
+        """Write the messages of these events, and return their number.
+
+        cursor: the position before these events, at which a webhook falls behind.
+        """
         made = 0
-        theirs = receivers.c.tenant.in_({entry.tenant for entry in entries})
-        # Looked for after the events: whoever was added before them is here.
-        found = select_subscriptions(tx.connection, _FOLLOWS, theirs)
-        wanted = {it.id: [_of(entry) for entry in entries if _wants(it, entry)] for it in found}
+        of_tenants = receivers.c.tenant.in_({entry.tenant for entry in found})
+        # Read after the events, so a webhook that was added before one of them is included.
+        following = select_subscriptions(tx.connection, _FOLLOWS, of_tenants)
+        wanted = {
+            subscription.id: [_message_fields(entry) for entry in found if _wants(subscription, entry)]
+            for subscription in following
+        }
         late: list[str] = []
-        for n, receiver in enumerate(_in_turn(it for it in found if wanted[it.id])):
-            # Nobody else writes meanwhile: of very many the others catch up, each in a transaction of its own.
-            if n < _AT_ONCE and _has_room(tx.connection, receiver):
-                made += self._messages.enqueue(tx, receiver.id, wanted[receiver.id], now_ms)
+        for n, subscription in enumerate(_round_robin(one for one in following if wanted[one.id])):
+            # The transaction blocks other writers, so it serves a few webhooks.  The others fall behind, and each
+            # catches up in a transaction that serves it alone.
+            if n < _MAX_WEBHOOKS and _has_capacity(tx.connection, subscription):
+                made += enqueue(tx, subscription.id, wanted[subscription.id], now_ms)
             else:
-                late.append(receiver.id)
-        behind = case((receivers.c.after_event > here, receivers.c.after_event), else_=here)
+                late.append(subscription.id)
+        behind = case((receivers.c.after_event > cursor, receivers.c.after_event), else_=cursor)
         if late:
-            which = receivers.c.id.in_(late) & receivers.c.behind.is_(None)  # Else a replay has begun meanwhile.
-            tx.connection.execute(update(receivers).where(which).values(behind=behind))
+            # If a replay has begun meanwhile, the webhook has a lower position, which stays.
+            is_late = receivers.c.id.in_(late) & receivers.c.behind.is_(None)
+            tx.connection.execute(update(receivers).where(is_late).values(behind=behind))
         return made
 
-    # -- those that are behind ---------------------------------------------------------------------------------------
+    # -- webhooks that are behind ------------------------------------------------------------------------------------
 
-    def _behind(self, now_ms: int) -> list[Subscription]:
-        """Some of them, in turn."""
+    def _list_behind(self, now_ms: int) -> list[Subscription]:
+        """Return some webhooks that are behind and may be sent to, round robin."""
         with self._database.read() as connection:
-            found = [row.id for row in _BEHIND.fetch_all(connection, {"p_now": now_ms})]
-            if not found:
+            ids = [row.id for row in _BEHIND.fetch_all(connection, {"p_now": now_ms})]
+            if not ids:
                 return []
-            in_turn = [it for it in found if it > self._last] + [it for it in found if it <= self._last]
-            chosen = in_turn[:_AT_ONCE]
-            read = {it.id: it for it in select_subscriptions(connection, receivers.c.id.in_(chosen))}
-        return [read[it] for it in chosen if it in read]
+            rotated = [id_ for id_ in ids if id_ > self._last_id] + [id_ for id_ in ids if id_ <= self._last_id]
+            chosen = rotated[:_MAX_WEBHOOKS]
+            found = {one.id: one for one in select_subscriptions(connection, receivers.c.id.in_(chosen))}
+        return [found[id_] for id_ in chosen if id_ in found]
 
     def _is_any_behind(self) -> bool:
-        """Whether there is one that is behind, though it be left alone for now."""
+        """Return True if any webhook is behind, also one whose breaker is open."""
         with self._database.read() as connection:
             return _ANY_BEHIND.fetch_first(connection, {}) is not None
 
-    def _catch_up(self, receiver: Subscription, now_ms: int) -> int:
-        """Make a page of messages of what a receiver has missed, if there is room; one, where it is a trial."""
-        assert receiver.behind is not None
-        behind = receiver.behind
+    def _catch_up(self, subscription: Subscription, now_ms: int) -> int:
+        """Write a page of messages that a webhook has missed, and return their number.
+
+        If its breaker is open, one message is written, which tests its URL.  If it has too many pending messages, none.
+        """
+        assert subscription.behind is not None
+        behind = subscription.behind
         with self._database.read() as connection:
-            room = 1 if receiver.breaker_is_open else MOST_PENDING // 2
-            if count_pending(connection, receiver.id, room) >= room:
+            capacity = 1 if subscription.breaker_is_open else MOST_PENDING // 2
+            if count_pending(connection, subscription.id, capacity) >= capacity:
                 return 0
-            last = get_cursor(connection)
-            until = min(behind + _SCANNED, last)
-            limit = 1 if receiver.breaker_is_open else _PAGE
-            params = {"p_types": sorted(receiver.types), "p_tenant": receiver.tenant, "p_limit": limit}
-            found = connection.execute(_MISSED, {"p_after": behind, "p_last": until, **params}).all()
-        told = found[-1].id if len(found) == limit else max(until, behind)
+            cursor = get_cursor(connection)
+            last = min(behind + _SCAN_NUMBERS, cursor)
+            limit = 1 if subscription.breaker_is_open else _PAGE
+            params = {"p_types": sorted(subscription.types), "p_tenant": subscription.tenant, "p_limit": limit}
+            found = connection.execute(_MISSED, {"p_after": behind, "p_last": last, **params}).all()
+        position = found[-1].id if len(found) == limit else max(last, behind)
         rows = [(row.id, row.job_id, row.type, row.at_ms) for row in found]
 
         def unit(tx: Transaction) -> int:
-            joins = told >= last and _stands(tx, last)
-            which = (receivers.c.id == receiver.id) & (receivers.c.behind == behind) & (receivers.c.state == ENABLED)
-            moved = update(receivers).where(which).values(behind=None if joins else told)
+            joins = position >= cursor and _lock_cursor(tx, cursor)
+            unchanged = (
+                (receivers.c.id == subscription.id) & (receivers.c.behind == behind) & (receivers.c.state == ENABLED)
+            )
+            moved = update(receivers).where(unchanged).values(behind=None if joins else position)
             if tx.connection.execute(moved).rowcount == 0:
                 return 0
-            return self._messages.enqueue(tx, receiver.id, rows, now_ms) if rows else 0
+            return enqueue(tx, subscription.id, rows, now_ms) if rows else 0
 
         return self._database.write(unit)
 
 
-def replay(database: Database, receiver: Subscription, since_ms: int) -> int:
-    """Have a receiver told once more of all that it wants since a time; answers the event behind which that begins."""
-    with database.read() as connection:
-        after = _before(connection, since_ms)
-    replaying = audit.make_entry("webhook.replay", tenant=receiver.tenant, webhook=receiver.id, since_ms=since_ms)
-
-    def unit(tx: Transaction) -> int:
-        here = func.coalesce(receivers.c.behind, max(get_cursor(tx.connection), receiver.after_event))
-        earlier = case((here < after, here), else_=after)
-        tx.connection.execute(update(receivers).where(receivers.c.id == receiver.id).values(behind=earlier))
-        replaying.write(tx)
-        return after
-
-    return database.write(unit)
-
-
-def replay_one(database: Database, receiver: Subscription, event: int, now_ms: int) -> bool:
-    """Have a receiver told of one event once more.  False: there is no such event of its tenant."""
-    query = (
-        select(events.c.id, events.c.job_id, events.c.type, events.c.at_ms)
-        .outerjoin(jobs, jobs.c.id == events.c.job_id)
-        .where(
-            events.c.id == event,
-            events.c.type.in_(EVENT_TYPES.values()),
-            func.coalesce(events.c.tenant, jobs.c.tenant) == receiver.tenant,
-        )
-    )
-    messages = MessageQueue(database)
-
-    def unit(tx: Transaction) -> bool:
-        row = tx.connection.execute(query).first()
-        if row is None:
-            return False
-        messages.enqueue(tx, receiver.id, [tuple(row)], now_ms)
-        return True
-
-    return database.write(unit)
-
-
-def _before(connection: Connection, since_ms: int) -> int:
-    """The number before the first event of that time or later.  Numbers grow with time, give or take a second."""
-    low, high = 0, get_last_id(connection)
-    first = select(events.c.id, events.c.at_ms).order_by(events.c.id).limit(1)
-    while low < high:
-        middle = (low + high) // 2
-        row = connection.execute(first.where(events.c.id > middle)).first()
-        if row is None or row.at_ms >= since_ms - 1000:
-            high = middle
-        else:
-            low = row.id
-    return low
-
-
-def _moves(tx: Transaction, here: int, there: int) -> bool:
-    """Move the cursor.  False: it does not stand `here`."""
-    moved = update(counters).where(_IS_CURSOR, counters.c.value == here).values(value=there)
+def _move_cursor(tx: Transaction, before: int, after: int) -> bool:
+    """Move the common cursor.  Returns False if it is not at `before`."""
+    moved = update(counters).where(_IS_CURSOR, counters.c.value == before).values(value=after)
     if tx.connection.execute(moved).rowcount == 1:
         return True
-    if here or tx.connection.execute(select(counters.c.value).where(_IS_CURSOR)).first() is not None:
+    if before or tx.connection.execute(select(counters.c.value).where(_IS_CURSOR)).first() is not None:
         return False
-    tx.connection.execute(insert(counters), {"name": CURSOR_COUNTER, "value": there})
+    tx.connection.execute(insert(counters), {"name": CURSOR_COUNTER, "value": after})
     return True
 
 
-def _skip(tx: Transaction, here: int) -> int | None:
-    """Move the cursor on to what anybody wants; answers where it stands then.  None: it does not stand `here`."""
-    if not _moves(tx, here, here):
+def _skip_unwanted(tx: Transaction, cursor: int) -> int | None:
+    """Move the cursor past events that no webhook receives, and return it.  Returns None if it is not at `cursor`."""
+    if not _move_cursor(tx, cursor, cursor):
         return None
-    # Looked for now that nobody else moves it: who was behind may just have joined the others.
-    there = max(_LEAST.fetch_value(tx.connection, {}) or here, here)
-    return there if _moves(tx, here, there) else None
+    # Read while this transaction locks the cursor: a webhook that was behind may just have joined at it.
+    after = max(_FIRST_AFTER_EVENT.fetch_value(tx.connection, {}) or cursor, cursor)
+    return after if _move_cursor(tx, cursor, after) else None
 
 
-def _stands(tx: Transaction, here: int) -> bool:
-    """Whether the cursor stands here, and goes on only when this transaction has ended."""
-    same: Any = update(counters).where(_IS_CURSOR, counters.c.value == here).values(value=here)
+def _lock_cursor(tx: Transaction, at: int) -> bool:
+    """Return True if the cursor is at `at`; no other transaction moves it then before this one ends."""
+    same: Any = update(counters).where(_IS_CURSOR, counters.c.value == at).values(value=at)
     return tx.connection.execute(same).rowcount == 1
 
 
-def _in_turn(found: Iterable[Subscription]) -> list[Subscription]:
-    """The first of each tenant, then the second of each: one with very many keeps nobody's from their turn."""
-    so_far: Counter[str] = Counter()
+def _round_robin(subscriptions: Iterable[Subscription]) -> list[Subscription]:
+    """Return the first webhook of each tenant, then the second of each, so that no tenant delays the others."""
+    count: Counter[str] = Counter()
     ranked: list[tuple[int, int, Subscription]] = []
-    for place, receiver in enumerate(found):
-        ranked.append((so_far[receiver.tenant], place, receiver))
-        so_far[receiver.tenant] += 1
-    return [receiver for _, _, receiver in sorted(ranked, key=lambda it: it[:2])]
+    for place, subscription in enumerate(subscriptions):
+        ranked.append((count[subscription.tenant], place, subscription))
+        count[subscription.tenant] += 1
+    return [subscription for _, _, subscription in sorted(ranked, key=lambda rank: rank[:2])]
 
 
-def _has_room(connection: Connection, receiver: Subscription) -> bool:
-    return not receiver.breaker_is_open and count_pending(connection, receiver.id, MOST_PENDING) < MOST_PENDING
+def _has_capacity(connection: Connection, subscription: Subscription) -> bool:
+    return not subscription.breaker_is_open and count_pending(connection, subscription.id, MOST_PENDING) < MOST_PENDING
 
 
-def _wants(receiver: Subscription, entry: OutboxEvent) -> bool:
+def _wants(subscription: Subscription, entry: OutboxEvent) -> bool:
     event = entry.event
-    return entry.tenant == receiver.tenant and event.id > receiver.after_event and event.type in receiver.types
+    is_of_tenant = entry.tenant == subscription.tenant
+    return is_of_tenant and event.id > subscription.after_event and event.type in subscription.types
 
 
-def _of(entry: OutboxEvent) -> tuple[int, str, str, int]:
+def _message_fields(entry: OutboxEvent) -> tuple[int, str, str, int]:
     event = entry.event
     return event.id, event.job_id, event.type, event.at_ms

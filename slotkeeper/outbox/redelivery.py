@@ -1,49 +1,41 @@
-"""Messages to jobs' `callback_url`: those that are due, and those that were given up; and how they are owed once more.
-
-All else about them is as with those of webhooks (slotkeeper/outbox/webhook_messages.py).  They are remembered as long
-as their jobs.
-"""
+"""Operators' requests: messages that were given up, retry, replay, test, the delivery log."""
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Integer, bindparam, select, tuple_
+from sqlalchemy import ColumnElement, Connection, case, func, insert, select, tuple_, update
 
 from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
-from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.errors import Conflict
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.tables import events, jobs, messages
-from slotkeeper.outbox.webhook_messages import IS_DUE, IS_GIVEN_UP, OF_JOB, Message, MessageQueue
-
-# Asked of each message: SQLite would begin a join with all jobs.
-_url, _tenant = (
-    select(column).where(jobs.c.id == messages.c.job_id).scalar_subquery()
-    for column in (jobs.c.callback_url, jobs.c.tenant)
+from slotkeeper.outbox.event_reader import get_last_id
+from slotkeeper.outbox.subscriptions import Subscription, get_cursor
+from slotkeeper.outbox.tables import receivers, tries
+from slotkeeper.outbox.webhook_messages import (
+    IS_GIVEN_UP,
+    OF_JOB,
+    TEST_TYPE,
+    Message,
+    enqueue,
+    make_pending_values,
+    make_row,
+    message_from_row,
+    message_id,
+    tenant_of_job,
 )
-_NEXT = (messages.c.next_ms, messages.c.receiver, messages.c.event)
-_DUE = select(*_NEXT, _url, _tenant).where(IS_DUE, OF_JOB).limit(bindparam("p_limit", type_=Integer))
-_OLDEST = _DUE.order_by(*_NEXT)
-_FIRST = CompiledStatement(_OLDEST)  # asked four times a second while anything is owed
-_NEWEST = _DUE.order_by(*(column.desc() for column in _NEXT))
-_ENDED = (messages.c.at_ms, messages.c.receiver, messages.c.event)
 
-
-@dataclass(frozen=True, slots=True)
-class DueCallback:
-    """A message that is due.  The first three are the cursor of the page after it."""
-
-    next_ms: int
-    job_id: str
-    event: int
-    url: str
-    tenant: str
+MOST_TESTS = 5
+"""Pending tests of one webhook."""
+_PAGE = 500  # messages that one transaction makes pending again
+_CALLBACK_KEY = (messages.c.at_ms, messages.c.receiver, messages.c.event)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUpCallback:
-    """A message that was given up."""
+    """A message to a job's `callback_url` that was given up."""
 
     message: Message
     model: str
@@ -52,75 +44,235 @@ class GivenUpCallback:
 
     @property
     def status(self) -> str:
-        """How the job had ended."""
+        """The final state of the job that the message reports."""
         return notifications.state_of_end(self.message.event).value
 
 
-class Callbacks:
-    """Finds them.  `tenant`, wherever it is taken: whose jobs; None: anybody's."""
+@dataclass(frozen=True, slots=True)
+class DeliveryAttempt:
+    """An attempt to deliver a message, from the delivery log.
+
+    receiver: the id of the subscription.  message: the webhook-id.  number: 1 for the message's first attempt.
+    answer: the beginning of the response.  inside: the response came from the operator's network.
+    """
+
+    id: int
+    receiver: str
+    message: str
+    job_id: str
+    type: str
+    at_ms: int
+    number: int
+    outcome: str
+    status: int | None
+    latency_ms: int
+    error: str | None
+    answer: str | None
+    inside: bool
+
+
+class Redelivery:
+    """Reads the results of deliveries, and makes messages pending again.
+
+    A method with a `tenant` argument finds only messages of this tenant; None: those of all tenants.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self._messages = MessageQueue(database)
 
-    def list_due_callbacks(self, now_ms: int, limit: int, after: DueCallback | None = None) -> list[DueCallback]:
-        """Those that are due, the oldest first, from `after` on."""
-        params = {"p_now": now_ms, "p_limit": limit}
-        with self.database.read() as connection:
-            if after is None:
-                return [DueCallback(*row) for row in _FIRST.fetch_all(connection, params)]
-            query = _OLDEST.where(tuple_(*_NEXT) > (after.next_ms, after.job_id, after.event))
-            return [DueCallback(*row) for row in connection.execute(query, params)]
+    # -- reading ---------------------------------------------------------------------------------------------
 
-    def list_newest_due_callbacks(self, now_ms: int, limit: int) -> list[DueCallback]:
-        """Those that have become due last, the newest first."""
+    def list_given_up_webhooks(
+        self,
+        tenant: str | None = None,
+        subscription_id: str | None = None,
+        before: tuple[str, int] | None = None,
+        limit: int = 50,
+    ) -> list[Message]:
+        """Return messages of webhooks that were given up, by webhook, the newest first.
+
+        before: the cursor of the page: webhook and event of the last message of the page before.
+        """
+        query = select(messages).where(IS_GIVEN_UP, ~OF_JOB)
+        if subscription_id is not None:
+            query = query.where(messages.c.receiver == subscription_id)
+        if tenant is not None:
+            of_tenant = select(receivers.c.id).where(receivers.c.tenant == tenant)
+            query = query.where(messages.c.receiver.in_(of_tenant))
+        if before is not None:
+            last_id, event = before
+            same = (messages.c.receiver == last_id) & (messages.c.event < event)
+            query = query.where(same | (messages.c.receiver < last_id))
+        query = query.order_by(messages.c.receiver.desc(), messages.c.event.desc()).limit(limit)
         with self.database.read() as connection:
-            return [DueCallback(*row) for row in connection.execute(_NEWEST, {"p_now": now_ms, "p_limit": limit})]
+            return [message_from_row(row) for row in connection.execute(query)]
 
     def list_given_up_callbacks(
         self, tenant: str | None = None, before: tuple[int, str, int] | None = None, limit: int = 50
     ) -> list[GivenUpCallback]:
-        """Those that were given up, of jobs that ended last first; `before`: a cursor, time, job and number of the last
-        one of the page before."""
+        """Return messages to jobs' `callback_url` that were given up, those of the newest ends first.
+
+        before: the cursor of the page: time (ms), job and event of the last message of the page before.
+        """
         query = select(messages, jobs.c.model, jobs.c.tenant, jobs.c.callback_url)
-        query = query.join(jobs, jobs.c.id == messages.c.job_id).where(IS_GIVEN_UP, OF_JOB, *_whose(tenant))
+        query = query.join(jobs, jobs.c.id == messages.c.job_id).where(IS_GIVEN_UP, OF_JOB, *_of_tenant(tenant))
         if before is not None:
-            query = query.where(tuple_(*_ENDED) < before)
-        query = query.order_by(*(column.desc() for column in _ENDED)).limit(limit)
+            query = query.where(tuple_(*_CALLBACK_KEY) < before)
+        query = query.order_by(*(column.desc() for column in _CALLBACK_KEY)).limit(limit)
         with self.database.read() as connection:
             return [GivenUpCallback(Message(*row[:-3]), *row[-3:]) for row in connection.execute(query)]
 
-    def retry_all(self, tenant: str | None, since_ms: int, now_ms: int) -> int:
-        """Owe all once more that were given up of jobs that ended since a time; answers how many."""
+    def list_attempts(self, subscription_id: str, before: int | None = None, limit: int = 50) -> list[DeliveryAttempt]:
+        """Return a subscription's delivery log, the newest attempt first.
+
+        subscription_id: of a webhook, or the id of a job with a `callback_url`.
+        before: the cursor of the page: the id of the last attempt of the page before.
+        """
+        query = select(tries).where(tries.c.receiver == subscription_id)
+        if before is not None:
+            query = query.where(tries.c.id < before)
+        with self.database.read() as connection:
+            rows = connection.execute(query.order_by(tries.c.id.desc()).limit(limit))
+            return [DeliveryAttempt(**(row._asdict() | {"inside": bool(row.inside)})) for row in rows]
+
+    # -- webhooks --------------------------------------------------------------------------------------------
+
+    def send_test(self, subscription: Subscription, now_ms: int) -> str:
+        """Add a test message, which is sent at once and without retries, and return its webhook-id.
+
+        Raises Conflict if MOST_TESTS tests are pending.
+        """
+
+        def unit(tx: Transaction) -> str | Conflict:
+            is_test = (messages.c.receiver == subscription.id) & (messages.c.event < 0)
+            found = select(func.count(), func.min(messages.c.event)).where(is_test)
+            count, lowest = tx.connection.execute(found).one()
+            if count >= MOST_TESTS:
+                return Conflict(f"{count} tests of this webhook have not been sent yet; wait for them.")
+            event = (lowest or 0) - 1
+            # The job ids of tests differ, so that no test waits for another one.
+            row = make_row(subscription.id, event, str(event), TEST_TYPE, now_ms, now_ms) | {"next_ms": 0}
+            tx.connection.execute(insert(messages), row)
+            # The test does not wait for the breaker's cooldown.
+            tx.connection.execute(update(receivers).where(receivers.c.id == subscription.id).values(open_until_ms=0))
+            return message_id(event, now_ms)
+
+        return self.database.write(unit)
+
+    def retry_webhook(self, subscription_id: str, now_ms: int) -> int:
+        """Make all messages of a webhook that were given up pending again, and return their number."""
+        return self._retry(messages.c.receiver == subscription_id, now_ms)
+
+    def replay(self, subscription: Subscription, since_ms: int) -> int:
+        """Send all events since a time to a webhook again; return the number of the event before the first of them.
+
+        The webhook's own cursor is moved back, and slotkeeper/outbox/fan_out.py writes the messages.
+        """
+        with self.database.read() as connection:
+            after = _find_event_before(connection, since_ms)
+        entry = audit.make_entry(
+            "webhook.replay", tenant=subscription.tenant, webhook=subscription.id, since_ms=since_ms
+        )
+
+        def unit(tx: Transaction) -> int:
+            common = max(get_cursor(tx.connection), subscription.after_event)
+            position = func.coalesce(receivers.c.behind, common)
+            earlier = case((position < after, position), else_=after)
+            tx.connection.execute(update(receivers).where(receivers.c.id == subscription.id).values(behind=earlier))
+            entry.write(tx)
+            return after
+
+        return self.database.write(unit)
+
+    def replay_one(self, subscription: Subscription, event: int, now_ms: int) -> bool:
+        """Send one event to a webhook again.  Returns False if its tenant has no such event."""
+        query = (
+            select(events.c.id, events.c.job_id, events.c.type, events.c.at_ms)
+            .outerjoin(jobs, jobs.c.id == events.c.job_id)
+            .where(
+                events.c.id == event,
+                events.c.type.in_(EVENT_TYPES.values()),
+                func.coalesce(events.c.tenant, jobs.c.tenant) == subscription.tenant,
+            )
+        )
+
+        def unit(tx: Transaction) -> bool:
+            row = tx.connection.execute(query).first()
+            if row is None:
+                return False
+            enqueue(tx, subscription.id, [tuple(row)], now_ms)
+            return True
+
+        return self.database.write(unit)
+
+    # -- callbacks of jobs -----------------------------------------------------------------------------------
+
+    def retry_callbacks(self, tenant: str | None, since_ms: int, now_ms: int) -> int:
+        """Make messages to `callback_url`s that were given up pending again, and return their number.
+
+        since_ms: only of jobs that have ended since this time.
+        """
         audit.write_entry(self.database, audit.make_entry("callback.replay", tenant=tenant, since_ms=since_ms))
         which = OF_JOB & (messages.c.at_ms >= since_ms)
-        return self._messages.retry(which if tenant is None else which & (_tenant == tenant), now_ms)
+        return self._retry(which if tenant is None else which & (tenant_of_job == tenant), now_ms)
 
-    def retry(self, message_id: str, tenant: str | None, now_ms: int) -> bool:
-        """Owe one once more, also one that was delivered; one that is being sent goes on.  False: there is none."""
-        if (named := notifications.parse_message_id(message_id)) is None:
+    def retry_callback(self, webhook_id: str, tenant: str | None, now_ms: int) -> bool:
+        """Make one message to a `callback_url` pending, also if it was delivered.
+
+        A message that is pending stays as it is.  Returns False if there is no such message.
+        """
+        if (named := notifications.parse_message_id(webhook_id)) is None:
             return False
         job_id, attempt, state = named
         query = (
             select(events.c.at_ms, jobs.c.tenant, jobs.c.model)
             .join(jobs, jobs.c.id == events.c.job_id)
             .where(events.c.job_id == job_id, events.c.type == EVENT_TYPES[state], events.c.attempt == attempt)
-            .where(jobs.c.callback_url.is_not(None), *_whose(tenant))
+            .where(jobs.c.callback_url.is_not(None), *_of_tenant(tenant))
         )
-        replaying = audit.make_entry("callback.replay", webhook=message_id)
+        entry = audit.make_entry("callback.replay", webhook=webhook_id)
 
         def unit(tx: Transaction) -> bool:
             found = tx.connection.execute(query).first()
             if found is None:
                 return False
-            told = (notifications.make_end_number(attempt, state), job_id, EVENT_TYPES[state], found.at_ms)
-            self._messages.enqueue(tx, job_id, [told], now_ms)
-            replaying.write(tx, tenant=found.tenant, model=found.model)
+            end = (notifications.make_end_number(attempt, state), job_id, EVENT_TYPES[state], found.at_ms)
+            enqueue(tx, job_id, [end], now_ms)
+            entry.write(tx, tenant=found.tenant, model=found.model)
             return True
 
         return self.database.write(unit)
 
+    def _retry(self, which: ColumnElement[bool], now_ms: int) -> int:
+        """Make messages that were given up pending again, some in each transaction, and return their number."""
+        # The time leaves out a message that is given up again while this goes on: it would be retried forever.
+        old = IS_GIVEN_UP & (messages.c.ended_ms <= now_ms)
+        some = select(messages.c.receiver, messages.c.event).where(which, old).limit(_PAGE)
+        key = tuple_(messages.c.receiver, messages.c.event)
+        pending = update(messages).where(key.in_(some), IS_GIVEN_UP).values(make_pending_values(now_ms))
+        retried = 0
+        while count := self.database.write(lambda tx: tx.connection.execute(pending).rowcount):
+            retried += count
+        return retried
 
-def _whose(tenant: str | None) -> tuple[ColumnElement[bool], ...]:
-    # Said so that the index of all jobs of a tenant is not used: there are fewer messages that were given up.
+
+def _find_event_before(connection: Connection, since_ms: int) -> int:
+    """Return the number before the first event at or after a time, by binary search.
+
+    Numbers ascend with time only to within a second, so the search begins a second earlier.
+    """
+    low, high = 0, get_last_id(connection)
+    next_event = select(events.c.id, events.c.at_ms).order_by(events.c.id).limit(1)
+    while low < high:
+        middle = (low + high) // 2
+        row = connection.execute(next_event.where(events.c.id > middle)).first()
+        if row is None or row.at_ms >= since_ms - 1000:
+            high = middle
+        else:
+            low = row.id
+    return low
+
+
+def _of_tenant(tenant: str | None) -> tuple[ColumnElement[bool], ...]:
+    # unindexed: fewer messages were given up than the tenant has jobs, so its index of jobs would be slower.
     return () if tenant is None else (unindexed(jobs.c.tenant) == tenant,)

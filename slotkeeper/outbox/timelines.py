@@ -1,4 +1,4 @@
-"""What became of jobs, many in one look: what their traces are made of.  Payloads and results are not read."""
+"""Transitions and callback deliveries of many jobs, in three reads.  Payloads and results are not read."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _TRANSITIONS = (
     .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.actor.is_(None))
     .order_by(events.c.id)
 )
-_ARRIVED = select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number).where(
+_DELIVERED = select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number).where(
     tries.c.receiver.in_(bindparam("p_jobs", expanding=True)), tries.c.outcome == "delivered"
 )
 _TYPES = frozenset(EVENT_TYPES.values())
@@ -29,7 +29,10 @@ _TYPES = frozenset(EVENT_TYPES.values())
 
 @dataclass(frozen=True, slots=True)
 class CallbackDelivery:
-    """A message to a job's callback URL that has arrived, after so many tries.  `owed_ms`: when its job ended."""
+    """A message that was delivered to a job's callback URL.
+
+    id: the webhook-id of the message.  ended_ms: when the job ended.  tries: the number of attempts.
+    """
 
     id: str
     ended_ms: int
@@ -39,35 +42,44 @@ class CallbackDelivery:
 
 @dataclass(frozen=True, slots=True)
 class JobTimeline:
-    """A job's transitions, oldest first.  `traceparent`: in which trace it was submitted; None: in nobody's."""
+    """A job's transitions and callback deliveries, the oldest first.
+
+    traceparent: the W3C trace context that the job was submitted with, if any.
+    """
 
     job_id: str
     model: str
     tenant: str
     traceparent: str | None
     transitions: list[Event] = field(default_factory=list)
-    arrived: list[CallbackDelivery] = field(default_factory=list)
+    deliveries: list[CallbackDelivery] = field(default_factory=list)
 
 
 def read_timelines(database: Database, job_ids: Iterable[str]) -> dict[str, JobTimeline]:
-    """Three looks, however many jobs; those that have been removed are left out.  Raises RecordUnavailable."""
-    asked = {"p_jobs": sorted(set(job_ids))}
+    """Return the timelines by job id, with three reads for any number of jobs.
+
+    Jobs that have been removed are left out.  Raises DatabaseUnavailable.
+    """
+    params = {"p_jobs": sorted(set(job_ids))}
     with database.read() as connection:
-        found = {row.id: JobTimeline(*row) for row in connection.execute(_JOBS, asked)}
-        for it in connection.execute(_TRANSITIONS, asked):
-            if it.job_id in found and it.type in _TYPES:
-                event = Event(it.id, it.job_id, it.type, it.at_ms, it.attempt, orjson.loads(it.data))
-                found[it.job_id].transitions.append(event)
-        for one in connection.execute(_ARRIVED, asked):
-            if one.job_id in found and (owed_ms := _ended_ms(found[one.job_id], one.message)) is not None:
-                found[one.job_id].arrived.append(CallbackDelivery(one.message, owed_ms, one.at_ms, one.number))
+        found = {row.id: JobTimeline(*row) for row in connection.execute(_JOBS, params)}
+        for row in connection.execute(_TRANSITIONS, params):
+            if row.job_id in found and row.type in _TYPES:
+                event = Event(row.id, row.job_id, row.type, row.at_ms, row.attempt, orjson.loads(row.data))
+                found[row.job_id].transitions.append(event)
+        for sent in connection.execute(_DELIVERED, params):
+            if sent.job_id in found and (ended_ms := _find_end_ms(found[sent.job_id], sent.message)) is not None:
+                delivery = CallbackDelivery(sent.message, ended_ms, sent.at_ms, sent.number)
+                found[sent.job_id].deliveries.append(delivery)
     return found
 
 
-def _ended_ms(trail: JobTimeline, message_id: str) -> int | None:
-    """When the job came to the end that this message tells."""
+def _find_end_ms(timeline: JobTimeline, message_id: str) -> int | None:
+    """Return when the job reached the end that this message reports; None: that event is not stored."""
     if (named := parse_message_id(message_id)) is None:
         return None
     _, attempt, state = named
-    ends = (it.at_ms for it in trail.transitions if (it.type, it.attempt) == (EVENT_TYPES[state], attempt))
+    ends = (
+        event.at_ms for event in timeline.transitions if (event.type, event.attempt) == (EVENT_TYPES[state], attempt)
+    )
     return next(ends, None)

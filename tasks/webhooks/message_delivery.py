@@ -18,9 +18,8 @@ from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
 from slotkeeper.errors import NotFound
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.outbox import event_reader
+from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.fan_out import EventFanOut
-from slotkeeper.outbox.redelivery import Callbacks, DueCallback
 from slotkeeper.outbox.subscriptions import (
     END_EVENT_TYPES,
     REASON_GONE,
@@ -28,7 +27,7 @@ from slotkeeper.outbox.subscriptions import (
     Subscriptions,
     subscription_of_job,
 )
-from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
+from slotkeeper.outbox.webhook_messages import DeliveryResult, DueCallback, Message, MessageKey, MessageQueue
 from slotkeeper.registry.tenants import SecretRotations
 from tasks import tracing
 from tasks.security import vault
@@ -65,7 +64,7 @@ class MessageDelivery:
             Subscriptions(database),
             MessageQueue(database),
         )
-        self._callbacks, self._spreading = Callbacks(database), EventFanOut(database)
+        self._fan_out = EventFanOut(database)
         self._claim_ms, self._keep_ms = claim_ms, round(keep_s * 1000)
         self._last: DueCallback | None = None  # of the jobs' messages, up to where the last look has come
         self.has_more = False
@@ -85,7 +84,7 @@ class MessageDelivery:
             if message.of_job:
                 secrets = webhook_secrets(receiver.tenant, rotations.get(receiver.tenant), now)
             else:
-                opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.seals(now)]
+                opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.list_sealed_secrets(now)]
                 secrets = [secret for secret in opened if secret is not None]
             if not secrets:
                 return SendResult(False, None, _SECRET_UNREADABLE, permanent=False)
@@ -96,15 +95,15 @@ class MessageDelivery:
     @property
     def has_pending_events(self) -> bool:
         """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
-        return self._spreading.must_poll or bool(self._untidy)
+        return self._fan_out.must_poll or bool(self._untidy)
 
     def write_messages(self) -> bool:
         """Make messages of some of what is new; keep the logs short.  Returns whether there may be more of it."""
         now = now_ms()
         try:
-            made = self._spreading.step(now)
+            made = self._fan_out.step(now)
             crash_at("events_fanned_out")
-            return made > 0 or self._spreading.has_more
+            return made > 0 or self._fan_out.has_more
         finally:
             self._tidy(now)
 
@@ -125,9 +124,9 @@ class MessageDelivery:
     def _look_at_jobs(self, now_ms: int) -> list[DueCallback]:
         """One page of jobs' messages, from where the last look stopped, so that nobody's pile hides another's; and
         what has become due just now, so that it does not wait until the pile has been read."""
-        page = self._callbacks.list_due_callbacks(now_ms, _PAGE, self._last)
+        page = self._messages.list_due_callbacks(now_ms, _PAGE, self._last)
         self._last = page[-1] if len(page) == _PAGE else None
-        return page if self._last is None else [*self._callbacks.list_newest_due_callbacks(now_ms, _NEWEST), *page]
+        return page if self._last is None else [*self._messages.list_newest_due_callbacks(now_ms, _NEWEST), *page]
 
     def _tidy(self, now_ms: int) -> None:
         """A few receivers at a time: what is new does not wait until all logs are trimmed."""
@@ -138,7 +137,7 @@ class MessageDelivery:
                 self._untidy = list(touched)
                 self._tidy_at = time.monotonic() + _TIDY_EVERY_S
             some, self._untidy = self._untidy[:_TIDIED], self._untidy[_TIDIED:]
-            self._messages.trim(some, now_ms, self._keep_ms)
+            retention.trim(self._database, some, now_ms, self._keep_ms)
 
     def claim(self, ids: Sequence[MessageKey]) -> dict[MessageKey, Message]:
         """Begin a try of each of these that is due and that nobody else is at."""
@@ -184,7 +183,7 @@ class MessageDelivery:
             return None
         if message.is_test:
             return receiver, message_body(message, test_data(receiver.tenant), template_of(receiver)), None
-        found = event_reader.read_page(self._database, message.event - 1, 1, message.job_id).entries
+        found = event_reader.read_page(self._database, message.event - 1, 1, message.job_id).events
         if not found or found[0].event.id != message.event:
             return None
         job = self._store.get(message.job_id) if message.type in END_EVENT_TYPES else None

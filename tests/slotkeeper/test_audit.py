@@ -10,7 +10,7 @@ from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
-from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_removal import remove_server
 from slotkeeper.registry.server_descriptions import Secret

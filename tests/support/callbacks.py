@@ -3,14 +3,13 @@
 from slotkeeper.db import Database
 from slotkeeper.jobs.notifications import make_end_number, make_message_id, parse_message_id
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.outbox.redelivery import Callbacks
 from slotkeeper.outbox.subscriptions import subscription_of_job
 from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
 
 
 def due_ids(database: Database, now_ms: int, limit: int = 1000) -> list[str]:
     """The webhook-ids of those that are due, oldest first."""
-    return [make_message_id(it.job_id, it.event) for it in Callbacks(database).list_due_callbacks(now_ms, limit)]
+    return [make_message_id(it.job_id, it.event) for it in MessageQueue(database).list_due_callbacks(now_ms, limit)]
 
 
 def claim(database: Database, webhook_id: str, now_ms: int, until: int) -> Message | None:

@@ -3,7 +3,8 @@
 from sqlalchemy import func, select
 
 from slotkeeper.db import Database
-from slotkeeper.outbox.subscriptions import get_cursor, get_last_id
+from slotkeeper.outbox.event_reader import get_last_id
+from slotkeeper.outbox.subscriptions import get_cursor
 from slotkeeper.outbox.tables import receivers
 
 

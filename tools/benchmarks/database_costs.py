@@ -19,8 +19,8 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, new_job_id
-from slotkeeper.outbox import forward, retention
-from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox import event_reader, retention
+from slotkeeper.outbox.webhook_messages import MessageQueue
 from tests.support.postgres import running_postgres
 from tests.support.starts import store_start
 
@@ -116,7 +116,8 @@ def _acts(database: Database, store: JobStore) -> None:
         assert started is not None
         store.database.commit(store.settle_write(job, started.attempt, Reason.FINISHED, now_ms(), result="{}"))
 
-    last = forward.get_last_id(database)
+    with database.read() as connection:
+        last = event_reader.get_last_id(connection)
     _measure("submit", submit)
     _measure("submit, start, settle", run)
     _measure("newest jobs", lambda: job_list.find_jobs(database))
@@ -127,10 +128,10 @@ def _acts(database: Database, store: JobStore) -> None:
     )
     _measure("running jobs", store.list_running)
     _measure("queued of 10 models", lambda: store.list_queued([f"model-{n}" for n in range(10)]))
-    _measure("outbox, all since the beginning", lambda: forward.list_queued_between(database, last, last + 10**6))
+    _measure("outbox, all since the beginning", lambda: event_reader.list_queued_between(database, last, last + 10**6))
     _measure("what is due", lambda: store.promote_due(now_ms()))
     _measure("what is overdue", lambda: store.expire_overdue(now_ms()))
-    _measure("webhooks that are due", lambda: Callbacks(database).list_due_callbacks(now_ms(), 1000))
+    _measure("webhooks that are due", lambda: MessageQueue(database).list_due_callbacks(now_ms(), 1000))
     _measure("purge of 500", lambda: retention.delete_ended_jobs(store.database, now_ms() - 3_600_000), 20)
     _measure("ledger", lambda: ledger.read(database), 5)
 

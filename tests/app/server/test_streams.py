@@ -27,7 +27,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.outbox import retention
-from slotkeeper.outbox.ageing import EventRetention
+from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.tenants import Tenants, hash_key

@@ -116,8 +116,8 @@ MUTANTS = [
         "what was queued since the last sweep is not found",
         "routing.maintenance.sweep:_enqueue_from_events",
         swap(
-            "forward.list_queued_between(database, after, last, _CHUNK)",
-            "forward.list_queued_between(database, last, last, _CHUNK)",
+            "event_reader.list_queued_between(database, after, last, _CHUNK)",
+            "event_reader.list_queued_between(database, last, last, _CHUNK)",
         ),
         kills=[
             "test_what_another_process_queued_while_it_did_not_reach_redis_is_swept",

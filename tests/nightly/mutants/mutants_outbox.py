@@ -5,7 +5,7 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, s
 MUTANTS = [
     Mutant(
         "a failed callback is shown to every tenant",
-        "slotkeeper.outbox.redelivery:_whose",
+        "slotkeeper.outbox.redelivery:_of_tenant",
         always("tenant is None"),
         kills=[
             "test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "a retry of all callbacks includes other tenants' callbacks",
-        "slotkeeper.outbox.redelivery:Callbacks.retry_all",
+        "slotkeeper.outbox.redelivery:Redelivery.retry_callbacks",
         always("tenant is None"),
         kills=["test_all_given_up_since_a_time_are_sent_once_more_each_once"],
         breaks="authorization",
@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "a callback in delivery is queued a second time",
-        "slotkeeper.outbox.webhook_messages:MessageQueue.enqueue",
-        swap("update(messages).where(*there, IS_GIVEN_UP)", "update(messages).where(*there)"),
+        "slotkeeper.outbox.webhook_messages:enqueue",
+        swap("update(messages).where(*stored, IS_GIVEN_UP)", "update(messages).where(*stored)"),
         kills=["test_a_callback_that_is_being_sent_is_not_sent_beside_that"],
         breaks="HOOK-1",
         still="test_a_job_stays_while_its_callback_is_sent_once_more",
@@ -35,8 +35,8 @@ MUTANTS = [
         "a claimed notification can be claimed again at once",
         "slotkeeper.outbox.result_notifications",
         swap(
-            'bindparam("p_until") + case((_AGE < _LONGEST_MS, _AGE), else_=_LONGEST_MS)',
-            '0 * bindparam("p_until") + 0 * case((_AGE < _LONGEST_MS, _AGE), else_=_LONGEST_MS)',
+            'bindparam("p_until") + case((_AGE < _MAX_RETRY_MS, _AGE), else_=_MAX_RETRY_MS)',
+            '0 * bindparam("p_until") + 0 * case((_AGE < _MAX_RETRY_MS, _AGE), else_=_MAX_RETRY_MS)',
         ),
         kills=["test_what_was_claimed_falls_due_again_and_later_each_time"],
         breaks="TELL-1",
@@ -44,8 +44,8 @@ MUTANTS = [
     ),
     Mutant(
         "an event that commits late is skipped",
-        "slotkeeper.outbox.event_reader:EventReader._settled",
-        never("self._doubt.writers"),
+        "slotkeeper.outbox.event_reader:EventReader._read_gapless",
+        never("self._gap.writers"),
         kills=["test_a_number_whose_transaction_commits_late_is_waited_for"],
         breaks="no lost event",
         still="test_what_happened_before_is_not_told_and_what_happens_is_told_once",
@@ -61,10 +61,10 @@ MUTANTS = [
     ),
     Mutant(
         "events are removed before a sink has received them",
-        "slotkeeper.outbox.ageing:EventRetention.delete_next",
+        "slotkeeper.outbox.retention:EventRetention.delete_next",
         swap(
-            '{"p_after": self._after, "p_last": _ANY if last is None else last, "p_limit": limit}',
-            '{"p_after": self._after, "p_last": _ANY, "p_limit": limit}',
+            '{"p_after": self._after, "p_last": _MAX_ID if last is None else last, "p_limit": limit}',
+            '{"p_after": self._after, "p_last": _MAX_ID, "p_limit": limit}',
         ),
         kills=["test_what_no_sink_has_got_yet_is_not_removed"],
         breaks="no lost event",
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "the events of an existing job are removed",
-        "slotkeeper.outbox.ageing:EventRetention.delete_next",
+        "slotkeeper.outbox.retention:EventRetention.delete_next",
         swap("row.job is None", "True"),
         kills=["test_acts_and_events_are_removed_when_their_time_has_come_and_their_jobs_are_gone"],
         breaks="retention",
@@ -92,15 +92,15 @@ MUTANTS = [
     Mutant(
         "a relay that lost its turn moves the cursor",
         "slotkeeper.outbox.sink_cursors:SinkCursors.advance",
-        swap("self._held(sink, holder) & (relays.c.position == before)", "relays.c.sink == sink"),
+        swap("self._is_held_by(sink, holder) & (relays.c.position == before)", "relays.c.sink == sink"),
         kills=["test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing"],
         breaks="one relay",
         still="test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms",
     ),
     Mutant(
         "the cursor moves from wherever it stands",
-        "slotkeeper.outbox.fan_out:_moves",
-        swap("update(counters).where(_IS_CURSOR, counters.c.value == here)", "update(counters).where(_IS_CURSOR)"),
+        "slotkeeper.outbox.fan_out:_move_cursor",
+        swap("update(counters).where(_IS_CURSOR, counters.c.value == before)", "update(counters).where(_IS_CURSOR)"),
         kills=["test_a_process_that_was_slow_makes_no_message_that_another_has_made_and_sent"],
         breaks="HOOK-1",
         still="test_a_process_that_dies_between_the_events_and_the_messages_has_passed_nothing_over",
@@ -108,14 +108,14 @@ MUTANTS = [
     Mutant(
         "a receiver that was behind rejoins wherever the others are",
         "slotkeeper.outbox.fan_out:EventFanOut._catch_up",
-        swap("told >= last and _stands(tx, last)", "told >= last"),
+        swap("position >= cursor and _lock_cursor(tx, cursor)", "position >= cursor"),
         kills=["test_a_receiver_that_is_behind_joins_the_others_without_a_gap"],
         breaks="HOOK-1",
         still="test_all_since_a_time_is_told_once_more",
     ),
     Mutant(
         "a receiver that accepts nothing is skipped",
-        "slotkeeper.outbox.fan_out:EventFanOut._spread",
+        "slotkeeper.outbox.fan_out:EventFanOut._write_messages",
         swap_argument("behind=behind", "behind=None"),
         kills=[
             "test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_order_of_each_job",
@@ -128,8 +128,8 @@ MUTANTS = [
         "a receiver is notified of other tenants' jobs",
         "slotkeeper.outbox.fan_out:_wants",
         swap(
-            "entry.tenant == receiver.tenant and event.id > receiver.after_event and event.type in receiver.types",
-            "event.id > receiver.after_event and event.type in receiver.types",
+            "is_of_tenant and event.id > subscription.after_event and event.type in subscription.types",
+            "event.id > subscription.after_event and event.type in subscription.types",
         ),
         kills=["test_a_receiver_is_told_of_its_tenants_events_of_its_types_from_its_beginning_on"],
         breaks="authorization",
@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         "a replay includes other tenants' events",
-        "slotkeeper.outbox.fan_out:replay_one",
-        swap("func.coalesce(events.c.tenant, jobs.c.tenant) == receiver.tenant", "events.c.id == event"),
+        "slotkeeper.outbox.redelivery:Redelivery.replay_one",
+        swap("func.coalesce(events.c.tenant, jobs.c.tenant) == subscription.tenant", "events.c.id == event"),
         kills=["test_one_event_is_told_once_more_and_only_to_its_own_tenant"],
         breaks="authorization",
         still="test_all_since_a_time_is_told_once_more",
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "a webhook is visible to every tenant",
-        "slotkeeper.outbox.subscriptions:_whose",
+        "slotkeeper.outbox.subscriptions:_of_tenant",
         always("tenant is None"),
         kills=[
             "test_a_tenant_finds_its_own_receivers_only",
@@ -180,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "a former webhook secret stays valid for signatures",
-        "slotkeeper.outbox.subscriptions:Subscription.seals",
+        "slotkeeper.outbox.subscriptions:Subscription.list_sealed_secrets",
         swap(
             "self.former_sealed is not None and now_ms < (self.former_until_ms or 0)", "self.former_sealed is not None"
         ),
@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "a job is removed while its message is pending",
-        "slotkeeper.outbox.webhook_messages",
+        "slotkeeper.outbox.retention",
         swap(
             'select(messages.c.event).where(messages.c.job_id == jobs.c.id, unindexed(messages.c.state) == "pending")',
             'select(messages.c.event).where(messages.c.job_id == jobs.c.id, unindexed(messages.c.state) == "never")',
@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "removed jobs are not counted",
-        "slotkeeper.outbox.retention:_remove",
+        "slotkeeper.outbox.retention:_delete_jobs",
         drop('add_to_counter(tx.connection, f"purged.{state}", number)'),
         kills=["test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed"],
         breaks="JOB-3",

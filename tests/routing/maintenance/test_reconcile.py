@@ -314,7 +314,7 @@ def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage
             handing_back.start()
             handing_back.join(2.0)  # It waits for the end of this transaction, and must.
 
-    monkeypatch.setattr(quarantine, "quarantine_slots", is_handed_back_just_after)
+    monkeypatch.setattr("slotkeeper.jobs.store.quarantine_slots", is_handed_back_just_after)
     stage.dispatcher.cancel(job_id)
     handing_back.join()
     elsewhere.database.close()

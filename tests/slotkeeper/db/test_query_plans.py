@@ -21,11 +21,11 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.values import Quarantine
-from slotkeeper.outbox import forward, retention
-from slotkeeper.outbox.redelivery import Callbacks, DueCallback
+from slotkeeper.outbox import event_reader, retention
+from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.result_notifications import ResultNotifications
 from slotkeeper.outbox.subscriptions import Subscription
-from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
+from slotkeeper.outbox.webhook_messages import DeliveryResult, DueCallback, Message, MessageKey, MessageQueue
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.tenants import SecretRotations, Tenants
 from tests.support.builders import T0, a_job
@@ -263,7 +263,12 @@ def test_queued_jobs_of_all_models_are_read_from_where_the_last_look_ended(datab
 
 
 def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(database, full):
-    plans = _plans(database, lambda: forward.list_queued_between(database, forward.get_last_id(database) - 1, 10**9))
+    def read() -> None:
+        with database.read() as connection:
+            last = event_reader.get_last_id(connection)
+        event_reader.list_queued_between(database, last - 1, 10**9)
+
+    plans = _plans(database, read)
     _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last one
     _finds_by(plans)
 
@@ -297,12 +302,12 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
         (full.expire_overdue, "ix_jobs_deadline"),
         (lambda now: retention.delete_ended_jobs(database, now), "ix_jobs_finished"),
         (full.delete_expired_keys, "ix_idempotency_keys_expires_ms"),
-        (lambda now: Callbacks(database).list_due_callbacks(now, 10), "ix_messages_due"),
+        (lambda now: MessageQueue(database).list_due_callbacks(now, 10), "ix_messages_due"),
         (
-            lambda now: Callbacks(database).list_due_callbacks(now, 10, DueCallback(T0, "m", 10, "", "")),
+            lambda now: MessageQueue(database).list_due_callbacks(now, 10, DueCallback(T0, "m", 10, "", "")),
             "ix_messages_due",
         ),
-        (lambda now: Callbacks(database).list_newest_due_callbacks(now, 10), "ix_messages_due"),
+        (lambda now: MessageQueue(database).list_newest_due_callbacks(now, 10), "ix_messages_due"),
         (lambda now: ResultNotifications(database).claim_due(now, 50), "ix_result_notifications_next_ms"),
     ):
         plans = _plans(database, lambda act=act: act(T0 - 1))
@@ -311,11 +316,11 @@ def test_what_time_has_come_for_is_found_by_its_time(database, full):
 
 
 def test_callbacks_that_were_given_up_are_found_among_themselves(database, full):
-    found = Callbacks(database)
+    found = Redelivery(database)
     for act in (
         found.list_given_up_callbacks,
         lambda: found.list_given_up_callbacks("big"),
-        lambda: found.retry_all("big", T0, LATER),
+        lambda: found.retry_callbacks("big", T0, LATER),
     ):
         _finds_by(_plans(database, act), "ix_messages_given_up")  # in which nothing else stands
 
@@ -332,8 +337,8 @@ def test_what_time_has_come_for_is_changed_by_its_number(database, full):
         (lambda: full.expire_overdue(LATER * 3, 10, _LINGERS), "ix_jobs_deadline"),
         (lambda: retention.delete_ended_jobs(database, LATER, 10), "ix_jobs_finished"),
         (lambda: ResultNotifications(database).claim_due(LATER, 10), "ix_result_notifications_next_ms"),
-        (lambda: Callbacks(database).list_due_callbacks(LATER, 10), "ix_messages_due"),
-        (lambda: Callbacks(database).list_newest_due_callbacks(LATER, 10), "ix_messages_due"),
+        (lambda: MessageQueue(database).list_due_callbacks(LATER, 10), "ix_messages_due"),
+        (lambda: MessageQueue(database).list_newest_due_callbacks(LATER, 10), "ix_messages_due"),
     ):
         plans = _plans(database, act)
         _reads_nothing_through(plans)

@@ -57,7 +57,7 @@ def test_a_job_with_a_time_before_which_it_must_not_run_is_delayed(database, sto
 
 def test_the_event_of_a_submit_says_what_was_accepted(store, database):
     (accepted,) = store.submit([a_job(priority=3, tenant="acme")], T0)
-    (told,) = event_reader.read_page(database, 0, 10).entries
+    (told,) = event_reader.read_page(database, 0, 10).events
     assert (told.event.job_id, told.event.data) == (accepted.id, {"why": "submitted"})
     assert (told.model, told.priority, told.tenant) == ("zimg", 3, "acme")
 
@@ -78,7 +78,7 @@ def test_a_large_batch_takes_few_statements_and_its_numbers_are_in_its_order(dat
     first, *others = store.submit(batch, T0)
     assert sum(text.startswith("INSERT") for text in said) < 20
     assert [it.seq for it in others] == list(range(first.seq + 1, first.seq + 300))
-    assert [it.event.job_id for it in event_reader.read_page(database, 0, 300).entries] == [job.id for job in batch]
+    assert [it.event.job_id for it in event_reader.read_page(database, 0, 300).events] == [job.id for job in batch]
 
 
 def test_in_a_batch_some_may_be_known_by_id_or_key_and_the_others_are_numbered_in_its_order(database, store):

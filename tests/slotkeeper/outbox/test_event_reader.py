@@ -12,8 +12,8 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.values import JobError
 from slotkeeper.outbox import event_reader, retention
-from slotkeeper.outbox.ageing import EventRetention
 from slotkeeper.outbox.event_reader import EventReader
+from slotkeeper.outbox.retention import EventRetention
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 from tests.support.ends import store_end
 from tests.support.starts import store_start
@@ -63,10 +63,10 @@ def test_pages_go_on_from_one_another(store, database):
     found, last, full = [], 0, True
     while full:
         page = event_reader.read_page(database, last, 2)
-        found += [it.event.job_id for it in page.entries]
+        found += [it.event.job_id for it in page.events]
         last, full = page.last, page.has_more
     assert found == jobs
-    assert [it.event.job_id for it in event_reader.read_page(database, 0, 10, jobs[3]).entries] == [jobs[3]]
+    assert [it.event.job_id for it in event_reader.read_page(database, 0, 10, jobs[3]).events] == [jobs[3]]
 
 
 @pytest.mark.postgres
@@ -200,7 +200,7 @@ def _last(database: Database) -> int:
 
 def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, database):
     job = an_ended_job(store, State.DEAD)
-    first = event_reader.read_page(database, 0, 100).entries[0].event.id
+    first = event_reader.read_page(database, 0, 100).events[0].event.id
     a_queued_job(store, now_ms=T0 + SECOND)
     last = event_reader.read_page(database, 0, 100).last
     retention.delete_dead_job(store.database, job.id)

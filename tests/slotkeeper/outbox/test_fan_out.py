@@ -12,13 +12,14 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.tables import messages as rows
-from slotkeeper.outbox import fan_out
-from slotkeeper.outbox import webhook_messages as owed
+from slotkeeper.outbox import fan_out, retention
 from slotkeeper.outbox.fan_out import EventFanOut
+from slotkeeper.outbox.redelivery import MOST_TESTS, Redelivery
 from slotkeeper.outbox.subscriptions import (
     FAILURES_TO_OPEN,
     LONGEST_COOLDOWN_MS,
     OVERLAP_MS,
+    REASON_SILENT,
     Subscription,
     Subscriptions,
     cooldown_ms,
@@ -27,7 +28,14 @@ from slotkeeper.outbox.subscriptions import (
 )
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.outbox.tables import tries
-from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageKey, MessageQueue
+from slotkeeper.outbox.webhook_messages import (
+    LONGEST_ANSWER,
+    TEST_TYPE,
+    DeliveryResult,
+    Message,
+    MessageKey,
+    MessageQueue,
+)
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
 from tests.support.ends import store_end
 from tests.support.untold import untold_events
@@ -48,6 +56,11 @@ def receivers(database: Database) -> Subscriptions:
 @pytest.fixture
 def messages(database: Database) -> MessageQueue:
     return MessageQueue(database)
+
+
+@pytest.fixture
+def redelivery(database: Database) -> Redelivery:
+    return Redelivery(database)
 
 
 @pytest.fixture
@@ -99,7 +112,7 @@ def deliver(
         made = spread.step(now_ms)
         found = claimed(messages, receiver, now_ms)
         for message in found:
-            messages.note_delivered(message, messages.receivers.get(receiver.id), YES, now_ms)
+            messages.note_delivered(message, messages.subscriptions.get(receiver.id), YES, now_ms)
             told.append((message.job_id, message.type))
         if not found and not made:
             return told
@@ -128,13 +141,13 @@ def test_where_nobody_wants_anything_nothing_is_read_and_later_nothing_is_caught
     for _ in range(3):
         an_ended_job(store)
     with monkeypatch.context() as closed:
-        closed.setattr(spread._tail, "read", lambda *_: pytest.fail("it reads the events"))
+        closed.setattr(spread._reader, "read", lambda *_: pytest.fail("it reads the events"))
         assert spread.step(T0) == 0
     receiver = a_receiver(receivers)
     job = an_ended_job(store)
     read: list[int] = []
-    original = spread._tail.read
-    monkeypatch.setattr(spread._tail, "read", lambda *args: read.append(spread._tail.position) or original(*args))
+    original = spread._reader.read
+    monkeypatch.setattr(spread._reader, "read", lambda *args: read.append(spread._reader.position) or original(*args))
     all_steps(spread)
     assert pending(database, receiver) == [(job.id, "job.completed")]
     assert read[0] == receiver.after_event > 0, "what was before everybody is skipped"
@@ -174,7 +187,7 @@ def test_a_process_that_dies_between_the_events_and_the_messages_has_passed_noth
     job = an_ended_job(store)
     dying = EventFanOut(database)
     with monkeypatch.context() as dies:
-        dies.setattr(MessageQueue, "enqueue", lambda *_: 1 / 0)
+        dies.setattr(fan_out, "enqueue", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dying.step(T0)
     all_steps(EventFanOut(database))
@@ -184,11 +197,11 @@ def test_a_process_that_dies_between_the_events_and_the_messages_has_passed_noth
 def test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_first_come_first(
     database, store, receivers, spread, monkeypatch
 ) -> None:
-    monkeypatch.setattr(fan_out, "_AT_ONCE", 3)
+    monkeypatch.setattr(fan_out, "_MAX_WEBHOOKS", 3)
     many = [a_receiver(receivers, tenant="greedy") for _ in range(8)]
     one = a_receiver(receivers)
     theirs, mine = an_ended_job(store, tenant="greedy"), an_ended_job(store)
-    spread._follow(T0)
+    spread._process_new(T0)
     assert pending(database, one) == [(mine.id, "job.completed")]
     assert sum(len(pending(database, it)) for it in many) == 2
     all_steps(spread)
@@ -208,12 +221,12 @@ def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
     other = Database(database_url)
 
     def full(*_: object) -> bool:
-        fan_out.replay(other, receiver, 0)
+        Redelivery(other).replay(receiver, 0)
         return False
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(fan_out, "_has_room", full)
-        spread._follow(T0)
+        meanwhile.setattr(fan_out, "_has_capacity", full)
+        spread._process_new(T0)
     other.close()
     with database.read() as connection:
         first_event = connection.execute(select(func.min(events.c.id)).where(events.c.job_id == first.id)).scalar()
@@ -240,7 +253,7 @@ def test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing
         return write(unit, **how)
 
     monkeypatch.setattr(database, "write", joined_first)
-    spread._begun()
+    spread._begin()
     all_steps(spread)
     assert (missed.id, "job.completed") in pending(database, late)
 
@@ -250,11 +263,11 @@ def test_one_tenants_replays_take_a_small_part_of_a_step(database, store, receiv
     an_ended_job(store)
     all_steps(spread)
     for it in many:
-        fan_out.replay(database, it, 0)
+        Redelivery(database).replay(it, 0)
     asked: list[str] = []
     catch_up = spread._catch_up
     monkeypatch.setattr(spread, "_catch_up", lambda it, now: asked.append(it.id) or catch_up(it, now))
-    monkeypatch.setattr(fan_out, "_CATCHING_UP_S", 0.0)
+    monkeypatch.setattr(fan_out, "_CATCH_UP_S", 0.0)
     for n in range(1, 6):
         spread.step(T0)
         assert len(asked) == n, "one, where it takes all of the time"
@@ -414,8 +427,8 @@ def test_a_new_pace_holds_at_once(store, receivers, messages, spread) -> None:
 
 def _break(messages: MessageQueue, receiver: Subscription, now_ms: int = T0) -> Subscription:
     for _ in range(FAILURES_TO_OPEN):
-        messages.receivers.note_failure(messages.receivers.get(receiver.id), now_ms)
-    return messages.receivers.get(receiver.id)
+        messages.subscriptions.note_failure(messages.subscriptions.get(receiver.id), now_ms)
+    return messages.subscriptions.get(receiver.id)
 
 
 def test_a_receiver_that_fails_is_tried_by_one_message_at_a_time_and_less_and_less_often(
@@ -468,7 +481,7 @@ def test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_
         spread.step(now)
         for message in claimed(messages, receivers.get(receiver.id), now):
             messages.note_failed(message, receivers.get(receiver.id), NO, now, now + 900 * SECOND)
-        messages.trim([receiver.id], now, 3 * DAY)
+        retention.trim(messages.database, [receiver.id], now, 3 * DAY)
     assert len(pending(database, receiver)) <= 20 + 3, "its backlog stands in the events, not in messages"
     assert receivers.get(receiver.id).breaker_is_open
     told: list[tuple[str, str]] = []
@@ -495,10 +508,10 @@ def test_a_receiver_that_is_behind_joins_the_others_without_a_gap(
 
     def late_write(*args: Any) -> Any:
         wanted.append((an_ended_job(store).id, "job.completed"))
-        EventFanOut(database)._follow(T0)
+        EventFanOut(database)._process_new(T0)
         return original(*args)
 
-    (behind,) = spread._behind(T0)
+    (behind,) = spread._list_behind(T0)
     monkeypatch.setattr(spread._database, "write", _after(late_write, database.write))
     spread._catch_up(behind, T0)
     monkeypatch.undo()
@@ -532,31 +545,31 @@ def test_a_receiver_whose_breaker_is_open_and_that_is_owed_nothing_is_given_one_
 
 
 def test_a_receiver_that_takes_nothing_for_days_is_disabled_and_what_it_was_owed_given_up(
-    database, store, receivers, messages, spread
+    database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers)
     an_ended_job(store)
     all_steps(spread)
     _break(messages, receiver)
-    messages.trim([], T0 + 3 * DAY - 1, 3 * DAY)
+    retention.trim(messages.database, [], T0 + 3 * DAY - 1, 3 * DAY)
     assert receivers.get(receiver.id).enabled
-    messages.trim([], T0 + 3 * DAY + 1, 3 * DAY)
-    assert receivers.get(receiver.id).reason == owed.REASON_SILENT
-    assert pending(database, receiver) == [] and len(messages.list_given_up_webhooks()) == 1
+    retention.trim(messages.database, [], T0 + 3 * DAY + 1, 3 * DAY)
+    assert receivers.get(receiver.id).reason == REASON_SILENT
+    assert pending(database, receiver) == [] and len(redelivery.list_given_up_webhooks()) == 1
 
 
 def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
-    database, store, receivers, messages, spread
+    database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers)
     job = an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
     messages.note_failed(message, receiver, NO, T0, None)
-    (given_up,) = messages.list_given_up_webhooks("default", receiver.id)
+    (given_up,) = redelivery.list_given_up_webhooks("default", receiver.id)
     assert (given_up.id, given_up.last_status, given_up.last_error) == (message.id, 500, NO.error)
-    assert messages.list_given_up_webhooks("acme") == [] and deliver(messages, spread, receiver, T0 + DAY) == []
-    assert messages.retry_all(receiver.id, T0 + DAY) == 1
+    assert redelivery.list_given_up_webhooks("acme") == [] and deliver(messages, spread, receiver, T0 + DAY) == []
+    assert redelivery.retry_webhook(receiver.id, T0 + DAY) == 1
     assert deliver(messages, spread, receiver, T0 + DAY) == [(job.id, "job.completed")]
 
 
@@ -584,7 +597,7 @@ def test_all_since_a_time_is_told_once_more(store, receivers, messages, spread) 
     receiver = a_receiver(receivers)
     jobs.append(an_ended_job(store, now_ms=T0 + 10 * HOUR).id)
     assert [job for job, _ in deliver(messages, spread, receiver)] == jobs[10:]
-    fan_out.replay(spread._database, receiver, T0 + 7 * HOUR)
+    Redelivery(spread._database).replay(receiver, T0 + 7 * HOUR)
     assert [job for job, _ in deliver(messages, spread, receiver)] == jobs[7:]
     assert deliver(messages, spread, receiver) == []
 
@@ -595,26 +608,26 @@ def test_one_event_is_told_once_more_and_only_to_its_own_tenant(store, receivers
     all_steps(spread)
     (message,) = claimed(messages, receiver)
     messages.note_delivered(message, receiver, YES, T0)
-    assert fan_out.replay_one(spread._database, receiver, message.event, T0)
-    assert not fan_out.replay_one(spread._database, other, message.event, T0)
+    assert Redelivery(spread._database).replay_one(receiver, message.event, T0)
+    assert not Redelivery(spread._database).replay_one(other, message.event, T0)
     assert deliver(messages, spread, other) == []
     (again,) = claimed(messages, receiver)
     assert (again.id, again.job_id) == (message.id, job.id)
 
 
-def test_a_test_goes_first_and_is_tried_once(database, store, receivers, messages, spread) -> None:
+def test_a_test_goes_first_and_is_tried_once(database, store, receivers, messages, redelivery, spread) -> None:
     receiver = _break(messages, a_receiver(receivers))
     an_ended_job(store)
     all_steps(spread)
-    message_id = messages.send_test(receiver, T0 + 1)
+    message_id = redelivery.send_test(receiver, T0 + 1)
     (test,) = claimed(messages, receivers.get(receiver.id), T0 + 1)
-    assert (test.id, test.type, test.is_test) == (message_id, owed.TEST_TYPE, True)
+    assert (test.id, test.type, test.is_test) == (message_id, TEST_TYPE, True)
     messages.note_failed(test, receiver, NO, T0, None)
-    assert messages.list_given_up_webhooks() == [] and outcomes(database, receiver) == ["given_up"]
-    for n in range(owed.MOST_TESTS):
-        messages.send_test(receiver, T0 + n)
+    assert redelivery.list_given_up_webhooks() == [] and outcomes(database, receiver) == ["given_up"]
+    for n in range(MOST_TESTS):
+        redelivery.send_test(receiver, T0 + n)
     with pytest.raises(Conflict, match="tests"):
-        messages.send_test(receiver, T0)
+        redelivery.send_test(receiver, T0)
 
 
 # -- whose they are, and how many ----------------------------------------------------------------------------------
@@ -645,7 +658,7 @@ def test_a_tenant_has_so_many_receivers_and_no_more(receivers) -> None:
 
 
 def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(
-    database, store, receivers, messages, spread
+    database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers, types=ALL)
     an_ended_job(store)
@@ -655,48 +668,55 @@ def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(
     (late,) = claimed(messages, receiver)
     receivers.remove(receiver.id, "default")
     messages.note_delivered(late, receiver, YES, T0)
-    assert _all(database) == [] and messages.list_attempts(receiver.id) == []
+    assert _all(database) == [] and redelivery.list_attempts(receiver.id) == []
 
 
 def test_for_a_day_messages_are_signed_with_the_former_secret_too(receivers) -> None:
     receiver = a_receiver(receivers, sealed="one")
     receiver = receivers.rotate_secret(receiver.id, "default", "two", T0)
-    assert receiver.seals(T0 + OVERLAP_MS - 1) == ["two", "one"] and receiver.seals(T0 + OVERLAP_MS) == ["two"]
-    assert receivers.rotate_secret(receiver.id, "default", "three", T0).seals(T0) == ["three", "two"]
+    assert receiver.list_sealed_secrets(T0 + OVERLAP_MS - 1) == ["two", "one"] and receiver.list_sealed_secrets(
+        T0 + OVERLAP_MS
+    ) == ["two"]
+    assert receivers.rotate_secret(receiver.id, "default", "three", T0).list_sealed_secrets(T0) == ["three", "two"]
 
 
 def test_the_log_and_the_list_of_what_was_given_up_are_bounded(
-    database, store, receivers, messages, spread, monkeypatch
+    database, store, receivers, messages, redelivery, spread, monkeypatch
 ) -> None:
-    monkeypatch.setattr(owed, "MOST_LOGGED", 3)
-    monkeypatch.setattr(owed, "MOST_GIVEN_UP", 2)
+    monkeypatch.setattr(retention, "MOST_LOGGED", 3)
+    monkeypatch.setattr(retention, "MOST_GIVEN_UP", 2)
     receiver = a_receiver(receivers)
     for _ in range(5):
         an_ended_job(store)
     all_steps(spread)
     for message in claimed(messages, receiver):
         messages.note_failed(message, receiver, NO, T0, None)
-    kept = [it.event for it in messages.list_given_up_webhooks()][:2]
-    messages.trim([receiver.id], T0, DAY)
+    kept = [it.event for it in redelivery.list_given_up_webhooks()][:2]
+    retention.trim(messages.database, [receiver.id], T0, DAY)
     assert (
-        len(messages.list_attempts(receiver.id)) == 3 and [it.event for it in messages.list_given_up_webhooks()] == kept
+        len(redelivery.list_attempts(receiver.id)) == 3
+        and [it.event for it in redelivery.list_given_up_webhooks()] == kept
     )
-    messages.trim([receiver.id], T0 + owed.LOGGED_MS + 1, DAY)
-    assert messages.list_attempts(receiver.id) == []
+    retention.trim(messages.database, [receiver.id], T0 + retention.LOGGED_MS + 1, DAY)
+    assert redelivery.list_attempts(receiver.id) == []
 
 
-def test_what_a_receiver_answered_is_kept_to_its_first_characters(store, receivers, messages, spread) -> None:
+def test_what_a_receiver_answered_is_kept_to_its_first_characters(
+    store, receivers, messages, redelivery, spread
+) -> None:
     receiver = a_receiver(receivers)
     an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
     messages.note_failed(message, receiver, DeliveryResult(False, 500, 7, "no", "\0\ud83d" + "x" * 10_000), T0, T0)
-    (entry,) = messages.list_attempts(receiver.id)
-    assert entry.answer is not None and len(entry.answer) <= owed.LONGEST_ANSWER
+    (entry,) = redelivery.list_attempts(receiver.id)
+    assert entry.answer is not None and len(entry.answer) <= LONGEST_ANSWER
     assert (entry.message, entry.status, entry.latency_ms, entry.number) == (message.id, 500, 7, 1)
 
 
-def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(store, receivers, messages, spread) -> None:
+def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(
+    store, receivers, messages, redelivery, spread
+) -> None:
     some = [a_receiver(receivers) for _ in range(2)]
     for _ in range(3):
         an_ended_job(store)
@@ -704,14 +724,14 @@ def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(store, rece
     for receiver in some:
         for message in claimed(messages, receiver):
             messages.note_failed(message, receiver, NO, T0, None)
-    whole = messages.list_given_up_webhooks()
+    whole = redelivery.list_given_up_webhooks()
     paged, before = [], None
-    while page := messages.list_given_up_webhooks(before=before, limit=2):
+    while page := redelivery.list_given_up_webhooks(before=before, limit=2):
         paged += page
         before = (page[-1].receiver, page[-1].event)
     assert paged == whole and len(whole) == 6
-    log = messages.list_attempts(some[0].id)
-    assert messages.list_attempts(some[0].id, before=log[0].id) == log[1:] and len(log) == 3
+    log = redelivery.list_attempts(some[0].id)
+    assert redelivery.list_attempts(some[0].id, before=log[0].id) == log[1:] and len(log) == 3
 
 
 def test_how_much_is_untold_is_known(store, receivers, spread) -> None:
@@ -732,14 +752,14 @@ def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
     receivers.change(receiver.id, None, url="https://other.example/")
     receivers.rotate_secret(receiver.id, None, "two", T0)
     _break(messages, receiver)
-    messages.trim([], T0 + 3 * DAY + 1, 3 * DAY)
+    retention.trim(messages.database, [], T0 + 3 * DAY + 1, 3 * DAY)
     receivers.enable(receiver.id, None, "acme", T0)
-    fan_out.replay(database, receiver, T0)
+    Redelivery(database).replay(receiver, T0)
     receivers.remove(receiver.id, None)
     done = audit.find_entries(database, audit.AuditFilter(tenant="acme"))
     words = ["remove", "replay", "enable", "disable", "rotate", "change", "add"]
     assert [it.act for it in done] == [f"webhook.{word}" for word in words]
-    assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == owed.REASON_SILENT
+    assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == REASON_SILENT
     assert "two" not in str(done), "no secret stands in it"
 
 
@@ -778,7 +798,7 @@ def test_while_a_receiver_is_behind_time_alone_may_bring_it_on(database, store, 
 
 def test_while_events_are_withheld_time_alone_may_let_them_be_told(receivers, store, spread) -> None:
     a_receiver(receivers)
-    spread._tail.has_gap = True
-    spread._tail.read = lambda _: []  # type: ignore[method-assign]
+    spread._reader.has_gap = True
+    spread._reader.read = lambda _: []  # type: ignore[method-assign]
     spread.step(T0)
     assert spread.must_poll

@@ -7,9 +7,9 @@ import pytest
 from slotkeeper import audit
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.outbox import redelivery as module
 from slotkeeper.outbox import retention
-from slotkeeper.outbox import webhook_messages as module
-from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.webhook_messages import MOST_LOGGED_OF_JOB, Message, MessageQueue
 from tests.support.builders import (
     CALLBACK,
@@ -42,13 +42,13 @@ def begun(database: Database, webhook_id: str, now_ms: int = T0, until: int = UN
 
 
 def log_of(database: Database, message: Message) -> list[tuple[int, str, int | None, str | None]]:
-    return [(it.number, it.outcome, it.status, it.error) for it in MessageQueue(database).list_attempts(message.job_id)]
+    return [(it.number, it.outcome, it.status, it.error) for it in Redelivery(database).list_attempts(message.job_id)]
 
 
 @pytest.mark.parametrize("state", sorted(FINAL_STATES))
 def test_every_end_of_a_job_owes_one_message_that_names_it(database, store, state):
     job = an_ended_job(store, state, callback_url=CALLBACK)
-    (due,) = Callbacks(database).list_due_callbacks(T0, 10)
+    (due,) = MessageQueue(database).list_due_callbacks(T0, 10)
     assert (due.job_id, due.url, due.tenant) == (job.id, CALLBACK, "default")
     message = begun(database, f"msg_{job.id}_{job.attempt}_{state}")
     assert (message.job_id, message.at_ms, message.tries) == (job.id, T0, 1)
@@ -134,7 +134,7 @@ def test_a_failed_try_waits_for_the_next_one(database, owed):
 
 def test_a_message_that_is_given_up_is_never_sent_again_and_says_why(database, owed):
     failed(database, begun(database, owed), UNTIL, None, None, "no such host " * 100)
-    (given_up,) = Callbacks(database).list_given_up_callbacks()
+    (given_up,) = Redelivery(database).list_given_up_callbacks()
     message = given_up.message
     assert (message.id, message.last_status, message.ended_ms) == (owed, None, UNTIL)
     assert message.last_error is not None
@@ -153,7 +153,7 @@ def test_who_took_too_long_cannot_speak_for_the_try_that_came_after(database, ow
     quick = begun(database, owed, UNTIL, UNTIL * 2)
     failed(database, slow, T0, None, 500, "too late")
     delivered(database, slow, UNTIL)
-    assert log_of(database, slow) == [] and Callbacks(database).list_given_up_callbacks() == []
+    assert log_of(database, slow) == [] and Redelivery(database).list_given_up_callbacks() == []
     delivered(database, quick, UNTIL)
     failed(database, quick, T0, None, 500, "said twice")
     assert log_of(database, quick) == [(2, "delivered", 200, None)]
@@ -177,10 +177,10 @@ def test_messages_are_due_oldest_first_and_no_more_than_asked_for(database, stor
     assert due_ids(database, T0 + 9, limit=2) == owed[:2]
     assert due_ids(database, T0 + 2) == owed[:2]
     assert due_ids(database, T0 + 1) == owed[:1]
-    callbacks = Callbacks(database)
-    page = callbacks.list_due_callbacks(T0 + 9, 2)
+    messages = MessageQueue(database)
+    page = messages.list_due_callbacks(T0 + 9, 2)
     assert (
-        page + callbacks.list_due_callbacks(T0 + 9, 2, page[-1]) == callbacks.list_newest_due_callbacks(T0 + 9, 9)[::-1]
+        page + messages.list_due_callbacks(T0 + 9, 2, page[-1]) == messages.list_newest_due_callbacks(T0 + 9, 9)[::-1]
     )
 
 
@@ -196,44 +196,46 @@ def _give_up(database, store, *, now_ms: int = T0, **job: Any) -> str:
 
 
 def test_what_was_given_up_is_listed_by_when_its_job_ended_and_to_its_own_tenant(database, store):
-    callbacks = Callbacks(database)
+    redelivery = Redelivery(database)
     ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant=f"t{n % 2}") for n in range(4)]
     an_ended_job(store, callback_url=CALLBACK)  # owed, not given up
-    assert [it.message.id for it in callbacks.list_given_up_callbacks()] == ids[::-1]
-    assert [it.message.id for it in callbacks.list_given_up_callbacks("t1")] == [ids[3], ids[1]]
-    first = callbacks.list_given_up_callbacks(limit=2)
+    assert [it.message.id for it in redelivery.list_given_up_callbacks()] == ids[::-1]
+    assert [it.message.id for it in redelivery.list_given_up_callbacks("t1")] == [ids[3], ids[1]]
+    first = redelivery.list_given_up_callbacks(limit=2)
     last = first[-1].message
-    rest = callbacks.list_given_up_callbacks(before=(last.at_ms, last.receiver, last.event))
+    rest = redelivery.list_given_up_callbacks(before=(last.at_ms, last.receiver, last.event))
     assert [it.message.id for it in rest] == [ids[1], ids[0]]
     newest = first[0]
     assert (newest.tenant, newest.status, newest.message.tries) == ("t1", "completed", 1)
     assert (newest.message.last_status, newest.message.last_error) == (404, "gone")
     assert (newest.message.at_ms, newest.message.ended_ms) == (T0 + 3 * SECOND, T0 + 8 * SECOND)
-    assert MessageQueue(database).list_given_up_webhooks() == [], "that is the list of webhooks"
+    assert Redelivery(database).list_given_up_webhooks() == [], "that is the list of webhooks"
 
 
 def test_one_that_was_given_up_is_sent_once_more_under_its_id_and_only_for_its_own_tenant(database, store):
-    callbacks, owed = Callbacks(database), _give_up(database, store)
-    assert not callbacks.retry(owed, "another", UNTIL)
-    assert not callbacks.retry("msg_unknown", None, UNTIL)
-    assert not callbacks.retry(owed.replace("completed", "failed"), None, UNTIL), "it did not end so"
+    redelivery, owed = Redelivery(database), _give_up(database, store)
+    assert not redelivery.retry_callback(owed, "another", UNTIL)
+    assert not redelivery.retry_callback("msg_unknown", None, UNTIL)
+    assert not redelivery.retry_callback(owed.replace("completed", "failed"), None, UNTIL), "it did not end so"
     assert due_ids(database, UNTIL) == []
-    assert callbacks.retry(owed, "default", UNTIL)
+    assert redelivery.retry_callback(owed, "default", UNTIL)
     message = begun(database, owed, UNTIL, UNTIL + SECOND)
     assert (message.id, message.tries) == (owed, 1), "with all its tries before it"
     delivered(database, message, UNTIL)
-    assert callbacks.list_given_up_callbacks() == []
-    assert callbacks.retry(owed, None, UNTIL) and due_ids(database, UNTIL) == [owed], "also what was delivered"
+    assert redelivery.list_given_up_callbacks() == []
+    assert redelivery.retry_callback(owed, None, UNTIL) and due_ids(database, UNTIL) == [owed], (
+        "also what was delivered"
+    )
 
 
 def test_a_job_without_a_callback_is_not_told_once_more(database, store):
     job = an_ended_job(store)
-    assert not Callbacks(database).retry(f"msg_{job.id}_{job.attempt}_{job.state}", None, UNTIL)
+    assert not Redelivery(database).retry_callback(f"msg_{job.id}_{job.attempt}_{job.state}", None, UNTIL)
 
 
 def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, owed):
     claimed = begun(database, owed)
-    assert Callbacks(database).retry(owed, None, T0)
+    assert Redelivery(database).retry_callback(owed, None, T0)
     assert claim(database, owed, T0, UNTIL) is None
     delivered(database, claimed, T0)
     assert due_ids(database, UNTIL) == []
@@ -241,18 +243,18 @@ def test_a_callback_that_is_being_sent_is_not_sent_beside_that(database, owed):
 
 def test_all_given_up_since_a_time_are_sent_once_more_each_once(database, store, monkeypatch):
     monkeypatch.setattr(module, "_PAGE", 2)
-    callbacks = Callbacks(database)
+    redelivery = Redelivery(database)
     ids = [_give_up(database, store, now_ms=T0 + n * SECOND, tenant="t1" if n == 3 else "default") for n in range(7)]
-    assert callbacks.retry_all("default", T0 + 2 * SECOND, UNTIL) == 4
+    assert redelivery.retry_callbacks("default", T0 + 2 * SECOND, UNTIL) == 4
     assert sorted(due_ids(database, UNTIL)) == sorted(set(ids[2:]) - {ids[3]})
-    assert callbacks.retry_all(None, 0, UNTIL) == 3
-    assert callbacks.retry_all(None, 0, UNTIL) == 0
+    assert redelivery.retry_callbacks(None, 0, UNTIL) == 3
+    assert redelivery.retry_callbacks(None, 0, UNTIL) == 0
     assert [it.act for it in audit.find_entries(database, audit.AuditFilter())] == ["callback.replay"] * 3
 
 
 def test_a_job_stays_while_its_callback_is_sent_once_more(database, store):
     owed = _give_up(database, store)
-    assert Callbacks(database).retry(owed, None, UNTIL)
+    assert Redelivery(database).retry_callback(owed, None, UNTIL)
     assert retention.delete_ended_jobs(database, UNTIL * 2, 10) == 0
     delivered(database, begun(database, owed, UNTIL, UNTIL + SECOND), UNTIL)
     assert retention.delete_ended_jobs(database, UNTIL * 2, 10) == 1

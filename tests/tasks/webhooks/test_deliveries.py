@@ -14,7 +14,7 @@ from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import messages as rows
 from slotkeeper.jobs.values import NewJob
-from slotkeeper.outbox.redelivery import Callbacks
+from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message, MessageQueue
 from tasks.security.url_guard import SendResult
@@ -165,7 +165,7 @@ def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database,
         (left,) = connection.execute(rows.select()).all()
     said = "It could not be sent: ZeroDivisionError."
     assert (left.job_id, left.state, left.tries, left.last_error) == ("bad", "pending", 1, said)
-    assert [it.outcome for it in MessageQueue(database).list_attempts("well")] == ["delivered"]
+    assert [it.outcome for it in Redelivery(database).list_attempts("well")] == ["delivered"]
 
 
 def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
@@ -204,14 +204,14 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
 ) -> None:
     monkeypatch.setattr(delivery_loop, "_AWAY_S", 0.01)
     looks = iter([DatabaseUnavailable("away"), ZeroDivisionError("a bug")])
-    look = Callbacks.list_due_callbacks
+    look = MessageQueue.list_due_callbacks
 
-    def shaky(self: Callbacks, *args: Any) -> Any:
+    def shaky(self: MessageQueue, *args: Any) -> Any:
         if (error := next(looks, None)) is not None:
             raise error
         return look(self, *args)
 
-    monkeypatch.setattr(Callbacks, "list_due_callbacks", shaky)
+    monkeypatch.setattr(MessageQueue, "list_due_callbacks", shaky)
     _owe(store, "good", "g")
     thread = threading.Thread(target=deliveries.run)
     thread.start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.up.ports import free_port, is_open
-from slotkeeper.outbox import subscriptions, webhook_messages
+from slotkeeper.outbox import retention, subscriptions
 from tasks.config import TaskSettings
 from tasks.security import url_guard
 from tasks.webhooks import bodies, delivery_loop
@@ -67,9 +67,9 @@ def test_the_template_of_the_page_is_one() -> None:
         f"up to {TaskSettings().webhook_most_receivers} ",
         f"{bodies.MAX_TEMPLATE_BYTES:,} bytes and {bodies.MAX_TEMPLATE_NAMES} names",
         f"cut to {bodies.MAX_VALUE_CHARS:,} characters",
-        f"last {webhook_messages.MOST_LOGGED:,} tries",
+        f"last {retention.MOST_LOGGED:,} tries",
         f"first {url_guard.QUOTED_MAX} bytes",
-        f"the last {webhook_messages.MOST_GIVEN_UP:,} messages",
+        f"the last {retention.MOST_GIVEN_UP:,} messages",
         f"every {subscriptions.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
         f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",
     ],

@@ -14,9 +14,10 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.tables import messages as rows
 from slotkeeper.jobs.values import NewJob
+from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import FAILURES_TO_OPEN, Subscription, Subscriptions, new_id
 from slotkeeper.outbox.tables import receivers as table
-from slotkeeper.outbox.webhook_messages import Message, MessageQueue
+from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.trace_context import make_span_id
 from tasks.berths import MAX_IN_GROUP, LimitGroup
 from tasks.security.url_guard import SendResult
@@ -157,7 +158,7 @@ def test_what_takes_long_to_write_down_holds_up_nothing_that_is_owed(
     running.start()
     try:
         assert gathering.wait(60)
-        MessageQueue(database).send_test(receiver, now_ms())
+        Redelivery(database).send_test(receiver, now_ms())
         eventually(lambda: outside.told, "it is told meanwhile")
     finally:
         ended.set()
@@ -189,8 +190,8 @@ def test_a_message_that_cannot_be_sent_is_tried_again_and_ends_nothing(database,
     broken, _ = _add(database, "broken"), _add(database, "good")
     job = _end(store, "job")
     _until(deliveries, lambda: outside.told, "the other is told")
-    eventually(lambda: MessageQueue(database).list_attempts(broken.id), "it is noted")
-    (entry,) = MessageQueue(database).list_attempts(broken.id)
+    eventually(lambda: Redelivery(database).list_attempts(broken.id), "it is noted")
+    (entry,) = Redelivery(database).list_attempts(broken.id)
     assert (entry.outcome, entry.error) == ("failed", "It could not be sent: ZeroDivisionError.")
     with database.read() as connection:
         (row,) = connection.execute(select(rows).where(rows.c.receiver == broken.id)).all()
@@ -254,7 +255,7 @@ def test_events_that_cannot_be_read_keep_nothing_from_being_sent(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
     receiver = _add(database, "good")
-    MessageQueue(database).send_test(receiver, now_ms())
+    Redelivery(database).send_test(receiver, now_ms())
     monkeypatch.setattr(source.EventFanOut, "step", lambda *_: 1 / 0)
     _until(deliveries, lambda: outside.told, "what is owed is sent")
 
@@ -266,7 +267,7 @@ def test_a_receiver_that_is_removed_while_it_is_told_is_told_no_more(database, s
     Subscriptions(database).remove(receiver.id, None)
     outside.let_go.set()
     eventually(lambda: not deliveries.under_way, "its try ends")
-    assert deliveries.run_once() == 0 and MessageQueue(database).list_attempts(receiver.id) == []
+    assert deliveries.run_once() == 0 and Redelivery(database).list_attempts(receiver.id) == []
 
 
 def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, store, outside, deliveries) -> None:

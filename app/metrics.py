@@ -72,7 +72,7 @@ class MetricsCollector(Collector):
 
     def _states(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        jobs = ((state.value, count) for state, count in ledger.standing(database).items())
+        jobs = ((state.value, count) for state, count in ledger.count_by_state(database).items())
         yield _gauge("slotkeeper_jobs", "Jobs in the database by state.", ["state"], jobs)
         found = ledger.read_findings(database)
         difference = found.pop(ledger.DIFFERENCE, None)

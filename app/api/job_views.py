@@ -21,12 +21,11 @@ from app.job_answers import (
 )
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
-from routing.queries import job_list
+from routing.queries import job_list, short_ids
 from routing.queries.attempts import attempts
 from routing.queries.explain import explain_job_state
 from routing.queries.positions import QueuePosition
 from slotkeeper.errors import Conflict, JobNotFound
-from slotkeeper.jobs import short_ids
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 

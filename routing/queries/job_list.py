@@ -42,7 +42,7 @@ def count(database: Database, state: State) -> int:
 
 
 def counts(database: Database) -> dict[State, int]:
-    """How many jobs stand in each state, counted one by one; ledger.standing answers in milliseconds."""
+    """How many jobs stand in each state, counted one by one; ledger.count_by_state answers in milliseconds."""
     query = select(jobs.c.state, func.count()).group_by(jobs.c.state)
     with database.read() as connection:
         found = {State(state): number for state, number in connection.execute(query)}

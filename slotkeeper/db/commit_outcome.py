@@ -1,4 +1,4 @@
-"""What became of a transaction whose COMMIT was not answered."""
+"""Find out the outcome of a COMMIT that was not answered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from sqlalchemy.exc import DBAPIError
 class CommitOutcome(Enum):
     COMMITTED = "stored"
     NOT_COMMITTED = "not stored"
-    UNDECIDED = "open"  # It has not ended yet, or this server cannot tell.
-    UNTRACEABLE = "hidden"  # It left nothing by which it could be known: asking again helps nothing.
+    UNDECIDED = "open"  # It has not ended yet, or this server does not have its outcome.
+    UNTRACEABLE = "hidden"  # It left no trace; asking again does not help.
 
 
 class WitnessRow(NamedTuple):
-    """A row that one transaction has written and no other would."""
+    """A row that only this transaction writes."""
 
     table: Table
     row: Mapping[str, Any]
@@ -25,15 +25,15 @@ class WitnessRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransactionMark:
-    """What a transaction can be known by afterwards.  `number`: PostgreSQL's own number of it."""
+    """Identifies a transaction afterwards.  number: PostgreSQL's transaction number."""
 
     number: int | None
     witness: WitnessRow | None
 
 
-# A standby does not know of the newest transactions.
+# A standby does not have the newest transactions.
 _STATUS = text("SELECT CASE WHEN pg_is_in_recovery() THEN NULL ELSE txid_status(:number) END")
-# Nobody speaks to this backend any more.  It may still wait for the COMMIT, with its locks held, or be at it.
+# No client is connected to this backend any more.  It may still wait for the COMMIT, and hold its locks.
 _END_BACKEND = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
     " WHERE backend_xid::text::bigint = :number % 4294967296 AND usename = current_user"
@@ -42,19 +42,19 @@ _IN_THE_FUTURE = "22023"
 
 
 def find_outcome(connection: Connection, of: TransactionMark) -> CommitOutcome:
-    """What became of it, asked on another connection than its own.  Raises what the database raises."""
+    """Return the outcome of a transaction, on another connection than its own.  Raises SQLAlchemy's errors."""
     if connection.dialect.name == "sqlite":
         return _by_witness(connection, of)
     if of.number is None:
-        return CommitOutcome.COMMITTED  # It had nothing to store.
+        return CommitOutcome.COMMITTED  # It wrote nothing.
     try:
         status = connection.execute(_STATUS, {"number": of.number}).scalar()
     except DBAPIError as error:
         if getattr(error.orig, "sqlstate", None) == _IN_THE_FUTURE:
-            return CommitOutcome.NOT_COMMITTED  # This server took over from one that was ahead of it.
+            return CommitOutcome.NOT_COMMITTED  # This server replaced one that was ahead of it.
         raise
     match status:
-        case "committed":  # A server that took over may give the number again, so the witness has to be there too.
+        case "committed":  # A server that took over assigns numbers again, so the witness must be there, too.
             return (
                 CommitOutcome.NOT_COMMITTED
                 if _by_witness(connection, of) is CommitOutcome.NOT_COMMITTED
@@ -74,6 +74,6 @@ def _by_witness(connection: Connection, of: TransactionMark) -> CommitOutcome:
 
 
 def has_row(connection: Connection, witness: WitnessRow) -> bool:
-    """Whether this very row is in the record."""
+    """Return whether this row is in the database."""
     same = and_(*(witness.table.c[name] == value for name, value in witness.row.items()))
     return connection.execute(select(literal(1)).select_from(witness.table).where(same)).first() is not None

@@ -92,7 +92,7 @@ class BulkInsert:
     ) -> None:
         """unique: a row whose value of this column is in the table already is left out.
 
-        returning: what is returned of each inserted row.
+        returning: columns of each inserted row.
         is_witness: only one transaction writes such a row, so that it proves the commit (commit_outcome.py).
         """
         self.table = table
@@ -151,7 +151,7 @@ def _portions(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
 
 def commit(connection: Connection) -> None:
     """Commit what was begun on a connection.  If it raises, the outcome is not known."""
-    if connection.in_transaction():  # A statement was executed by SQLAlchemy, which keeps a transaction of its own.
+    if connection.in_transaction():  # SQLAlchemy executed a statement, too, and keeps a transaction.
         connection.commit()
         return
     for listener in connection.engine.dispatch.commit:

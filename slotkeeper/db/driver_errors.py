@@ -21,7 +21,7 @@ _MISSING_IN_SQLITE = ("no such table", "no such column", "has no column named")
 
 
 def explain_unavailable(error: SQLAlchemyError, *, reading: bool = False) -> DatabaseUnavailable | None:
-    """Return the refusal that an error means to the caller; None: it is a fault of ours, to be raised as it is."""
+    """Return the refusal that an error means to the caller; None: it is a bug, to be raised as it is."""
     if isinstance(error, (*_UNAVAILABLE, ProgrammingError)) and (old := _explain_old_schema(error)) is not None:
         return old
     if not isinstance(error, _UNAVAILABLE):

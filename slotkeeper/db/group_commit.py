@@ -140,7 +140,7 @@ class GroupCommit:
     """Commits the writes of one process to one database.  Thread-safe."""
 
     def __init__(self, engine: Engine, inquirer: Engine, limits: DatabaseTimeouts) -> None:
-        """inquirer: gives a new connection each time, to find out what became of a COMMIT."""
+        """inquirer: gives a new connection each time, to find out the outcome of a COMMIT."""
         self._writer = Writer(engine, limits.lock_s)
         self._inquirer = inquirer
         self._limits = limits
@@ -214,7 +214,7 @@ class GroupCommit:
         return entry.result_or_error()
 
     def _wait_until_done(self, entry: _Entry[Any]) -> None:
-        """Wait until an entry is done, or lead.  Raises DatabaseUnavailable if its turn does not come in time."""
+        """Wait until an entry is done, or lead.  Raises DatabaseUnavailable if the wait is too long."""
         if not entry.leads and not entry.wait(self._limits.turn_s):
             self._withdraw(entry)
         if not entry.done:
@@ -320,7 +320,7 @@ class GroupCommit:
         return results is not None
 
     def _commit_singly(self, group: Sequence[_Entry[Any]], failed: int, until: float) -> bool:
-        """Commit each entry in a transaction of its own, after a shared one stored nothing.
+        """Commit each entry in a separate transaction, after a shared one stored nothing.
 
         failed: number of the unit that raised, which comes last: it may have waited for a row that another process has
         locked.  As many as there are entries: inserting the collected rows raised.

@@ -9,9 +9,9 @@ from sqlalchemy import Engine, create_engine, event, make_url
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db.time_limits import CONNECT_TIMEOUT_S, ENGINE_OPTIONS, POOL_TIMEOUT_S, time_left
 
-_NO_JIT = "-c jit=off"  # Our statements take milliseconds; compiling the dearest took 740 ms at each call.
+_NO_JIT = "-c jit=off"  # The statements take milliseconds; compiling the most expensive one took 740 ms at each call.
 _LEAST_CONNECT_S = 2  # libpq waits no shorter
-# A peer that has vanished is noticed by TCP, if nobody waits for its answer.  Seconds; milliseconds.
+# TCP notices a peer that has vanished, also while no query runs.  Seconds; milliseconds.
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 5000}
 
 
@@ -23,7 +23,7 @@ def make_postgresql_engine(url: str, limits: DatabaseTimeouts, pool: dict[str, A
 
 
 class _TimeLimitedConnection(psycopg.Connection[Any]):
-    """A connection that waits for an answer as long as `within` allows, whether the server is silent or busy."""
+    """A connection that waits for an answer as long as `time_limit` allows, whether the server is silent or busy."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         seconds = time_left()
@@ -34,12 +34,12 @@ class _TimeLimitedConnection(psycopg.Connection[Any]):
         except psycopg.OperationalError:
             if time_left() > 0:
                 raise
-            self.pgconn.finish()  # What is still to come would be taken for the next answer.
+            self.pgconn.finish()  # A late answer would be taken for the next one.
             raise psycopg.OperationalError("the server did not answer in time") from None
 
 
 def _arguments(url: str, limits: DatabaseTimeouts) -> dict[str, Any]:
-    """What is asked for beside the URL; what that says itself comes first."""
+    """Return the arguments of libpq that the URL does not set."""
     given = make_url(url).query
     known: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
     wanted = {name: value for name, value in known.items() if name not in given}
@@ -49,9 +49,7 @@ def _arguments(url: str, limits: DatabaseTimeouts) -> dict[str, Any]:
         "idle_in_transaction_session_timeout": limits.idle_s,
     }
     options = [f"-c {name}={round(seconds * 1000)}" for name, seconds in timeouts.items() if seconds]
-    if (
-        not options
-    ):  # A pooler may give each transaction another connection, which knows no prepared statements of ours.
+    if not options:  # A pooler may give each transaction another connection, without the prepared statements.
         wanted["prepare_threshold"] = None
     else:
         options.append(_NO_JIT)

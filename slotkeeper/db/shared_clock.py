@@ -44,7 +44,7 @@ class ClockSynchronizer:
             self._use_offset(connection.execute(query).scalar())
 
     def _use_offset(self, offset_ms: int | None) -> None:
-        """Use the offset that is stored; store ours if there is none, or if the time of day differs for long."""
+        """Use the stored offset; store the present one if there is none, or if the time of day differs for long."""
         now_s = time.monotonic()
         own_ms = time.time_ns() // 1_000_000 - round(now_s * 1000)
         if offset_ms is None:

@@ -40,7 +40,7 @@ def make_sqlite_engine(url: str, limits: DatabaseTimeouts, pool: dict[str, Any])
 def _make_private(path: str) -> None:
     """Create the file for its owner alone; SQLite would use the umask.  Files that it makes beside it get this mode.
 
-    Done once and not for each connection: if the folder disappears, the database must not begin anew.
+    Done once and not for each connection: if the folder disappears, no empty database must take its place.
     """
     if path in ("", ":memory:") or path.startswith("file:"):
         return

@@ -1,4 +1,4 @@
-"""What connections to both databases share: how long anything may take, and what errors do not tell."""
+"""How long anything on a database may take: settings, and a limit for a block of code."""
 
 import math
 import threading
@@ -7,15 +7,15 @@ from typing import Any
 
 CONNECT_TIMEOUT_S = 5
 POOL_TIMEOUT_S = 2.0
-ENGINE_OPTIONS: dict[str, Any] = {"hide_parameters": True}  # or the texts of errors would hold payloads
+ENGINE_OPTIONS: dict[str, Any] = {"hide_parameters": True}  # Otherwise errors would contain payloads.
 
 _clock = threading.local()
 
 
 class time_limit:
-    """Whatever this thread asks of PostgreSQL meanwhile takes no longer in all: then the connection is given up.
+    """Limits the time of all statements that this thread executes in the block; PostgreSQL's connection is then closed.
 
-    On SQLite, what begins meanwhile waits no longer for others who write.
+    On SQLite, transactions that begin in the block wait no longer for other writers.
     """
 
     __slots__ = ("_before", "_seconds")
@@ -32,5 +32,5 @@ class time_limit:
 
 
 def time_left() -> float:
-    """Seconds of the block in `within` that are left; infinite outside of any."""
+    """Return the seconds that are left of the innermost limit; infinity outside of any block."""
     return float(getattr(_clock, "until", math.inf)) - time.monotonic()

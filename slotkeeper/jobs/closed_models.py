@@ -43,7 +43,7 @@ class ClosedModel:
     changed_by: str | None = None
 
     def explain(self) -> str:
-        """Return what a submit under this name is answered, with what to do."""
+        """Return the refusal of a submit under this name, with the remedy."""
         if self.because is ClosingReason.REMOVING:
             return f"Model {self.name!r} is being removed: it takes no new jobs, and goes when the last has ended."
         return f"Model {self.name!r} was removed; POST /admin/register adds it anew."
@@ -59,20 +59,20 @@ def find(tx: Transaction, name: str) -> ClosedModel | None:
 
 
 def lock_jobs(tx: Transaction) -> None:
-    """Keep other transactions from writing jobs until this one has ended, and wait for those that do."""
+    """Wait for transactions that write jobs, and keep others from doing so until this one has ended."""
     if tx.connection.dialect.name == "postgresql":
         tx.connection.execute(text("LOCK TABLE jobs IN SHARE ROW EXCLUSIVE MODE"))
 
 
 def close(tx: Transaction, closed: ClosedModel) -> None:
-    """Close a name, or change why it is closed.  The caller has called `hold_jobs`."""
+    """Close a name, or change why it is closed.  The caller has called `lock_jobs`."""
     reopen(tx, closed.name)
     values = {name: getattr(closed, name) for name in closed.__slots__} | {"because": closed.because.value}
     tx.connection.execute(insert(closed_models), values)
 
 
 def reopen(tx: Transaction, name: str, because: ClosingReason | None = None) -> bool:
-    """Open a name again; False: it was not closed, or not for this reason."""
+    """Open a name again.  Returns False if it was not closed, or not for this reason."""
     closed = closed_models.c.name == name
     if because is not None:
         closed &= closed_models.c.because == because.value
@@ -80,7 +80,7 @@ def reopen(tx: Transaction, name: str, because: ClosingReason | None = None) -> 
 
 
 def check_open(tx: Transaction, job_id: str, model: str) -> None:
-    """Raise NameClosed, which undoes the transaction, if a dead job was queued under a closed name.
+    """Raise ModelClosed, which rolls the transaction back, if a dead job was queued under a closed name.
 
     Called after the job was queued: a transaction that closes the name waits for this one, or has committed before.
     """

@@ -1,4 +1,4 @@
-"""The balance of all jobs (JOB-3): accepted = those that stand in each state + those removed."""
+"""The ledger of all jobs (JOB-3): accepted = jobs in each state + deleted jobs."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import QUEUED_CONDITION, accepted, jobs
 
 DIFFERENCE = "ledger_difference"
-"""Among what a check of invariants found: Ledger.difference at that time."""
+"""The finding of a check of invariants that holds Ledger.difference."""
 
 _PURGED, _DOUBLED, _FOUND = "purged.", "doubled", "found."
 _QUEUED_BY_MODEL = CompiledStatement(
@@ -39,9 +39,8 @@ _BUT_COMPLETED = _BY_STATE.where(jobs.c.state.in_([state.value for state in Stat
 _COUNTED = select(counters.c.name, counters.c.value).where(
     counters.c.name.like(f"{_PURGED}%") | (counters.c.name == _DOUBLED)
 )
-# What was accepted, by something else than the jobs that are there.  SQLite: how many numbers were given, one for each
-# accepted job and one for each doubled message; it takes a number back when its transaction is.  PostgreSQL does not,
-# so a trigger counts there.
+# The number of accepted jobs, counted independently of the rows.  SQLite: the last acceptance number, which counts each
+# accepted job and each doubled message; a rollback takes numbers back.  On PostgreSQL it does not, so a trigger counts.
 _ACCEPTED = {
     "sqlite": select(literal_column("'given'", Text), literal_column("seq", BigInteger))
     .select_from(text("sqlite_sequence"))
@@ -52,7 +51,7 @@ _ACCEPTED = {
 }
 _MOST_PARTS = 1000
 _PARTS = select(func.count()).select_from(accepted)
-# One statement: who reads sees the parts or their sum.  Of two at once the second does nothing, and waits for nobody.
+# One statement: readers see the parts or their sum.  Of two at the same time the second does nothing.
 _FOLD = text(
     "WITH parts AS (DELETE FROM accepted WHERE (SELECT pg_try_advisory_xact_lock(5571702)) RETURNING jobs) "
     "INSERT INTO accepted (jobs) SELECT sum(jobs) FROM parts HAVING count(*) > 0"
@@ -61,7 +60,7 @@ _FOLD = text(
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`accepted` is counted apart from the jobs that are there, so that one that vanishes is missed."""
+    """The numbers of all jobs.  accepted: counted independently of the rows, so that a lost row is noticed."""
 
     accepted: int
     by_state: dict[State, int]
@@ -69,7 +68,7 @@ class Ledger:
 
     @property
     def difference(self) -> int:
-        """Jobs that were accepted and are not accounted for; below 0: there are more than were accepted."""
+        """Accepted jobs that are in no state and were not deleted; negative: more jobs than were accepted."""
         return self.accepted - sum(self.by_state.values()) - sum(self.purged.values())
 
     @property
@@ -78,15 +77,15 @@ class Ledger:
 
 
 def read(database: Database) -> Ledger:
-    """The balance at one moment: one statement, so that no job is seen twice or missed on its way."""
+    """Return the ledger at one moment, by one statement, so that no job is counted twice or missed in a transition."""
     return _read(database, _BY_STATE)
 
 
-def standing(database: Database) -> dict[State, int]:
-    """How many jobs stand in each state, at one moment.
+def count_by_state(database: Database) -> dict[State, int]:
+    """Return the number of jobs in each state, at one moment.
 
-    The completed ones, which may be millions, are not counted: they are what is accepted and not accounted for
-    otherwise.  So it costs what there is of the others, and a job that vanishes is missed by `read` alone.
+    Completed jobs, which may be millions, are not counted but computed from the others.  So only `read` notices a lost
+    row.
     """
     found = _read(database, _BUT_COMPLETED)
     completed = found.accepted - sum(found.by_state.values()) - sum(found.purged.values())
@@ -100,7 +99,7 @@ def _read(database: Database, counts: Select[Any]) -> Ledger:
 
 
 def fold(database: Database, most: int = _MOST_PARTS) -> None:
-    """Add up the parts of what was accepted, if there are more than `most`.  On SQLite there are none."""
+    """Replace the rows of `accepted` by their sum, if there are more than `most`.  SQLite has none."""
     with database.read() as connection:
         parts = connection.execute(_PARTS).scalar_one()
     if parts > most:
@@ -116,9 +115,9 @@ def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:
 
 
 def store_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now_ms: int) -> None:
-    """Store what the latest check of invariants found: its counts replace those before, and each subject gets an event.
+    """Store the findings of a check of invariants: the counts replace earlier ones, each subject gets an event.
 
-    `counts`: check -> how many.  `subjects`: job id, or the name of a fleet or the ledger -> check.
+    counts: check -> number of findings.  subjects: job id, or name of a fleet or of the ledger -> check.
     """
 
     def unit(tx: Transaction) -> None:
@@ -133,13 +132,13 @@ def store_findings(database: Database, counts: Mapping[str, int], subjects: Mapp
 
 
 def read_findings(database: Database) -> dict[str, int]:
-    """What the latest check of invariants found: check -> how many.  Empty before the first."""
+    """Return the findings of the latest check of invariants: check -> number.  Empty before the first check."""
     found = select(counters.c.name, counters.c.value).where(counters.c.name.like(f"{_FOUND}%"))
     with database.read() as connection:
         return {row.name.removeprefix(_FOUND): row.value for row in connection.execute(found)}
 
 
 def queued_by_model(database: Database) -> Counter[str]:
-    """How many jobs of each model are queued.  Raises RecordUnavailable."""
+    """Return the number of queued jobs of each model.  Raises DatabaseUnavailable."""
     with database.read() as connection:
         return Counter(dict(_QUEUED_BY_MODEL.fetch_all(connection, {})))

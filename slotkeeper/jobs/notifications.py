@@ -1,4 +1,4 @@
-"""Rows by which an ended job's clients are notified, written with its end.
+"""The notifications of a job's end for its clients: rows that are written with the end.
 
 slotkeeper/outbox/webhook_messages.py sends the messages, slotkeeper/outbox/result_notifications.py the results.
 """

@@ -46,7 +46,7 @@ from slotkeeper.jobs.tables import (
     jobs,
 )
 
-Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+Row: TypeAlias = Any  # the columns that the statement names
 
 QUEUED_JOB_COLUMNS = (
     jobs.c.id,

@@ -2,7 +2,7 @@
 
 Every transition is one UPDATE that names the state, and for a running job the attempt, that it expects to find; its
 row count is the answer.  The event and, at the end of a job, the message of its webhook stand in the same transaction.
-What may follow what is read from states.TRANSITIONS and nowhere else.
+states.TRANSITIONS has all transitions.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ from slotkeeper.jobs.values import (
     stored_error,
 )
 
-Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+Row: TypeAlias = Any  # the columns that the statement names
 
 _MAX_ERROR = 2000
 _STATUS_COLUMNS = [jobs.c[name] for name in ("state", "attempt", "lease", "slot", "cancel_requested_ms")]
@@ -44,7 +44,7 @@ _STATUS_COLUMNS = [jobs.c[name] for name in ("state", "attempt", "lease", "slot"
 class Transition:
     """A transition that has been committed.
 
-    notification_id: of the row by which Celery's clients are notified of the end; None: no client waits.
+    notification_id: the row from which Celery's clients get the end; None: no client waits.
     """
 
     job: QueuedJob
@@ -55,7 +55,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A transition to be made: of which state, for which reason, with the parameters of its statement."""
+    """A transition to be made: its state, its reason, and the parameters of its statement."""
 
     state: State
     why: Reason
@@ -138,7 +138,7 @@ class JobStore:
     ) -> Write[Run | None]:
         """Return the write that gives a queued job to a worker.  It returns None if the job is not queued.
 
-        described_by: version of the description by which the server is called; sent_to: the server's address.  A run
+        described_by: version of the description of how the server is called; sent_to: the server's address.  A run
         that is resumed keeps those with which it began.  worker: Celery's name of the worker, for the event.
         """
         params = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
@@ -414,7 +414,7 @@ def _canceled(change: _Change) -> _Change:
 def _find_own_transition(tx: Transaction, *changes: _Change | None) -> Transition | None:
     """Return the transition that an earlier commit of one of these changes made, if its answer was lost.
 
-    The event tells: it says what was done, when, and under which token.
+    Its event proves that: it holds the reason, the time and the token.
     """
     for change in changes:
         if change is None:

@@ -1,4 +1,4 @@
-"""The tables of the record.  Times are milliseconds since the epoch, UTC; JSON is text.
+"""The tables of jobs.  Times are milliseconds since the epoch, UTC; JSON is text.
 
 Migrations change these on disk; tests/system/upgrade holds the two together.
 """
@@ -9,15 +9,15 @@ from slotkeeper.db.schema import EMPTY_TEXT, SERIAL, metadata, one_of_check
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 
 QUEUED_CONDITION = "state = 'queued'"
-"""Condition of the index of queued jobs; see MAY_EXPIRE."""
+"""Condition of the index of queued jobs; see EXPIRABLE_CONDITION."""
 _QUEUED = text(QUEUED_CONDITION)
 RESUMABLE_CONDITION = f"{QUEUED_CONDITION} AND slot IS NOT NULL"
-"""Condition of the index of queued jobs that have a slot; see MAY_EXPIRE."""
+"""Condition of the index of queued jobs that have a slot; see EXPIRABLE_CONDITION."""
 _TO_BE_RESUMED = text(RESUMABLE_CONDITION)
 _DUE = text("due_ms IS NOT NULL")
 ACTIVE_CONDITION = one_of_check("state", sorted(ACTIVE_STATES))
 EXPIRABLE_CONDITION = f"deadline_ms IS NOT NULL AND {ACTIVE_CONDITION}"
-"""Condition of the index of deadlines: a query that shall use it says the same."""
+"""Condition of the index of deadlines: a query that uses it must have the same text."""
 _MAY_EXPIRE = text(EXPIRABLE_CONDITION)
 _FINISHED = text("finished_ms IS NOT NULL")
 _PENDING = text("state = 'pending'")
@@ -26,13 +26,13 @@ _OWN_GIVEN_UP = text("state = 'given_up' AND receiver = job_id")
 _IS_ACT = text("actor IS NOT NULL")
 _IN_BATCH = text("batch IS NOT NULL")
 ID_SUFFIX = "substr(id, 29)"
-"""The last 8 characters of a UUID, as its index has them: a query that shall use it says the same."""
+"""The last 8 characters of a UUID, as its index has them: a query that uses it must have the same text."""
 
 
 jobs = Table(
     "jobs",
     metadata,
-    # Acceptance order.  From the record and not from Redis, so that it survives an emptied Redis (ORDER-1).
+    # Acceptance number.  The database assigns it, so that the order survives an emptied Redis (ORDER-1).
     Column("seq", SERIAL, primary_key=True, autoincrement=True),
     Column("id", Text, nullable=False, unique=True),
     Column("model", Text, nullable=False),
@@ -63,10 +63,10 @@ jobs = Table(
     Column("payload", Text, nullable=False),
     Column("result", Text),
     Column("constraints", Text, nullable=False, server_default=EMPTY_TEXT),  # in routing's canonical text
-    Column("described_by", Text),  # how its run's server is spoken to; see slotkeeper/registry/server_descriptions.py
-    Column("traceparent", Text),  # in which trace it was submitted; see slotkeeper/trace_context.py
-    Column("batch", Text),  # what it was submitted in at once with others
-    Column("sent_to", Text),  # running, or to be resumed: the address of its server when its run began
+    Column("described_by", Text),  # how its run's server is called; see slotkeeper/registry/server_descriptions.py
+    Column("traceparent", Text),  # of the trace in which it was submitted; see slotkeeper/trace_context.py
+    Column("batch", Text),  # name of the batch in which it was submitted
+    Column("sent_to", Text),  # running, or to be resumed: its server's address when the run began
     CheckConstraint(one_of_check("state", [s.value for s in State]), name="state"),
     CheckConstraint("priority BETWEEN 1 AND 9", name="priority"),
     Index("ix_jobs_state_seq", "state", "seq"),
@@ -81,13 +81,13 @@ jobs = Table(
     Index("ix_jobs_tenant_batch", "tenant", "batch", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
     Index("ix_jobs_id_end", text(ID_SUFFIX)),
     sqlite_autoincrement=True,
-    # Each job is changed thrice and then rests: by its defaults PostgreSQL would look at a fifth, and a tenth, of
-    # all that ever ended before it cleans up and counts again.
+    # Each job is changed three times and then never again.  By its defaults PostgreSQL would vacuum and analyze only
+    # after a fifth, and a tenth, of all jobs that ever ended had changed.
     postgresql_with={"autovacuum_vacuum_scale_factor": 0.02, "autovacuum_analyze_scale_factor": 0.01},
 )
 
 JOB_COLUMNS = tuple(column.label(column.key) for column in jobs.c)
-"""All of a job, named as the code names it, which is not always as the database does."""
+"""All columns of a job, with the names that the code uses."""
 
 events = Table(
     "events",
@@ -98,25 +98,23 @@ events = Table(
     Column("at_ms", BigInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("data", Text, nullable=False),
-    # What it concerned then: its job may have been removed since.  Null: nothing of the kind, or it was written by a
-    # release that did not say so.
+    # Of the job at that time; the job may have been deleted since.  Null: the event concerns none.
     Column("model", Text),
     Column("tenant", Text),
     Column("priority", Integer),
     Column("server", Text),
-    Column("actor", Text),  # who has done it; null: nobody, it is a transition
+    Column("actor", Text),  # of an entry of the audit log; null: a transition
     Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),
     sqlite_autoincrement=True,
 )
 
-# Events that subscriptions are still to be told of, or could not be; see slotkeeper/outbox/webhook_messages.py.
+# Undelivered messages of webhooks, pending or given up; see slotkeeper/outbox/webhook_messages.py.
 messages = Table(
     "messages",
     metadata,
-    # Whose subscription: the id of a webhook (slotkeeper/outbox/tables.py); or the job's own id, whose `callback_url`
-    # it is.
+    # The id of a webhook (slotkeeper/outbox/tables.py), or of the job whose `callback_url` it is.
     Column("receiver", Text, primary_key=True),
-    # The event's number; of a `callback_url` see slotkeeper/jobs/notifications.py; below 0: a test, without an event.
+    # The event's number; for a `callback_url` see slotkeeper/jobs/notifications.py; negative: a test message.
     Column("event", BigInteger, primary_key=True, autoincrement=False),
     Column("job_id", Text, nullable=False),
     Column("type", Text, nullable=False),
@@ -139,7 +137,7 @@ messages = Table(
     ),
 )
 
-# Ends of jobs that came with an envelope, until those who wait outside have been told.
+# Ends of jobs that Celery's clients sent, until these have been notified.
 result_notifications = Table(
     "result_notifications",
     metadata,
@@ -149,7 +147,7 @@ result_notifications = Table(
     Column("created_ms", BigInteger, nullable=False),
 )
 
-# Slots whose run has ended here while its server has not let go of it; see slotkeeper/jobs/quarantine.py.
+# Slots whose run has ended here while the server has not released it; see slotkeeper/jobs/quarantine.py.
 quarantined_slots = Table(
     "quarantined_slots",
     metadata,
@@ -164,7 +162,7 @@ quarantined_slots = Table(
     Column("began_ms", BigInteger, nullable=False),
     Column("since_ms", BigInteger, nullable=False),
     Column("until_ms", BigInteger, nullable=False),  # the longest
-    Column("quiet_ms", BigInteger),  # since when its server's count leaves no room for the run
+    Column("quiet_ms", BigInteger),  # since when the server reports too few runs for this one to be among them
 )
 
 idempotency_keys = Table(
@@ -177,7 +175,7 @@ idempotency_keys = Table(
     Column("expires_ms", BigInteger, nullable=False, index=True),
 )
 
-# Names of models under which no job is accepted into the record; see slotkeeper/jobs/closed_models.py.
+# Names of models under which the database accepts no jobs; see slotkeeper/jobs/closed_models.py.
 closed_models = Table(
     "closed_models",
     metadata,
@@ -188,6 +186,6 @@ closed_models = Table(
     CheckConstraint(one_of_check("because", ["removing", "removed"]), name="because"),
 )
 
-# How many jobs were accepted, in parts to be added up.  On PostgreSQL a trigger (migrations) adds a part with each
-# INSERT into `jobs`; on SQLite this is empty, and the jobs' numbers tell.
+# The number of accepted jobs, as the sum of all rows.  On PostgreSQL a trigger (migrations) adds a row for each INSERT
+# into `jobs`; on SQLite the table is empty, and the acceptance numbers count.
 accepted = Table("accepted", metadata, Column("jobs", BigInteger, nullable=False))

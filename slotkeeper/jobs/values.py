@@ -1,4 +1,4 @@
-"""Frozen values handed around: what goes into the record and what comes out.
+"""Frozen values of jobs, as they are written to the database and read from it.
 
 Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
@@ -14,7 +14,7 @@ PRIORITY_MOST_URGENT, PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT = 1, 5, 9
 
 
 def new_job_id() -> str:
-    """A UUIDv7: unique, and close to sorted by time, which keeps the index of ids dense."""
+    """Return a UUIDv7: unique, and roughly sorted by time, which keeps the index of ids dense."""
     return str(uuid_utils.uuid7())
 
 
@@ -33,17 +33,17 @@ class NewJob:
     idempotency_key: str | None = None
     fingerprint: str = ""  # hash of the request, compared when the key is used again
     source: str = "rest"
-    envelope: str | None = None  # JSON: whom its end concerns outside (Celery's links, chord, chain)
-    constraints: str = ""  # in routing's canonical text; empty: any server will do
-    traceparent: str | None = None  # checked; None: it came in nobody's trace
-    batch: str | None = None  # what it came in; None: it came alone
+    envelope: str | None = None  # JSON: what follows the job's end in Celery (links, chord, chain)
+    constraints: str = ""  # in routing's canonical text; empty: any server
+    traceparent: str | None = None  # of the client's trace
+    batch: str | None = None  # name of the batch; None: it was submitted alone
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedJob:
-    """Answer to a submit, once committed.
+    """A job after the commit of its submit.
 
-    `deduplicated`: the job had been accepted before.  `is_overdue`: its deadline had passed: it only waits to expire.
+    deduplicated: it had been accepted before.  is_overdue: its deadline has passed, so that it only waits to expire.
     """
 
     id: str
@@ -54,13 +54,13 @@ class AcceptedJob:
 
     @property
     def enters_queue(self) -> bool:
-        """Whether the job is put into its queue now."""
+        """Whether the job is enqueued now."""
         return self.state is State.QUEUED and not self.deduplicated and not self.is_overdue
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """What the waiting room must know of a queued job."""
+    """The fields of a queued job that the queue in Redis uses."""
 
     id: str
     seq: int
@@ -73,22 +73,22 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why a run did not succeed: a stable word and a sentence."""
+    """Why a run did not succeed: a stable code and a sentence."""
 
     code: str
     message: str
 
 
 def stored_error(code: str | None, message: str | None) -> JobError | None:
-    """Return the error that two columns of a job hold; None: there is none."""
+    """Return the error of two columns of a job, or None."""
     return None if code is None else JobError(code, message or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """That a run's slot is to be withheld when the run ends.
+    """The quarantine of a run's slot after the run's end.
 
-    `until_ms`: the longest.  `resumes`: not if its job goes back to be resumed in that very slot.
+    until_ms: its latest end.  resumes: if the job is queued to be resumed in that slot, the job keeps the slot instead.
     """
 
     reason: str
@@ -98,10 +98,10 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A job that has just been started: everything its worker needs.
+    """A job that was just started, with everything that its worker needs.
 
-    `attempt` is the fencing token: whatever is written about this run is written under it (LEASE-3).
-    `remote_id` is set when an earlier worker had already handed the job to this server: resume, do not rerun.
+    attempt: the fencing token, which guards all writes of this run (LEASE-3).
+    remote_id: set if an earlier worker has sent the job to this server: the run is resumed, not repeated.
     """
 
     job: QueuedJob
@@ -111,21 +111,21 @@ class Run:
     crashes: int
     deadline_ms: int | None
     remote_id: str | None
-    sent_ms: int | None  # when the server took up `remote_id`
+    sent_ms: int | None  # when the server assigned `remote_id`
     server: str
     slot: str
     started_ms: int
     cancel_requested: bool
     envelope: str | None = None
-    described_by: str | None = None  # how its server is spoken to; None: by the slot protocol
+    described_by: str | None = None  # how its server is called; None: by the slot protocol
     traceparent: str | None = None
-    sent_to: str | None = None  # its server's address when it began; None: not known
-    last_error: JobError | None = None  # of the run before; None: it is the first, or the job was revived
+    sent_to: str | None = None  # its server's address when it began; None: unknown
+    last_error: JobError | None = None  # of the run before; None: this is the first, or the job was revived
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One row of the record, as it stands.  `payload` and `result` are JSON texts; None: not loaded or none."""
+    """One row of the table.  payload, result: JSON texts; None: not loaded, or none."""
 
     id: str
     seq: int
@@ -147,7 +147,7 @@ class Job:
     slot: str | None
     lease: str | None
     remote_id: str | None
-    sent_ms: int | None  # as of its run
+    sent_ms: int | None  # of its run
     cancel_requested_ms: int | None
     callback_url: str | None
     source: str
@@ -157,32 +157,32 @@ class Job:
     payload: str | None = None
     result: str | None = None
     constraints: str = ""
-    described_by: str | None = None  # as of its run
-    sent_to: str | None = None  # as of its run
+    described_by: str | None = None  # of its run
+    sent_to: str | None = None  # of its run
     traceparent: str | None = None
     batch: str | None = None
 
     @property
     def error(self) -> JobError | None:
-        """Why its last run did not succeed."""
+        """Why the last run did not succeed."""
         return stored_error(self.error_code, self.error_message)
 
     @property
     def queued(self) -> QueuedJob:
-        """The part of it that the waiting room must know."""
+        """The fields that the queue in Redis uses."""
         return QueuedJob(self.id, self.seq, self.model, self.priority, self.tenant, self.created_ms, self.constraints)
 
     @property
     def attempts(self) -> int:
-        """Runs that a server really took up; starts that met a busy or absent server do not count."""
+        """Number of runs that a server accepted; starts that met a busy or unreachable server do not count."""
         return self.attempt - self.waits
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """Where a job stands, without what it carries.
+    """The state of a job, without payload and result.
 
-    `lease`: of a running one, the name and owner of its lease.  `slot`: of a queued one, where it is to be resumed.
+    lease: of a running job, name and owner of its lease.  slot: of a queued job, the slot in which it is resumed.
     """
 
     job: QueuedJob

@@ -34,8 +34,8 @@ FLEET_KEYS = (
     # meta:ungrouped list of classes whose servers may differ after a change of the catalog
 )
 
-# Version of the keys' types and meaning; raise it with any change of them.  Processes of another release have a queue
-# of their own, which is filled from the database, so that none reads or writes what it does not understand.
+# Version of the keys' types and meaning; raise it with any change of them.  Processes of another release have
+# another queue, which is filled from the database, so that none reads or writes what it does not understand.
 QUEUE_FORMAT = 3
 
 
@@ -75,7 +75,7 @@ class Keys:
         return f"{self._prefix}:tasks"
 
     def progress(self, job_id: str) -> str:
-        """stream: progress of a run, see lua/tell.lua; also a channel of the same name."""
+        """stream: progress of a run, published by the worker; also a channel of the same name."""
         return f"{self._prefix}:said:{job_id}"
 
     def maintenance_heartbeat(self) -> str:

@@ -38,7 +38,7 @@ class _Pending:
 
     packed: the command as it is sent.  until: when its reply is too late, by the loop's clock.
     command: None: it has been sent twice, or is not a script.  load: the command that loaded the script before this one
-    was sent again; repeated: what was sent again.
+    was sent again; repeated: the command that was sent again.
     """
 
     packed: bytes
@@ -98,7 +98,7 @@ def _join(commands: list[_Pending]) -> list[_Pending]:
 class _Connection(asyncio.Protocol):
     """A connection after redis-py has authenticated.
 
-    on_reply: called with each reply.  closed: the error because of which the connection is not used any more.
+    on_reply: called with each reply.  closed: the error that closed the connection.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Pipeline:
         if not self._sent:
             raise RedisConnectionError("Redis sent an unexpected reply.")
         self._handle_reply(self._sent[0], reply)
-        self._sent.popleft()  # Not earlier: if handling it raises, `_fail` tells the caller.
+        self._sent.popleft()  # Not earlier: if handling it raises, `_fail` fails this command, too.
 
     def _handle_reply(self, pending: _Pending, reply: Any) -> None:
         """Set the reply.  If Redis does not know the script, load it and send the command once more."""

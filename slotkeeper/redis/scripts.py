@@ -84,7 +84,7 @@ class Scripts:
         return results, failed
 
     def load_command(self, script: str) -> tuple[Any, ...]:
-        """Return the command by which Redis learns a script."""
+        """Return the command that loads a script."""
         return "FUNCTION", "LOAD", "REPLACE", self._function(script).text
 
     def eval_command(self, command: Command[Any]) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-Row: TypeAlias = Any  # SQLAlchemy's Row is generic in its columns; ours are named at the statements
+Row: TypeAlias = Any  # the columns that the statement names
 
 _MAX_REASON = 500
 _ACTIONS = {

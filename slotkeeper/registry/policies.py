@@ -13,7 +13,7 @@ overtaken by jobs that are accepted later; None: without limit."""
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is known of a policy without its script.
+    """A policy, apart from its script.
 
     next_is: which job comes next.  longest_wait: the longest wait that the order can cause, as a sentence with
     `{priority}`, `{overtaking_s}` and `{step_s}`.  is_by_tenant: jobs of one tenant do not delay those of another, so

@@ -18,7 +18,7 @@ class Model:
 
     overrides: what the operator set, different from the defaults.  config: the whole configuration.
     sources: where each field of `config` comes from, unless it is the release's default.
-    described_by: version of the description by which its servers are called; None: by the slot protocol.
+    described_by: version of the description of how its servers are called; None: the slot protocol.
     """
 
     name: str
@@ -84,7 +84,7 @@ class CatalogSnapshot:
         return model in self.models and model in self.closed
 
     def find_description(self, server: str, model: str) -> str | None:
-        """Return the version by which this server is called for this model; None: by the slot protocol."""
+        """Return the version of the description for this server and model; None: the slot protocol."""
         if server in self.servers and (own := self.servers[server].overrides.get(model)):
             return find_version(own)
         return self.models[model].described_by if model in self.models else None

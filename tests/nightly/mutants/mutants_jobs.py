@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "an ambiguous short id names other tenants' jobs",
-        "slotkeeper.jobs.short_ids:find",
+        "routing.queries.short_ids:find",
         swap("tenant is not None", "not conditions"),
         kills=["test_an_ambiguous_id_names_only_the_tenants_own_jobs"],
         breaks="authorization",

@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     Mutant(
         "a living process is taken for dead",
-        "slotkeeper.process_locks:ProcessLocks._proved",
+        "slotkeeper.process_locks:ProcessLocks._find_dead",
         drop("fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)"),
         kills=[
             "test_a_process_that_was_killed_is_proved_to_have_ended_and_one_that_is_stopped_is_not",
@@ -24,26 +24,18 @@ MUTANTS = [
     ),
     Mutant(
         "a lock file of another kernel is believed",
-        "slotkeeper.process_locks:ProcessLocks._text",
+        "slotkeeper.process_locks:_proof",
         swap(
-            'f"{self._kernel} {found.st_dev} {found.st_ino} {name}\\n"',
-            'f"{len(self._kernel) * 0} {found.st_dev} {found.st_ino} {name}\\n"',
+            'f"{read_boot_id()} {found.st_dev} {found.st_ino} {name}\\n"',
+            'f"{len(read_boot_id()) * 0} {found.st_dev} {found.st_ino} {name}\\n"',
         ),
         kills=["test_what_another_kernel_wrote_proves_nothing"],
         breaks="LEASE-4",
         still="test_who_ends_in_order_leaves_nothing",
     ),
     Mutant(
-        "a file that others can write proves a process dead",
-        "slotkeeper.process_locks:ProcessLocks._proved",
-        swap("_is_ours(file)", "True"),
-        kills=["test_a_file_that_others_could_have_written_proves_nothing"],
-        breaks="LEASE-4",
-        still="test_who_ends_in_order_leaves_nothing",
-    ),
-    Mutant(
         "a file under another name proves a process dead",
-        "slotkeeper.process_locks:ProcessLocks._proved",
+        "slotkeeper.process_locks:ProcessLocks._find_dead",
         swap("path == self._path(name)", "True"),
         kills=["test_a_file_proves_the_end_of_whom_it_names_only"],
         breaks="LEASE-4",

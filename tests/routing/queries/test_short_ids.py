@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.jobs import short_ids
+from routing.queries import short_ids
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import new_job_id
 from tests.support.api import Api

@@ -282,7 +282,7 @@ def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
 
 
 def test_what_is_counted_again_and_again_reads_no_completed_jobs(database, full):
-    for act in (lambda: ledger.standing(database), lambda: job_list.count(database, State.DEAD)):
+    for act in (lambda: ledger.count_by_state(database), lambda: job_list.count(database, State.DEAD)):
         plans = [plan for plan in _plans(database, act) if "jobs" in plan]
         _reads_nothing_through(plans)
         _finds_by(plans, "ix_jobs_state_seq")

@@ -44,10 +44,10 @@ def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(data
     for state in State:
         for _ in range(2):
             a_job_in(store, state)
-    assert ledger.standing(database) == job_list.counts(store.database) == dict.fromkeys(State, 2)
+    assert ledger.count_by_state(database) == job_list.counts(store.database) == dict.fromkeys(State, 2)
     retention.delete_ended_jobs(store.database, T0 * 2, limit=3)
     store.submit([a_job(id=job_list.find_jobs(store.database, state=State.QUEUED)[0].id)], T0)  # a doubled message
-    assert ledger.standing(database) == job_list.counts(store.database)
+    assert ledger.count_by_state(database) == job_list.counts(store.database)
     assert {state: job_list.count(store.database, state) for state in State} == job_list.counts(store.database)
 
 

@@ -1,4 +1,4 @@
-"""Short ids: a job by the beginning of its id, or by the last 8 characters, which the page shows."""
+"""Short ids: find a job by the beginning of its id, or by its last 8 characters, which the page shows."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from slotkeeper.db import Database
 from slotkeeper.jobs.tables import ID_SUFFIX, jobs
 
 SHORTEST = 8
-_MOST = 5  # jobs that an ambiguous id is said to mean
+_MOST = 5  # jobs that are named for an ambiguous id
 _SMALLEST, _LARGEST = ("-".join(sign * n for n in (8, 4, 4, 4, 12)) for sign in "0f")
 _END = re.compile("[0-9a-f]{8}")
 _SHAPE = re.compile("[0-9a-f-]{8,35}")
@@ -17,7 +17,7 @@ _SHAPE = re.compile("[0-9a-f-]{8,35}")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Ids that a short id may mean, at most 5; `more`: there are others."""
+    """Ids that match a short id, at most 5; more: there are others."""
 
     ids: tuple[str, ...]
     more: bool = False
@@ -26,7 +26,7 @@ class Found:
 def find(database: Database, short: str, tenant: str | None) -> Found:
     """Return the ids of jobs, of `tenant` or of all, that begin with `short` or end with it.
 
-    Only ids that are UUIDs are found so; `short` has 8 characters at least.  Raises RecordUnavailable.
+    Finds only ids that are UUIDs.  `short` has at least 8 characters.  Raises DatabaseUnavailable.
     """
     conditions = _conditions(short.lower())
     ids: set[str] = set()
@@ -34,14 +34,14 @@ def find(database: Database, short: str, tenant: str | None) -> Found:
         for condition in conditions:
             query = select(jobs.c.id).where(condition)
             if tenant is not None:
-                # A text put together, as no index has it: the part of the id finds the rows.
+                # A concatenated text, which no index has: the part of the id finds the rows.
                 query = query.where(jobs.c.tenant.concat("") == tenant)
             ids.update(connection.execute(query.limit(_MOST + 1)).scalars())
     return Found(tuple(sorted(ids)[:_MOST]), len(ids) > _MOST)
 
 
 def _conditions(short: str) -> list[ColumnElement[bool]]:
-    """One query for each way, so that each goes by its own index."""
+    """Return one condition for the beginning and one for the end, so that each uses its index."""
     if not _SHAPE.fullmatch(short):
         return []
     # The bounds are whole UUIDs: these have one order in every collation of a database, their beginnings have not.

@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.05
 def upgrade(url: str) -> None:
     """Bring the record at `url` to the newest schema; a new SQLite file is created with its folder.
 
-    All or nothing.  Raises RecordUnavailable: the database cannot be reached, or is locked for too long;
+    All or nothing.  Raises DatabaseUnavailable: the database cannot be reached, or is locked for too long;
     Conflict: a newer release has migrated it.
     """
     from alembic import command

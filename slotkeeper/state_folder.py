@@ -97,7 +97,7 @@ def restrict_to_owner(path: Path) -> None:
 def read_or_create(path: Path, make: Callable[[], str]) -> str:
     """Return the content of the file; the first process creates it, and all get the same.
 
-    Raises HomeNotPrivate, OSError.
+    Raises StateFolderNotPrivate, OSError.
     """
     make_private_folder(path.parent)
     if not path.exists():

@@ -68,8 +68,8 @@ def infer(
 
     The call returns once the job is in the record.  AsyncResult.status is PENDING until the job has ended, then
     SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
-    slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooMany, Conflict,
-    IdempotencyConflict, RecordUnavailable.
+    slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooManyRequests, Conflict,
+    IdempotencyConflict, DatabaseUnavailable.
     """
 
 

@@ -200,7 +200,7 @@ def _sentence(error: Any) -> str:
 
 
 def models_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
-    """Models whose servers are spoken to, now, by a description that puts this secret in.  Raises RecordUnavailable."""
+    """Return the models whose servers are called by a description with this secret.  Raises DatabaseUnavailable."""
     named = [(it.name, it.described_by) for it in catalog.models.values()]
     for server in catalog.servers.values():
         named += [(model, server_descriptions.find_version(own)) for model, own in server.overrides.items()]
@@ -235,7 +235,7 @@ def is_loaded(version: str | None) -> bool:
 
 
 def load(version: str | None) -> None:
-    """Read and compile a description, unless it is known.  Raises RecordUnavailable, Misconfigured."""
+    """Read and compile a description, unless it is known.  Raises DatabaseUnavailable, Misconfigured."""
     if version is None or version in _plans:
         return
     body = server_descriptions.read_description(database(), version)
@@ -265,7 +265,7 @@ def adapter_for(url: str, model: Model, described_by: str | None) -> ServerAdapt
     """Speaks to the endpoint `url` as the version `described_by` says, or else by the slot protocol with the
     configuration's own fields.
 
-    Raises Misconfigured; and RecordUnavailable unless the version is known.
+    Raises Misconfigured; and DatabaseUnavailable unless the version is known.
     """
     try:
         if described_by is None:

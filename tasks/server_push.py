@@ -57,7 +57,7 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
 def release_quarantined_slot(job: Job, body: bytes) -> bool:
     """Let the slot of a run that has ended here be used again, if the push says that it has ended at its server too.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None:
         return False
@@ -107,7 +107,7 @@ def is_between_workers(job: Job) -> bool:
 def apply_push(job: Job, outcome: Outcome) -> bool:
     """End the run that `job` shows, as the worker would.  False: it is over already, and nothing was changed.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     active = active_run_of(dispatcher(), job)
     if active is None:

@@ -43,7 +43,7 @@ _TOGETHER_S = 0.02  # Promises of so long a time are remembered together; most j
 
 @singleton
 def database() -> Database:
-    """The record of this installation.  Raises RecordUnavailable where there is none: only `migrate` makes one."""
+    """The record of this installation.  Raises DatabaseUnavailable where there is none: only `migrate` makes one."""
     settings = StorageSettings()
     url = settings.sqlalchemy_url
     path = Path(url.removeprefix("sqlite:///"))

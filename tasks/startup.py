@@ -62,7 +62,7 @@ def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
 def check_redis() -> None:
     """Refuse a Redis with which Slotkeeper cannot work.  A Redis that is away is not refused: it may come back.
 
-    Raises UnsuitedRedis.
+    Raises UnsuitableRedis.
     """
     try:
         redis = scripts().redis
@@ -91,7 +91,7 @@ def _refuse(reason: str | None) -> None:
 
 
 def prepare() -> None:
-    """Raises HomeNotPrivate, OSError: the state folder cannot be used; UnsuitedRedis."""
+    """Raises StateFolderNotPrivate, OSError: the state folder cannot be used; UnsuitableRedis."""
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     restrict_state_folder(StorageSettings())
     check_redis()

@@ -72,7 +72,7 @@ class SessionKeys:
         return visit.key_hash if visit is not None and visit.id not in self._ended else ""
 
     def read(self) -> None:
-        """Raises RecordUnavailable."""
+        """Raises DatabaseUnavailable."""
         self._ended = self._visits.list_revoked(now_ms())
 
 

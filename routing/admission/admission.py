@@ -35,10 +35,10 @@ class Admission:
         self._known = LimitContext(catalog, queues, outlook, settings)
 
     def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
-        """Whether all of these jobs can be accepted now; two round trips to Redis at most, and most often one or none.
+        """Check whether all of these jobs can be accepted now.  At most two round trips to Redis.
 
-        Raises Conflict: model or tenant takes none; TooMany, with the time to wait; InvalidJob: they could never be
-        accepted as they are.
+        Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
+        job could never be accepted as it is.
         """
         submit = AdmissionRequest(new, tenant, now_ms)
         self._run_phase(submit, Phase.LOCAL)

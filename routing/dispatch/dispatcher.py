@@ -216,7 +216,7 @@ class Dispatcher:
         """Return how long a run of the model may go on before it counts as over where nothing tells its end.
 
         Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
-        Raises RecordUnavailable.
+        Raises DatabaseUnavailable.
         """
         known = self.catalog.get().models.get(model)
         most = self.settings.withhold_max_ms

@@ -36,7 +36,7 @@ class StepIo(Protocol):
         """Run a script.  Raises redis errors."""
 
     def commit(self, write: Write[T]) -> Awaitable[T]:
-        """Commit a write.  Raises RecordUnavailable, RecordUncertain."""
+        """Commit a write.  Raises DatabaseUnavailable, CommitUnknown."""
 
     def run_in_thread(self, act: Callable[..., T], *args: Any) -> Awaitable[T]:
         """Call what waits for others."""
@@ -92,7 +92,7 @@ class RunSteps:
     async def start(self, offer: Offer, lease: Lease, worker: str = "") -> ActiveRun | None:
         """Store the start of the offered job; None: the job is gone.  `worker`: Celery's name of the worker.
 
-        Raises RecordUnavailable: it was not stored; RecordUncertain: ask `stored_start`.
+        Raises DatabaseUnavailable: it was not stored; CommitUnknown: ask `stored_start`.
         """
         dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.cached()
         if not catalog.has_pair(offer.server, offer.model):
@@ -114,7 +114,7 @@ class RunSteps:
     async def find_stored_start(self, lease: Lease) -> ActiveRun | None:
         """Return the run that the database has under this lease; None: the job is gone.
 
-        Raises RecordUnavailable; SlotkeeperError: the start was not stored.
+        Raises DatabaseUnavailable; SlotkeeperError: the start was not stored.
         """
         job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
         if job is not None and job.state is State.QUEUED:
@@ -132,7 +132,7 @@ class RunSteps:
     # -- end -------------------------------------------------------------------------------------------------
 
     async def store(self, active: ActiveRun, decision: Decision) -> Transition | None:
-        """Store the end of a run; None: it was over before.  Raises RecordUnavailable: its lease is held on then."""
+        """Store the end of a run; None: it was over before.  Raises DatabaseUnavailable: its lease is held on then."""
         run = active.run
         write = self._dispatcher.store.settle_write(
             run.job.id,
@@ -154,7 +154,7 @@ class RunSteps:
         """Release the slot of a run as decided, and return the offer that `claimant` now owns.
 
         `to`: the state that the job has now; None: the run was over before, and the database knows why.
-        Raises RecordUnavailable, in that case alone.
+        Raises DatabaseUnavailable, in that case alone.
         """
         run, lease = active.run, active.lease
         if to is None:
@@ -187,7 +187,7 @@ class RunSteps:
     async def release_quarantine(self, active: ActiveRun) -> None:
         """Free the quarantined slot of a run that was ended elsewhere: its server has released it after all.
 
-        Raises RecordUnavailable.
+        Raises DatabaseUnavailable.
         """
         run, database = active.run, self._dispatcher.store.database
         if await self._io.run_in_thread(quarantine.release, database, run.job.id, run.attempt):
@@ -215,7 +215,7 @@ class RunSteps:
     async def leave(self, lease: Lease, job_id: str, attempt: int, claimant: str = "") -> Offer | None:
         """Give up the lease of a run that has ended elsewhere: its slot is free, unless it is quarantined.
 
-        Returns as `free`.  Raises RecordUnavailable.
+        Returns as `free`.  Raises DatabaseUnavailable.
         """
         row, state = await self._io.run_in_thread(self._recorded, job_id, attempt)
         back = state is State.QUEUED
@@ -226,7 +226,7 @@ class RunSteps:
     async def leave_unstarted(self, lease: Lease, claimant: str = "") -> Offer | None:
         """Give up the lease of a job that does not run, freeing its slot unless that is quarantined.
 
-        Returns as `free`.  Raises RecordUnavailable.
+        Returns as `free`.  Raises DatabaseUnavailable.
         """
         job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
         if job is None:
@@ -282,7 +282,7 @@ def blocking_steps(dispatcher: Dispatcher) -> RunSteps:
 def end_run(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     steps = blocking_steps(dispatcher)
     moved = run_blocking(steps.store(active, decision))

@@ -65,7 +65,7 @@ class Batch:
 def newest_batches(database: Database, tenant: str | None, before: str | None, limit: int) -> list[Batch]:
     """Batches of a tenant, or of all, the newest first; `before`: the last of the page before.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     params = {"last": before or _BEHIND_ALL, "most": limit} | ({} if tenant is None else {"tenant": tenant})
     with database.read() as connection:
@@ -78,7 +78,7 @@ def look(database: Database, ids: Sequence[str], tenant: str | None = None) -> l
 
     A batch without such a job is left out: clients may name batches, and two tenants may take the same name.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     if not ids:
         return []
@@ -93,7 +93,7 @@ def look(database: Database, ids: Sequence[str], tenant: str | None = None) -> l
 def unfinished_jobs(database: Database, batch: str, tenant: str | None = None) -> list[str]:
     """Return the ids of its jobs, of `tenant` or of all, that have not ended, in order of acceptance.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     active = select(jobs.c.id, jobs.c.state).where(text("batch IS NOT NULL"), jobs.c.batch == batch)
     if tenant is not None:

@@ -19,7 +19,7 @@ class Holdings:
 
 
 def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
-    """Count what `tenant` has.  Raises RecordUnavailable."""
+    """Count what `tenant` has.  Raises DatabaseUnavailable."""
     active = select(jobs.c.state, func.count().label("jobs")).where(text(ACTIVE_CONDITION), jobs.c.tenant == tenant)
     webhooks = select(func.count()).select_from(receivers).where(receivers.c.tenant == tenant)
     with database.read() as connection:

@@ -91,7 +91,7 @@ class EventCounter:
     def count_new_events(self) -> int:
         """Count some of what has happened since; answers how many events, 0: there is nothing new.
 
-        Raises RecordUnavailable.
+        Raises DatabaseUnavailable.
         """
         before = self._position()
         self._tail.position = before
@@ -204,7 +204,7 @@ def _note(tx: Transaction, before: int, after: int, sums: Mapping[str, int]) -> 
 
 
 def read_counters(database: Database) -> JobCounters:
-    """The sums as they stand.  Raises RecordUnavailable."""
+    """The sums as they stand.  Raises DatabaseUnavailable."""
     with database.read() as connection:
         rows = connection.execute(_COUNTED).all()
     return _history((row.name.split(_BAR)[1:], row.value) for row in rows)

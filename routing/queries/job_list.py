@@ -27,7 +27,7 @@ def find_jobs(
 ) -> list[Job]:
     """Jobs without payload and result, newest first; `before_seq` is the cursor: the last one's `seq`.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     with database.read() as connection:
         found = connection.execute(_newest(state, model, tenant, batch, before_seq).limit(limit))
@@ -35,7 +35,7 @@ def find_jobs(
 
 
 def count(database: Database, state: State) -> int:
-    """How many jobs stand in this state; it reads an entry of an index for each.  Raises RecordUnavailable."""
+    """How many jobs stand in this state; it reads an entry of an index for each.  Raises DatabaseUnavailable."""
     query = select(func.count()).select_from(jobs).where(jobs.c.state == state.value)
     with database.read() as connection:
         return int(connection.execute(query).scalar_one())

@@ -68,7 +68,7 @@ class Timeline:
 def build_timeline(
     store: JobStore, catalog: CatalogSnapshot, job: Job, trail: Sequence[Event], now_ms: int
 ) -> Timeline:
-    """Of any job, ended or not.  Raises RecordUnavailable."""
+    """Of any job, ended or not.  Raises DatabaseUnavailable."""
     spans = tuple(phases_of(trail))
     took_ms = (now_ms if job.finished_ms is None else job.finished_ms) - job.created_ms
     causes = sorted(_causes(store, catalog, job, spans, now_ms), key=lambda cause: -cause.took_ms)

@@ -31,7 +31,7 @@ class LaneStatus:
 
 
 def read_lanes(dispatcher: Dispatcher, model: Model) -> tuple[list[LaneStatus], bool]:
-    """Lanes, the next in turn first, and whether all that waits is in them.  Raises RecordUnavailable."""
+    """Lanes, the next in turn first, and whether all that waits is in them.  Raises DatabaseUnavailable."""
     waiting = dispatcher.store.list_queued([model.name], limit=_MOST_JOBS)
     by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
     for job in waiting:

@@ -53,7 +53,7 @@ class LastHourUsage:
         return self._known.read.issuperset(_minutes(now_ms))
 
     def read_missing(self, now_ms: int) -> None:
-        """Read what is missing, from the newest minute back.  Raises RecordUnavailable."""
+        """Read what is missing, from the newest minute back.  Raises DatabaseUnavailable."""
         if not self._lock.acquire(blocking=False):
             return
         try:

@@ -51,7 +51,7 @@ class Ended:
 
 
 def of_minute(database: Database, begins_ms: int) -> list[Ended]:
-    """What ended in the minute that begins then.  Raises RecordUnavailable."""
+    """What ended in the minute that begins then.  Raises DatabaseUnavailable."""
     params = {"p_from": begins_ms, "p_to": begins_ms + MINUTE_MS}
     with database.read() as connection:
         rows = connection.execute(_ENDED, params).all()
@@ -59,7 +59,7 @@ def of_minute(database: Database, begins_ms: int) -> list[Ended]:
 
 
 def oldest_queued(database: Database, models: Sequence[str]) -> dict[str, int]:
-    """When the queued job of each of these models that comes first was accepted, ms.  Raises RecordUnavailable."""
+    """When the queued job of each of these models that comes first was accepted, ms.  Raises DatabaseUnavailable."""
     queries = select_queued(models)
     params = {"p_after": 0, "p_limit": 1}
     with database.read() as connection:
@@ -72,7 +72,7 @@ _DELAYED = (
 
 
 def delayed(database: Database) -> dict[str, int]:
-    """How many jobs of each model wait to be tried again, or for their time.  Raises RecordUnavailable."""
+    """How many jobs of each model wait to be tried again, or for their time.  Raises DatabaseUnavailable."""
     with database.read() as connection:
         return {row.model: row.jobs for row in connection.execute(_DELAYED)}
 
@@ -107,7 +107,7 @@ _AROUND = (
 
 
 def around(database: Database, seq: int, reach: int) -> list[Nearby]:
-    """Jobs accepted up to `reach` before and after this number, in order of acceptance.  Raises RecordUnavailable."""
+    """Jobs accepted up to `reach` before and after this number, in order of acceptance.  Raises DatabaseUnavailable."""
     with database.read() as connection:
         rows = connection.execute(_AROUND, {"p_from": seq - reach, "p_to": seq + reach}).all()
     return [

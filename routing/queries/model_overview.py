@@ -55,7 +55,7 @@ class ModelOverview:
 
 
 def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Dispatcher) -> dict[str, list[SlotState]]:
-    """Each server's slots, in order.  Raises RecordUnavailable."""
+    """Each server's slots, in order.  Raises DatabaseUnavailable."""
     taken = {job.slot: job for job in running}
     withheld = {row.slot: row for rows in quarantined_slots.by_server(dispatcher).values() for row in rows}
     return {
@@ -70,7 +70,7 @@ def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Disp
 def read_overview(
     dispatcher: Dispatcher, last_hour: LastHourUsage, models: Sequence[Model], running: Sequence[Job], now_ms: int
 ) -> dict[str, ModelOverview]:
-    """Of these models.  Redis away: their breakers are not known.  Raises RecordUnavailable."""
+    """Of these models.  Redis away: their breakers are not known.  Raises DatabaseUnavailable."""
     names = [model.name for model in models]
     oldest, delayed = looks.oldest_queued(dispatcher.store.database, names), looks.delayed(dispatcher.store.database)
     last_hour.read_missing(now_ms)

@@ -40,7 +40,7 @@ class NeighbourRun:
 
 
 def load_neighbours(store: JobStore, job: Job) -> list[NeighbourRun]:
-    """Of other jobs, in order of acceptance; up to a thousand to each side.  Raises RecordUnavailable."""
+    """Of other jobs, in order of acceptance; up to a thousand to each side.  Raises DatabaseUnavailable."""
     found = [it for it in looks.around(store.database, job.seq, _REACH) if it.id != job.id]
     tried = [it.id for it in found if it.has_failed][-_MOST_LOOKED_INTO:]
     tries = {job_id: attempts(store.list_events(job_id)) for job_id in tried}

@@ -31,21 +31,21 @@ class PendingWebhooks:
 
 
 def count_pending_webhooks(database: Database, now_ms: int) -> PendingWebhooks:
-    """Raises RecordUnavailable."""
+    """Raises DatabaseUnavailable."""
     with database.read() as connection:
         pending, next_ms = connection.execute(_OWED).one()
     return PendingWebhooks(pending, 0 if next_ms is None else max(now_ms - next_ms, 0))
 
 
 def count_quarantined_slots(database: Database) -> Counter[tuple[str, str]]:
-    """(model, reason) -> how many slots are withheld.  Raises RecordUnavailable."""
+    """(model, reason) -> how many slots are withheld.  Raises DatabaseUnavailable."""
     return Counter((it.model, it.reason) for it in quarantine.list_all(database))
 
 
 def count_model_work(database: Database, model: str, *, known: bool) -> tuple[int, int]:
     """How many jobs of a model are queued, and how many run.  `known`: somebody else says how many are queued, so 0.
 
-    Raises RecordUnavailable.
+    Raises DatabaseUnavailable.
     """
     with database.read() as connection:
         queued = 0 if known else connection.execute(_QUEUED, {"p_model": model}).scalar() or 0

@@ -51,7 +51,7 @@ class Cancels:
                 log.error("revoke_failed", job_id=job_id, error=repr(error))
 
     def _cancel(self, job_id: str) -> None:
-        """Cancel it as soon as the record answers.  Raises RecordUnavailable if that stays away."""
+        """Cancel it as soon as the record answers.  Raises DatabaseUnavailable if that stays away."""
         for _ in range(_TRIES):
             try:
                 cancel_job(job_id)
@@ -67,7 +67,7 @@ def cancel_queue() -> Cancels:
 
 
 def cancel_job(job_id: str) -> None:
-    """Cancel a job; one that has ended stays as it is.  Raises RecordUnavailable."""
+    """Cancel a job; one that has ended stays as it is.  Raises DatabaseUnavailable."""
     try:
         with audit.acting_as(_CLIENT):
             dispatcher().cancel(job_id)

@@ -102,7 +102,7 @@ class Relay:
         return self._is_told and self._tail is not None and not self._tail.has_gap
 
     def relay_batch(self) -> int:
-        """Publish what is new, up to a batch; answers how many.  Raises SinkAway, RecordUnavailable."""
+        """Publish what is new, up to a batch; answers how many.  Raises SinkUnavailable, DatabaseUnavailable."""
         self._has_more = False
         tail = self._hold_cursor()
         if tail is None:
@@ -124,7 +124,10 @@ class Relay:
         return len(found)
 
     def _publish(self, batch: list[PublishedEvent]) -> None:
-        """The next batch is half as large if the sink takes long, and twice if not.  Raises SinkAway, OutOfStep."""
+        """Publish a batch.  If the sink takes long, the next batch is half as large, else twice as large.
+
+        Raises SinkUnavailable, CursorMismatch.
+        """
         began, smaller = time.monotonic(), max(self._at_once // 2, 1)
         try:
             self._sink.publish(batch)
@@ -191,7 +194,7 @@ def relays(database: Database, settings: EventSettings, holder: str = "") -> lis
 
 
 def lags() -> list[SinkLag]:
-    """How far each sink is behind the record.  Raises RecordUnavailable."""
+    """How far each sink is behind the record.  Raises DatabaseUnavailable."""
     return SinkCursors(services.database()).list_lags(EventSettings().sinks, now_ms())
 
 

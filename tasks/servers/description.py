@@ -117,7 +117,7 @@ class Condition(_Data):
     status: Annotated[tuple[Status, ...], _one_or_more(int | str)] = ()  # 503, "5xx", "500-599"
     pointer: PointerText | None = None  # into the answer's JSON; alone: "is there"
     value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()  # at the pointer: one of these
-    text: PatternText | None = None  # a regular expression found in the first 4 KiB of the answer
+    text: PatternText | None = None  # a regular expression found in the first 2,048 characters of the answer
     mentions_id: bool = False  # the answer's text contains the id that was asked for
     connection: Annotated[tuple[Connection, ...], _one_or_more(Connection)] = ()
 

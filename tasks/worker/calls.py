@@ -55,7 +55,7 @@ class ServerCalls:
         self._handed_on.pop(lease, None)
 
     async def call(self, own: WorkerRun) -> Outcome | StopReason:
-        """Call the server, and return what came of it.  Raises RecordUnavailable."""
+        """Call the server, and return what came of it.  Raises DatabaseUnavailable."""
         run = own.run
         if run.cancel_requested:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")

@@ -52,7 +52,7 @@ async def finish_run(
     claimant: Callable[[], str],
     start_next: Callable[[Offer | None, float], Awaitable[object]],
 ) -> Transition | None:
-    """End a run, and return its transition; None: it was over before.  Raises RecordUnavailable.
+    """End a run, and return its transition; None: it was over before.  Raises DatabaseUnavailable.
 
     `claimant`: returns who takes the next job of the slot.  `start_next`: is given that job's offer, and when Redis was
     asked for it (steady_s).
@@ -204,7 +204,7 @@ class Executor:
             await self._start_in_turn(lease.fleet)
 
     async def _end_run(self, own: WorkerRun, outcome: Outcome | StopReason) -> None:
-        """Decide and finish.  Raises RecordUnavailable."""
+        """Decide and finish.  Raises DatabaseUnavailable."""
         run, lease = own.run, own.active.lease
         if outcome is StopReason.LOST:  # The lease was lost, or the server's push was quicker than the poll.
             requested_at_s = boottime_s()

@@ -50,7 +50,7 @@ class DatabaseCheck:
         self._ended.set()
 
     def check(self, asked: dict[LeaseWatch, bool]) -> None:
-        """Tell runs, each with whether its lease is doubted, what the record says.  Raises RecordUnavailable."""
+        """Tell runs, each with whether its lease is doubted, what the record says.  Raises DatabaseUnavailable."""
         briefs = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in asked])
         for watch, doubted in asked.items():
             self._apply(watch, briefs.get(watch.lease.job_id), doubted)

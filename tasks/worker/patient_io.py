@@ -23,7 +23,7 @@ _LAST_TRIES_S = 3.0  # A worker that is told to stop goes on trying for so long:
 class RetryingIo:
     """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
 
-    Raises RecordUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
+    Raises DatabaseUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
     """
 
     __slots__ = ("_engine", "_watch")
@@ -43,7 +43,7 @@ class RetryingIo:
     async def wait_until_known(self, unknown: CommitUnknown, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask what became of a start whose COMMIT was not answered.
 
-        Raises what `ask` raises but RecordUnavailable, or `unknown` if the worker has to stop before it is found out.
+        Raises what `ask` raises but DatabaseUnavailable, or `unknown` if the worker has to stop before it is found out.
         """
         while not (self._watch.lost or self._watch.stop):
             await self._watch.sleep(_AGAIN_S)

@@ -84,7 +84,7 @@ class Poller:
             log.info("removal_not_reported", error=str(error))
 
     def look(self) -> int:
-        """Look once; answers how many jobs were begun.  Raises redis errors and RecordUnavailable."""
+        """Look once; answers how many jobs were begun.  Raises redis errors and DatabaseUnavailable."""
         self._workers.report(self._owner, self._room())
         looks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
         found = [look for look in looks if self._needs_worker(look)]

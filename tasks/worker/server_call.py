@@ -130,7 +130,7 @@ class ServerCall:
         self._may_send_again = True  # once, if the server has been there all the time
 
     async def run(self) -> Outcome | StopReason:
-        """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises RecordUnavailable."""
+        """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises DatabaseUnavailable."""
         live = self._live
         if live is None:
             return Outcome(OutcomeKind.UNREACHABLE, code="server_removed", message="The server was removed.")

@@ -1,6 +1,7 @@
 """Rules of the house: what holds for all code of the product, whoever writes it."""
 
 import ast
+import builtins
 import configparser
 import re
 import subprocess
@@ -149,6 +150,25 @@ def test_a_moment_that_a_function_is_told_has_its_unit_in_its_name() -> None:
         if isinstance(node, ast.arguments)
         for it in (*node.posonlyargs, *node.args, *node.kwonlyargs)
         if it.arg == "now" and it.annotation is not None and re.match(r"int|float", ast.unparse(it.annotation))
+    }
+    assert sorted(found) == []
+
+
+def test_every_exception_that_a_docstring_says_is_raised_exists():
+    trees = {path: syntax_tree(path) for path in product_files() if path.suffix == ".py"}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    known = {node.name for node in nodes if isinstance(node, ast.ClassDef)} | set(dir(builtins))
+    known |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    known |= {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    found = {
+        f"{name_of(path)}: {word}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        for raised in re.findall(r"\b[Rr]aises ([^.]*)", ast.get_docstring(node) or "")
+        for word in re.findall(r"\b[A-Z][a-z]+[A-Z][A-Za-z]+\b", raised)
+        if word not in known
     }
     assert sorted(found) == []
 

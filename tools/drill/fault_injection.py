@@ -149,7 +149,7 @@ def _revoke(stack: Cluster, fault: Fault) -> Undo:
 
 
 def _going_on(stack: Cluster) -> list[str]:
-    """Jobs that wait or run.  Raises NotNow."""
+    """Jobs that wait or run.  Raises NotApplicable."""
     database = Database(stack.record_url)
     try:
         waiting, running = evidence.going_on(database)

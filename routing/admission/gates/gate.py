@@ -2,9 +2,9 @@
 
     GATE = Gate("name", Asks.LOOKS, check)
 
-`check` raises a refusal, which says what is wrong and what can be done: Conflict (nothing is taken now), TooMany (with
-the time to wait) or InvalidJob (it could never be accepted as it is).  What it must ask Redis first it answers instead,
-with what to make of the answer: so all gates are asked in one round trip.
+`check` raises a refusal, which says what is wrong and what to do: Conflict (no jobs are accepted now), TooManyRequests
+(with the time to wait) or InvalidJob (the job could never be accepted as it is).  If it needs Redis, it returns the
+commands, each with a function that judges the reply, so that the commands of all gates take one round trip.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -56,7 +56,7 @@ class OtlpSink:
     """Who begins to look at traces looks at those to come."""
 
     def __init__(self, database: Database, exporter: SpanExporter) -> None:
-        """`exporter`: may raise SinkAway and Refused."""
+        """`exporter`: may raise SinkUnavailable and Refused."""
         self._database, self._exporter = database, exporter
         self._resource = Resource({"service.name": "slotkeeper"}).merge(OTELResourceDetector().detect())
         self._told = 0  # up to this event
@@ -88,7 +88,7 @@ class OtlpSink:
         self._exporter.shutdown()
 
     def _tell(self, some: Sequence[PublishedEvent]) -> None:
-        """Raises SinkAway, Refused, RecordUnavailable."""
+        """Raises SinkUnavailable, Refused, DatabaseUnavailable."""
         found = [to_otel_span(span, self._resource) for span in self._of(some)]
         if found and self._exporter.export(found) is not SpanExportResult.SUCCESS:
             raise SinkUnavailable("The receiver of traces does not take them.")
@@ -134,7 +134,7 @@ class OtlpExporter(SpanExporter):
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Raises SinkAway, Refused."""
+        """Raises SinkUnavailable, Refused."""
         self._session.asked, self._session.status = False, None
         result = self._exporter.export(spans)
         status = self._session.status

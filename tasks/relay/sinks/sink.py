@@ -39,12 +39,12 @@ class Sink(Protocol):
         """So many of the newest events: what is older when it is begun with is of no use to it; None: all."""
 
     def resume_after(self, position: int) -> int:
-        """Behind which event to go on, where by the record all up to `position` are there.  Raises SinkAway."""
+        """Behind which event to go on, where by the record all up to `position` are there.  Raises SinkUnavailable."""
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """Answers when the sink itself keeps all of them, each behind those before it of its key.
 
-        Raises SinkAway, OutOfStep.
+        Raises SinkUnavailable, CursorMismatch.
         """
 
     def close(self) -> None:

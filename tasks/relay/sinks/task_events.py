@@ -76,7 +76,7 @@ class TaskEventSink:
         return position
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        """Publish the events of a batch as one message, in their order.  Raises SinkAway, RecordUnavailable."""
+        """Publish the events of a batch as one message, in order.  Raises SinkUnavailable, DatabaseUnavailable."""
         try:
             transitions = [published for published in batch if published.type.startswith("job.")]
             results, runs = self._results(transitions), self._runs(transitions)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, NullPool
@@ -104,12 +105,22 @@ class Database:
     def sync_for_readers(self) -> None:
         """Wait until everything that a reader sees survives a power cut, whichever process committed it.
 
-        Raises DatabaseUnavailable.
+        PostgreSQL shows only commits that its disk has.  Raises DatabaseUnavailable.
         """
+        if self._log is None:
+            return
         try:
-            sqlite.sync_log(self._reader)
+            sqlite.sync_log(self._log)
         except OSError as error:
             raise DatabaseUnavailable(f"The disk did not answer ({error}); try again.") from error
+
+    @cached_property
+    def _log(self) -> str | None:
+        """The path of SQLite's write-ahead log."""
+        if self.engine.dialect.name != "sqlite":
+            return None
+        with self.read() as connection:
+            return sqlite.find_log(connection)
 
     @contextmanager
     def _connect(self, engine: Engine, seconds: float) -> Iterator[Connection]:

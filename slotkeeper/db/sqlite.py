@@ -116,12 +116,17 @@ def configure_writer(connection: Connection) -> str | None:
         return None
     connection.execution_options(**NO_BEGIN)  # `begin_immediate` is called before SQLAlchemy would begin.
     execute_text(connection, "PRAGMA busy_timeout=0")
+    log = find_log(connection)
+    if log is not None:
+        execute_text(connection, "PRAGMA synchronous=NORMAL")
+        _fetch_row(connection, "PRAGMA schema_version")  # SQLite creates the log when it reads for the first time.
+    return log
+
+
+def find_log(connection: Connection) -> str | None:
+    """Return the path of the write-ahead log, or None if SQLite keeps none: some file systems do not support it."""
     (mode,), (_, _, file) = _fetch_row(connection, "PRAGMA journal_mode"), _fetch_row(connection, _DATABASE_FILE)
-    if mode != "wal" or not file:  # Some file systems do not support a log.
-        return None
-    execute_text(connection, "PRAGMA synchronous=NORMAL")
-    _fetch_row(connection, "PRAGMA schema_version")  # SQLite creates the log when it reads for the first time.
-    return f"{file}-wal"
+    return f"{file}-wal" if mode == "wal" and file else None
 
 
 def discard_writer(connection: Connection) -> None:
@@ -135,17 +140,10 @@ def _fetch_row(connection: Connection, text: str) -> Any:
     return execute_raw(connection, text, (), lambda cursor: cursor.fetchone())
 
 
-def sync_log(engine: Engine) -> None:
-    """Wait until the disk has all commits that are visible now, of every process.  Raises OSError.
-
-    PostgreSQL shows only commits that its disk has.
-    """
-    if engine.dialect.name != "sqlite":
-        return
-    with engine.connect() as connection:
-        _, _, file = _fetch_row(connection, _DATABASE_FILE)
-    with suppress(FileNotFoundError):  # in memory, or without a log
-        log = os.open(f"{file}-wal", os.O_RDONLY | os.O_CLOEXEC)
+def sync_log(path: str) -> None:
+    """Wait until the disk has all commits that are visible now, of every process.  Raises OSError."""
+    with suppress(FileNotFoundError):  # SQLite deletes the log with the last connection.
+        log = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(log)
         finally:

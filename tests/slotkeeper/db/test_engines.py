@@ -244,6 +244,32 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
     assert anew == [1], "before the second waits for it"
 
 
+def test_readers_wait_for_the_log_of_all_processes(sqlite, disk, monkeypatch):
+    synced: list[str] = []
+    monkeypatch.setattr(sqlite_db.os, "fsync", lambda log: synced.append(os.readlink(f"/proc/self/fd/{log}")))
+    with closing(Database(sqlite.url)) as other:
+        other.write(_insert, durable=False)
+        for _ in range(2):
+            sqlite.sync_for_readers()
+    assert synced == [f"{sqlite.engine.url.database}-wal"] * 2
+
+
+def test_readers_whose_disk_fails_or_who_get_no_connection_are_told_that_the_database_is_unavailable(
+    sqlite, disk, monkeypatch
+):
+    monkeypatch.setattr(sqlite.engine.pool, "_timeout", 0.01)
+    monkeypatch.setattr(sqlite.engine.pool, "_max_overflow", 0)
+    taken = [sqlite.engine.connect() for _ in range(sqlite.engine.pool.size() - 1)]  # The writer has one.
+    with pytest.raises(DatabaseUnavailable):
+        sqlite.sync_for_readers()
+    for connection in taken:
+        connection.close()
+    sqlite.sync_for_readers()
+    monkeypatch.setattr(sqlite_db.os, "fsync", lambda log: _fails())
+    with pytest.raises(DatabaseUnavailable, match="Input/output"):
+        sqlite.sync_for_readers()
+
+
 def test_a_write_takes_no_file_descriptor(sqlite, disk):
     sqlite.write(_insert)
     before = set(os.listdir("/proc/self/fd"))

@@ -17,6 +17,9 @@ Row: TypeAlias = Any
 NOTIFY_AFTER_MS = 10_000
 """The process that ended a job notifies its clients at once; after this time another one does."""
 
+SECRET_OVERLAP_MS = 24 * 3600 * 1000
+"""How long webhook messages are signed with the former secret, too, after a rotation."""
+
 _MESSAGES, _RESULT_NOTIFICATIONS = BulkInsert(messages), BulkInsert(result_notifications)
 # Stored by their position.  A dead job may end once more under the same attempt: that message comes after.
 _ENDS = (State.DEAD, State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED)

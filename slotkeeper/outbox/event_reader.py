@@ -19,7 +19,7 @@ from slotkeeper.db import Database
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.statements import QUEUED_JOB_COLUMNS, in_state
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
@@ -28,7 +28,6 @@ from slotkeeper.jobs.values import Event, QueuedJob
 Row: TypeAlias = Any
 
 _STARTED = EVENT_TYPES[State.RUNNING]
-_TRANSITIONS = frozenset(EVENT_TYPES.values())
 _EVENTS = (
     select(
         *(column.label(column.key) for column in events.c),
@@ -279,7 +278,7 @@ def _make_event(row: Row, data: dict[str, Any], server: str | None) -> OutboxEve
 
 def _only_transitions(found: Sequence[OutboxEvent]) -> list[OutboxEvent]:
     """Return the transitions whose tenant is known, from the event or from its job."""
-    return [event for event in found if event.event.type in _TRANSITIONS and event.tenant]
+    return [event for event in found if event.event.type in TRANSITION_TYPES and event.tenant]
 
 
 def _no_writers(_: Connection) -> set[str]:

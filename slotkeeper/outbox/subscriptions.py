@@ -20,6 +20,7 @@ from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.jobs.tables import messages
 from slotkeeper.jobs.values import Job
@@ -31,8 +32,6 @@ Row: TypeAlias = Any
 ENABLED, DISABLED = "enabled", "disabled"
 END_EVENT_TYPES = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 """The event types of a subscription that names none."""
-OVERLAP_MS = 24 * 3600 * 1000
-"""How long messages are also signed with the former secret after a rotation."""
 FAILURES_TO_OPEN = 5
 """Failures in a row that open a subscription's breaker."""
 SHORTEST_COOLDOWN_MS, LONGEST_COOLDOWN_MS = 15_000, 300_000
@@ -200,9 +199,9 @@ class Subscriptions:
     def rotate_secret(self, subscription_id: str, tenant: str | None, sealed: str, now_ms: int) -> Subscription:
         """Replace the signing secret, and return the webhook.
 
-        For OVERLAP_MS, messages are also signed with the secret before this one.  An older one is dropped.
+        For SECRET_OVERLAP_MS, messages are also signed with the secret before this one.  An older one is dropped.
         """
-        former = {"former_sealed": receivers.c.sealed, "former_until_ms": now_ms + OVERLAP_MS}
+        former = {"former_sealed": receivers.c.sealed, "former_until_ms": now_ms + SECRET_OVERLAP_MS}
         return self._change("rotate", subscription_id, tenant, {"sealed": sealed, **former})
 
     def reseal(self, subscription: Subscription, sealed: str, former_sealed: str | None) -> bool:

@@ -4,12 +4,9 @@ The table of messages is in slotkeeper/jobs/tables.py, because the end of a job 
 since the epoch, UTC; JSON is text.
 """
 
-from sqlalchemy import BigInteger, CheckConstraint, Column, Float, Index, Integer, Table, Text, text
+from sqlalchemy import BigInteger, CheckConstraint, Column, Float, Index, Integer, Table, Text
 
-from slotkeeper.db.schema import metadata, one_of_check
-
-_EMPTY_TEXT = text("''")  # Alembic takes a plain "" for no default.
-_SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite generates numbers only for a plain INTEGER key.
+from slotkeeper.db.schema import EMPTY_TEXT, SERIAL, metadata, one_of_check
 
 # How far each sink has received the events; see slotkeeper/outbox/sink_cursors.py.
 relays = Table(
@@ -30,7 +27,7 @@ receivers = Table(
     Column("url", Text, nullable=False),
     Column("types", Text, nullable=False),  # JSON: a list of event types
     Column("template", Text),  # JSON; null: the standard body
-    Column("description", Text, nullable=False, server_default=_EMPTY_TEXT),
+    Column("description", Text, nullable=False, server_default=EMPTY_TEXT),
     Column("sealed", Text, nullable=False),  # the signing secret, encrypted
     Column("former_sealed", Text),
     Column("former_until_ms", BigInteger),
@@ -53,7 +50,7 @@ receivers = Table(
 tries = Table(
     "tries",
     metadata,
-    Column("id", _SERIAL, primary_key=True, autoincrement=True),
+    Column("id", SERIAL, primary_key=True, autoincrement=True),
     Column("receiver", Text, nullable=False),
     Column("message", Text, nullable=False),
     Column("job_id", Text, nullable=False),

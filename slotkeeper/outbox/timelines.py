@@ -7,7 +7,7 @@ import orjson
 from sqlalchemy import bindparam, select
 
 from slotkeeper.db import Database
-from slotkeeper.jobs.events import EVENT_TYPES
+from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.notifications import parse_message_id
 from slotkeeper.jobs.tables import events, jobs
 from slotkeeper.jobs.values import Event
@@ -24,7 +24,6 @@ _TRANSITIONS = (
 _DELIVERED = select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number).where(
     tries.c.receiver.in_(bindparam("p_jobs", expanding=True)), tries.c.outcome == "delivered"
 )
-_TYPES = frozenset(EVENT_TYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def read_timelines(database: Database, job_ids: Iterable[str]) -> dict[str, JobT
     with database.read() as connection:
         found = {row.id: JobTimeline(*row) for row in connection.execute(_JOBS, params)}
         for row in connection.execute(_TRANSITIONS, params):
-            if row.job_id in found and row.type in _TYPES:
+            if row.job_id in found and row.type in TRANSITION_TYPES:
                 event = Event(row.id, row.job_id, row.type, row.at_ms, row.attempt, orjson.loads(row.data))
                 found[row.job_id].transitions.append(event)
         for sent in connection.execute(_DELIVERED, params):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text, text
+from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text
 
-from slotkeeper.db.schema import metadata, one_of_check
+from slotkeeper.db.schema import EMPTY_TEXT, metadata, one_of_check
 from slotkeeper.registry.values import AdminState
 
 
@@ -99,7 +99,7 @@ tenants = Table(
     Column("name", Text, primary_key=True),
     Column("key_hash", Text, nullable=False, unique=True),
     Column("admin", Integer, nullable=False, server_default="0"),
-    Column("rights", Text, nullable=False, server_default=text("''")),  # words separated by blanks
+    Column("rights", Text, nullable=False, server_default=EMPTY_TEXT),  # words separated by blanks
     Column("rate_per_s", Integer),
     Column("burst", Integer),
     Column("created_ms", BigInteger, nullable=False),

@@ -18,6 +18,7 @@ from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters, upsert
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
+from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
 from slotkeeper.registry.tables import revoked_sessions, tenants
 
 _KEY_PREFIX = "sk_"
@@ -26,8 +27,6 @@ MAX_NAME_LENGTH = 200
 _SIGN = "!-~\u00a1-\u00ac\u00ae-\u1fff\u2070-\u2fff\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufefe\uff00-\uffef"
 PRINTABLE_PATTERN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
 """Text that can be shown on one line as it is: nothing invisible, nothing that changes the direction of writing."""
-OVERLAP_MS = 24 * 3600 * 1000
-"""How long messages are signed with the former webhook secret, too."""
 
 _NUMBER, _SINCE = "webhook_rotation.", "webhook_rotated_ms."  # counters of each tenant
 
@@ -208,7 +207,7 @@ class SecretRotation:
     @property
     def former_until_ms(self) -> int:
         """Until when messages are signed with the secret before, too."""
-        return self.since_ms + OVERLAP_MS
+        return self.since_ms + SECRET_OVERLAP_MS
 
 
 class SecretRotations:

@@ -8,6 +8,7 @@ from sqlalchemy import func, select, update
 from slotkeeper import audit
 from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
@@ -18,7 +19,6 @@ from slotkeeper.outbox.redelivery import MOST_TESTS, Redelivery
 from slotkeeper.outbox.subscriptions import (
     FAILURES_TO_OPEN,
     LONGEST_COOLDOWN_MS,
-    OVERLAP_MS,
     REASON_SILENT,
     Subscription,
     Subscriptions,
@@ -674,8 +674,8 @@ def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(
 def test_for_a_day_messages_are_signed_with_the_former_secret_too(receivers) -> None:
     receiver = a_receiver(receivers, sealed="one")
     receiver = receivers.rotate_secret(receiver.id, "default", "two", T0)
-    assert receiver.list_sealed_secrets(T0 + OVERLAP_MS - 1) == ["two", "one"] and receiver.list_sealed_secrets(
-        T0 + OVERLAP_MS
+    assert receiver.list_sealed_secrets(T0 + SECRET_OVERLAP_MS - 1) == ["two", "one"] and receiver.list_sealed_secrets(
+        T0 + SECRET_OVERLAP_MS
     ) == ["two"]
     assert receivers.rotate_secret(receiver.id, "default", "three", T0).list_sealed_secrets(T0) == ["three", "two"]
 

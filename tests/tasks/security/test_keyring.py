@@ -10,7 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from slotkeeper.registry.tenants import OVERLAP_MS, SecretRotation
+from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
+from slotkeeper.registry.tenants import SecretRotation
 from tasks import callbacks
 from tasks.security import keyring
 from tasks.security.keyring import Purpose, derive, webhook_secrets
@@ -70,9 +71,9 @@ def test_a_rotated_secret_overlaps_with_the_one_before_for_a_day_and_no_longer(m
     _set(monkeypatch, SECRET)
     (before,) = webhook_secrets("acme", SecretRotation(), NOW)
     rotated = SecretRotation(1, NOW)
-    after, former = webhook_secrets("acme", rotated, NOW + OVERLAP_MS - 1)
+    after, former = webhook_secrets("acme", rotated, NOW + SECRET_OVERLAP_MS - 1)
     assert former == before != after
-    assert webhook_secrets("acme", rotated, NOW + OVERLAP_MS) == [after]
+    assert webhook_secrets("acme", rotated, NOW + SECRET_OVERLAP_MS) == [after]
 
 
 def test_the_first_secret_has_none_before_it() -> None:

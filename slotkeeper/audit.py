@@ -17,6 +17,7 @@ from sqlalchemy import Select, select
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import storable_text
+from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs.events import add_row, encode_data
 from slotkeeper.jobs.tables import events
 
@@ -125,15 +126,17 @@ def make_entry(
     return AuditEntry(row)
 
 
-def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transaction], T]) -> T:
-    """Run a unit, and write the entry in its transaction if the unit changed something, that is, returned a true value.
+def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transaction], T | SlotkeeperError]) -> T:
+    """Run a unit, and write the entry in its transaction if the unit changed something.
+
+    A unit that changed nothing returns a false value, or a SlotkeeperError to refuse (slotkeeper.db.Write).
 
     Returns what the unit returned.  Raises as `Database.write`.
     """
 
-    def audited(tx: Transaction) -> T:
+    def audited(tx: Transaction) -> T | SlotkeeperError:
         result = unit(tx)
-        if result:
+        if result and not isinstance(result, SlotkeeperError):
             entry.write(tx)
         return result
 
@@ -141,7 +144,10 @@ def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transa
 
 
 def write_entry(database: Database, entry: AuditEntry) -> None:
-    """Write the entry of an action that changes nothing in the database.  Raises DatabaseUnavailable."""
+    """Write the entry of an action that changes nothing in the database, or in several transactions.
+
+    Raises DatabaseUnavailable.
+    """
     database.write(entry.write)
 
 

@@ -183,10 +183,9 @@ class Subscriptions:
                     most=most,
                 )
             tx.connection.execute(insert(receivers), values)
-            entry.write(tx)
             return _get(tx.connection, subscription.id, None)
 
-        return self.database.write(unit)
+        return audit.commit_audited(self.database, entry, unit)
 
     def change(self, subscription_id: str, tenant: str | None, **values: Any) -> Subscription:
         """Change `url`, `types`, `template`, `description` or `max_per_s`, and return the webhook.  Raises NotFound."""

@@ -7,7 +7,7 @@ from sqlalchemy.exc import DBAPIError
 from slotkeeper import audit
 from slotkeeper.audit import Actor, AuditFilter
 from slotkeeper.db import Database
-from slotkeeper.errors import DatabaseUnavailable, NotFound
+from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
 from slotkeeper.outbox.retention import EventRetention
@@ -93,6 +93,15 @@ def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
         with pytest.raises(NotFound):
             Catalog(database).remove_secret("none")
     assert _words(database) == []
+
+
+def test_a_refusal_that_a_unit_returns_writes_no_entry(database):
+    entry = audit.make_entry("model.keep", model="zimg")
+    with pytest.raises(Conflict):
+        audit.commit_audited(database, entry, lambda _tx: Conflict("no"))
+    assert _words(database) == []
+    assert audit.commit_audited(database, entry, lambda _tx: True)
+    assert _words(database) == ["model.keep"]
 
 
 def test_no_secret_stands_in_an_act(database):

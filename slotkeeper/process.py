@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -56,6 +56,7 @@ def tune_garbage_collection() -> None:
     gc.set_threshold(_COLLECT_AFTER)
 
 
+@cache
 def read_boot_id() -> str:
     """Return the kernel's id of this boot of the machine, or "" if it has none (macOS)."""
     try:

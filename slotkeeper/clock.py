@@ -17,19 +17,20 @@ MAX_SKEW_MS = 2_000
 _KEPT = 8  # measurements; the one with the shortest round trip counts
 _SET_MS = 500
 _WARN_EVERY_S = 60.0
-_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boottime_s() -> float:
     """Return seconds of a monotonic clock, which also counts suspensions where the system can."""
-    return time.clock_gettime(_STEADY)
+    return time.clock_gettime(_CLOCK_ID)
 
 
 class Clock:
     """The database's time in ms since the epoch, estimated from measurements."""
 
     def __init__(self) -> None:
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (round trip s, ms ahead of the steady clock)
+        # (round trip s, ms ahead of the monotonic clock)
+        self._measured: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._ahead_ms: float | None = None
         self._warned_at = float("-inf")
 

@@ -9,7 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class DatabaseTimeouts(BaseSettings):
     """Time limits of the database, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
 
-    A write returns or fails within `turn_s + transaction_s + inquiry_s`, whatever the database does.
+    On PostgreSQL, a write returns or fails within `turn_s + transaction_s + inquiry_s`.  On SQLite, the wait for the
+    disk has no limit.
     """
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_DATABASE_", extra="ignore", frozen=True)

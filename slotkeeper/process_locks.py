@@ -1,4 +1,4 @@
-"""File locks by which other processes of this machine prove that a worker has died.
+"""File locks that prove to other processes of this machine that a worker has died.
 
 A worker locks a file and writes the file's inode and the id of the kernel's boot into it.  A process that finds this
 text in that inode, under that kernel, and gets the lock, has proof that the worker's process has ended: no thread of it

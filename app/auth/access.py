@@ -72,11 +72,11 @@ class Keys:
         self._known: dict[str, tuple[float, Tenant | None]] = {}
 
     def tenant(self, key: str) -> Tenant | None:
-        """Whose key it is; None: nobody's.  Raises DatabaseUnavailable."""
+        """Return the tenant of a key, or None.  Raises DatabaseUnavailable."""
         return self.of_hashed(hash_key(key))
 
     def of_hashed(self, hashed: str) -> Tenant | None:
-        """Whose key has this hash; None: nobody's.  Raises DatabaseUnavailable."""
+        """Return the tenant whose key has this hash, or None.  Raises DatabaseUnavailable."""
         now = self._clock()
         known = self._known.get(hashed)
         if known is not None and now < known[0]:

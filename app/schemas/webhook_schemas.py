@@ -280,18 +280,20 @@ class CallbacksReplayView(ResponseSchema):
     sent: int = Field(description="How many are sent once more.")
 
 
-def webhook_status(it: Subscription, waiting: int, now_ms: int) -> dict[str, Any]:
-    """How a receiver does at this moment: what ReceiverView is given."""
+def webhook_status(subscription: Subscription, waiting: int, now_ms: int) -> dict[str, Any]:
+    """Return the current state of a webhook, as WebhookView shows it."""
+    overlaps = len(subscription.list_sealed_secrets(now_ms)) > 1
     return {
         "waiting": waiting,
-        "next_try_at": iso_time(it.open_until_ms) if it.open_until_ms > now_ms else None,
-        "former_until": iso_time(it.former_until_ms) if len(it.list_sealed_secrets(now_ms)) > 1 else None,
+        "next_try_at": iso_time(subscription.open_until_ms) if subscription.open_until_ms > now_ms else None,
+        "former_until": iso_time(subscription.former_until_ms) if overlaps else None,
     }
 
 
-def delivery_view(it: DeliveryAttempt, *, shows_inside: bool) -> dict[str, Any]:
-    """TryView."""
-    return DeliveryView.build(it, answer=it.answer if shows_inside or not it.inside else None)
+def delivery_view(delivery: DeliveryAttempt, *, shows_inside: bool) -> dict[str, Any]:
+    """Return a delivery attempt as DeliveryView; a response from the operator's network only if `shows_inside`."""
+    answer = delivery.answer if shows_inside or not delivery.inside else None
+    return DeliveryView.build(delivery, answer=answer)
 
 
 def event_id_of(message: str) -> int:

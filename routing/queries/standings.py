@@ -38,8 +38,8 @@ def count_pending_webhooks(database: Database, now_ms: int) -> PendingWebhooks:
 
 
 def count_quarantined_slots(database: Database) -> Counter[tuple[str, str]]:
-    """(model, reason) -> how many slots are withheld.  Raises DatabaseUnavailable."""
-    return Counter((it.model, it.reason) for it in quarantine.list_all(database))
+    """Return (model, reason) -> number of quarantined slots.  Raises DatabaseUnavailable."""
+    return Counter((slot.model, slot.reason) for slot in quarantine.list_all(database))
 
 
 def count_model_work(database: Database, model: str, *, known: bool) -> tuple[int, int]:

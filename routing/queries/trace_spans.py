@@ -58,7 +58,7 @@ def webhook_spans(trail: JobTimeline) -> list[TraceSpan]:
     """That its callback URL was told, once for each end."""
     if not _is_wanted(trail):
         return []
-    return [_of_webhook(trail, it) for it in trail.deliveries]
+    return [_of_webhook(trail, delivery) for delivery in trail.deliveries]
 
 
 def webhook(message_id: str) -> str:

@@ -88,7 +88,7 @@ class Database:
     def read(self, *, unbounded: bool = False) -> Iterator[Connection]:
         """Yield a connection on which each statement sees the newest commit.  Raises DatabaseUnavailable.
 
-        unbounded: no time limit, for background work and for reads of all jobs.
+        unbounded: only `DatabaseTimeouts.statement_s`, for background work and for reads of all jobs.
         """
         with self._connect(self._reader, math.inf if unbounded else self.limits.read_s) as connection:
             yield connection

@@ -6,14 +6,15 @@
 
     commit     The leader runs the units of all waiting writes in one transaction and commits it.  Then it hands the
                lead to the first write that waits, so that the next transaction begins while this one's disk is awaited.
-    disk       On SQLite, a commit is visible before it is durable.  A thread returns after the disk has the commit.
+    disk       On SQLite, a commit is visible before it is durable.  If a write of the group is durable, the threads of
+               the group return after the disk has the commit.
     failure    If a unit raises, nothing is stored: the units are then committed one by one, the failed one last.
     lost       If the answer to COMMIT is lost, `commit_outcome` finds out on a new connection whether it was stored:
                then each caller gets its result, DatabaseUnavailable ("nothing was stored"), or CommitUnknown.
 
 A thread that is alone leads itself and loses no time.  An event loop, which must not wait, calls `try_commit_all`, and
-leaves the rest to a thread: `commit_all` if nothing was committed, else `sync`.  Every step has a time limit
-(config.DatabaseTimeouts).
+leaves the rest to a thread: `commit_all` if nothing was committed, else `sync`.  Every step but the wait for the disk
+has a time limit (config.DatabaseTimeouts).
 """
 
 import threading
@@ -86,7 +87,8 @@ class Write(NamedTuple, Generic[T]):
     connection.  To refuse before it has written anything, it returns a SlotkeeperError instead of raising it; the
     other units are then not affected.
     durable: False if nothing was promised to a client: on SQLite a power cut may take the write back (the end of a
-    process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms.
+    process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
+    group is durable.
     size: characters that are written, if many.
     """
 
@@ -147,7 +149,7 @@ class GroupCommit:
         self._lock = threading.Lock()
         self._waiting: list[_Entry[Any]] = []
         self._has_leader = False
-        self._must_reconnect = False
+        self._commit_was_lost = False
 
     def commit_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
         """Commit writes, in one transaction if none fails, and return the result or the error of each."""
@@ -170,7 +172,7 @@ class GroupCommit:
         After a COMMIT failed here, as on a full disk, nothing is tried until `commit_all` has succeeded.
         """
         size = sum(write.size for write in writes)
-        if not self._writer.is_quick or self._must_reconnect or size > _MAX_LOOP_CHARS:
+        if not self._writer.is_quick or self._commit_was_lost or size > _MAX_LOOP_CHARS:
             return None
         with self._lock:
             if self._has_leader:
@@ -200,7 +202,7 @@ class GroupCommit:
         except _CommitLost as lost:
             if lost.interrupt is not None:
                 raise lost.interrupt from lost
-            self._must_reconnect = True
+            self._commit_was_lost = True
             return [commit_unknown(lost.reason) for _ in writes]  # To find out its outcome may take seconds.
         except Exception:
             return None
@@ -214,14 +216,17 @@ class GroupCommit:
         return entry.result_or_error()
 
     def _wait_until_done(self, entry: _Entry[Any]) -> None:
-        """Wait until an entry is done, or lead.  Raises DatabaseUnavailable if the wait is too long."""
+        """Wait until an entry is done, or lead.  Raises DatabaseUnavailable, CommitUnknown if the wait is too long."""
         if not entry.leads and not entry.wait(self._limits.turn_s):
             self._withdraw(entry)
         if not entry.done:
             self._lead()
 
     def _withdraw(self, entry: _Entry[Any]) -> None:
-        """Withdraw an entry whose turn is late.  Raises DatabaseUnavailable, unless its transaction has just begun."""
+        """Withdraw an entry whose turn is late.  Raises DatabaseUnavailable, unless its transaction has just begun.
+
+        Then it waits for the end of the transaction.  Raises CommitUnknown if that takes too long.
+        """
         with self._lock:
             if entry in self._waiting and not entry.leads:
                 self._waiting.remove(entry)
@@ -315,7 +320,7 @@ class GroupCommit:
             for entry in group:
                 entry.fail(error)
         else:
-            self._must_reconnect = False
+            self._commit_was_lost = False
             _succeed(group, results or [])
         return results is not None
 

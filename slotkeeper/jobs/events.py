@@ -29,9 +29,9 @@ EVENT_TYPES: dict[State, str] = {
 _EVENTS = BulkInsert(events, is_witness=True)
 TRANSITION_TYPES = frozenset(EVENT_TYPES.values())
 _NO_SUBJECT: dict[str, Any] = dict.fromkeys(("model", "tenant", "priority", "server", "actor"))
-_IS_TRANSITION = events.c.actor.is_(None)
+_NOT_IN_AUDIT_LOG = events.c.actor.is_(None)
 _OF_JOB = CompiledStatement(
-    select(events).where(events.c.job_id == bindparam("job_id"), _IS_TRANSITION).order_by(events.c.id)
+    select(events).where(events.c.job_id == bindparam("job_id"), _NOT_IN_AUDIT_LOG).order_by(events.c.id)
 )
 
 
@@ -85,6 +85,6 @@ def encode_data(data: dict[str, Any]) -> str:
 
 
 def list_of_job(connection: Connection, job_id: str) -> list[Event]:
-    """Return all transitions of a job, oldest first."""
+    """Return the events of a job without the entries of the audit log, oldest first."""
     rows = _OF_JOB.fetch_all(connection, {"job_id": job_id})
     return [Event(r.id, r.job_id, r.type, r.at_ms, r.attempt, orjson.loads(r.data)) for r in rows]

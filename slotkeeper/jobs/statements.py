@@ -58,7 +58,7 @@ QUEUED_JOB_COLUMNS = (
     jobs.c.constraints.label("constraints"),
 )
 REQUEUING_STATES = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
-"""Where a run ends without a result.  A job whose cancellation was requested does not go there."""
+"""Where a job may run again.  After a run, a job whose cancellation was requested gets none of these states."""
 
 _MOVED_COLUMNS = (
     *QUEUED_JOB_COLUMNS,

@@ -372,7 +372,7 @@ class JobStore:
     def list_resumable(self) -> list[tuple[QueuedJob, str]]:
         """Return the queued jobs whose servers may still run them, each with the slot in which it is resumed.
 
-        Reads all queued jobs: for a rebuild, not for a sweep.
+        Reads only the index of these jobs.
         """
         with self.database.read() as connection:
             return [(_queued_job(row), row.slot) for row in statements.RESUMABLE.fetch_all(connection, {})]

@@ -103,7 +103,7 @@ events = Table(
     Column("tenant", Text),
     Column("priority", Integer),
     Column("server", Text),
-    Column("actor", Text),  # of an entry of the audit log; null: a transition
+    Column("actor", Text),  # of an entry of the audit log; null: any other event
     Index("ix_events_acts", "id", sqlite_where=_IS_ACT, postgresql_where=_IS_ACT),
     sqlite_autoincrement=True,
 )

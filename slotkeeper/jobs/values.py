@@ -33,7 +33,7 @@ class NewJob:
     idempotency_key: str | None = None
     fingerprint: str = ""  # hash of the request, compared when the key is used again
     source: str = "rest"
-    envelope: str | None = None  # JSON: what follows the job's end in Celery (links, chord, chain)
+    envelope: str | None = None  # JSON: Celery's links, chord and chain, which continue after the job's end
     constraints: str = ""  # in routing's canonical text; empty: any server
     traceparent: str | None = None  # of the client's trace
     batch: str | None = None  # name of the batch; None: it was submitted alone

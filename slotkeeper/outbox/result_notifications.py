@@ -73,6 +73,6 @@ class ResultNotifications:
             return connection.execute(query).first() is not None
 
     def delete(self, ids: Sequence[str]) -> None:
-        """Delete notifications that were sent.  Relaxed: after a power cut they are sent again."""
+        """Delete notifications that were sent.  Not durable: after a power cut they are sent again."""
         sent = delete(result_notifications).where(result_notifications.c.id.in_(ids))
         self.database.write(lambda tx: tx.connection.execute(sent), durable=False)

@@ -69,7 +69,7 @@ class SinkCursors:
         """
         where = self._is_held_by(sink, holder) & (relays.c.position == before)
         moved = update(relays).where(where).values(position=after, until_ms=until)
-        # Relaxed: after a power cut some events are published again.
+        # Not durable: after a power cut some events are published again.
         return self.database.write(lambda tx: tx.connection.execute(moved).rowcount == 1, durable=False)
 
     def release(self, sink: str, holder: str) -> None:

@@ -106,7 +106,7 @@ class OomTolerantRedis(Redis):
 
 
 def connect(url: str, timeout_s: float) -> Redis:
-    """Return a client that never sends a command twice.
+    """Return a client that never repeats a command that Redis may have run.
 
     redis-py retries by default, and a script that was only slow would run again and again.
     Raises UnsuitableRedis if this is not the URL of a single Redis.

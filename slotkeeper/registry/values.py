@@ -7,7 +7,10 @@ from typing import Any
 
 
 class AdminState(StrEnum):
-    """The state of a server, a model or a tenant; only ONLINE lets new runs start."""
+    """The state of a server, a model or a tenant.
+
+    A server starts new runs only if it is ONLINE.  For models and tenants, see STOPPED_STATES and CLOSED_STATES.
+    """
 
     ONLINE = "online"
     PAUSED = "paused"

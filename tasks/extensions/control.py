@@ -51,7 +51,7 @@ class Cancels:
                 log.error("revoke_failed", job_id=job_id, error=repr(error))
 
     def _cancel(self, job_id: str) -> None:
-        """Cancel it as soon as the record answers.  Raises DatabaseUnavailable if that stays away."""
+        """Cancel the job as soon as the database answers.  Raises DatabaseUnavailable after `_TRIES` tries."""
         for _ in range(_TRIES):
             try:
                 cancel_job(job_id)

@@ -194,7 +194,7 @@ def relays(database: Database, settings: EventSettings, holder: str = "") -> lis
 
 
 def lags() -> list[SinkLag]:
-    """How far each sink is behind the record.  Raises DatabaseUnavailable."""
+    """Return how far each sink is behind.  Raises DatabaseUnavailable."""
     return SinkCursors(services.database()).list_lags(EventSettings().sinks, now_ms())
 
 

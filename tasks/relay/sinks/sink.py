@@ -39,7 +39,10 @@ class Sink(Protocol):
         """So many of the newest events: what is older when it is begun with is of no use to it; None: all."""
 
     def resume_after(self, position: int) -> int:
-        """Behind which event to go on, where by the record all up to `position` are there.  Raises SinkUnavailable."""
+        """Return the event after which to continue; by the database, the sink has all up to `position`.
+
+        Raises SinkUnavailable.
+        """
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """Answers when the sink itself keeps all of them, each behind those before it of its key.

@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "an internal receiver's answer is shown to tenants",
         "app.schemas.webhook_schemas:delivery_view",
-        always("shows_inside or not it.inside"),
+        always("shows_inside or not delivery.inside"),
         kills=["test_what_answers_inside_is_quoted_to_administrators_alone"],
         breaks="SSRF",
         still="test_a_template_gives_the_body_its_form",

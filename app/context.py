@@ -8,8 +8,6 @@ from flask import Flask, Request, current_app, request
 from app.config import AppSettings
 from app.readiness import Readiness
 from routing.dispatch.dispatcher import Dispatcher
-from routing.queries.estimates import Estimates
-from routing.queries.positions import QueuePositions
 
 _EXTENSION = "slotkeeper"
 
@@ -20,8 +18,6 @@ class Context:
 
     dispatcher: Dispatcher
     settings: AppSettings
-    places: QueuePositions
-    estimates: Estimates
     readiness: Readiness
 
 

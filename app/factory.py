@@ -35,7 +35,6 @@ from app.context import Context
 from app.page import login, screens
 from app.readiness import PROBES, Readiness
 from app.schemas import job_schemas, tenant_schemas, webhook_schemas
-from routing.queries.positions import QueuePositions
 from slotkeeper.registry.tenants import Tenants
 from tasks import services, startup
 
@@ -120,9 +119,7 @@ def configure(app: Flask, settings: AppSettings) -> None:
     dispatcher = services.dispatcher()
     app.extensions["slotkeeper_version"] = _version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    estimates = services.estimates()
-    places = QueuePositions(dispatcher.catalog, dispatcher.queues, estimates)
-    context.set_context(app.extensions, Context(dispatcher, settings, places, estimates, Readiness(PROBES)))
+    context.set_context(app.extensions, Context(dispatcher, settings, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
         dispatcher, services.scripts(), services.processes(), services.tallies()
     )

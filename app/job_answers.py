@@ -8,8 +8,7 @@ from pydantic import Field
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time
 from routing.admission.constraints import decode_constraints
 from routing.queries import attempts, explain
-from routing.queries.interval import Estimate
-from routing.queries.positions import QueuePosition
+from routing.queries.positions import QueuePosition, StartEstimate
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import AcceptedJob, Job
@@ -18,10 +17,9 @@ from slotkeeper.urls import mask_url
 
 Outlook = Literal["starting", "waiting", "later", "unknown"]
 
-_BETWEEN: Any = Field(description="Earliest and latest start, seconds from now; it holds for nine jobs of ten.")
 _ESTIMATE: Any = Field(
-    description="Seconds from now, from the latest runs of its model; null: not known, or it cannot start as things "
-    "stand."
+    description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
+    "slots of its model.  null: no run was measured, or it cannot start as things stand."
 )
 _OUTLOOK: Any = Field(
     description="What comes next: `starting`: it has a slot and is being started; `waiting`: in line, at `position`; "
@@ -39,12 +37,9 @@ def seconds(ms: int) -> float:
     return round(ms / 1000, 1)
 
 
-def start_estimate(estimate: Estimate | None) -> dict[str, Any]:
-    """When a job should start, seconds from now; the interval holds for nine jobs of ten."""
-    return {
-        "estimated_start_s": estimate and seconds(estimate.mid_ms),
-        "estimated_start_between_s": estimate and [seconds(estimate.low_ms), seconds(estimate.high_ms)],
-    }
+def estimated_start_s(estimate: StartEstimate | None) -> float | None:
+    """When a job should start, seconds from now."""
+    return None if estimate is None else seconds(estimate.start_ms)
 
 
 def next_step(state: State, where: QueuePosition) -> str | None:
@@ -62,7 +57,11 @@ def next_step(state: State, where: QueuePosition) -> str | None:
 
 def queue_position(state: State, where: QueuePosition) -> dict[str, Any]:
     """Where a job stands, and when it should start."""
-    return {"next_step": next_step(state, where), "position": where.position, **start_estimate(where.estimate)}
+    return {
+        "next_step": next_step(state, where),
+        "position": where.position,
+        "estimated_start_s": estimated_start_s(where.estimate),
+    }
 
 
 def job_error(it: Job) -> dict[str, Any] | None:
@@ -89,7 +88,6 @@ class SubmitReceipt(ResponseSchema, source=AcceptedJob):
     position: Annotated[int | None, PROVIDED] = _POSITION
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
     notice: Annotated[str | None, PROVIDED] = _NOTICE
     links: Annotated[dict[str, str], PROVIDED]
 
@@ -156,7 +154,6 @@ class JobDetail(JobView):
     next_step: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
     position: Annotated[int | None, PROVIDED] = _POSITION
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
     # It is handed on as the text that it is.
     result: Annotated[Any, From(lambda it: None if it.result is None else orjson.Fragment(it.result))]
 
@@ -168,6 +165,21 @@ class BlockerView(ResponseSchema, source=explain.Blocker):
     sentence: str
     subject: str | None = Field(description="The server, model or tenant that it is about.")
     until: Time | None = Field(description="When it may be over.")
+
+
+class EstimateBasis(ResponseSchema, source=StartEstimate):
+    """What an estimated start was computed from."""
+
+    jobs_before: int = Field(description="Jobs of its model that come before it.")
+    mean_run_s: Annotated[float, From(lambda estimate: seconds(estimate.run_ms))] = Field(
+        description="Mean slot time of its model's latest runs."
+    )
+    slots: int = Field(description="Slots of its model.")
+
+
+def estimate_basis(estimate: StartEstimate | None) -> dict[str, Any] | None:
+    """Return what an estimate was computed from; None: nothing was computed."""
+    return None if estimate is None or estimate.run_ms is None else EstimateBasis.build(estimate)
 
 
 class ExplanationView(ResponseSchema, source=explain.Explanation):
@@ -189,7 +201,9 @@ class ExplanationView(ResponseSchema, source=explain.Explanation):
         dict[str, str | None], From(lambda it: {name: why or None for name, why in it.servers.items()})
     ] = Field(description="Each server of its model, and what keeps it from taking this job now; null: nothing does.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
-    estimated_start_between_s: Annotated[list[float] | None, PROVIDED] = _BETWEEN
+    estimate_basis: Annotated[EstimateBasis | None, PROVIDED] = Field(
+        description="null: the job has a slot, or there is no estimate."
+    )
 
 
 class JobList(ResponseSchema):

@@ -8,8 +8,6 @@ from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import task_runs
 from routing.progress import ProgressCommands
-from routing.queries.estimates import Estimates
-from routing.queries.forecasts import Forecasts
 from routing.queries.process_counters import ProcessCounters
 from routing.queries.process_list import ProcessList
 from routing.queue.leases import Leases
@@ -31,14 +29,11 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
-from tasks.aside import BackgroundTask
 from tasks.config import TaskSettings
 from tasks.security.url_guard import check_url, parse_networks
 
 if TYPE_CHECKING:
     from tasks.results import ResultNotifier
-
-_TOGETHER_S = 0.02  # Promises of so long a time are remembered together; most jobs that wait start later.
 
 
 @singleton
@@ -114,13 +109,6 @@ def catalog_cache() -> CatalogCache:
 
 
 @singleton
-def estimates() -> Estimates:
-    forecasts = Forecasts(scripts())
-    forecasts.remember_by(BackgroundTask("promises", forecasts.remember, _TOGETHER_S).request)
-    return Estimates(catalog_cache(), forecasts)
-
-
-@singleton
 def store() -> JobStore:
     return JobStore(database(), StorageSettings().idempotency_window_s)
 
@@ -145,8 +133,7 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
-        admission=Admission(queues, catalog_cache(), estimates(), settings, tallies().count_refusal),
-        observer=estimates(),
+        admission=Admission(queues, catalog_cache(), settings, tallies().count_refusal),
         settings=settings,
         announcer=CeleryNotifier(store(), result_notifier()),
         check_url=lambda url: check_url(url, allow),

@@ -6,7 +6,7 @@ from flask import request
 
 from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
-from app.context import context, dispatcher
+from app.context import dispatcher
 from app.deferred import WaitForJob, defer
 from app.job_answers import (
     AttemptList,
@@ -16,15 +16,16 @@ from app.job_answers import (
     JobDetail,
     JobList,
     JobView,
+    estimate_basis,
+    estimated_start_s,
     queue_position,
-    start_estimate,
 )
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import job_list, short_ids
 from routing.queries.attempts import attempts
 from routing.queries.explain import explain_job_state
-from routing.queries.positions import QueuePosition
+from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -99,8 +100,14 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
-    found = explain_job_state(dispatcher(), context().estimates, job)
-    return ExplanationView.build(found, job_id=job.id, status=job.state, **start_estimate(found.estimate))
+    found = explain_job_state(dispatcher(), job)
+    return ExplanationView.build(
+        found,
+        job_id=job.id,
+        status=job.state,
+        estimated_start_s=estimated_start_s(found.estimate),
+        estimate_basis=estimate_basis(found.estimate),
+    )
 
 
 def visible_job(job_id: str) -> Job:
@@ -129,4 +136,4 @@ def _whole_id(short: str, whose: str | None) -> str | None:
 def _place(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
         return QueuePosition()
-    return context().places.of_job(job.queued)
+    return read_position(dispatcher(), job.queued)

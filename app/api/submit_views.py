@@ -15,8 +15,9 @@ from app.job_answers import SubmitReceipt as ReceiptView
 from app.schemas.cursors import batch_filter
 from app.schemas.job_schemas import BatchNameQuery, SubmitBody
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
-from routing.dispatch.dispatcher import Receipt
-from routing.queries.positions import QueuePosition, QueuePositions
+from routing.dispatch.dispatcher import Dispatcher, Receipt
+from routing.queries import positions
+from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
@@ -48,7 +49,7 @@ def submit(body: SubmitBody) -> Answer:
     wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))
     (receipt,) = found.dispatcher.submit([wanted], whose)
     accepted = receipt.accepted
-    where, links = queue_position(accepted.state, _place(receipt, found.places)), _links(accepted.id)
+    where, links = queue_position(accepted.state, _position_of(found.dispatcher, receipt)), _links(accepted.id)
     answer = ReceiptView.build(accepted, **where, notice=receipt.notice, links=links)
     return answer, 202, {"Location": links["self"]}
 
@@ -129,14 +130,12 @@ def _batch_of(receipt: Receipt) -> str | None:
     return None if known is None else known.batch
 
 
-def _place(receipt: Receipt, places: QueuePositions) -> QueuePosition:
+def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
     if receipt.accepted.state is not State.QUEUED:
         return QueuePosition()
-    return (
-        places.of_new_job(receipt.job, receipt.position)
-        if receipt.accepted.enters_queue
-        else places.of_job(receipt.job)
-    )
+    if receipt.accepted.enters_queue:
+        return positions.queue_position(dispatcher, receipt.job, receipt.position)
+    return positions.read_position(dispatcher, receipt.job)
 
 
 def _links(job_id: str) -> dict[str, str]:

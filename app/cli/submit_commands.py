@@ -196,11 +196,18 @@ def _print_submitted(job: Job) -> None:
 
 
 def start_of(job: Job) -> str:
-    """Return when a job should start, as words; "": unknown, or within seconds."""
-    between = job.get("estimated_start_between_s")
-    if not between or job.get("next_step") == "starting":
+    """Return when a job should start, as words; "": unknown, or at once."""
+    if not job.get("estimated_start_s") or job.get("next_step") == "starting":
         return ""
-    return f"starts in about {job['estimated_start_s']:g} s ({between[0]:g} to {between[1]:g})"
+    return f"starts in about {job['estimated_start_s']:g} s"
+
+
+def _basis_of(found: Mapping[str, Any]) -> str:
+    """Return what the estimated start was computed from, as words."""
+    basis = found.get("estimate_basis")
+    if not basis:
+        return ""
+    return f": {basis['jobs_before']} before it, {basis['mean_run_s']:g} s a run, {basis['slots']} slots"
 
 
 @click.command("submit-file")
@@ -418,7 +425,7 @@ def explain(job_id: str, as_json: bool) -> None:
         return
     echo(escape_line(found["sentence"]))
     if start := start_of(found):
-        echo(f"The job {start}.")
+        echo(f"The job {start}{_basis_of(found)}.")
     before = ", ".join(found["before"]) or None
     print_fields(
         {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}

@@ -1,14 +1,12 @@
-"""The page of one model: its queue, its estimates and its configuration."""
+"""The page of one model: its queue, its servers and its configuration."""
 
-from contextlib import suppress
 from typing import Any
 
 from flask import redirect
-from redis.exceptions import RedisError
 
 from app.api import model_views as models_api
 from app.api import server_views as servers_api
-from app.context import context, dispatcher
+from app.context import dispatcher
 from app.page import plots
 from app.page.login import page_view
 from app.page.overview_pages import last_hour
@@ -19,8 +17,6 @@ from routing.queries import model_overview as at_a_glance
 from routing.queries.explain import explain_job_state
 from routing.queries.lanes import read_lanes
 from slotkeeper.clock import now_ms
-
-_SIZES = ("within the first round of all slots", "within eight rounds", "later")
 
 
 @page_view("/page/models/<path:model>", admin=True)
@@ -42,7 +38,6 @@ def model(model: str) -> Any:
         lanes=lanes,
         all_of_them=all_of_them,
         next=_next(lanes[0].first.id) if lanes else None,
-        truths=_truths(known),
         config=models_api.get_config(path),
     )
 
@@ -56,11 +51,4 @@ def change_model(model: str) -> Any:
 def _next(job_id: str) -> Any:
     """Explain why the next job has not started; None: it has been deleted."""
     job = dispatcher().store.get(job_id)
-    return job and explain_job_state(dispatcher(), context().estimates, job)
-
-
-def _truths(known: Any) -> list[Any]:
-    found: list[Any] = []
-    with suppress(RedisError):
-        found = dispatcher().queues.call_if_available(lambda: context().estimates.truths(known))
-    return [(words, truth) for words, truth in zip(_SIZES, found, strict=False) if truth is not None]
+    return job and explain_job_state(dispatcher(), job)

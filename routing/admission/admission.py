@@ -6,7 +6,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.admission import gates
-from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Outlook, Phase, RedisCheck
+from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
@@ -26,13 +26,12 @@ class Admission:
         self,
         queues: Queues,
         catalog: CatalogCache,
-        outlook: Outlook,
         settings: RoutingSettings,
         refused: Callable[[str, int], object] = lambda gate, jobs: None,
     ) -> None:
         self._queues = queues
         self._on_refusal = refused
-        self._known = LimitContext(catalog, queues, outlook, settings)
+        self._known = LimitContext(catalog, queues, settings)
 
     def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
         """Check whether all of these jobs can be accepted now.  At most two round trips to Redis.

@@ -24,6 +24,12 @@ class Position:
     run_ms: int | None
     offered: bool = False
 
+    def estimated_wait_ms(self, slots: int) -> int | None:
+        """Return (jobs ahead + 1) × mean slot time / slots; None: no run was measured, or there is no slot."""
+        if self.run_ms is None or slots <= 0:
+            return None
+        return round((self.ahead + 1) * self.run_ms / slots)
+
 
 OFFERED = Position(0, None, offered=True)
 
@@ -124,11 +130,6 @@ def job_status(queues: Queues, fleet: str, job: QueuedJob) -> JobStatus:
     """What a job waits for."""
     (found,) = queues.run_all([job_status_command(queues, fleet, job)])
     return found
-
-
-def position(queues: Queues, fleet: str, job: QueuedJob) -> Position | None:
-    """Where it waits; None: not in the room, or Redis is away."""
-    return None if queues.away else job_status(queues, fleet, job).position
 
 
 def enqueue_new(queues: Queues, fleet: str, job: QueuedJob) -> tuple[list[Offer], Position]:

@@ -20,7 +20,6 @@ from routing.admission.questions import Position, enqueue_new
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
 from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Leases
-from routing.queue.observer import Observer
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
 from slotkeeper import audit
@@ -84,7 +83,6 @@ class Dispatcher:
         leases: Leases,
         slots: Slots,
         admission: Admission,
-        observer: Observer,
         settings: RoutingSettings,
         announcer: Notifier,
         check_url: UrlCheck,
@@ -95,7 +93,6 @@ class Dispatcher:
         self.leases = leases
         self.slots = slots
         self.admission = admission
-        self.observer = observer
         self.settings = settings
         self._announcer = announcer
         self._check_url = check_url
@@ -261,7 +258,6 @@ class Dispatcher:
             fleet = self.catalog.resolve(job.model).fleet
             if self.queues.withdraw(fleet, job) == "freed":
                 self.publish_offers(self.queues.offer(fleet))
-            self.observer.withdrawn(fleet, job.model, [job.id])
         except RedisError as error:
             log.warning("withdraw_postponed", job_id=job.id, error=str(error))
 
@@ -275,7 +271,6 @@ class Dispatcher:
                 fleet = self.catalog.resolve(model).fleet
                 if "freed" in self.queues.withdraw_all(fleet, its):
                     self.publish_offers(self.queues.offer_all(fleet))
-                self.observer.withdrawn(fleet, model, [job.id for job in its])
             except (RedisError, UnknownModel) as error:
                 log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
 

@@ -109,7 +109,7 @@ class RunSteps:
             catalog.endpoint(offer.server, offer.model),
         )
         run = await self._io.commit(write)
-        return None if run is None else self._started(ActiveRun(run, lease))
+        return None if run is None else ActiveRun(run, lease)
 
     async def find_stored_start(self, lease: Lease) -> ActiveRun | None:
         """Return the run that the database has under this lease; None: the job is gone.
@@ -120,14 +120,7 @@ class RunSteps:
         if job is not None and job.state is State.QUEUED:
             raise SlotkeeperError("The start was not stored.")
         active = None if job is None else active_run_of(self._dispatcher, job)
-        return self._started(active) if active is not None and active.lease.stored_text == lease.stored_text else None
-
-    def _started(self, active: ActiveRun) -> ActiveRun:
-        """Tell the observer of a first start."""
-        run = active.run
-        if run.attempt == 1:
-            self._dispatcher.observer.started(active.lease.fleet, run.job.model, run.job.id, run.started_ms)
-        return active
+        return active if active is not None and active.lease.stored_text == lease.stored_text else None
 
     # -- end -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,6 @@ def forget_model(dispatcher: Dispatcher, it: Removal) -> None:
     """Remove from Redis what concerns a model that was removed."""
     try:
         catalog = dispatcher.catalog.refresh()
-        dispatcher.observer.removed(it.fleet, it.name)
         if it.fleet in catalog.fleets():
             refresh_fleet(dispatcher, it.fleet)
         else:

@@ -157,8 +157,7 @@ def remove_unknown(scripts: Scripts, fleets: Sequence[str]) -> list[str]:
     holding = scripts.existing("leases", gone)
     empty = [fleet for fleet in gone if fleet not in holding]
     for fleet in empty:
-        for pattern in keys.fleet_patterns(fleet):
-            for key in redis.scan_iter(pattern, count=1000):
-                redis.unlink(key)
+        for key in redis.scan_iter(keys.fleet_pattern(fleet), count=1000):
+            redis.unlink(key)
         redis.srem(keys.known_fleets(), fleet)
     return empty

@@ -16,9 +16,8 @@ from routing.admission.questions import JobStatus, Position
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots
 from routing.queries import server_status
-from routing.queries.estimates import Estimates
-from routing.queries.interval import SOON, Estimate
 from routing.queries.overtaking import longest_overtaking_s
+from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus
 from slotkeeper.jobs.quarantine import QuarantinedSlot
@@ -33,7 +32,7 @@ _FAILED = {
     "rate": "failed most of its latest runs",
     "probe": "failed the trial run after its breaker was open",
 }
-# What passes by itself, so that a start can be foretold.
+# What passes by itself, so that a start can be estimated.
 _IN_LINE = {"turn", "slots_busy", "slot_withheld"}
 _MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
 
@@ -63,10 +62,10 @@ class Explanation:
     policy: str | None = None
     longest_overtaking_s: float | None = None
     servers: Mapping[str, str] = field(default_factory=dict)
-    estimate: Estimate | None = None
+    estimate: StartEstimate | None = None
 
 
-def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
+def explain_job_state(dispatcher: Dispatcher, job: Job) -> Explanation:
     """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
     if job.state is State.DELAYED:
         return _delayed(job)
@@ -74,17 +73,17 @@ def explain_job_state(dispatcher: Dispatcher, estimates: Estimates, job: Job) ->
         awaited = _awaited(dispatcher, job)
         return Explanation("  ".join([_outside(job), *(it.sentence for it in awaited)]), awaited)
     with suppress(RedisError):
-        return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, estimates, job))
+        return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, job))
     return _waiting_for(Blocker("redis_away", "Redis does not answer; the job is safe in the database"))
 
 
-def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanation:
+def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
     model = dispatcher.catalog.resolve(job.model)
     facts = questions.job_status(dispatcher.queues, model.fleet, job.queued)
     if facts.place == "offered":
         sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
-        return Explanation(sentence, estimate=SOON)
+        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, questions.OFFERED))
     if facts.place != "waiting":
         sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
         return _waiting_for(Blocker("not_in_room", sentence))
@@ -100,7 +99,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         found = [_turn(facts)]
     position = Position(facts.ahead, facts.run_ms or None)
     codes = {it.code for it in found}
-    foretold = estimates.of(job.queued, position) if codes <= _IN_LINE and codes & _MOVES else None
+    estimate = estimate_start(catalog, job.queued, position) if codes <= _IN_LINE and codes & _MOVES else None
     return Explanation(
         _sum_up(found),
         tuple(found),
@@ -109,7 +108,7 @@ def _in_room(dispatcher: Dispatcher, estimates: Estimates, job: Job) -> Explanat
         model.config.policy,
         longest_overtaking_s(job.priority, model.config),
         hindrances,
-        foretold,
+        estimate,
     )
 
 

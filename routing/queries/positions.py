@@ -1,75 +1,81 @@
-"""Where a waiting job stands: its position, and when it should start.
+"""A queued job's position, and an estimate of its start.
 
-Both come from Redis, so they are a help and no promise.  While Redis is away they are not known, and nobody waits for
-them.
+The estimate is plain arithmetic: (jobs of its model before it + 1) × mean slot time of the model's latest runs / slots.
+It knows nothing of priorities that come later or of how long single runs take.  Both come from Redis; while Redis does
+not answer they are unknown.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError, TimeoutError
+from redis.exceptions import RedisError
 
-from routing.admission import questions
+from routing.admission import constraints, questions
 from routing.admission.questions import Position
-from routing.queries.estimates import Estimates
-from routing.queries.interval import Estimate
-from routing.queue.queues import Queues
+from routing.dispatch.dispatcher import Dispatcher
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.values import STOPPED_STATES
 
-_PAUSE_S = 1.0
+
+@dataclass(frozen=True, slots=True)
+class StartEstimate:
+    """When a job should start, in ms from now, and what this was computed from; see the module.
+
+    A job that is offered has 0 jobs before it and starts at once; `run_ms` and `slots` are None then.
+    """
+
+    start_ms: int
+    jobs_before: int
+    run_ms: int | None
+    slots: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """`position` 1: next; None: not waiting in line, or not known.  `estimate`: of its start, from now.
+    """Where a job stands.  `position`: 1 is next; None: it does not wait in line, or Redis does not answer.
 
     `offered`: it has a slot and is being started.
     """
 
     position: int | None = None
-    estimate: Estimate | None = None
+    estimate: StartEstimate | None = None
     offered: bool = False
 
 
-class QueuePositions:
-    """Looks places up.  Safe between threads."""
-
-    def __init__(
-        self, fleet: CatalogCache, queues: Queues, estimates: Estimates, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._fleet = fleet
-        self._queues = queues
-        self._estimates = estimates
-        self._clock = clock
-        self._paused_until = 0.0
-
-    def of_job(self, job: QueuedJob) -> QueuePosition:
-        """The place of a queued job; at most two calls to Redis."""
-        return self._unless_away(lambda: self._at(job, self._position(job)))
-
-    def of_new_job(self, job: QueuedJob, position: Position | None) -> QueuePosition:
-        """The place of a job that has come just now, as the room has said it; at most one call to Redis."""
-        return self._unless_away(lambda: self._at(job, position, new=True))
-
-    def _unless_away(self, look: Callable[[], QueuePosition]) -> QueuePosition:
-        now = self._clock()
-        if now < self._paused_until:
-            return QueuePosition()
-        try:
-            return look()
-        except TimeoutError:
-            self._paused_until = now + _PAUSE_S  # It costs its time-out once, not at every request.
-        except RedisError:
-            pass
+def read_position(dispatcher: Dispatcher, job: QueuedJob) -> QueuePosition:
+    """Return where a queued job stands, with one call to Redis; nothing if Redis does not answer."""
+    queues, fleet = dispatcher.queues, dispatcher.catalog.resolve(job.model).fleet
+    try:
+        found = queues.call_if_available(lambda: questions.job_status(queues, fleet, job))
+    except RedisError:
         return QueuePosition()
+    return queue_position(dispatcher, job, found.position)
 
-    def _position(self, job: QueuedJob) -> Position | None:
-        return questions.position(self._queues, self._fleet.resolve(job.model).fleet, job)
 
-    def _at(self, job: QueuedJob, position: Position | None, *, new: bool = False) -> QueuePosition:
-        if position is None:
-            return QueuePosition()
-        estimate = self._estimates.of(job, position, new=new)
-        return QueuePosition(None if position.offered else position.ahead + 1, estimate, position.offered)
+def queue_position(dispatcher: Dispatcher, job: QueuedJob, position: Position | None) -> QueuePosition:
+    """Return where a job stands whose position Redis has just returned; None: it has not answered."""
+    if position is None:
+        return QueuePosition()
+    estimate = estimate_start(dispatcher.catalog.get(), job, position)
+    return QueuePosition(None if position.offered else position.ahead + 1, estimate, position.offered)
+
+
+def estimate_start(catalog: CatalogSnapshot, job: QueuedJob, position: Position) -> StartEstimate | None:
+    """Return when a waiting job should start; None: it cannot as things stand, or no run of its model was measured."""
+    if position.offered:
+        return StartEstimate(0, 0, None, None)
+    slots = _count_usable_slots(catalog, job)
+    wait_ms = position.estimated_wait_ms(slots)
+    return None if wait_ms is None else StartEstimate(wait_ms, position.ahead, position.run_ms, slots)
+
+
+def _count_usable_slots(catalog: CatalogSnapshot, job: QueuedJob) -> int:
+    """Count the slots of the job's model; 0: the model or tenant is stopped, or no online server suits the job."""
+    for owner in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
+        if owner is not None and owner.state in STOPPED_STATES:
+            return 0
+    if job.constraints:
+        suited = constraints.eligible_servers(catalog.servers.values(), job.model, job.constraints)
+        if not any(server.takes_jobs for server in suited):
+            return 0
+    return catalog.count_slots(job.model)

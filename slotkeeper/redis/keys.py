@@ -90,10 +90,10 @@ class Keys:
         """set: the fleets that have had a queue in this Redis."""
         return f"{self._prefix}:{QUEUE_FORMAT}:rooms"
 
-    def fleet_patterns(self, fleet: str) -> list[str]:
-        """Return patterns that match all keys of a fleet, and no others."""
+    def fleet_pattern(self, fleet: str) -> str:
+        """Return a pattern that matches all keys of a fleet, and no others."""
         tag = re.sub(r"([*?\[\]\\])", r"\\\1", f"{{{fleet}}}")
-        return [f"{self._prefix}:{QUEUE_FORMAT}:{tag}:*", f"{self._prefix}:{tag}:forecast:*"]
+        return f"{self._prefix}:{QUEUE_FORMAT}:{tag}:*"
 
     def rate(self, tenant: str) -> str:
         """string: when the tenant's next submit is due by its rate, ms."""
@@ -106,7 +106,3 @@ class Keys:
     def secret(self) -> str:
         """string: fingerprint of the secret that all processes must have."""
         return f"{self._prefix}:secret"
-
-    def forecast(self, fleet: str, model: str) -> str:
-        """hash: estimated starts of waiting jobs, and the errors of earlier estimates; see lua/learn.lua."""
-        return f"{self._prefix}:{{{fleet}}}:forecast:{model}"

@@ -62,7 +62,6 @@ class BackgroundTasks:
     def run(self) -> None:
         """Do what is pending."""
         self._repeat_releases()
-        self._dispatcher.observer.learn()
         if self.is_draining:  # The poller has ended, and slots that become free here are for others.
             self._refresh_workers()
 

@@ -16,7 +16,6 @@ from redis import Redis
 from routing.admission.questions import QuestionScripts
 from routing.maintenance.rooms import RoomScripts
 from routing.progress import SaidScripts
-from routing.queries.forecasts import ForecastScripts
 from routing.queries.process_list import ProcessScripts
 from routing.queries.server_status import ServerScripts
 from routing.queue.leases import LeaseScripts
@@ -127,7 +126,7 @@ def test_a_header_names_the_keys_that_its_script_touches(name):
 DECLARED = (
     *(LeaseScripts, ProcessScripts, QuestionScripts, QueueScripts, RoomScripts, ServerScripts, SlotScripts),
     WorkerScripts,
-    *(SaidScripts, ForecastScripts, StreamScripts),
+    *(SaidScripts, StreamScripts),
 )
 
 

@@ -5,7 +5,7 @@ Celery is replaced by a list of what it would have been told.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -20,9 +20,7 @@ from routing.dispatch.run_steps import OnPostponed
 from routing.maintenance import reconcile
 from routing.maintenance.rooms import depths
 from routing.maintenance.server_report import ServerReport
-from routing.queries.estimates import Estimates
 from routing.queries.explain import explain_job_state
-from routing.queries.forecasts import Forecasts
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -91,15 +89,13 @@ class Stage:
         """Another process, so to say: its own copy of the catalog, the same record."""
         scripts = make_scripts(redis, Keys("test"), FRAGMENTS)
         cache, queues = CatalogCache(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
-        estimates = Estimates(cache, Forecasts(scripts))
         return Dispatcher(
             store=self.store,
             catalog=cache,
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
-            admission=Admission(queues, cache, estimates, SETTINGS),
-            observer=estimates,
+            admission=Admission(queues, cache, SETTINGS),
             settings=SETTINGS,
             announcer=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",
@@ -111,7 +107,7 @@ class Stage:
 
     def explained(self, job_id: str) -> str:
         """Why a job stands where it stands."""
-        return explain_job_state(self.dispatcher, cast(Estimates, self.dispatcher.observer), self.job(job_id)).sentence
+        return explain_job_state(self.dispatcher, self.job(job_id)).sentence
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 

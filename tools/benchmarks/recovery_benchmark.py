@@ -23,8 +23,6 @@ from routing.admission.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import reconcile
-from routing.queries.estimates import Estimates
-from routing.queries.forecasts import Forecasts
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -84,7 +82,6 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
         catalog = Catalog(database)
         catalog.register("zimg", "gpu", "http://127.0.0.1:9/generate", slots, now_ms())
         cache, queues = CatalogCache(catalog, settings.catalog_refresh_s), Queues(scripts, settings)
-        estimates = Estimates(cache, Forecasts(scripts))
         yield (
             Dispatcher(
                 store=JobStore(database),
@@ -92,8 +89,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
-                admission=Admission(queues, cache, estimates, settings),
-                observer=estimates,
+                admission=Admission(queues, cache, settings),
                 settings=settings,
                 announcer=_Nobody(),
                 check_url=lambda url: None,

@@ -1,4 +1,8 @@
-"""A job that can hardly start in time is refused now, instead of expiring later."""
+"""A job whose estimated start is far behind its deadline is refused now, instead of expiring later.
+
+The estimate is rough (see routing/queries/positions.py), so only a job is refused that would have to start in less than
+half of the estimated time.
+"""
 
 from collections.abc import Iterable
 
@@ -25,20 +29,20 @@ def _question(
         position = facts.position
         if position is None or not position.ahead:
             return
-        earliest_ms = known.outlook.earliest_ms(model, position, now_ms)
-        if earliest_ms is not None and earliest_ms > ttl_ms:
-            raise _refusal(index, position.ahead, ttl_ms, earliest_ms)
+        wait_ms = position.estimated_wait_ms(known.catalog.get().count_slots(model.name))
+        if wait_ms is not None and wait_ms > 2 * ttl_ms:
+            raise _refusal(index, position.ahead, ttl_ms, wait_ms)
 
     return RedisCheck(questions.job_status_command(known.queues, model.fleet, as_last, as_last=True), judge)
 
 
-def _refusal(index: int, ahead: int, ttl_ms: int, earliest_ms: int) -> InvalidJob:
+def _refusal(index: int, ahead: int, ttl_ms: int, wait_ms: int) -> InvalidJob:
     refusal = InvalidJob(
         "ttl",
         f"{ahead} jobs come before it, so it probably cannot start within {ttl_ms / 1000:g} s: "
-        f"{earliest_ms / 1000:.1f} s at best; give it a longer ttl, a higher priority, or try later",
+        f"the estimate is {wait_ms / 1000:.1f} s; give it a longer ttl, a higher priority, or try later",
     )
-    refusal.facts.update(index=index, ahead=ahead, earliest_start_s=round(earliest_ms / 1000, 1))
+    refusal.facts.update(index=index, ahead=ahead, estimated_start_s=round(wait_ms / 1000, 1))
     return refusal
 
 

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from routing.admission.questions import Position
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import Tenant
 
 T = TypeVar("T")
@@ -53,20 +51,12 @@ class AdmissionRequest:
         return found
 
 
-class Outlook(Protocol):
-    """Who can say when jobs start."""
-
-    def earliest_ms(self, model: Model, position: Position, now_ms: int) -> int | None:
-        """In how many ms a job there starts if all goes well; None: it is not known."""
-
-
 @dataclass(frozen=True, slots=True)
 class LimitContext:
     """Where a gate finds what it goes by."""
 
     catalog: CatalogCache
     queues: Queues
-    outlook: Outlook
     settings: RoutingSettings
 
 

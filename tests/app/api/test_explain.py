@@ -43,9 +43,8 @@ def test_busy_slots_and_the_jobs_before_it(timed_api: TimedApi) -> None:
     found = api.explain(second)
     assert (found["ahead"], found["before"], found["longest_overtaking_s"]) == (1, [first], None)
     assert found["sentence"] == "It waits: the slot that could run it is taken, and 1 job of its model comes before it."
-    low, high = found["estimated_start_between_s"]
-    assert low < found["estimated_start_s"] < high
-    assert 30 < found["estimated_start_s"] < 300
+    assert found["estimated_start_s"] == 120
+    assert found["estimate_basis"] == {"jobs_before": 1, "mean_run_s": 60, "slots": 1}
 
 
 def test_a_job_behind_others_of_its_model_although_a_slot_is_free(timed_api: TimedApi) -> None:

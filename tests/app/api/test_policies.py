@@ -40,21 +40,19 @@ def test_running_soon(timed_api: TimedApi) -> None:
     api.register()
     receipt = api.submit().json
     assert (receipt["status"], receipt["next_step"], receipt["position"]) == ("queued", "starting", None)
-    assert (receipt["estimated_start_s"], receipt["estimated_start_between_s"]) == (0, [0, 1])
+    assert receipt["estimated_start_s"] == 0
     shown = api.client.get(receipt["links"]["self"]).json
     assert (shown["next_step"], shown["estimated_start_s"]) == ("starting", 0)
 
 
-def test_queued_with_a_position_and_an_interval(timed_api: TimedApi) -> None:
+def test_queued_with_a_position_and_an_estimate(timed_api: TimedApi) -> None:
     api = timed_api
     _measured(api, slots=2)
     for position in range(1, 5):
         receipt = api.submit().json
-        low, high = receipt["estimated_start_between_s"]
         assert (receipt["next_step"], receipt["position"]) == ("waiting", position)
-        assert 0 <= low < receipt["estimated_start_s"] < high
-        assert low < position * 30 < high, "a minute each, on two slots"
-    assert api.client.get(receipt["links"]["explain"]).json["estimated_start_between_s"] == [low, high]
+        assert receipt["estimated_start_s"] == position * 30, "a minute each, on two slots"
+    assert api.client.get(receipt["links"]["explain"]).json["estimated_start_s"] == 120
 
 
 def test_queued_before_any_run_was_measured(timed_api: TimedApi) -> None:
@@ -117,7 +115,7 @@ def test_a_deadline_that_can_hardly_be_met_is_refused_at_once(timed_api: TimedAp
     answer = api.submit(ttl=60)
     assert (answer.status_code, answer.json["code"], answer.json["field"]) == (422, "invalid_job", "ttl")
     assert answer.json["ahead"] == 20
-    assert 60 < answer.json["earliest_start_s"] < 20 * 60
+    assert answer.json["estimated_start_s"] == 21 * 60
     assert "longer ttl" in answer.json["detail"]
     assert api.stored() == before
     assert api.submit(ttl=3600 * 24).status_code == 202

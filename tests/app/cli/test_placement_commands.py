@@ -148,8 +148,8 @@ def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
     [
         ({"next_step": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
         (
-            {"estimated_start_s": 90.0, "estimated_start_between_s": [45.0, 200.5]},
-            "j-1  queued  position 3  starts in about 90 s (45 to 200.5)",
+            {"estimated_start_s": 90.0},
+            "j-1  queued  position 3  starts in about 90 s",
         ),
         ({"status": "delayed", "next_step": "later", "position": None}, "j-1  delayed"),
     ],
@@ -168,13 +168,13 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
         "longest_overtaking_s": 240.0,
         "servers": {"gpu1": "busy", "gpu2": None},
         "estimated_start_s": 120.0,
-        "estimated_start_between_s": [60.0, 300.0],
+        "estimate_basis": {"jobs_before": 1, "mean_run_s": 120.0, "slots": 2},
     }
     answers(api, "GET", "/queue/jobs/j-1/explain", found)
     lines = run("explain", "j-1").stdout.splitlines()
     assert lines[:6] == [
         found["sentence"],
-        "The job starts in about 120 s (60 to 300).",
+        "The job starts in about 120 s: 1 before it, 120 s a run, 2 slots.",
         "jobs ahead   1",
         "just before  01a1-first",
         "policy       aging",

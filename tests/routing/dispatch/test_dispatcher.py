@@ -56,13 +56,17 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
-def test_a_deadline_is_refused_only_if_even_the_earliest_start_is_too_late(stage, monkeypatch):
+def test_a_deadline_is_refused_only_before_half_of_the_estimated_start(stage):
     stage.register()
-    stage.submit_all([stage.a(), stage.a()])
-    monkeypatch.setattr(stage.dispatcher.observer, "earliest_ms", lambda *_: 30 * SECOND)
-    stage.submit(ttl_s=30)
-    with pytest.raises(InvalidJob, match=r"probably cannot start within 29 s: 30.0 s at best"):
-        stage.submit(ttl_s=29)
+    stage.submit()
+    task = stage.start()
+    stage.later(60 * SECOND)
+    stage.settle(task)
+    stage.submit_all([stage.a(), stage.a()])  # One is offered, one waits.
+    stage.submit(ttl_s=60)
+    with pytest.raises(InvalidJob, match=r"probably cannot start within 89 s: the estimate is 180.0 s"):
+        stage.submit(ttl_s=89)
+    stage.submit(ttl_s=90)
 
 
 def test_a_job_that_was_accepted_before_is_not_put_into_the_room_again(stage):

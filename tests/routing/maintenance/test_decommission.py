@@ -48,7 +48,6 @@ def test_of_a_removed_model_nothing_is_left_in_redis(stage):
     for model in ("zimg", "flux", "zimg"):
         stage.submit(model)
     stage.run_all()
-    stage.dispatcher.observer.learn()
     assert _names_in_redis(stage, "zimg")
     upkeep.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert _names_in_redis(stage, "zimg") == []

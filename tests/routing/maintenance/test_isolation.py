@@ -332,7 +332,7 @@ def _redis_is_away(*_: Any) -> NoReturn:
 
 
 def _keys_of(stage: Stage, fleet: str) -> list[bytes]:
-    return [key for pattern in Keys("test").fleet_patterns(fleet) for key in stage.redis.keys(pattern)]
+    return stage.redis.keys(Keys("test").fleet_pattern(fleet))
 
 
 def _forget(stage: Stage, model: str) -> None:

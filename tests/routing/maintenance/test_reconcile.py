@@ -554,7 +554,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
 
 
 def _ahead(stage, job_id: str) -> int | None:
-    position = questions.position(stage.dispatcher.queues, "zimg", _waiting(stage.job(job_id)))
+    position = questions.job_status(stage.dispatcher.queues, "zimg", stage.job(job_id).queued).position
     return position and position.ahead
 
 

@@ -1,70 +1,70 @@
-from types import SimpleNamespace
+"""A queued job's position and estimated start."""
 
 import pytest
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError
 
 from routing.admission import questions
 from routing.admission.questions import Position
-from routing.queries.interval import Estimate
-from routing.queries.positions import QueuePosition, QueuePositions
-from slotkeeper.jobs.values import QueuedJob
+from routing.queries.positions import QueuePosition, StartEstimate, queue_position, read_position
+from tests.support.stage import SECOND, Stage
 
-JOB = QueuedJob("j", 1, "zimg", 5, "default")
-SOON = Estimate(2000, 1000, 4000)
-
-
-class World:
-    """What places look at."""
-
-    def __init__(self) -> None:
-        self.now, self.looks, self.position = 0.0, 0, Position(3, 500)
-        fleet = SimpleNamespace(resolve=lambda name: SimpleNamespace(fleet=name))
-        estimates = SimpleNamespace(of=lambda job, position, new: SOON)
-        self.places = QueuePositions(fleet, SimpleNamespace(), estimates, lambda: self.now)
-
-    def look(self, queues, fleet, job):
-        self.looks += 1
-        if isinstance(self.position, Exception):
-            raise self.position
-        return self.position
+MINUTE = 60 * SECOND
 
 
 @pytest.fixture
-def world(monkeypatch):
-    world = World()
-    monkeypatch.setattr(questions, "position", world.look)
-    return world
+def measured(stage: Stage) -> Stage:
+    """A model with two slots whose runs take a minute."""
+    stage.register(2)
+    stage.submit()
+    task = stage.start()
+    stage.later(MINUTE)
+    stage.settle(task)
+    return stage
 
 
-def test_a_place_is_the_position_and_when_it_should_start(world):
-    assert world.places.of_job(JOB) == QueuePosition(4, SOON)
+@pytest.mark.parametrize(
+    ("ahead", "run_ms", "slots", "wait_ms"),
+    [(0, MINUTE, 1, MINUTE), (3, MINUTE, 2, 2 * MINUTE), (3, None, 2, None), (3, MINUTE, 0, None)],
+)
+def test_the_estimate_is_jobs_times_mean_run_time_by_slots(ahead, run_ms, slots, wait_ms):
+    assert Position(ahead, run_ms).estimated_wait_ms(slots) == wait_ms
 
 
-def test_the_place_of_a_job_that_came_just_now_is_not_looked_up(world):
-    assert world.places.of_new_job(JOB, Position(0, 500)) == QueuePosition(1, SOON)
-    assert world.places.of_new_job(JOB, None) == QueuePosition(), "the room has not answered: it is not asked again"
-    assert world.looks == 0
+def test_a_waiting_job_has_a_position_and_an_estimate(measured: Stage) -> None:
+    ids = [measured.submit() for _ in range(4)]
+    assert read_position(measured.dispatcher, measured.job(ids[3]).queued) == QueuePosition(
+        2, StartEstimate(MINUTE, 1, MINUTE, 2)
+    )
 
 
-def test_what_is_offered_is_being_started(world):
-    world.position = Position(0, None, offered=True)
-    assert world.places.of_job(JOB) == QueuePosition(None, SOON, True)
+def test_an_offered_job_is_being_started(measured: Stage) -> None:
+    job = measured.job(measured.submit()).queued
+    assert read_position(measured.dispatcher, job) == QueuePosition(None, StartEstimate(0, 0, None, None), offered=True)
 
 
-def test_what_does_not_wait_in_line_has_no_place(world):
-    world.position = None
-    assert world.places.of_job(JOB) == QueuePosition()
+def test_a_stopped_model_gives_no_estimate(measured: Stage) -> None:
+    job = measured.job([measured.submit() for _ in range(3)][2]).queued
+    measured.catalog.set_model_state("zimg", "paused")
+    found = read_position(measured.dispatcher, job)
+    assert (found.position, found.estimate) == (1, None)
 
 
-def test_a_redis_that_refuses_is_asked_again_at_once(world):
-    world.position = ConnectionError()
-    assert [world.places.of_job(JOB), world.places.of_job(JOB)] == [QueuePosition(), QueuePosition()]
-    assert world.looks == 2
+def test_a_job_that_redis_does_not_have_has_no_position(stage: Stage) -> None:
+    stage.register(1)
+    job = stage.job(stage.submit()).queued
+    stage.lose_redis()
+    assert read_position(stage.dispatcher, job) == QueuePosition()
+    assert queue_position(stage.dispatcher, job, None) == QueuePosition()
 
 
-def test_a_redis_that_does_not_answer_costs_its_time_out_once_a_second(world):
-    world.position = TimeoutError()
-    for now in (0, 0.5, 0.99, 1.0):
-        world.now = now
-        assert world.places.of_job(JOB) == QueuePosition()
-    assert world.looks == 2
+def test_a_redis_that_does_not_answer_is_not_asked_again_at_once(stage: Stage, monkeypatch) -> None:
+    stage.register(1)
+    job, calls = stage.job(stage.submit()).queued, []
+
+    def fail(*_):
+        calls.append(1)
+        raise ConnectionError
+
+    monkeypatch.setattr(questions, "job_status", fail)
+    assert [read_position(stage.dispatcher, job) for _ in range(3)] == [QueuePosition()] * 3
+    assert len(calls) == 1

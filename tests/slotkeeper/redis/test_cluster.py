@@ -11,7 +11,6 @@ from redis.exceptions import ResponseError
 from routing.admission import questions
 from routing.config import RoutingSettings
 from routing.progress import EntryId, ProgressCommands
-from routing.queries.forecasts import Forecasts
 from routing.queries.process_list import ProcessList
 from routing.queue.queues import Queues
 from routing.queue.worker_capacity import WorkerCapacity
@@ -102,7 +101,6 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     assert strict.run(questions.rate_limit_command(Queues(strict, RoutingSettings()), "acme", 1, 100, 5)) == 0
-    assert Forecasts(strict).started([(FLEET, FLEET, "j1", 0)]) == [False]
     assert WorkerCapacity(strict).report("w1", 3) == 3
     assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1

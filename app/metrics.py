@@ -16,12 +16,12 @@ from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import task_runs
-from routing.maintenance.rooms import QueueCounts, queue_counts
 from routing.queries import gauges, job_counters, model_overview, process_counters, standings
 from routing.queries.job_counters import MAX_MODEL_LABELS, OTHER_MODELS, JobCounters
 from routing.queries.process_counters import HANDED_ON, REFUSED, ProcessCounters
 from routing.queries.process_list import Process, ProcessList
 from routing.queries.server_status import read_servers_of_fleets
+from routing.queue.fleets import QueueCounts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
@@ -127,7 +127,7 @@ class MetricsCollector(Collector):
     def _rooms(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
         fleets = catalog.fleets()
-        rooms = queue_counts(self._scripts, fleets)
+        rooms = self._dispatcher.fleets.counts(fleets)
         yield _waiting(catalog, rooms)
         yield _slots(catalog, rooms)
         offers = _folded(catalog, gauges.read_offer_counts(self._scripts, list(rooms)).items())

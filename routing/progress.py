@@ -50,7 +50,7 @@ class ProgressEntry(NamedTuple):
 class SaidScripts(Protocol):
     """Of what one run's server says, which belongs to no fleet."""
 
-    def tell(self, key: str, *, id: str, said: str, kept: int, ttl_ms: int) -> Command[int]: ...
+    def publish_progress(self, key: str, *, id: str, entry: str, kept: int, ttl_ms: int) -> Command[int]: ...
 
 
 class ProgressCommands:
@@ -63,11 +63,15 @@ class ProgressCommands:
     def publish_command(self, job_id: str, place: EntryId, text: str, kept: int) -> Command[int]:
         """One entry more, of which the last `kept` stay.  Answers how many watch, or -1: it came too late."""
         key = self._keys.progress(job_id)
-        return self._lua.tell(key, id=f"{place.attempt}-{place.ms}", said=text, kept=kept, ttl_ms=_LASTS_MS)
+        return self._lua.publish_progress(
+            key, id=f"{place.attempt}-{place.ms}", entry=text, kept=kept, ttl_ms=_LASTS_MS
+        )
 
     def end_command(self, job_id: str) -> Command[int]:
         """Nothing more is said."""
-        return self._lua.tell(self._keys.progress(job_id), id="", said="", kept=0, ttl_ms=_LASTS_AFTER_END_MS)
+        return self._lua.publish_progress(
+            self._keys.progress(job_id), id="", entry="", kept=0, ttl_ms=_LASTS_AFTER_END_MS
+        )
 
 
 @dataclass(eq=False, slots=True)

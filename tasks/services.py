@@ -10,6 +10,7 @@ from routing.maintenance import task_runs
 from routing.progress import ProgressCommands
 from routing.queries.process_counters import ProcessCounters
 from routing.queries.process_list import ProcessList
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases
 from routing.queue.queues import Queues
 from routing.queue.slots import Slots
@@ -133,8 +134,9 @@ def dispatcher() -> Dispatcher:
         queues=queues,
         leases=leases(),
         slots=Slots(scripts(), settings),
+        fleets=Fleets(scripts(), settings),
         admission=Admission(queues, catalog_cache(), settings, tallies().count_refusal),
         settings=settings,
-        announcer=CeleryNotifier(store(), result_notifier()),
+        notifier=CeleryNotifier(store(), result_notifier()),
         check_url=lambda url: check_url(url, allow),
     )

@@ -9,10 +9,10 @@ from redis.exceptions import RedisError
 from app.api.openapi import blueprint
 from app.auth import access
 from app.context import dispatcher
-from routing.maintenance import reconcile, rooms
-from routing.maintenance.rooms import QueueCounts
+from routing.maintenance import reconcile
 from routing.queries import server_status
 from routing.queries.server_status import ServerStatus
+from routing.queue.fleets import QueueCounts
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def refresh_redis(*fleets: str) -> None:
 def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> None:
     """Somebody says that it works again: it is not left alone any longer.  While Redis is away, nothing is done."""
     try:
-        rooms.reset_breaker(dispatcher().slots.scripts, fleet, kind, name)
+        dispatcher().slots.reset_breaker(fleet, kind, name)
     except RedisError as error:
         log.warning("reset_left_out", kind=kind, name=name, error=str(error))
 
@@ -53,4 +53,4 @@ def read_server_status(fleets: list[str]) -> dict[str, ServerStatus]:
 def queue_counts(fleets: list[str]) -> dict[str, QueueCounts]:
     """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
     queues = dispatcher().queues
-    return queues.call_if_available(lambda: rooms.queue_counts(queues.scripts, fleets))
+    return queues.call_if_available(lambda: dispatcher().fleets.counts(fleets))

@@ -20,8 +20,8 @@ from app.schemas.job_schemas import ConfigBody, ModelPath, StateBody
 from app.schemas.server_schemas import ConfigView, ModelDetail, ModelList, ModelView
 from routing.admission.submission import check_name
 from routing.maintenance.decommission import forget_model
-from routing.maintenance.rooms import QueueCounts
 from routing.queries.model_status import read_model_load
+from routing.queue.fleets import QueueCounts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal

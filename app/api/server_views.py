@@ -25,7 +25,7 @@ from app.schemas.server_schemas import (
 from routing.admission.constraints import parse_attributes, parse_model_attributes
 from routing.admission.submission import check_name
 from routing.maintenance import decommission as upkeep
-from routing.maintenance import quarantined_slots, rooms
+from routing.maintenance import quarantined_slots
 from routing.queries import server_status as insight
 from routing.queries.idle import explain_idle_server
 from slotkeeper import audit
@@ -127,7 +127,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     Whether it is paused or drained stays as it is.
     """
     known = known_server(path.server)
-    rooms.reset_breaker(dispatcher().slots.scripts, known.fleet, "server", known.name)
+    dispatcher().slots.reset_breaker(known.fleet, "server", known.name)
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.reset", server=known.name))
     refresh_redis(known.fleet)
     return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))

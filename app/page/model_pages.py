@@ -15,7 +15,7 @@ from app.page.visitor import state_body
 from app.schemas.job_schemas import ModelPath
 from routing.queries import model_overview as at_a_glance
 from routing.queries.explain import explain_job_state
-from routing.queries.lanes import read_lanes
+from routing.queries.model_status import read_lanes
 from slotkeeper.clock import now_ms
 
 

@@ -9,10 +9,10 @@ from app.job_answers import seconds
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
 from app.schemas.job_schemas import AdminStateName
 from routing.maintenance import quarantined_slots
-from routing.maintenance.rooms import QueueCounts
 from routing.queries import server_status as insight
-from routing.queries.model_status import QueueLoad
+from routing.queries.model_status import ModelLoad
 from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
+from routing.queue.fleets import QueueCounts
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog as registered
 from slotkeeper.registry.model_config import ConfigSource, ModelConfig, parse_overrides, resolve_inherited
@@ -170,7 +170,7 @@ class ModelList(ResponseSchema):
     models: list[ModelView]
 
 
-class ModelLoad(ResponseSchema, source=QueueLoad):
+class ModelLoadView(ResponseSchema, source=ModelLoad):
     """What waits for a model at this moment, and what that means."""
 
     mean_run_s: Annotated[float | None, From(lambda it: it.run_ms and it.run_ms / 1000)] = Field(
@@ -192,7 +192,7 @@ class ModelLoad(ResponseSchema, source=QueueLoad):
 class ModelDetail(ModelView):
     """A model, and how long its jobs may have to wait."""
 
-    load: Annotated[ModelLoad | None, PROVIDED] = Field(description="null: Redis is away.")
+    load: Annotated[ModelLoadView | None, PROVIDED] = Field(description="null: Redis is away.")
     longest_overtaking_s: Annotated[
         dict[str, float | None], From(lambda it: {str(one): longest_overtaking_s(one, it.config) for one in PRIORITIES})
     ] = Field(
@@ -253,10 +253,10 @@ def model_view(it: registered.Model, catalog: CatalogSnapshot, depths: QueueCoun
 
 
 def model_detail(
-    it: registered.Model, catalog: CatalogSnapshot, load: QueueLoad | None, left: Mapping[str, int] | None = None
+    it: registered.Model, catalog: CatalogSnapshot, load: ModelLoad | None, left: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """ModelDetail.  `load` None: not known now."""
-    shown = load and ModelLoad.build(load)
+    shown = load and ModelLoadView.build(load)
     return ModelDetail.build(it, **_in_catalog(it, catalog, left), waiting=load and load.waiting, load=shown)
 
 

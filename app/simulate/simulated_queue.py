@@ -14,6 +14,7 @@ import orjson
 from redis import Redis
 
 from routing.config import RoutingSettings
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -25,7 +26,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 
 _PREFIX = "simulation"
 _TAKER = "simulator"
-_CLOCK = "local function now_ms() return NOW end"
+_CLOCK = "local function now_ms() return NOW end\n"
 _OWN_KEYS = ("ends", "runs", "lasts", "loaded", "state")
 _SWEEP_MS = 2_000  # as celeryconfig.beat_schedule has it
 _PATIENCE_MS = 3_600_000  # for a job that no slot seems to run: longer than any cooldown
@@ -74,8 +75,9 @@ class SimulatedQueue:
             }
         )
         self._sha = redis.script_load(_assembled({command.target.script for command in acts.values()}))
-        self._queues.begin_rebuild([fleet], catalog.database_id)
-        self._queues.open_all([fleet])
+        fleets = Fleets(scripts, settings)
+        fleets.begin_rebuild([fleet], catalog.database_id)
+        fleets.open([fleet])
 
     def opening(self, at_ms: int) -> SimulationEvent:
         """The fleet's servers come up."""
@@ -115,8 +117,8 @@ class SimulatedQueue:
         return {
             "enqueue": self._queues.enqueue_command(self.fleet, [job]),
             "claim": self._leases.claim_command(offer, _TAKER),
-            "release": self._leases.release_command(lease, back=False, claimant=_TAKER, outcome="ok"),
-            "back": self._leases.release_command(lease, back=True),
+            "release": self._leases.release_command(lease, return_to_lane=False, claimant=_TAKER, signal="ok"),
+            "back": self._leases.release_command(lease, return_to_lane=True),
             "offer": self._queues.offer_command(self.fleet),
             "sync": self._slots.sync_command(self.fleet, self._catalog),
         }

@@ -1,12 +1,12 @@
-"""What a submit must pass before it is written down: the gates, asked together."""
+"""Check jobs against all limits, with at most two round trips to Redis."""
 
 from collections.abc import Callable, Sequence
 
 import structlog
 from redis.exceptions import RedisError
 
-from routing.admission import gates
-from routing.admission.gates.gate import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission import submit_limits
+from routing.admission.submit_limits import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
@@ -16,65 +16,66 @@ from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
-_REFUSALS = (Conflict, InvalidJob, TooManyRequests)
+REFUSALS = (Conflict, InvalidJob, TooManyRequests)
+"""What a limit raises."""
 
 
 class Admission:
-    """Passes submits through the gates.  `refused`: is told which gate refuses how many jobs."""
+    """Checks submits.  `on_refusal`: called with the name of the limit and the number of jobs that it refuses."""
 
     def __init__(
         self,
         queues: Queues,
         catalog: CatalogCache,
         settings: RoutingSettings,
-        refused: Callable[[str, int], object] = lambda gate, jobs: None,
+        on_refusal: Callable[[str, int], object] = lambda limit, jobs: None,
     ) -> None:
         self._queues = queues
-        self._on_refusal = refused
-        self._known = LimitContext(catalog, queues, settings)
+        self._on_refusal = on_refusal
+        self._context = LimitContext(catalog, queues, settings)
 
     def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
-        """Check whether all of these jobs can be accepted now.  At most two round trips to Redis.
+        """Check whether all of these jobs can be accepted now.
 
         Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
         job could never be accepted as it is.
         """
-        submit = AdmissionRequest(new, tenant, now_ms)
-        self._run_phase(submit, Phase.LOCAL)
-        if self._queues.away:
+        request = AdmissionRequest(new, tenant, now_ms)
+        self._run_phase(request, Phase.LOCAL)
+        if self._queues.is_unavailable():
             return
         try:
-            self._run_phase(submit, Phase.READ)
-            self._run_phase(submit, Phase.COUNT)
+            self._run_phase(request, Phase.READ)
+            self._run_phase(request, Phase.COUNT)
         except RedisError as error:
             self._queues.mark_unavailable()
             log.warning("admission_unchecked", error=str(error))
 
-    def _run_phase(self, submit: AdmissionRequest, asks: Phase) -> None:
-        """Through all gates that ask Redis this much.  Raises what the first of them refuses."""
-        questions, refusing = self._questions(submit, asks)
-        answers = self._queues.run_all([question.command for _, question in questions]) if questions else []
-        for (gate, question), answer in zip(questions, answers, strict=True):
+    def _run_phase(self, request: AdmissionRequest, phase: Phase) -> None:
+        """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""
+        checks, refused = self._collect_checks(request, phase)
+        results = self._queues.run_all([check.command for _, check in checks]) if checks else []
+        for (limit, check), result in zip(checks, results, strict=True):
             try:
-                question.judge(answer)
-            except _REFUSALS:
-                self._on_refusal(gate.name, len(submit.jobs))
+                check.judge(result)
+            except REFUSALS:
+                self._on_refusal(limit.name, len(request.jobs))
                 raise
-        if refusing is not None:
-            gate, refusal = refusing
-            self._on_refusal(gate.name, len(submit.jobs))
+        if refused is not None:
+            limit, refusal = refused
+            self._on_refusal(limit.name, len(request.jobs))
             raise refusal
 
-    def _questions(
-        self, submit: AdmissionRequest, asks: Phase
+    def _collect_checks(
+        self, request: AdmissionRequest, phase: Phase
     ) -> tuple[list[tuple[Limit, RedisCheck]], tuple[Limit, Exception] | None]:
-        """What gates ask, up to the first that needs no answer to refuse, and its refusal."""
-        questions: list[tuple[Limit, RedisCheck]] = []
-        for gate in gates.LIMITS:
+        """Return the checks of limits up to the first that refuses without Redis, and its refusal."""
+        checks: list[tuple[Limit, RedisCheck]] = []
+        for limit in submit_limits.LIMITS:
             try:
-                if gate.asks is asks:
-                    for question in gate.check(submit, self._known):
-                        questions.append((gate, question))
-            except _REFUSALS as refusal:
-                return questions, (gate, refusal)
-        return questions, None
+                if limit.phase is phase:
+                    for check in limit.check(request, self._context):
+                        checks.append((limit, check))
+            except REFUSALS as refusal:
+                return checks, (limit, refusal)
+        return checks, None

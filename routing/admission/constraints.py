@@ -2,7 +2,7 @@
 
 A job's constraints come as JSON, `{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}`, and are kept as
 text, a condition a line, in an order that makes equal constraints equal texts: `gpu=A100,H100`, `memory>=40`,
-`region=eu`.  lua/lib/placement.lua reads the same text in the offer; tests hold the two together.
+`region=eu`.  lua/lib/constraints.lua reads the same text in the offer; tests hold the two together.
 """
 
 import re
@@ -124,7 +124,7 @@ def _is_met(condition: str, server: Server, model: str) -> bool:
 
 
 def _number_in(text: str) -> float | None:
-    """As lua/lib/placement.lua reads it: float() alone would take 1_000 and nan for some."""
+    """As lua/lib/constraints.lua reads it: float() alone would take 1_000 and nan for some."""
     try:
         return float(text) if _DECIMAL.fullmatch(text) else None
     except ValueError:

@@ -1,29 +1,40 @@
-"""What the end of a run means: the reason, what the job pays, and when the slot may be used again.
+"""Decide how a run ends: its transition, its cost, and when its slot may be used again.
 
-Pure: no clock, no chance, no Redis, no SQL.
+What an outcome costs; the budgets are separate:
+
+the server is busy          nothing; the slot has a short cooldown
+it cannot be reached        nothing; the server has a cooldown, longer each time
+it answered wrongly         one of max_retries
+it died under the job       one of max_crashes
+the request is wrong        the job fails at once
+
+Pure: no clock, no randomness, no Redis, no SQL.
 """
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from routing.config import RoutingSettings
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind, StopReason
-from routing.dispatch.verdict import HealthSignal, Verdict, judge
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.values import JobError, Quarantine, Run
 from slotkeeper.registry.model_config import ModelConfig
 
+# As routing.queue.leases has it, which imports Redis.
+HealthSignal = Literal["ok", "refused", "failed", "busy", "retry_after", ""]
+
 # The server has answered, and the job does not come back: the slot need not wait for the database.
 _FREES_SLOT_FIRST = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST})
+_FAILURES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
 _NUMBERS = re.compile(r"[0-9]+")
 
 
 class Decision(NamedTuple):
     """How a run ends: the transition of its job, and what becomes of its slot.
 
-    The slot is released with a cooldown of `cooldown_ms`.  Instead, if the job is queued again and `resumes`, it is
-    offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
+    The slot is released with a cooldown of `cooldown_ms`.  Instead, if the job is queued again and `resume_in_slot`, it
+    is offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
     """
 
     reason: Reason
@@ -57,36 +68,34 @@ def decide(
 ) -> Decision:
     """Return how a run ends that came to `outcome`.
 
-    `canceling`: the job shall be canceled.  `keeps_result`: the server still has a result that was read.
-    `retry_delay_ms`: how long the job waits until it may start again, for SERVER_ERROR.
+    canceling: the job shall be canceled.  server_keeps_result: the server still has a result that was read.
+    retry_delay_ms: how long the job waits until it may start again, for SERVER_ERROR.
     """
     if isinstance(outcome, StopReason):
-        return _stopped(outcome, settings, now_ms)
-    overdue = run.deadline_ms is not None and now_ms >= run.deadline_ms
-    verdict = judge(outcome, run.failures, run.crashes, canceling, config, overdue=overdue)
-    if verdict.reason is Reason.SERVER_ERROR and _is_repeated(run.last_error, outcome):
-        verdict = Verdict(Reason.RETRIES_EXHAUSTED)
+        return _decide_stop(outcome, settings, now_ms)
+    reason = _reason_of(run, outcome, config, now_ms, canceling)
+    if reason is Reason.SERVER_ERROR and _is_repeated(run.last_error, outcome):
+        reason = Reason.RETRIES_EXHAUSTED
         outcome = outcome._replace(message=f"{outcome.message} (the same answer twice: it is not tried again)")
-    retries = verdict.reason is Reason.SERVER_ERROR
-    reason = outcome.code or outcome.kind.value
+    quarantine = None
+    if outcome.server_still_running:
+        quarantine = Quarantine(outcome.code or outcome.kind.value, now_ms + settings.withhold_max_ms)
     return Decision(
-        verdict.reason,
+        reason,
         result=json_text.dumps(outcome.result).decode() if outcome.kind is OutcomeKind.DONE else None,
-        error=_error(outcome, verdict),
-        due_ms=now_ms + retry_delay_ms if retries else None,
-        signal=verdict.signal,
-        cooldown_ms=_cooldown_ms(verdict, settings),
-        cools_server_down=verdict.cools_server_down,
-        quarantine=Quarantine(reason, now_ms + settings.withhold_max_ms) if outcome.server_still_running else None,
-        frees_slot_first=server_keeps_result
-        and not outcome.server_still_running
-        and verdict.reason in _FREES_SLOT_FIRST,
+        error=_error(outcome, reason),
+        due_ms=now_ms + retry_delay_ms if reason is Reason.SERVER_ERROR else None,
+        signal=signal_of(reason, outcome.retry_after_s),
+        cooldown_ms=_busy_cooldown_ms(outcome, settings) if reason is Reason.SERVER_BUSY else 0,
+        cools_server_down=reason is Reason.SERVER_UNREACHABLE,
+        quarantine=quarantine,
+        frees_slot_first=server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST,
     )
 
 
-def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Decision:
-    """A worker does not go on with its run.  It costs the job nothing."""
-    match reason:
+def _decide_stop(stop: StopReason, settings: RoutingSettings, now_ms: int) -> Decision:
+    """Decide the end of a run that its worker gives up.  It costs the job nothing."""
+    match stop:
         case StopReason.STOPPED:  # Another worker resumes it: the server goes on, and the slot stays taken.
             until_ms = now_ms + settings.withhold_max_ms
             return Decision(
@@ -98,8 +107,55 @@ def _stopped(reason: StopReason, settings: RoutingSettings, now_ms: int) -> Deci
             raise ValueError("a run that is another worker's, or over, is not ended here")
 
 
+def _reason_of(run: Run, outcome: Outcome, config: ModelConfig, now_ms: int, canceling: bool) -> Reason:
+    """Return why a run ends.  PENDING and UNKNOWN end no run: the worker waits until they become something else."""
+    match outcome.kind:
+        case OutcomeKind.DONE:
+            return Reason.FINISHED
+        case OutcomeKind.FAILED:
+            return Reason.INVALID_REQUEST
+        case _ if run.deadline_ms is not None and now_ms >= run.deadline_ms:  # No time is left to try again.
+            return Reason.DEADLINE_PASSED
+        case OutcomeKind.CANCELED if canceling:
+            return Reason.CANCEL_REQUESTED
+        case OutcomeKind.BUSY:
+            return Reason.SERVER_BUSY
+        case OutcomeKind.UNREACHABLE:
+            return Reason.SERVER_UNREACHABLE
+        case OutcomeKind.LOST:
+            return crash_reason(run.crashes, config)
+        case OutcomeKind.RETRY | OutcomeKind.CANCELED:
+            return Reason.RETRIES_EXHAUSTED if run.failures >= config.max_retries else Reason.SERVER_ERROR
+        case _:
+            raise ValueError(f"{outcome.kind} is not the end of a run")
+
+
+def crash_reason(crashes: int, config: ModelConfig, lost: Reason = Reason.SERVER_LOST) -> Reason:
+    """Return `lost`, or that this was the last of the model's `max_crashes`: the job may be what kills its servers.
+
+    crashes: those before this run.
+    """
+    return Reason.CRASHES_EXHAUSTED if crashes + 1 >= config.max_crashes else lost
+
+
+def signal_of(reason: Reason, retry_after_s: float | None = None) -> HealthSignal:
+    """Return what the end of a run says of its server and model.
+
+    "refused": the job is at fault; "retry_after": the server is busy and named a time; "": nothing.
+    """
+    match reason:
+        case Reason.FINISHED:
+            return "ok"
+        case Reason.INVALID_REQUEST:
+            return "refused"
+        case Reason.SERVER_BUSY:
+            return "busy" if retry_after_s is None else "retry_after"
+        case _:
+            return "failed" if reason in _FAILURES else ""
+
+
 def _is_repeated(last: JobError | None, outcome: Outcome) -> bool:
-    """Return True if the run before ended with the same answer that cannot be read.
+    """Return whether the run before ended with the same unreadable answer.
 
     Each try is a whole run on a GPU.  Places and sizes in the messages may differ.
     """
@@ -108,18 +164,17 @@ def _is_repeated(last: JobError | None, outcome: Outcome) -> bool:
     return _NUMBERS.sub("", last.message) == _NUMBERS.sub("", outcome.message)
 
 
-def _error(outcome: Outcome, verdict: Verdict) -> JobError | None:
-    if verdict.reason is Reason.FINISHED:
+def _error(outcome: Outcome, reason: Reason) -> JobError | None:
+    if reason is Reason.FINISHED:
         return None
     message = outcome.message or f"The run ended: {outcome.kind}."
-    if verdict.reason is Reason.DEADLINE_PASSED and outcome.code != "deadline_passed":
+    if reason is Reason.DEADLINE_PASSED and outcome.code != "deadline_passed":
         return JobError("deadline_passed", f"The job's deadline (ttl) passed.  Its last run: {message}")
     return JobError(outcome.code or outcome.kind.value, message)
 
 
-def _cooldown_ms(verdict: Verdict, settings: RoutingSettings) -> int:
-    """How long the slot of a busy server is offered to nobody."""
-    if verdict.reason is not Reason.SERVER_BUSY:
-        return 0
-    wished_ms = None if verdict.retry_after_s is None else round(verdict.retry_after_s * 1000)
-    return min(settings.busy_cooldown_ms if wished_ms is None else wished_ms, settings.busy_cooldown_max_ms)
+def _busy_cooldown_ms(outcome: Outcome, settings: RoutingSettings) -> int:
+    """Return how long the slot of a busy server is not offered: as long as it asked for, within the settings."""
+    if outcome.retry_after_s is None:
+        return min(settings.busy_cooldown_ms, settings.busy_cooldown_max_ms)
+    return min(round(outcome.retry_after_s * 1000), settings.busy_cooldown_max_ms)

@@ -1,10 +1,9 @@
-"""The use cases: submit, cancel, revive.  How runs start and end: routing/dispatch/run_steps.py.
+"""Submit, cancel and revive jobs; publish offers and ends.  How runs start and end: routing/dispatch/run_steps.py.
 
-Each writes the record first and Redis after it.  If Redis fails in between, the record is right and
-routing.maintenance.reconcile brings Redis to it; nothing here waits for that.
+Each action commits to the database first and calls Redis after it.  If Redis fails in between, the database is right,
+and routing.maintenance brings Redis to it; no action waits for that.
 """
 
-import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,18 +13,18 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.admission import constraints
-from routing.admission.admission import Admission
-from routing.admission.gates.placed import has_eligible_server
-from routing.admission.questions import Position, enqueue_new
+from routing.admission.admission import REFUSALS, Admission
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
+from routing.admission.submit_limits import has_eligible_server
 from routing.config import RoutingSettings
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
-from routing.queue.queues import Offer, Queues
+from routing.queue.queues import Offer, Position, Queues
 from routing.queue.slots import Slots
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
-from slotkeeper.errors import Conflict, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
+from slotkeeper.errors import Conflict, JobNotFound, UnknownModel
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
@@ -34,29 +33,26 @@ from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
-QUARANTINE_OWNER = "draining"
-"""Owner of the leases of slots that are withheld."""
-
-_TIMES_USUAL, _SHORTEST_USUAL_MS = 3, 10_000
+_OVERLONG_FACTOR, _MIN_OVERLONG_MS = 3, 10_000
 
 
 class Notifier(Protocol):
-    """How the outside is told.  Any of it may fail without harm: the record knows, and a sweep says it again."""
+    """Notifies workers and clients.  A failure does no harm: the database knows, and a sweep notifies again."""
 
     def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
-        """Wake a worker for an open offer; if it is lost, the offer expires and is made again.
+        """Wake a worker for an open offer.  If the message is lost, the offer expires and is made again.
 
-        `new`: the job, if it has come just now and so never ran; else what a worker is told of it must be looked up.
+        `new`: the job, if it has just been accepted and so never ran; None: the notifier reads what it needs.
         """
 
     def notify_ended(self, moved: Transition) -> None:
-        """A job has ended."""
+        """Notify those who wait for a job that it has ended."""
 
 
 class Receipt(NamedTuple):
-    """Answer to a submit.  `waiting`: the job as the waiting room knows it; `notice`: what its client should know.
+    """Result of a submit.  `job`: as the queue has it; `notice`: what its client should know.
 
-    `position`: where it stands in the room; None: that was not asked, or the room has not answered.
+    `position`: None: it was not asked for, or Redis has not answered.
     """
 
     accepted: AcceptedJob
@@ -73,7 +69,7 @@ class ActiveRun(NamedTuple):
 
 
 class Dispatcher:
-    """Brings the record, the waiting room and the leases together."""
+    """The use cases, on the database and Redis."""
 
     def __init__(
         self,
@@ -82,9 +78,10 @@ class Dispatcher:
         queues: Queues,
         leases: Leases,
         slots: Slots,
+        fleets: Fleets,
         admission: Admission,
         settings: RoutingSettings,
-        announcer: Notifier,
+        notifier: Notifier,
         check_url: UrlCheck,
     ) -> None:
         self.store = store
@@ -92,42 +89,42 @@ class Dispatcher:
         self.queues = queues
         self.leases = leases
         self.slots = slots
-        self.admission = admission
+        self.fleets = fleets
         self.settings = settings
-        self._announcer = announcer
+        self.admission = admission
+        self._notifier = notifier
         self._check_url = check_url
 
     # -- submit ----------------------------------------------------------------------------------------------
 
-    def submit(self, asked: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
+    def submit(self, submissions: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
         """Accept jobs, all or none, and return a receipt for each once they are stored.
 
-        Redis is asked after the commit; if it does not answer, the reconciler enqueues the jobs later.  The receipt of
-        a job that was submitted alone says its position in the queue.
+        Redis is called after the commit; if it does not answer, the sweep enqueues the jobs later.  The receipt of a
+        job that was submitted alone has its position.
 
-        Raises InvalidJob (its fact `index` says which job), UnknownModel, TooManyRequests, IdempotencyConflict,
-        DatabaseUnavailable, CommitUnknown.
+        Raises InvalidJob (its fact `index` says which job), UnknownModel, Conflict, TooManyRequests,
+        IdempotencyConflict, DatabaseUnavailable, CommitUnknown.
         """
         self.catalog.get()  # This also synchronizes the clock.
         now = now_ms()
         new = []
-        for index, one in enumerate(asked):
+        for index, submission in enumerate(submissions):
             with error_index(index):
-                new.append(prepare_job(one, self.catalog.resolve(one.model), self._check_url, now))
+                new.append(prepare_job(submission, self.catalog.resolve(submission.model), self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
         receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
-        if len(receipts) == 1 and accepted[0].enters_queue:
-            return [receipts[0]._replace(position=self._enqueue_new(receipts[0].job))]
-        self.enqueue([receipt.job for receipt in receipts if receipt.accepted.enters_queue], new=True)
-        return receipts
+        entering = [receipt.job for receipt in receipts if receipt.accepted.enters_queue]
+        positions = self.enqueue(entering, new=True)
+        return [receipt._replace(position=positions.get(receipt.accepted.id)) for receipt in receipts]
 
     def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
-        """What the client of each job should know.  Raises as `submit`, unless all were accepted before."""
+        """Return what the client of each job should know.  Raises as `submit`, unless all were accepted before."""
         try:
             self.admission.check(new, tenant, now_ms)
-        except (Conflict, InvalidJob, TooManyRequests):
+        except REFUSALS:
             if not self.store.knows_keys(new, now_ms):
                 raise
             return [None] * len(new)
@@ -142,75 +139,69 @@ class Dispatcher:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
             return Receipt(accepted, known.queued, notice)
-        return Receipt(accepted, _waiting(job, accepted, now_ms), notice)
+        queued = QueuedJob(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+        return Receipt(accepted, queued, notice)
 
-    def enqueue(self, waiting: Sequence[QueuedJob], *, new: bool = False) -> None:
-        """Put queued jobs into the room, and publish what that offers.  Failures are left to the reconciler.
+    def enqueue(self, jobs: Sequence[QueuedJob], *, new: bool = False) -> dict[str, Position]:
+        """Put queued jobs into Redis, and publish the offers that this allows.  Failures are left to the sweep.
 
-        `new`: they have come just now.
+        new: they have just been accepted.  Returns the position of a new job that comes alone, by its id.
         """
-        snapshot = self.catalog.get()
+        snapshot, positions = self.catalog.get(), dict[str, Position]()
         by_fleet: dict[str, list[QueuedJob]] = defaultdict(list)
-        for job in waiting:
+        for job in jobs:
             model = snapshot.models.get(job.model)
             if model is not None and not self.queues.is_unavailable(model.fleet):
                 by_fleet[model.fleet].append(job)
-        for fleet, jobs in by_fleet.items():
-            with self._postpone_if_unavailable(fleet, len(jobs)):
-                offers = self.queues.enqueue(fleet, jobs)
+        for fleet, entering in by_fleet.items():
+            with self._postpone_if_unavailable(fleet, len(entering)):
+                if new and len(jobs) == 1:
+                    offers, positions[jobs[0].id] = self.queues.enqueue_new(fleet, jobs[0])
+                else:
+                    offers = self.queues.enqueue(fleet, entering)
                 crash_at("submit_enqueued")
-                self.publish_offers(offers, jobs if new else ())
+                self.publish_offers(offers, entering if new else ())
                 crash_at("offer_published")
-
-    def _enqueue_new(self, job: QueuedJob) -> Position | None:
-        """Enqueue one new job, publish the offers, and return its position; None: Redis did not answer."""
-        model = self.catalog.cached().models.get(job.model)
-        if model is None or self.queues.is_unavailable(model.fleet):
-            return None
-        with self._postpone_if_unavailable(model.fleet, 1):
-            offers, position = enqueue_new(self.queues, model.fleet, job)
-            crash_at("submit_enqueued")
-            self.publish_offers(offers, [job])
-            crash_at("offer_published")
-            return position
-        return None
+        return positions
 
     @contextmanager
     def _postpone_if_unavailable(self, fleet: str, jobs: int) -> Iterator[None]:
-        """If a fleet's room does not answer, jobs are left to the reconciler."""
+        """If a fleet's queue does not answer, leave its jobs to the sweep."""
         try:
             yield
         except RedisError as error:
-            # A Redis that does not answer costs its time-out once, not at every submit.
+            # A Redis that does not answer costs its timeout once, not at every submit.
             self.queues.mark_unavailable(fleet, error)
             log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
 
+    # -- offers and ends -------------------------------------------------------------------------------------
+
     def publish_offers(self, offers: Sequence[Offer], new: Sequence[QueuedJob] = ()) -> None:
-        """Wake workers for open offers.  `new`: jobs that have come just now, of which some may be offered."""
-        known = {job.id: job for job in new}
+        """Wake workers for open offers.  new: jobs that have just been accepted, some of which may be offered."""
+        by_id = {job.id: job for job in new}
         for offer in offers:
             try:
-                self._announcer.wake_worker(offer, known.get(offer.job_id))
+                self._notifier.wake_worker(offer, by_id.get(offer.job_id))
             except Exception as error:
                 log.warning("publish_failed", job_id=offer.job_id, error=str(error))
 
-    def notify_ended(self, moved: Transition) -> None:
-        """Tell the outside that a job has ended, if it has."""
-        if moved.to not in FINAL_STATES:
-            return
-        try:
-            self._announcer.notify_ended(moved)
-        except Exception as error:
-            log.warning("wake_up_failed", job_id=moved.job.id, error=str(error))
-
     def publish_unclaimed(self, offers: Sequence[Offer], claimant: str) -> Offer | None:
-        """The offer that `claimant` now owns; for the others workers are woken."""
+        """Return the offer that `claimant` owns, and wake workers for the others."""
         mine = next((offer for offer in offers if claimant and offer.owner == claimant), None)
         self.publish_offers([offer for offer in offers if offer is not mine])
         return mine
 
+    def notify_ended(self, moved: Transition) -> None:
+        """Notify those who wait for a job that it has ended, if it has."""
+        if moved.to not in FINAL_STATES:
+            return
+        try:
+            self._notifier.notify_ended(moved)
+        except Exception as error:
+            log.warning("notify_failed", job_id=moved.job.id, error=str(error))
+
     def longest_usual_ms(self, model: str) -> int:
-        """Return how long a run of the model may go on before it counts as over where nothing tells its end.
+        """Return after how many ms a run of the model counts as ended where its server cannot be asked.
 
         Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
         Raises DatabaseUnavailable.
@@ -220,14 +211,14 @@ class Dispatcher:
         if known is not None:
             most = min(most, round(known.config.max_poll_time * 1000))
         usual = self.store.longest_usual_run_ms(model)
-        return most if usual is None else min(most, max(_SHORTEST_USUAL_MS, _TIMES_USUAL * usual))
+        return most if usual is None else min(most, max(_MIN_OVERLONG_MS, _OVERLONG_FACTOR * usual))
 
     # -- cancel, revive --------------------------------------------------------------------------------------
 
     def cancel(self, job_id: str) -> State:
-        """Cancel a job: at once while it waits, as soon as its server lets go while it runs.
+        """Cancel a job, and return its state: canceled, or running until its server has ended the run.
 
-        Answers the state it is in now.  Raises JobNotFound, Conflict (it has ended).
+        Raises JobNotFound; Conflict if it has ended.
         """
         now = now_ms()
         canceling = audit.make_entry("job.cancel", job_id=job_id, now_ms=now)
@@ -236,58 +227,45 @@ class Dispatcher:
         moved = self.store.cancel_waiting(job_id, now, error, canceling.write, quarantine)
         if moved is not None:
             crash_at("cancel_committed")
-            self.withdraw(moved.job)
+            self.withdraw([moved.job])
             self.notify_ended(moved)
             return moved.to
         if self.store.request_cancel(job_id, now, canceling.write):
             crash_at("cancel_requested")
             job = self.store.get(job_id)
             if job is not None:
-                self.withdraw(job.queued)
+                self.withdraw([job.queued])
             return State.RUNNING
         job = self.store.get(job_id)
         if job is None:
             raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
-        if job.state not in FINAL_STATES:  # It came back from its server between the two looks.
+        if job.state not in FINAL_STATES:  # Its run ended between the two statements, and it waits again.
             return self.cancel(job_id)
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
 
-    def withdraw(self, job: QueuedJob) -> None:
-        """Take a job out of the room, or tell the worker that runs it."""
-        try:
-            fleet = self.catalog.resolve(job.model).fleet
-            if self.queues.withdraw(fleet, job) == "freed":
-                self.publish_offers(self.queues.offer(fleet))
-        except RedisError as error:
-            log.warning("withdraw_postponed", job_id=job.id, error=str(error))
-
-    def withdraw_all(self, jobs: Sequence[QueuedJob]) -> None:
-        """The same for many, with a few calls."""
+    def withdraw(self, jobs: Sequence[QueuedJob]) -> None:
+        """Take jobs out of Redis, or mark the leases of those that run as canceled.  Failures are left to the sweep."""
         by_model: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in jobs:
             by_model[job.model].append(job)
-        for model, its in by_model.items():
+        for model, withdrawn in by_model.items():
             try:
                 fleet = self.catalog.resolve(model).fleet
-                if "freed" in self.queues.withdraw_all(fleet, its):
+                if "freed" in self.queues.withdraw(fleet, withdrawn):
                     self.publish_offers(self.queues.offer_all(fleet))
             except (RedisError, UnknownModel) as error:
-                log.warning("withdraw_postponed", model=model, jobs=len(its), error=str(error))
+                log.warning("withdraw_postponed", model=model, jobs=len(withdrawn), error=str(error))
 
     def revive(self, job_id: str) -> None:
         """Queue a dead job again.  Raises JobNotFound, Conflict."""
         now = now_ms()
-        waiting = self.store.revive(job_id, now, audit.make_entry("job.retry", job_id=job_id, now_ms=now).write)
-        if waiting is None:
+        queued = self.store.revive(job_id, now, audit.make_entry("job.retry", job_id=job_id, now_ms=now).write)
+        if queued is None:
             job = self.store.get(job_id)
             if job is None:
                 raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
             raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
-        self.enqueue([waiting])
-
-
-def _waiting(job: NewJob, accepted: AcceptedJob, now_ms: int) -> QueuedJob:
-    return QueuedJob(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+        self.enqueue([queued])
 
 
 def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
@@ -313,16 +291,5 @@ def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         traceparent=job.traceparent,
         last_error=job.error,
     )
-    return ActiveRun(
-        run, Lease.from_stored_text(dispatcher.catalog.resolve(job.model).fleet, job.id, job.lease, job.slot)
-    )
-
-
-def quarantine_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:
-    """By which the slot of a run is withheld.  No job can have its name."""
-    return Lease(fleet, f"{job_id}~{attempt}", "withheld", QUARANTINE_OWNER, slot)
-
-
-def new_lease_owner(name: str) -> str:
-    """A worker process's name for its leases: unlike that of any process before it."""
-    return f"{name}/{secrets.token_hex(4)}"
+    fleet = dispatcher.catalog.resolve(job.model).fleet
+    return ActiveRun(run, Lease.from_stored_text(fleet, job.id, job.lease, job.slot))

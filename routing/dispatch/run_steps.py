@@ -1,7 +1,6 @@
-"""The steps of a run that change the database and Redis: its claim, its start, its end, the release of its slot.
+"""The steps of a run that change the database and Redis, written once for an event loop and for threads.
 
-Each is written once, for a worker's event loop and for a thread that waits (`Io`).  If Redis fails after the database
-was written, the database is right and routing.maintenance.reconcile brings Redis to it.
+If Redis fails after the database was written, the database is right, and routing.maintenance brings Redis to it.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
@@ -12,8 +11,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run_of, quarantine_lease
-from routing.queue.leases import HealthSignal, Lease
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run_of
+from routing.queue.leases import HealthSignal, Lease, quarantine_lease
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
@@ -23,6 +22,7 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import Transition
+from slotkeeper.jobs.values import Job
 from slotkeeper.redis.scripts import Command
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class StepIo(Protocol):
-    """How steps reach Redis and the database."""
+    """How steps call Redis and the database."""
 
     def redis(self, command: Command[T]) -> Awaitable[T]:
         """Run a script.  Raises redis errors."""
@@ -39,11 +39,11 @@ class StepIo(Protocol):
         """Commit a write.  Raises DatabaseUnavailable, CommitUnknown."""
 
     def run_in_thread(self, act: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """Call what waits for others."""
+        """Call a function that blocks."""
 
 
 class ThreadIo:
-    """For a thread: whatever is asked for is done at once, and nothing suspends."""
+    """For steps in a thread: each call is made at once, and no step is suspended."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -59,7 +59,7 @@ class ThreadIo:
 
 
 def run_blocking(step: Coroutine[Any, Any, T]) -> T:
-    """Run a step whose Io is a BlockingIo, and return its result."""
+    """Run a step whose StepIo is a ThreadIo, and return its result."""
     try:
         step.send(None)
     except StopIteration as end:
@@ -69,19 +69,20 @@ def run_blocking(step: Coroutine[Any, Any, T]) -> T:
 
 
 OnPostponed = Callable[[Lease, bool, int], object]
-"""Called with a lease, `back` and `cooldown_ms` when Redis did not answer its release."""
+"""Called with a lease, `return_to_lane` and `cooldown_ms` when Redis did not answer its release."""
 
 
 class RunSteps:
-    """The steps of runs, by one Io.
+    """The steps of runs.
 
-    `claimant`, wherever it is named: the worker that takes the next job at once; "": all offers are published.
+    `claimant`, in all methods: the worker that takes the next job at once; "": all offers are published.
+    `on_postponed`: repeats a release when Redis answers again.
     """
 
-    __slots__ = ("_dispatcher", "_io", "_postponed")
+    __slots__ = ("_dispatcher", "_io", "_on_postponed")
 
-    def __init__(self, dispatcher: Dispatcher, io: StepIo, postponed: OnPostponed | None = None) -> None:
-        self._dispatcher, self._io, self._postponed = dispatcher, io, postponed
+    def __init__(self, dispatcher: Dispatcher, io: StepIo, on_postponed: OnPostponed | None = None) -> None:
+        self._dispatcher, self._io, self._on_postponed = dispatcher, io, on_postponed
 
     # -- start -----------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class RunSteps:
     async def start(self, offer: Offer, lease: Lease, worker: str = "") -> ActiveRun | None:
         """Store the start of the offered job; None: the job is gone.  `worker`: Celery's name of the worker.
 
-        Raises DatabaseUnavailable: it was not stored; CommitUnknown: ask `stored_start`.
+        Raises DatabaseUnavailable: it was not stored; CommitUnknown: call `find_stored_start`.
         """
         dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.cached()
         if not catalog.has_pair(offer.server, offer.model):
@@ -125,7 +126,7 @@ class RunSteps:
     # -- end -------------------------------------------------------------------------------------------------
 
     async def store(self, active: ActiveRun, decision: Decision) -> Transition | None:
-        """Store the end of a run; None: it was over before.  Raises DatabaseUnavailable: its lease is held on then."""
+        """Store the end of a run; None: it was over before.  Raises DatabaseUnavailable: keep its lease then."""
         run = active.run
         write = self._dispatcher.store.settle_write(
             run.job.id,
@@ -153,26 +154,32 @@ class RunSteps:
         if to is None:
             if decision.quarantine is None and not decision.enqueue_again:
                 await self.release_quarantine(active)
-            return await self.leave(lease, run.job.id, run.attempt, claimant)
-        back = to is State.QUEUED
-        if back and decision.resume_in_slot:
+            return await self.give_up(lease, run.attempt, claimant)
+        is_queued = to is State.QUEUED
+        if is_queued and decision.resume_in_slot:
             crash_at("hand_back_committed")
             await self.reopen_offer(lease, run.job.model)
             return None
         if decision.quarantine is not None:
-            return await self._quarantine(lease, run.attempt, decision.signal, back=back, claimant=claimant)
+            return await self.free(
+                lease,
+                return_to_lane=is_queued,
+                claimant=claimant,
+                signal=decision.signal,
+                quarantined_attempt=run.attempt,
+            )
         cooldown_ms = decision.cooldown_ms
         if decision.cools_server_down:
             cooldown_ms = max(cooldown_ms, await self._cool_server_down(lease))
         following = await self.free(
-            lease, back=back, cooldown_ms=cooldown_ms, claimant=claimant, outcome=decision.signal
+            lease, return_to_lane=is_queued, cooldown_ms=cooldown_ms, claimant=claimant, signal=decision.signal
         )
-        if back and decision.enqueue_again:
+        if is_queued and decision.enqueue_again:
             await self._io.run_in_thread(self._dispatcher.enqueue, [run.job])
         return following
 
     def notify(self, moved: Transition | None) -> None:
-        """Tell those who wait for the job that it has ended, if it has."""
+        """Notify those who wait for the job that it has ended, if it has."""
         if moved is not None:
             self._dispatcher.notify_ended(moved)
         crash_at("end_notified")
@@ -183,99 +190,117 @@ class RunSteps:
         Raises DatabaseUnavailable.
         """
         run, database = active.run, self._dispatcher.store.database
+        # Only the process that deletes the row frees the slot.
         if await self._io.run_in_thread(quarantine.release, database, run.job.id, run.attempt):
-            await self.free(quarantine_lease(active.lease.fleet, run.job.id, run.attempt, run.slot), back=False)
+            lease = quarantine_lease(active.lease.fleet, run.job.id, run.attempt, run.slot)
+            await self.free(lease, return_to_lane=False)
 
     # -- leases ----------------------------------------------------------------------------------------------
 
     async def free(
-        self, lease: Lease, *, back: bool, cooldown_ms: int = 0, claimant: str = "", outcome: HealthSignal = ""
+        self,
+        lease: Lease,
+        *,
+        return_to_lane: bool,
+        cooldown_ms: int = 0,
+        claimant: str = "",
+        signal: HealthSignal = "",
+        quarantined_attempt: int | None = None,
     ) -> Offer | None:
-        """Free a slot, at once or after a cooldown, and return the offer that `claimant` now owns.
+        """Release a lease, and return the offer that `claimant` now owns.
 
-        `back`: the job returns to its place in its lane.
+        return_to_lane: the job returns to its place in its lane.  quarantined_attempt: the slot stays taken for this
+        attempt of the job; without it, the slot is free at once or after a cooldown.
         """
-        command = partial(self._dispatcher.leases.release_command, lease, back=back, cooldown_ms=cooldown_ms)
+        kept = None
+        if quarantined_attempt is not None:
+            kept = quarantine_lease(lease.fleet, lease.job_id, quarantined_attempt, lease.slot)
+        command = partial(  # Reading the workers' capacity may fail, too.
+            self._dispatcher.leases.release_command,
+            lease,
+            return_to_lane=return_to_lane,
+            cooldown_ms=cooldown_ms,
+            claimant=claimant,
+            signal=signal,
+            quarantine=kept,
+        )
         try:
-            (released,) = await self._io.redis(command(claimant=claimant, outcome=outcome))
+            (released,) = await self._io.redis(command())
         except RedisError as error:
             log.warning("release_postponed", job_id=lease.job_id, error=str(error))
-            if self._postponed is not None:
-                self._postponed(lease, back, cooldown_ms)
+            # The lease of a quarantined slot expires, and the reaper finds in the database what to do.
+            if self._on_postponed is not None and kept is None:
+                self._on_postponed(lease, return_to_lane, cooldown_ms)
             return None
+        if kept is not None:
+            crash_at("slot_quarantined")
         return self._dispatcher.publish_unclaimed(released.offers, claimant)
 
-    async def leave(self, lease: Lease, job_id: str, attempt: int, claimant: str = "") -> Offer | None:
-        """Give up the lease of a run that has ended elsewhere: its slot is free, unless it is quarantined.
+    async def give_up(self, lease: Lease, attempt: int | None = None, claimant: str = "") -> Offer | None:
+        """Give up a lease under which no run goes on; the database says what becomes of its slot and its job.
 
-        Returns as `free`.  Raises DatabaseUnavailable.
+        attempt: of the run that had the lease; None: the job's latest.  Returns as `free`.
+        Raises DatabaseUnavailable.
         """
-        row, state = await self._io.run_in_thread(self._recorded, job_id, attempt)
-        back = state is State.QUEUED
-        if row is not None and row.slot == lease.slot:
-            return await self._quarantine(lease, attempt, "", back=back, claimant=claimant)
-        return await self.free(lease, back=back, claimant=claimant)
+        job, quarantined = await self._io.run_in_thread(self._read_state, lease.job_id, attempt)
+        is_queued = job is not None and job.state is State.QUEUED
+        if quarantined is not None and quarantined.slot == lease.slot:
+            return await self.free(
+                lease, return_to_lane=is_queued, claimant=claimant, quarantined_attempt=quarantined.attempt
+            )
+        # The server, not the slot: after `server_lost` the job keeps only that.
+        resumes = job is not None and is_queued and job.server == lease.server
+        if job is not None and resumes and await self.reopen_offer(lease, job.model):
+            return None
+        # If the lease is another's, this still makes offers for the claimant.
+        return await self.free(lease, return_to_lane=is_queued, claimant=claimant)
 
-    async def leave_unstarted(self, lease: Lease, claimant: str = "") -> Offer | None:
-        """Give up the lease of a job that does not run, freeing its slot unless that is quarantined.
+    async def reopen_offer(self, lease: Lease, model: str) -> bool:
+        """Make a lease an open offer, for the worker that resumes its job in the same slot.
 
-        Returns as `free`.  Raises DatabaseUnavailable.
+        Returns False if the lease is not held.  If Redis does not answer, the reaper opens the offer later.
         """
-        job = await self._io.run_in_thread(self._dispatcher.store.get, lease.job_id)
-        if job is None:
-            return await self.free(lease, back=False, claimant=claimant)
-        return await self.leave(lease, job.id, job.attempt, claimant)
-
-    async def reopen_offer(self, lease: Lease, model: str) -> None:
-        """Open a lease for the worker that resumes its job on the same slot."""
         dispatcher = self._dispatcher
-        open_lease = partial(dispatcher.leases.seize, lease, "", dispatcher.settings.offer_ms, only_expired=False)
+        seize = partial(dispatcher.leases.seize, lease, "", dispatcher.settings.offer_ms, only_expired=False)
         try:
-            opened = await self._io.run_in_thread(open_lease)
+            opened = await self._io.run_in_thread(seize)
         except RedisError as error:
             log.warning("offer_postponed", job_id=lease.job_id, error=str(error))
-            return
-        if opened is not None:
-            offer = Offer(opened.fleet, opened.job_id, opened.name, opened.slot, opened.server, model, 0)
-            dispatcher.publish_offers([offer])
+            return True
+        if opened is None:
+            return False
+        offer = Offer(opened.fleet, opened.job_id, opened.name, opened.slot, opened.server, model, 0)
+        dispatcher.publish_offers([offer])
+        return True
 
-    def _recorded(self, job_id: str, attempt: int) -> tuple[QuarantinedSlot | None, State | None]:
+    def _read_state(self, job_id: str, attempt: int | None) -> tuple[Job | None, QuarantinedSlot | None]:
         store = self._dispatcher.store
-        return quarantine.find(store.database, job_id, attempt), store.get_state(job_id)
-
-    async def _quarantine(
-        self, lease: Lease, attempt: int, outcome: HealthSignal, *, back: bool, claimant: str
-    ) -> Offer | None:
-        """Let the slot drain.  Redis away: the lease expires, and the reaper finds in the database what to do."""
-        draining = quarantine_lease(lease.fleet, lease.job_id, attempt, lease.slot)
-        command = partial(self._dispatcher.leases.release_command, lease, back=back, draining=draining)
-        try:
-            (released,) = await self._io.redis(command(claimant=claimant, outcome=outcome))
-        except RedisError as error:
-            log.warning("quarantine_postponed", job_id=lease.job_id, error=str(error))
-            return None
-        crash_at("slot_quarantined")
-        return self._dispatcher.publish_unclaimed(released.offers, claimant)
+        job = store.get(job_id)
+        if attempt is None:
+            if job is None:
+                return None, None
+            attempt = job.attempt
+        return job, quarantine.find(store.database, job_id, attempt)
 
     async def _cool_server_down(self, lease: Lease) -> int:
         """Begin the cooldown of a server that could not be reached, and return how long it is, in ms."""
         try:
             cooldown = await self._io.redis(self._dispatcher.slots.cool_down_command(lease.fleet, lease.server))
-        except RedisError as error:  # The slot itself is freed all the same, or remembered as one to be freed.
+        except RedisError as error:  # The slot itself is freed, or its release postponed.
             log.warning("cooldown_postponed", server=lease.server, error=str(error))
             return 0
         return cooldown.cooldown_ms
 
 
 def blocking_steps(dispatcher: Dispatcher) -> RunSteps:
-    """Return the steps for a thread, to be run by `wait`."""
+    """Return the steps for a thread, to be run by `run_blocking`."""
     return RunSteps(dispatcher, ThreadIo(dispatcher))
 
 
 def end_run(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
-    Raises DatabaseUnavailable.
+    The end is stored first, also for a finished run: nobody would repeat the store.  Raises DatabaseUnavailable.
     """
     steps = blocking_steps(dispatcher)
     moved = run_blocking(steps.store(active, decision))

@@ -1,32 +1,61 @@
---[[ enqueue: put queued jobs in the waiting room, and offer what can run at once, in the same step.
+--[[ enqueue: put queued jobs into their lanes, and offer what can run at once, in the same step.
   Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
-    offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}      see lib/offer
+    offering: {prefix: text, limit: int, capacity: int, offer_ms: int, claimant: text, lease_ms: int}
+      see lib/offers
+    with_position: flag      return also where the first of the jobs stands
     entries: [{lane: text, job: {constraints: text, seq: int, id: text, created_ms: int}}]
   Returns
     added: int
-    offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]
-  Idempotent: a job that waits already is left as it is; one that holds a lease goes to its place when that is released
+    offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int,
+              owner: text, changes_model: flag}]
+    ahead: int | None   jobs of its model that come before it; None: it holds a lease, or this was not asked for
+    run_ms: int | None  mean slot time of the model's latest runs; None: unknown
+  Idempotent: a job that waits already stays as it is; one that holds a lease goes to its place when that is released
   Refused when Redis is full
-  Clock Redis TIME    Cost O(log n) a job    Upholds ORDER-1, SLOT-2 ]]
+  Clock Redis TIME    Cost O(log n) a job, and that of job_status for a position    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
--- @include lib/fleet
--- @include lib/fields
--- @include lib/epoch
--- @include lib/slots
--- @include lib/rules
--- @include lib/order
--- @include lib/policies
--- @include lib/groups
--- @include lib/lanes
--- @include lib/breaker
--- @include lib/lease
--- @include lib/holding
--- @include lib/placement
--- @include lib/offer
--- @include lib/entering
+-- @include lib/offers
+-- @include lib/position
 
-local added = put_in(entries)
+-- A job that still holds a lease returns to its lane when that is released: its last run has ended in the database and
+-- has not freed its slot yet.  An open offer is left as it is.
+local function requeue_on_release(job)
+  if redis.call("HGET", lease_key(job), "owner") ~= "" then redis.call("HSET", lease_key(job), "again", "1") end
+end
+
+-- Put the jobs into their lanes.  Returns how many were not there yet.
+local function add_entries()
+  local ids, lanes, added = {}, {}, 0
+  for n, entry in ipairs(entries) do ids[n] = entry.job.id end
+  local leased = #ids > 0 and redis.call("ZMSCORE", LEASES, unpack(ids)) or {}
+  for n, entry in ipairs(entries) do
+    local job, name = entry.job, entry.lane
+    if leased[n] then
+      requeue_on_release(job.id)
+    else
+      lanes[name] = lanes[name] or { lane = parse_lane(name), constraints = job.constraints, members = {} }
+      local members = lanes[name].members
+      members[#members + 1], members[#members + 2] = job.seq, lane_member(job.id, job.created_ms)
+    end
+  end
+  for _, batch in pairs(lanes) do
+    local more = add_to_lane(batch.lane, unpack(batch.members))
+    if more > 0 then
+      read_rules(batch.lane)
+      reindex(batch.lane, batch.constraints)
+    end
+    added = added + more
+  end
+  return added
+end
+
+local added = add_entries()
 local offers = make_offers(offering, now_ms())
-write_fields()
-return { added, offers }
+flush_hashes()
+local ahead, run_ms
+if with_position then
+  local first = entries[1]
+  ahead, run_ms = position_of(parse_lane(first.lane), first.job.id, first.job.created_ms)
+end
+return { added, offers, ahead or false, run_ms or false }

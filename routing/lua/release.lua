@@ -1,4 +1,4 @@
---[[ release: give up leases, one after another, and after each make the next offers in the same step (the hand-off).
+--[[ release: release leases, one after another, and after each make the next offers in the same step (the handover).
   Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     settings: {breaker_failures: int, breaker_rate: number, breaker_open_ms: int, breaker_open_max_ms: int,
@@ -6,93 +6,84 @@
       failures in a row, or this rate of them, 0 to 1, open a server's breaker for open_ms, doubled each time in a row
       up to open_max_ms; likewise the cooldown of a slot that was busy, up to busy_cooldown_max_ms
     releases: [{lease: {job_id: text, name: text, owner: text},
-                back: flag, cooldown_ms: int, outcome: "ok" | "refused" | "failed" | "busy" | "told" | "",
-                draining: {job_id: text, name: text, owner: text},
-                offering: {prefix: text, limit: int, room: int, offer_ms: int, claimant: text, lease_ms: int}}]
-      lease         its owner is "" where it is an offer that nobody has claimed
-      back          the job goes back to its place in its lane; else it has left the room
-      cooldown_ms   how long the slot is offered to nobody
-      outcome       what the run tells of its server and model; "refused": the server is well, its job is not;
-                    "told": it is busy, and cooldown_ms is what it asked for; "": nothing
-      draining      under this its slot stays taken; job_id "": it is free
-      offering      see lib/offer
+                return_to_lane: flag, cooldown_ms: int,
+                signal: "ok" | "refused" | "failed" | "busy" | "retry_after" | "",
+                quarantine: {job_id: text, name: text, owner: text},
+                offering: {prefix: text, limit: int, capacity: int, offer_ms: int, claimant: text, lease_ms: int}}]
+      lease           its owner is "" if it is an offer that no worker has claimed
+      return_to_lane  the job returns to its place in its lane; else it has left the queue
+      cooldown_ms     how long the slot is not offered
+      signal          what the run says of its server and model; "refused": the server is well, the job is not;
+                      "retry_after": the server is busy, and asked for cooldown_ms; "": nothing
+      quarantine      the lease under which the slot stays taken; job_id "": it is free
+      offering        see lib/offers
   Returns
     answers: [{released: flag,
-               offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int, owner: text}]}]
-      released      0: it is another's, and left alone; offers are made all the same
+               offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int,
+                         owner: text, changes_model: flag}]}]
+      released      0: the lease is another's, and left as it is; offers are made all the same
   Joins releases
   Clock Redis TIME    Cost O(releases × (log n + groups + free slots))    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
--- @include lib/fleet
--- @include lib/fields
--- @include lib/epoch
--- @include lib/slots
--- @include lib/rules
--- @include lib/order
--- @include lib/policies
--- @include lib/groups
--- @include lib/lanes
--- @include lib/breaker
--- @include lib/lease
--- @include lib/holding
--- @include lib/placement
--- @include lib/offer
+-- @include lib/offers
 
--- A moving mean of what runs that end well take of a slot, in ms.
-local function note_duration(stats, name, took_ms)
-  local mean = tonumber(field(stats, name) or took_ms)
+-- Update a moving mean of the slot time of runs that end well, in ms.
+local function record_duration(stats, name, took_ms)
+  local mean = tonumber(get_field(stats, name) or took_ms)
   set_field(stats, name, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
 end
 
-local function note_run(was, outcome, now)
-  local server, model = server_of(was.slot), was.lane.model
-  if not field(SERVERS, server) then return end -- it has been removed meanwhile
+local function record_run(lease, signal, now)
+  local server, model = server_of(lease.slot), lease.lane.model
+  if not get_field(SERVERS, server) then return end -- it has been removed meanwhile
   local of_server, of_model = stats_key("server", server), stats_key("model", model)
-  local is_busy = outcome == "busy" or outcome == "told"
-  local told, in_a_row = is_busy and "" or outcome, rules_of(model).failures
-  note_outcome(of_server, was.job, told, now, settings)
-  if in_a_row > 0 then note_outcome(of_model, was.job, told, now, settings, in_a_row) end
-  if outcome == "ok" then
-    note_duration(of_model, "run_ms", now - was.since)
-    note_duration(of_server, "run_ms:" .. model, now - was.since)
+  if signal == "retry_after" or signal == "busy" then
+    signal = "" -- it says nothing of the server's health
+  end
+  local in_a_row = rules_of(model).failures
+  record_signal(of_server, lease.job, signal, now, settings)
+  if in_a_row > 0 then record_signal(of_model, lease.job, signal, now, settings, in_a_row) end
+  if signal == "ok" then
+    record_duration(of_model, "run_ms", now - lease.since)
+    record_duration(of_server, "run_ms:" .. model, now - lease.since)
   end
 end
 
--- A slot whose server said "busy", again and again, is tried less and less often; a look at its health may end that.
--- When a server said itself when to come back, only time ends that: see cool_down.
-local function cooldown_of(slot, outcome, cooldown_ms, now)
+-- The cooldown of a slot whose server is busy doubles each time in a row; a report of its health may end it
+-- (cool_down).  If the server named the time itself, only time ends the cooldown.
+local function busy_cooldown(slot, signal, cooldown_ms, now)
   local stats, name = stats_key("server", server_of(slot)), "busy:" .. slot
-  read_hash(stats)
-  set_field(stats, "told:" .. slot, outcome == "told" and exact(now + cooldown_ms) or false)
-  if outcome ~= "busy" or not is_online_slot(slot) then
+  load_hash(stats)
+  set_field(stats, "told:" .. slot, signal == "retry_after" and integer_text(now + cooldown_ms) or false)
+  if signal ~= "busy" or not is_online_slot(slot) then
     set_field(stats, name, false)
     return cooldown_ms
   end
-  local times = add_to_field(stats, name, 1)
+  local times = increment_field(stats, name, 1)
   return math.min(cooldown_ms * 2 ^ math.min(times - 1, 30), math.max(cooldown_ms, settings.busy_cooldown_max_ms))
 end
 
--- Answers 1, or 0 for a lease that is another's.
-local function let_go(it, now)
-  local was, draining = read_lease(it.lease.job_id), it.draining
-  if not holds(was, it.lease.name, it.lease.owner) then return 0 end
-  local is_let_go = drop_lease(was, now)
-  if it.back or was.again then
-    add_to_lane(was.lane, was.seq, member_of(was.job, was.created))
-    reindex(was.lane, was.constraints)
+-- Returns 1; 0 for a lease that is another's.
+local function release_one(one, now)
+  local lease, quarantine = read_lease(one.lease.job_id), one.quarantine
+  if not is_holder(lease, one.lease.name, one.lease.owner) then return 0 end
+  local holds_no_lease = delete_lease(lease, now)
+  if one.return_to_lane or lease.again then
+    add_to_lane(lease.lane, lease.seq, lane_member(lease.job, lease.created))
+    reindex(lease.lane, lease.constraints)
   end
-  if draining.job_id ~= "" then
-    write_lease(draining.job_id, draining.name, draining.owner, was.slot, was.lane, was.constraints, was.seq,
-      was.created, 0, 0, now, now + it.offering.lease_ms)
+  if quarantine.job_id ~= "" then
+    write_lease(quarantine.job_id, quarantine.name, quarantine.owner, lease.slot, lease.lane, lease.constraints,
+      lease.seq, lease.created, 0, 0, now, now + one.offering.lease_ms)
   else
-    return_slot(was.slot, now, cooldown_of(was.slot, it.outcome, it.cooldown_ms, now), is_let_go)
+    make_slot_available(lease.slot, now, busy_cooldown(lease.slot, one.signal, one.cooldown_ms, now), holds_no_lease)
   end
-  if it.outcome ~= "ok" then doubt_loaded(was) end
-  note_run(was, it.outcome, now)
+  if one.signal ~= "ok" then clear_loaded_model(lease) end
+  record_run(lease, one.signal, now)
   return 1
 end
 
 local now, answers = now_ms(), {}
-for i, it in ipairs(releases) do answers[i] = { let_go(it, now), make_offers(it.offering, now) } end
-write_fields()
+for i, one in ipairs(releases) do answers[i] = { release_one(one, now), make_offers(one.offering, now) } end
+flush_hashes()
 return answers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance.each import isolate_errors
+from routing.queue.fleets import isolate_errors
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import ledger
@@ -35,7 +35,7 @@ def expire_deadlines(dispatcher: Dispatcher, within_s: float = float("inf")) -> 
 
     def act(ended: Sequence[Transition]) -> None:
         crash_at("expire_committed")
-        dispatcher.withdraw_all([moved.job for moved in ended])  # or tells their workers, who free the slots
+        dispatcher.withdraw([moved.job for moved in ended])  # or tells their workers, who free the slots
         for moved in ended:
             with isolate_errors("announce", job_id=moved.job.id):
                 dispatcher.notify_ended(moved)

@@ -1,7 +1,7 @@
 """Removals of models and servers: what the database began is ended, and Redis follows.
 
 Whatever was cut in between is ended by the next turn: each asks the record anew what is to be done, and a room follows
-the catalog by itself (lua/sync.lua).
+the catalog by itself (lua/sync_catalog.lua).
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from redis.exceptions import RedisError
 from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import Dispatcher, active_run_of
 from routing.dispatch.run_steps import end_run
-from routing.maintenance import rooms
-from routing.maintenance.each import isolate_errors
 from routing.maintenance.sweep import refresh_fleet
+from routing.queue.fleets import isolate_errors
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.closed_models import ClosingReason
@@ -52,7 +51,7 @@ def forget_model(dispatcher: Dispatcher, it: Removal) -> None:
         if it.fleet in catalog.fleets():
             refresh_fleet(dispatcher, it.fleet)
         else:
-            rooms.remove_unknown(dispatcher.slots.scripts, catalog.fleets())
+            dispatcher.fleets.remove_unknown(catalog.fleets())
     except RedisError as error:  # The sweep brings it, and forgets rooms that are gone.
         log.warning("removal_postponed", model=it.name, error=str(error))
     log.info("model_removed", model=it.name)
@@ -77,7 +76,7 @@ def forget_server(dispatcher: Dispatcher, it: Removal) -> None:
         refresh_fleet(dispatcher, it.fleet)
         catalog = dispatcher.catalog.get()
         if it.fleet not in catalog.fleets():
-            rooms.remove_unknown(dispatcher.slots.scripts, catalog.fleets())
+            dispatcher.fleets.remove_unknown(catalog.fleets())
     except RedisError as error:
         log.warning("removal_postponed", server=it.name, error=str(error))
     log.info("server_removed", server=it.name)

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher
+from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance.pass_state import seen_by
 from routing.maintenance.reaper import REPORTED_AFTER
-from routing.maintenance.rooms import queue_counts
 from routing.maintenance.server_checks import find_stale_runs
 from routing.maintenance.server_report import ServerReport
-from routing.queue.leases import Lease
+from routing.queue.leases import QUARANTINE_OWNER, Lease
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
@@ -81,7 +80,7 @@ def _rooms(dispatcher: Dispatcher, leases: Mapping[str, list[tuple[Lease, int]]]
     queued = ledger.queued_by_model(dispatcher.store.database)
     catalog = dispatcher.catalog.get()
     found = set()
-    for fleet, room in queue_counts(dispatcher.queues.scripts, list(leases)).items():
+    for fleet, room in dispatcher.fleets.counts(list(leases)).items():
         recorded = sum(queued[model] for model in catalog.models_of(fleet))
         in_room = sum(room.waiting.values()) + sum(not lease.owner for lease, _ in leases[fleet])
         if recorded > in_room:

@@ -15,14 +15,14 @@ import structlog
 
 from routing.config import RoutingSettings
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher, active_run_of, quarantine_lease
+from routing.dispatch.dispatcher import Dispatcher, active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import blocking_steps, end_run, run_blocking
 from routing.maintenance import server_report
-from routing.maintenance.each import isolate_errors
 from routing.maintenance.pass_state import seen_by
 from routing.maintenance.server_report import ExpectedRun, ServerReport
-from routing.queue.leases import Lease, LeasedJob
+from routing.queue.fleets import isolate_errors
+from routing.queue.leases import QUARANTINE_OWNER, Lease, LeasedJob, quarantine_lease
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import quarantine
@@ -81,7 +81,7 @@ def _keep(dispatcher: Dispatcher, fleet: str, leases: Sequence[Lease], rows: Seq
     known = {quarantine_lease(fleet, row.job_id, row.attempt, row.slot) for row in rows}
     given_up = [lease for lease in leases if lease.owner == QUARANTINE_OWNER and lease not in known]
     for lease in given_up:
-        run_blocking(blocking_steps(dispatcher).free(lease, back=False))
+        run_blocking(blocking_steps(dispatcher).free(lease, return_to_lane=False))
     if kept := [lease for lease in leases if lease in known]:
         dispatcher.leases.renew(fleet, QUARANTINE_OWNER, kept)
     # Its worker may still be telling the server, under the job's own lease.
@@ -228,7 +228,9 @@ def release(dispatcher: Dispatcher, fleet: str, row: QuarantinedSlot) -> bool:
     crash_at("quarantine_ended")
     seen_by(dispatcher).confirmed_running.pop((row.job_id, row.attempt), None)
     run_blocking(
-        blocking_steps(dispatcher).free(quarantine_lease(fleet, row.job_id, row.attempt, row.slot), back=False)
+        blocking_steps(dispatcher).free(
+            quarantine_lease(fleet, row.job_id, row.attempt, row.slot), return_to_lane=False
+        )
     )
     log.info("slot_released", slot=row.slot, job_id=row.job_id, reason=row.reason, withheld_ms=now_ms() - row.since_ms)
     return True
@@ -243,7 +245,7 @@ def expire_lease(dispatcher: Dispatcher, lease: Lease) -> bool:
         return False
     log.warning("slot_quarantined_too_long", slot=lease.slot, job_id=job_id)
     quarantine.release(dispatcher.store.database, job_id, int(attempt))
-    run_blocking(blocking_steps(dispatcher).free(lease, back=False))
+    run_blocking(blocking_steps(dispatcher).free(lease, return_to_lane=False))
     return True
 
 

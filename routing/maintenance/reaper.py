@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 from redis.exceptions import RedisError
 
-from routing.dispatch.decision import Decision, decide
-from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher, active_run_of
+from routing.dispatch.decision import Decision, crash_reason, decide
+from routing.dispatch.dispatcher import Dispatcher, active_run_of
 from routing.dispatch.outcome import StopReason
 from routing.dispatch.run_steps import blocking_steps, run_blocking
-from routing.dispatch.verdict import crash_reason
-from routing.maintenance import quarantined_slots, restore_leases, rooms
-from routing.maintenance.each import isolate_errors
+from routing.maintenance import quarantined_slots, restore_leases
 from routing.maintenance.pass_state import seen_by
-from routing.maintenance.rooms import LeaseSpan
-from routing.queue.leases import Lease
+from routing.queue.fleets import LeaseSpan, isolate_errors
+from routing.queue.leases import QUARANTINE_OWNER, Lease
 from routing.queue.queues import Offer
 from routing.queue.worker_capacity import WorkerCapacity, was_told_to_stop
 from slotkeeper.clock import now_ms
@@ -88,15 +86,15 @@ def reap(dispatcher: Dispatcher, patience: RenewalGrace | None = None) -> int:
     fleets = dispatcher.catalog.get().fleets()
     asked_s = time.monotonic()
     try:
-        spans = rooms.lease_spans(dispatcher.leases.scripts, fleets)
+        spans = dispatcher.fleets.lease_spans(fleets)
     except RedisError:
         if patience is not None:
             patience.note_failure()
         raise
     for fleet, span in spans.items():
-        if span.last_ms > span.now_ms + rooms.longest_lease_ms(dispatcher.settings):
+        if span.last_ms > span.now_ms + dispatcher.fleets.longest_lease_ms:
             with isolate_errors("pull_back", fleet=fleet):
-                pulled = rooms.clamp_times(dispatcher.leases.scripts, fleet, dispatcher.settings)
+                pulled = dispatcher.fleets.clamp_times(fleet)
                 log.warning("leases_pulled_back", fleet=fleet, how_many=pulled)
     if patience is not None and not _has_patience_ended(dispatcher, patience, asked_s, spans):
         return 0
@@ -153,9 +151,9 @@ def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes
         if not was_told_to_stop(dispatcher.leases.scripts, owner):
             workers.remove(owner)
     fleets = dispatcher.catalog.get().fleets()
-    found = rooms.queue_counts(dispatcher.leases.scripts, fleets)
+    found = dispatcher.fleets.counts(fleets)
     running = restore_leases.restore_for_owners(dispatcher, killed)
-    held = dispatcher.leases.list_all([fleet for fleet, room in found.items() if room.open])
+    held = dispatcher.leases.list_all([fleet for fleet, room in found.items() if room.is_open])
     theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in killed]
     if len(held) == len(fleets):
         for owner in killed - running - {lease.owner for lease in theirs}:
@@ -218,11 +216,11 @@ def _put_back(dispatcher: Dispatcher, lease: Lease, job: Job | None) -> None:
     """A job that is not running: to its place, or on with the same slot where its server still has it."""
     steps = blocking_steps(dispatcher)
     if job is None or job.state is not State.QUEUED:
-        run_blocking(steps.leave_unstarted(lease))
+        run_blocking(steps.give_up(lease))
     elif job.server == lease.server:
         run_blocking(steps.reopen_offer(lease, job.model))
     else:
-        run_blocking(steps.free(lease, back=True))
+        run_blocking(steps.free(lease, return_to_lane=True))
 
 
 def _end_lost_run(dispatcher: Dispatcher, mine: Lease, job: Job, how: str) -> None:

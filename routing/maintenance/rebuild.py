@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import structlog
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance.each import isolate_errors
+from routing.queue.fleets import isolate_errors
 from routing.queue.slots import SyncResult
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
@@ -30,5 +30,5 @@ def _handle_sync_result(dispatcher: Dispatcher, fleet: str, found: SyncResult, c
     if found.answer == "synced":
         return
     version = dispatcher.catalog.version()
-    if version < found.newest and dispatcher.slots.close(fleet, found.newest):
+    if version < found.newest and dispatcher.fleets.close(fleet, found.newest):
         log.warning("database_went_back", fleet=fleet, version=version, before=found.newest)

@@ -7,8 +7,8 @@ import structlog
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.run_steps import blocking_steps, run_blocking
-from routing.maintenance.each import isolate_errors
 from routing.maintenance.pass_state import seen_by
+from routing.queue.fleets import isolate_errors
 from routing.queue.leases import Lease, LeasedJob
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
@@ -122,5 +122,5 @@ def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[LeasedJob], lasts_
         if found is not None and found.state is State.QUEUED and found.slot == run.lease.slot:
             run_blocking(steps.reopen_offer(run.lease, found.job.model))
         elif found is None or found.state is not State.RUNNING or found.lease != run.lease.stored_text:
-            run_blocking(steps.free(run.lease, back=found is not None and found.state is State.QUEUED))
+            run_blocking(steps.free(run.lease, return_to_lane=found is not None and found.state is State.QUEUED))
     return written

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import quarantined_slots, rooms, server_report
-from routing.maintenance.each import isolate_errors
+from routing.maintenance import quarantined_slots, server_report
 from routing.maintenance.pass_state import seen_by
 from routing.maintenance.reaper import end_unknown_run
 from routing.maintenance.server_report import ExpectedRun, ServerReport
+from routing.queue.fleets import isolate_errors
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -27,14 +27,14 @@ _ATTEMPT = re.compile(r"[-.]\d+$")  # that some servers know a job of ours by
 def apply_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
     """Begin the cooldown of servers that are down, and end that of servers that are well again."""
     found = _by_fleet(dispatcher, reports)
-    troubled = rooms.list_troubled(dispatcher.slots.scripts, list(found))
+    troubled = dispatcher.slots.list_troubled(list(found))
     known = [(server, report.up) for fleet in troubled for server, report in found[fleet]]
-    rooms.cool_down_all(dispatcher.slots, [(server.fleet, server.name) for server, up in known if not up])
+    dispatcher.slots.cool_down_all([(server.fleet, server.name) for server, up in known if not up])
     _end_cooldowns(dispatcher, [server for server, up in known if up and server.name in troubled[server.fleet].failing])
 
 
 def _end_cooldowns(dispatcher: Dispatcher, servers: Sequence[Server]) -> None:
-    rooms.end_cooldowns(dispatcher.slots, [(server.fleet, server.name) for server in servers])
+    dispatcher.slots.end_cooldowns([(server.fleet, server.name) for server in servers])
     for fleet in {server.fleet for server in servers}:
         with isolate_errors("end_cooldowns", fleet=fleet):
             dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
@@ -44,7 +44,7 @@ def servers_to_check_now(dispatcher: Dispatcher) -> set[str]:
     """Servers that should be asked now: those that were down or busy, and those of leases gone silent."""
     catalog, found = dispatcher.catalog.get(), quarantined_slots.servers(dispatcher)
     silent_ms = 2 * dispatcher.settings.renew_every_ms
-    for trouble in rooms.list_troubled(dispatcher.slots.scripts, catalog.fleets()).values():
+    for trouble in dispatcher.slots.list_troubled(catalog.fleets()).values():
         found |= trouble.cooling | trouble.failing
     for leases in dispatcher.leases.list_all(catalog.fleets()).values():
         found |= {lease.server for lease, silent in leases if lease.owner and silent > silent_ms}
@@ -62,7 +62,7 @@ def apply_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *
     at_place = _by_place(running)
     silent = _silent(dispatcher, list(found)) if may_reap else set()
     idle: list[Server] = []
-    for fleet, trouble in rooms.list_troubled(dispatcher.slots.scripts, list(found)).items():
+    for fleet, trouble in dispatcher.slots.list_troubled(list(found)).items():
         for server, report in found[fleet]:
             with isolate_errors("heed_report", server=server.name):
                 jobs, lingering = _sent_there(running[server.name], server, report), withheld[server.name]
@@ -74,7 +74,7 @@ def apply_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *
                     [*_views(known, report), *quarantined_slots.expected_runs(lingering, report)], report
                 )
                 if foreign := _foreign_runs(dispatcher, server, compared, report):
-                    rooms.mark_used_by_others(dispatcher.slots.scripts, fleet, server.name, foreign)
+                    dispatcher.slots.mark_used_by_others(fleet, server.name, foreign)
                 elif (report.shows_runs or report.is_idle) and server.name in trouble.cooling:
                     idle.append(server)
     _end_cooldowns(dispatcher, idle)  # Nobody else uses these: slots in cooldown because they were busy can be tried.

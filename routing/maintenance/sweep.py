@@ -8,12 +8,12 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import OutOfMemoryError
 
-from routing.dispatch.dispatcher import QUARANTINE_OWNER, Dispatcher
+from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots, restore_leases
-from routing.maintenance.each import isolate_errors
 from routing.maintenance.pass_state import Shortfall, seen_by
 from routing.maintenance.rebuild import sync_catalog
-from routing.maintenance.rooms import QueueCounts, depths, queue_counts, remove_unknown
+from routing.queue.fleets import QueueCounts, isolate_errors
+from routing.queue.leases import QUARANTINE_OWNER
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs import ledger
@@ -44,12 +44,12 @@ def sweep(dispatcher: Dispatcher) -> int:
     Answers offers made.  A fleet without jobs costs its share of one round trip.
     """
     catalog = dispatcher.catalog.get()
-    rooms = queue_counts(dispatcher.queues.scripts, catalog.fleets())
+    rooms = dispatcher.fleets.counts(catalog.fleets())
     until = time.monotonic() + _READS_S
     with isolate_errors("catch_up"):
         _enqueue_from_events(dispatcher, rooms, until)
     with isolate_errors("rebuild"):
-        _rebuild_on(dispatcher, [fleet for fleet, room in rooms.items() if not room.open], until)
+        _rebuild_on(dispatcher, [fleet for fleet, room in rooms.items() if not room.is_open], until)
     with isolate_errors("count"):
         _fill_short_queues(dispatcher, catalog)
     _fill_each(dispatcher, set(seen_by(dispatcher).filling) - seen_by(dispatcher).rebuilding, until)
@@ -57,7 +57,7 @@ def sweep(dispatcher: Dispatcher) -> int:
 
 
 def _offer_all(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> int:
-    made, rooms = 0, queue_counts(dispatcher.queues.scripts, catalog.fleets())
+    made, rooms = 0, dispatcher.fleets.counts(catalog.fleets())
     _sync(dispatcher, catalog, rooms)
     for fleet, room in rooms.items():
         if room.waiting or room.cooling:
@@ -86,11 +86,11 @@ def _sync(dispatcher: Dispatcher, catalog: CatalogSnapshot, rooms: Mapping[str, 
 def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
     """After a change of the catalog: bring it to Redis now, and offer what it makes possible."""
     catalog = dispatcher.catalog.refresh()
-    if not depths(dispatcher.queues.scripts, fleet).open:
+    if not dispatcher.fleets.counts([fleet])[fleet].is_open:
         rebuild_queue(dispatcher, fleet)
     sync_catalog(dispatcher, [fleet], catalog)
     # A model has another name, by which its jobs have to come in again.
-    if not depths(dispatcher.queues.scripts, fleet).open:
+    if not dispatcher.fleets.counts([fleet])[fleet].is_open:
         rebuild_queue(dispatcher, fleet)
     dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
 
@@ -182,8 +182,8 @@ def short_queues(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
     """Fleets of which the record has more jobs queued than wait in the room or are under offer, at this moment."""
     queued = ledger.queued_by_model(dispatcher.store.database)
     recorded = {fleet: sum(queued[model] for model in catalog.models_of(fleet)) for fleet in catalog.fleets()}
-    rooms = queue_counts(dispatcher.queues.scripts, [fleet for fleet, count in recorded.items() if count])
-    short = {fleet for fleet, room in rooms.items() if room.open and recorded[fleet] > sum(room.waiting.values())}
+    rooms = dispatcher.fleets.counts([fleet for fleet, count in recorded.items() if count])
+    short = {fleet for fleet, room in rooms.items() if room.is_open and recorded[fleet] > sum(room.waiting.values())}
     leases = dispatcher.leases.list_all(sorted(short))
     running = {job.id for job in dispatcher.store.list_running()} if leases else set()
     for fleet, held in leases.items():
@@ -199,16 +199,16 @@ def short_queues(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
 def reconcile(dispatcher: Dispatcher) -> int:
     """Bring back what the record knows and Redis does not; answers how many jobs (QUEUE-1)."""
     fleets = dispatcher.catalog.refresh().fleets()
-    found, rooms = restore_leases.restore(dispatcher), queue_counts(dispatcher.queues.scripts, fleets)
-    for fleet in _having_queued(dispatcher, [fleet for fleet, room in rooms.items() if room.open]):
+    found, rooms = restore_leases.restore(dispatcher), dispatcher.fleets.counts(fleets)
+    for fleet in _having_queued(dispatcher, [fleet for fleet, room in rooms.items() if room.is_open]):
         with isolate_errors("reconcile", fleet=fleet):
             found += _fill(dispatcher, fleet)
             crash_at("reconcile_filled")
             dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
-    for fleet in [fleet for fleet, room in rooms.items() if not room.open]:
+    for fleet in [fleet for fleet, room in rooms.items() if not room.is_open]:
         with isolate_errors("reconcile", fleet=fleet):
             found += rebuild_queue(dispatcher, fleet)
-    for fleet in remove_unknown(dispatcher.slots.scripts, dispatcher.catalog.refresh().fleets()):
+    for fleet in dispatcher.fleets.remove_unknown(dispatcher.catalog.refresh().fleets()):
         log.info("queue_removed", fleet=fleet)
     return found
 
@@ -254,7 +254,7 @@ def _begin_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     if not fleets:
         return []
     catalog = dispatcher.catalog.get()
-    begun = dispatcher.queues.begin_rebuild(fleets, catalog.database_id)
+    begun = dispatcher.fleets.begin_rebuild(fleets, catalog.database_id)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("queue_forgotten", fleet=fleet, because="Redis, or the record, is not what it was filled from")
     restore_leases.restore_leases(dispatcher, begun)
@@ -271,7 +271,7 @@ def _end_rebuild(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
     crash_at("rebuild_filled")
     # Once more: of runs that began after the first look, their start was on its way when Redis was emptied.
     restore_leases.restore_leases(dispatcher, fleets)
-    for fleet in [fleet for fleet, opened in dispatcher.queues.open_all(fleets).items() if opened]:
+    for fleet in [fleet for fleet, opened in dispatcher.fleets.open(fleets).items() if opened]:
         log.info("queue_rebuilt", fleet=fleet)
 
 

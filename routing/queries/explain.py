@@ -11,8 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from routing.admission import constraints, questions
-from routing.admission.questions import JobStatus, Position
+from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots
 from routing.queries import server_status
@@ -20,9 +19,11 @@ from routing.queries.overtaking import longest_overtaking_s
 from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus
+from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
+from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
 
@@ -80,21 +81,26 @@ def explain_job_state(dispatcher: Dispatcher, job: Job) -> Explanation:
 def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
     """Of a queued job.  Raises redis errors."""
     model = dispatcher.catalog.resolve(job.model)
-    facts = questions.job_status(dispatcher.queues, model.fleet, job.queued)
-    if facts.place == "offered":
+    queues, fleet = dispatcher.queues, model.fleet
+    commands: list[Command[Any]] = [
+        queues.job_status_command(fleet, job.queued),
+        queues.model_status_command(fleet, job.model),
+    ]
+    facts, status = queues.run_all(commands)
+    if facts.location == "offered":
         sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
-        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, questions.OFFERED))
-    if facts.place != "waiting":
+        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, OFFERED))
+    if facts.location != "waiting":
         sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
         return _waiting_for(Blocker("not_in_room", sentence))
-    standings = server_status.read_servers(dispatcher.slots, model.fleet)
+    standings = server_status.read_servers(dispatcher.slots, fleet)
     catalog = dispatcher.catalog.get()
     withheld = quarantined_slots.by_server(dispatcher)
     hindrances = {
         it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
         for it in _servers(catalog, job)
     }
-    found = [*_general(job, facts, catalog), *_placement(job, catalog, hindrances, standings, withheld, facts)]
+    found = [*_general(job, facts, status, catalog), *_placement(job, catalog, hindrances, standings, withheld, facts)]
     if not found:
         found = [_turn(facts)]
     position = Position(facts.ahead, facts.run_ms or None)
@@ -104,7 +110,7 @@ def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
         _sum_up(found),
         tuple(found),
         facts.ahead,
-        facts.before,
+        facts.jobs_before,
         model.config.policy,
         longest_overtaking_s(job.priority, model.config),
         hindrances,
@@ -146,22 +152,22 @@ def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:
     return [it for it in catalog.servers.values() if job.model in it.endpoints]
 
 
-def _general(job: Job, facts: JobStatus, catalog: CatalogSnapshot) -> list[Blocker]:
+def _general(job: Job, facts: JobStatus, status: ModelStatus, catalog: CatalogSnapshot) -> list[Blocker]:
     """What holds up every job of its tenant or model."""
     found = []
-    if facts.obstacle == "tenant_slots":
+    if facts.blocked_by == "tenant_slots":
         found.append(
             Blocker("tenant_slots", f"its tenant holds {_count(facts.held, 'slot')} and may hold no more", job.tenant)
         )
-    elif facts.obstacle:
+    elif facts.blocked_by:
         found.append(
             Blocker("tenant_paused", stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
         )
-    if facts.state in STOPPED_STATES:
+    if status.state in STOPPED_STATES:
         found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
-    if facts.breaker == "open":
-        found.append(breaker_open(job.model, facts.open_why, facts.open_until_ms))
-    elif facts.breaker == "probing":
+    if status.breaker == "open":
+        found.append(breaker_open(job.model, status.open_why, status.open_until_ms))
+    elif status.breaker == "probing":
         found.append(
             Blocker(
                 "model_probing", f"one trial job is running on model {job.model!r}, whose breaker was open", job.model

@@ -9,10 +9,10 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots
 from routing.queries import job_list
 from routing.queries.explain import Blocker, breaker_open, of_server, stopped
-from routing.queries.model_status import QueueLoad, read_model_load
+from routing.queries.model_status import ModelLoad, read_model_load
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus, read_servers, slot_use
-from routing.queue.leases import server_of_slot
+from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.snapshot import CatalogSnapshot
@@ -89,7 +89,7 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
         yield Blocker("slot_withheld", quarantined_slots.sentence(row), row.slot)
 
 
-def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, QueueLoad]) -> Iterator[Blocker]:
+def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, ModelLoad]) -> Iterator[Blocker]:
     waiting = [name for name, load in loads.items() if load.waiting]
     if not waiting:
         yield Blocker("nothing_waits", "no job waits for a model that it serves")

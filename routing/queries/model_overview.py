@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
 
-from routing.admission import questions
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots
 from routing.queries import looks
 from routing.queries.last_hour import LastHourUsage, MinuteUsage
 from routing.queries.looks import MINUTE_MS
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.jobs.values import PRIORITY_DEFAULT, Job, QueuedJob
+from slotkeeper.jobs.values import Job
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import Server
 
 _RECENT = 5  # minutes over which throughput is told
-_NOBODY = ""
 _NOT_KNOWN = ("", 0, "")
 
 
@@ -121,16 +119,9 @@ def _use(minutes: Sequence[MinuteUsage], running: Sequence[Job], slots: int, now
     return [min(1.0, it / (slots * MINUTE_MS)) for it in busy]
 
 
-def _none_of(model: Model) -> QueuedJob:
-    """A job that there is not: what is asked for concerns the model alone."""
-    return QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY)
-
-
 def read_breakers(dispatcher: Dispatcher, models: Sequence[Model]) -> dict[str, tuple[str, int, str]]:
     """By model: state, until when, by what it was opened.  Nothing, while Redis is away."""
-    asked = [
-        questions.job_status_command(dispatcher.queues, model.fleet, _none_of(model), as_last=True) for model in models
-    ]
+    asked = [dispatcher.queues.model_status_command(model.fleet, model.name) for model in models]
     with suppress(RedisError):
         found = dispatcher.queues.call_if_available(lambda: dispatcher.queues.run_all(asked))
         return {

@@ -1,22 +1,28 @@
-"""What waits for a model at this moment, and what that means for a job that comes in now."""
+"""What waits for a model, lane by lane, and its load."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from routing.admission import bounds, questions
+from redis.exceptions import RedisError
+
+from routing.admission.submit_limits import queue_limit
 from routing.dispatch.dispatcher import Dispatcher
-from slotkeeper.jobs.values import PRIORITY_DEFAULT, QueuedJob
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.snapshot import Model
 
-_NOBODY = ""  # a tenant and a job that there is not: what is asked for concerns the model alone
+_MAX_JOBS = 1000
+_MAX_LANES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """`run_ms`: mean slot time of the model's latest runs; `work_ms`: how long its slots are busy with what waits.
+class ModelLoad:
+    """What waits for a model at this moment.
 
-    None: not known.  `limit`: jobs that may wait, of each tenant under `fair`; None: any number.  `breaker`: closed,
-    open, half_open, probing; open until `open_until_ms`, ms since the epoch, 0: it is not open, and by `open_why`, as
-    for servers (routing/queries/server_status.py: ServerStatus).
+    `run_ms`: mean slot time of the model's latest runs; `work_ms`: how long the waiting jobs keep its slots busy.
+    None: unknown.  `limit`: jobs that may wait, of each tenant if the policy is by tenant; None: any number.
+    `breaker`: closed, open, half_open or probing; open until `open_until_ms`, ms since the epoch (0: it is closed),
+    because of `open_why`, as for servers (routing/queries/server_status.py: ServerStatus).
     """
 
     waiting: int
@@ -28,19 +34,58 @@ class QueueLoad:
     open_why: str
 
 
-def read_model_load(dispatcher: Dispatcher, model: Model) -> QueueLoad:
-    """In two calls to Redis, whatever waits.  Raises redis errors."""
+@dataclass(frozen=True, slots=True)
+class LaneStatus:
+    """Jobs that are alike in tenant, priority and constraints.
+
+    `waiting`: how many of the first thousand jobs of the model are in this lane.  `ahead`: jobs of the model that come
+    before its first; None: unknown.  `blocked_by`: what of its tenant is in its way, "": nothing.  `held`: slots that
+    its tenant holds.
+    """
+
+    first: QueuedJob
+    waiting: int
+    ahead: int | None = None
+    blocked_by: str = ""
+    held: int | None = None
+
+
+def read_model_load(dispatcher: Dispatcher, model: Model) -> ModelLoad:
+    """Return a model's load, with one call to Redis.  Raises redis errors."""
     queues = dispatcher.queues
-    (found,) = queues.run_all([questions.model_status_command(queues, model.fleet, model.name, _NOBODY)])
-    facts = questions.job_status(queues, model.fleet, QueuedJob(_NOBODY, 0, model.name, PRIORITY_DEFAULT, _NOBODY))
+    (status,) = queues.run_all([queues.model_status_command(model.fleet, model.name)])
     slots = dispatcher.catalog.get().count_slots(model.name)
-    known = found.run_ms is not None and slots > 0
-    return QueueLoad(
-        found.everyones,
-        found.run_ms,
-        round(found.everyones * found.run_ms / slots) if known and found.run_ms else None,
-        bounds.queue_limit(model.config, slots),
-        facts.breaker,
-        facts.open_until_ms,
-        facts.open_why,
+    return ModelLoad(
+        status.all_tenants,
+        status.run_ms,
+        round(status.all_tenants * status.run_ms / slots) if status.run_ms and slots > 0 else None,
+        queue_limit(model.config, slots),
+        status.breaker,
+        status.open_until_ms,
+        status.open_why,
     )
+
+
+def read_lanes(dispatcher: Dispatcher, model: Model) -> tuple[list[LaneStatus], bool]:
+    """Return lanes, the next in turn first, and whether they hold all waiting jobs.  Raises DatabaseUnavailable."""
+    waiting = dispatcher.store.list_queued([model.name], limit=_MAX_JOBS)
+    by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
+    for job in waiting:
+        by_lane[(job.tenant, job.priority, job.constraints)].append(job)
+    firsts = [(jobs[0], len(jobs)) for jobs in by_lane.values()]
+    lanes = _read_status(dispatcher, model, firsts[:_MAX_LANES])
+    lanes.sort(key=lambda lane: (bool(lane.blocked_by), lane.ahead if lane.ahead is not None else 0, lane.first.seq))
+    return lanes, len(waiting) < _MAX_JOBS and len(firsts) <= _MAX_LANES
+
+
+def _read_status(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[QueuedJob, int]]) -> list[LaneStatus]:
+    queues = dispatcher.queues
+    commands = [queues.job_status_command(model.fleet, job) for job, _ in firsts]
+    try:
+        found = queues.call_if_available(lambda: queues.run_all(commands))
+    except RedisError:
+        return [LaneStatus(job, count) for job, count in firsts]
+    return [
+        LaneStatus(job, count, status.ahead if status.location == "waiting" else None, status.blocked_by, status.held)
+        for (job, count), status in zip(firsts, found, strict=True)
+    ]

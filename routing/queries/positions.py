@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from routing.admission import constraints, questions
-from routing.admission.questions import Position
+from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
+from routing.queue.queues import Position
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES
@@ -46,7 +46,7 @@ def read_position(dispatcher: Dispatcher, job: QueuedJob) -> QueuePosition:
     """Return where a queued job stands, with one call to Redis; nothing if Redis does not answer."""
     queues, fleet = dispatcher.queues, dispatcher.catalog.resolve(job.model).fleet
     try:
-        found = queues.call_if_available(lambda: questions.job_status(queues, fleet, job))
+        found = queues.call_if_available(lambda: queues.job_status(fleet, job))
     except RedisError:
         return QueuePosition()
     return queue_position(dispatcher, job, found.position)

@@ -29,7 +29,7 @@ class ProcessReport(NamedTuple):
 class ProcessScripts(Protocol):
     """Of the list of processes, which belongs to no fleet."""
 
-    def processes(
+    def report_process(
         self, key: str, *, process: str, facts: str, ttl_ms: int, most: int
     ) -> Command[list[ProcessReport]]: ...
 
@@ -87,7 +87,7 @@ class ProcessList:
 
     def _ask(self, process: str, facts: str) -> list[ProcessReport]:
         key = self._scripts.keys.processes()
-        acts = self._lua.processes(key, process=process, facts=facts, ttl_ms=SHOWN_MS, most=MOST)
+        acts = self._lua.report_process(key, process=process, facts=facts, ttl_ms=SHOWN_MS, most=MOST)
         return self._scripts.run(acts)
 
 

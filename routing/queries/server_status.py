@@ -87,7 +87,7 @@ def slot_use(state: str, standing: ServerStatus, withheld: int) -> SlotUse:
 class ServerScripts(Protocol):
     """What lua/ says of servers."""
 
-    def servers(self, fleet: str) -> Command[list[ServerStatus]]: ...
+    def server_status(self, fleet: str) -> Command[list[ServerStatus]]: ...
 
 
 def read_servers(slots: Slots, fleet: str) -> dict[str, ServerStatus]:
@@ -104,4 +104,4 @@ def read_servers_of_fleets(slots: Slots, fleets: Sequence[str]) -> dict[str, dic
 
 def _asking(slots: Slots, fleet: str) -> Command[list[ServerStatus]]:
     scripts: ServerScripts = slots.scripts.bind(ServerScripts)
-    return scripts.servers(fleet)
+    return scripts.server_status(fleet)

@@ -1,6 +1,7 @@
-"""Which lane a job waits in.  What a policy decides stands in lua/lib/policies.
+"""Names of lanes, accounts and constraint classes.
 
-A lane holds jobs that are alike for placement and order: same model, constraints, tenant and priority.
+A lane holds jobs that are alike for placement and order: same model, constraints, tenant and priority.  How a policy
+orders lanes stands in lua/lib/policies.
 """
 
 import hashlib
@@ -9,26 +10,31 @@ from urllib.parse import quote
 
 from slotkeeper.jobs.values import QueuedJob
 
-_READABLE = "/:@+ ~"  # of a tenant's name beside letters, digits and `_.-`; a bar would end it too early
+_READABLE = "/:@+ ~"  # kept in a tenant's name beside letters, digits and `_.-`; a bar would end the name
 
 
 def lane_name(job: QueuedJob) -> str:
-    """`<priority>|<digest of its constraints>|<tenant>|<model>`."""
+    """Return `<priority>|<digest of the constraints>|<tenant>|<model>`."""
     return f"{job.priority}|{constraints_digest(job.constraints)}|{account_name(job.tenant, job.model)}"
 
 
 def account_name(tenant: str, model: str) -> str:
-    """`<tenant>|<model>`, as the scripts know a tenant's use of a model."""
+    """Return `<tenant>|<model>`, the name of a tenant's use of a model."""
     return f"{encode_tenant(tenant)}|{model}"
+
+
+def class_name(model: str, constraints: str) -> str:
+    """Return `<digest of the constraints>|<model>`, the name of jobs that the same servers can run."""
+    return f"{constraints_digest(constraints)}|{model}"
 
 
 @lru_cache(4096)
 def encode_tenant(tenant: str) -> str:
-    """A tenant's name as part of a key."""
+    """Return a tenant's name as a part of a key."""
     return quote(tenant, safe=_READABLE)
 
 
 @lru_cache(4096)
 def constraints_digest(constraints: str) -> str:
-    """Of constraints in their text form, short; "" for none."""
+    """Return a short digest of constraints in their text form; "" for none."""
     return hashlib.sha256(constraints.encode()).hexdigest()[:12] if constraints else ""

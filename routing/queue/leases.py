@@ -1,9 +1,11 @@
-"""Leases: the right to use one slot for one job until it expires.
+"""Claim, renew, release, seize and restore leases; quarantine leases.
 
-A lease is held by whoever knows its name and its owner; nobody else renews or frees it (LEASE-4).
+A lease is the right to use one slot for one job until it expires.  Only its holder, who knows its name and its owner,
+renews or releases it (LEASE-4).
 """
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +15,8 @@ import structlog
 
 from routing.config import RoutingSettings
 from routing.queue import lanes
-from routing.queue.queues import Offer, OfferTerms, new_lease_prefix, offering
+from routing.queue.queues import Offer, OfferTerms, new_lease_prefix, offer_terms
+from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.pipeline import Pipeline
@@ -21,11 +24,19 @@ from slotkeeper.redis.scripts import Command, Scripts, log_failures
 
 log = structlog.get_logger(__name__)
 
-HealthSignal = Literal["ok", "refused", "failed", "busy", "told", ""]
+QUARANTINE_OWNER, _QUARANTINE_NAME = "draining", "withheld"
+"""Owner and name of the leases of quarantined slots, as stored in Redis."""
+
+HealthSignal = Literal["ok", "refused", "failed", "busy", "retry_after", ""]
+"""What a run says of its server and model, see lua/release.lua."""
+
+ExtendResult = Literal["kept", "closed", "lost"]
+LeaseCheck = Literal["held", "displaced", "lost"]
+_Seized = Literal["seized", "lost"]
 
 
 class Renewal(StrEnum):
-    """Answer of a renewal."""
+    """Result of a renewal."""
 
     RENEWED = "renewed"
     CANCEL = "cancel"  # renewed, and the job shall be canceled
@@ -33,14 +44,9 @@ class Renewal(StrEnum):
     UNKNOWN = "unknown"  # Redis was emptied, or lost its last moments, and is not filled yet: carry on
 
 
-def server_of_slot(slot: str) -> str:
-    """Return the name of the server that a slot belongs to."""
-    return slot.rsplit("-slot", 1)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease as its holder, or the reaper, sees it."""
+    """A lease.  `owner`: who holds it; "": an offer that no worker has claimed."""
 
     fleet: str
     job_id: str
@@ -50,11 +56,12 @@ class Lease:
 
     @property
     def server(self) -> str:
+        """The server of its slot."""
         return server_of_slot(self.slot)
 
     @property
     def stored_text(self) -> str:
-        """The holder's name for the record, from which a lost Redis is rebuilt."""
+        """Name and owner as the database stores them, from which a lost lease is restored."""
         return f"{self.name} {self.owner}"
 
     @classmethod
@@ -63,15 +70,34 @@ class Lease:
         return cls(offer.fleet, offer.job_id, offer.lease, owner, offer.slot)
 
     @classmethod
-    def from_stored_text(cls, fleet: str, job_id: str, tag: str, slot: str) -> "Lease":
-        """Return the lease that the record knows by its tag."""
-        name, owner = tag.split(" ", 1)
+    def from_stored_text(cls, fleet: str, job_id: str, text: str, slot: str) -> "Lease":
+        """Return the lease that the database stores as `text`."""
+        name, owner = text.split(" ", 1)
         return cls(fleet, job_id, name, owner, slot)
+
+
+_NO_LEASE = Lease("", "", "", "", "")
+
+
+def new_lease_owner(kind: str) -> str:
+    """Return a name for a process that owns leases, different from that of any process before it."""
+    return f"{kind}/{secrets.token_hex(4)}"
+
+
+def quarantine_lease(fleet: str, job_id: str, attempt: int, slot: str) -> Lease:
+    """Return the lease that keeps the slot of an ended run taken, until its server has released it."""
+    return Lease(fleet, f"{job_id}~{attempt}", _QUARANTINE_NAME, QUARANTINE_OWNER, slot)
+
+
+def parse_quarantine_id(lease_id: str) -> tuple[str, int]:
+    """Return the job and the attempt of a quarantine lease."""
+    job_id, attempt = lease_id.rsplit("~", 1)
+    return job_id, int(attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedJob:
-    """A running job's lease, as the record knows it."""
+    """A running job and its lease, as the database has them."""
 
     lease: Lease
     job: QueuedJob
@@ -86,10 +112,10 @@ class Released(NamedTuple):
 
 class _Release(NamedTuple):
     lease: Lease
-    back: bool
+    return_to_lane: bool
     cooldown_ms: int
-    outcome: HealthSignal
-    draining: Lease
+    signal: HealthSignal
+    quarantine: Lease
     offering: OfferTerms
 
 
@@ -105,19 +131,13 @@ class _Running(NamedTuple):
     job: QueuedJob
 
 
-class _Left(NamedTuple):
+class _Listed(NamedTuple):
     lease: Lease
     left_ms: int
 
 
-ExtendResult = Literal["kept", "closed", "lost"]
-LeaseCheck = Literal["held", "beside", "lost"]
-_Seized = Literal["seized", "lost"]
-_NOTHING = Lease("", "", "", "", "")
-
-
 class LeaseScripts(Protocol):
-    """What lua/ does with leases: a script each."""
+    """The scripts of this module."""
 
     def claim(self, fleet: str, *, offer: Offer, owner: str, lease_ms: int) -> Command[Offer | None]: ...
     def release(
@@ -126,107 +146,120 @@ class LeaseScripts(Protocol):
     def renew(
         self, fleet: str, *, owner: str, lease_ms: int, known_epoch: str, known_offers: int, leases: Sequence[Lease]
     ) -> Command[_Renewed]: ...
-    def keep(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[ExtendResult]: ...
+    def extend_offer(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[ExtendResult]: ...
     def seize(
         self, fleet: str, *, lease: Lease, new_name: str, owner: str, lease_ms: int, only_expired: bool
     ) -> Command[_Seized]: ...
-    def restore(self, fleet: str, *, lease_ms: int, leases: Sequence[_Running]) -> Command[int]: ...
-    def expired(self, fleet: str, *, limit: int) -> Command[list[Lease]]: ...
-    def leases(self, fleet: str) -> Command[list[_Left]]: ...
-    def swaps(self, fleet: str, *, lease: Lease) -> Command[bool]: ...
-    def hold(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[LeaseCheck]: ...
+    def restore_leases(self, fleet: str, *, lease_ms: int, leases: Sequence[_Running]) -> Command[int]: ...
+    def list_leases(self, fleet: str, *, only_expired: bool, limit: int) -> Command[list[_Listed]]: ...
+    def check_lease(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[LeaseCheck]: ...
 
 
 class Leases:
-    """Talks to the leases.  Every method is one atomic script; redis errors pass through."""
+    """The leases of all fleets.  Each method is one script, or one for each fleet; redis errors pass through."""
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: CapacitySource = unlimited) -> None:
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, capacity: CapacitySource = unlimited) -> None:
         self.scripts = scripts
         self._lua: LeaseScripts = scripts.bind(LeaseScripts)
         self._settings = settings
-        self._room = room
-        self._last_renewal: dict[
-            str, tuple[str, int]
-        ] = {}  # fleet -> epoch of its room, and offers made in it, as last told
+        self._capacity = capacity
+        # fleet -> epoch of its queue, and number of offers made, as the last renewal returned them
+        self._last_renewal: dict[str, tuple[str, int]] = {}
+
+    def open_pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
+        """Return a pipeline by which one event loop sends the commands of leases."""
+        return Pipeline(loop, self.scripts, self._settings.redis_timeout_s)
+
+    # -- of the holder ---------------------------------------------------------------------------------------
 
     def claim_command(self, offer: Offer, owner: str) -> Command[Offer | None]:
-        """Return the command that makes an open offer one's own.
+        """Return the command that makes an open offer a lease of `owner`.
 
-        It returns None: the offer is gone, another's, or one's own already.
+        Its result is None if the offer is gone, another's, or the owner's already.
         """
         return self._lua.claim(offer.fleet, offer=offer, owner=owner, lease_ms=self._settings.lease_ms)
 
-    def swaps(self, lease: Lease) -> Command[bool]:
-        """Asks whether the server's last job, before this one, was of another model, or is not known."""
-        return self._lua.swaps(lease.fleet, lease=lease)
-
     def check_command(self, lease: Lease) -> Command[LeaseCheck]:
-        """Gives the lease more time if its slot may be used for its job now."""
-        return self._lua.hold(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
+        """Return the command that renews a lease if its job may use the slot now.
 
-    def open_pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
-        """A way for the commands of these leases that an event loop has for itself."""
-        return Pipeline(loop, self.scripts, self._settings.redis_timeout_s)
+        Its result is "displaced" if another job holds the slot.
+        """
+        return self._lua.check_lease(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
 
     def renew(self, fleet: str, owner: str, leases: Sequence[Lease]) -> list[Renewal]:
-        """Renew all of one owner's leases in a fleet; one answer each, in order."""
+        """Renew all of an owner's leases in a fleet, and return a result for each."""
         epoch, offers = self._last_renewal.get(fleet, ("", 0))
-        lease_ms = self._settings.lease_ms
-        answer = self.scripts.run(
+        found = self.scripts.run(
             self._lua.renew(
-                fleet, owner=owner, lease_ms=lease_ms, known_epoch=epoch, known_offers=offers, leases=leases
+                fleet,
+                owner=owner,
+                lease_ms=self._settings.lease_ms,
+                known_epoch=epoch,
+                known_offers=offers,
+                leases=leases,
             )
         )
-        self._last_renewal[fleet] = answer.epoch, answer.offers
-        return answer.answers
+        self._last_renewal[fleet] = found.epoch, found.offers
+        return found.answers
 
     def release_command(
         self,
         lease: Lease,
         *,
-        back: bool,
+        return_to_lane: bool,
         cooldown_ms: int = 0,
         claimant: str = "",
         limit: int = 8,
-        outcome: HealthSignal = "",
-        draining: Lease = _NOTHING,
+        signal: HealthSignal = "",
+        quarantine: Lease | None = None,
     ) -> Command[list[Released]]:
-        """Return the command that frees the slot and makes the next offers, the first for `claimant`, if one is named.
+        """Return the command that releases a lease and makes the next offers, the first for `claimant`.
 
-        `back`: the job returns to its place in its lane.  `outcome`: what the run tells of its server and model.
-        `draining`: the lease by which the slot stays taken.  It may have to ask Redis how much room there is.
+        return_to_lane: the job returns to its place in its lane.  signal: what the run says of its server and model.
+        quarantine: the lease under which the slot stays taken.  Reading the workers' capacity may call Redis.
         """
-        making = offering(self._settings, self._room(), limit, claimant)
-        one = _Release(lease, back, cooldown_ms, outcome, draining, making)
+        terms = offer_terms(self._settings, self._capacity(), limit, claimant)
+        one = _Release(lease, return_to_lane, cooldown_ms, signal, quarantine or _NO_LEASE, terms)
         return self._lua.release(lease.fleet, settings=self._settings, releases=[one])
 
-    def extend_offer(self, lease: Lease, *, resumes: bool) -> ExtendResult:
-        """Give an open offer more time: "kept"; "closed": nothing is started there now; "lost": it is not open.
+    # -- of maintenance --------------------------------------------------------------------------------------
 
-        `resumes`: its server may be at the job already, so that it stays where it is.
+    def extend_offer(self, lease: Lease, *, resumes: bool) -> ExtendResult:
+        """Give an open offer more time.
+
+        resumes: its server may be running the job already, so the offer stays whatever is paused.  Returns "closed" if
+        nothing may start there now; "lost" if the offer is not open.
         """
         return self.scripts.run(
-            self._lua.keep(lease.fleet, lease=lease, offer_ms=self._settings.offer_ms, resumes=resumes)
+            self._lua.extend_offer(lease.fleet, lease=lease, offer_ms=self._settings.offer_ms, resumes=resumes)
         )
 
     def list_expired(self, fleet: str, limit: int = 256) -> list[Lease]:
-        """Leases whose time is over.  `owner` "": nobody took the offer up."""
-        return self.scripts.run(self._lua.expired(fleet, limit=limit))
+        """Return expired leases and offers, the longest expired first."""
+        found = self.scripts.run(self._lua.list_leases(fleet, only_expired=True, limit=limit))
+        return [listed.lease for listed in found]
 
     def list_all(self, fleets: Sequence[str]) -> dict[str, list[tuple[Lease, int]]]:
-        """Every lease of these fleets, and for how many ms it has not been renewed (below 0: longer than usual).
+        """Return every lease of these fleets, and for how many ms it was not renewed (below 0: it lasts longer).
 
-        In few round trips; a fleet that cannot be read is left out.
+        In few round trips; a fleet that fails is left out.
         """
         holding = self.scripts.existing("leases", fleets)
-        found, failed = self.scripts.run_each({fleet: self._lua.leases(fleet) for fleet in holding})
+        commands = {fleet: self._lua.list_leases(fleet, only_expired=False, limit=-1) for fleet in holding}
+        found, failed = self.scripts.run_each(commands)
         log_failures("leases_not_read", failed)
         lease_ms = self._settings.lease_ms
-        read = {fleet: [(it.lease, lease_ms - it.left_ms) for it in leases] for fleet, leases in found.items()}
+        read = {
+            fleet: [(listed.lease, lease_ms - listed.left_ms) for listed in leases] for fleet, leases in found.items()
+        }
         return {fleet: read.get(fleet, []) for fleet in fleets if fleet not in failed}
 
+    def have_lease(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
+        """Return for jobs of several fleets whether each has a lease, in one round trip."""
+        return self.scripts.members("leases", jobs)
+
     def seize(self, lease: Lease, owner: str, ttl_ms: int, *, only_expired: bool) -> Lease | None:
-        """Take a lease over under a new name; None: its holder has renewed or released it."""
+        """Take a lease over under a new name, and return it; None: its holder has renewed or released it."""
         name = f"{new_lease_prefix()}-s"
         answer = self.scripts.run(
             self._lua.seize(
@@ -235,18 +268,20 @@ class Leases:
         )
         return replace(lease, name=name, owner=owner) if answer == "seized" else None
 
-    def have_lease(self, jobs: Mapping[str, Sequence[str]]) -> dict[str, list[bool]]:
-        """For jobs of several fleets, whether each has a lease, in one round trip.  Raises redis errors."""
-        return self.scripts.members("leases", jobs)
-
-    def restore(self, fleet: str, leases: Sequence[LeasedJob], lasts_ms: int | None = None) -> int:
-        """Write leases again that Redis has lost; answers how many were missing.  `lasts_ms`: other than the usual."""
-        rows = [_Running(it.lease, lanes.lane_name(it.job), it.job) for it in leases]
-        lease_ms = lasts_ms or self._settings.lease_ms
-        return self.scripts.run(self._lua.restore(fleet, lease_ms=lease_ms, leases=rows)) if rows else 0
+    def restore(self, fleet: str, leases: Sequence[LeasedJob], ttl_ms: int | None = None) -> int:
+        """Write leases again that Redis has lost, and return how many were missing.  `ttl_ms` None: as usual."""
+        rows = [_Running(leased.lease, lanes.lane_name(leased.job), leased.job) for leased in leases]
+        if not rows:
+            return 0
+        return self.scripts.run(
+            self._lua.restore_leases(fleet, lease_ms=ttl_ms or self._settings.lease_ms, leases=rows)
+        )
 
     def restore_offers(self, fleet: str, leases: Sequence[LeasedJob]) -> int:
-        """Write open offers again that Redis has lost, under new names; answers how many were missing."""
+        """Write open offers again that Redis has lost, under new names, and return how many were missing."""
         prefix = new_lease_prefix()
-        named = [replace(it, lease=replace(it.lease, name=f"{prefix}-{n}", owner="")) for n, it in enumerate(leases)]
+        named = [
+            replace(leased, lease=replace(leased.lease, name=f"{prefix}-{n}", owner=""))
+            for n, leased in enumerate(leases)
+        ]
         return self.restore(fleet, named, self._settings.offer_ms)

@@ -1,4 +1,4 @@
-"""The waiting room: lanes of queued jobs, and offers of the job whose turn it is."""
+"""Put jobs into a fleet's queue, offer them, withdraw them, and read where one stands."""
 
 import secrets
 import time
@@ -6,27 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.config import RoutingSettings
 from routing.queue import lanes
 from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.redis.scripts import Command, Scripts, log_failures
+from slotkeeper.redis.scripts import Command, Scripts
 
 T = TypeVar("T")
 
-log = structlog.get_logger(__name__)
-
-_CHUNK = 1000
-_OFFERS = 8  # made with jobs that come in; more in steps of their own
-_AWAY_S = 1.0
+_OFFERS_AT_ONCE = 8  # made with jobs that enter the queue
+_JOBS_AT_ONCE = 500  # in one call, so that Redis serves others in between
+_PAUSE_S = 1.0  # between calls to a Redis that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A job and a slot, taken together.  `owner` "": open, for the worker that claims it first."""
+    """A job and a slot, taken together.  `owner` "": open, for the worker that claims it first.
+
+    `changes_model`: the server has to load the job's model, or it is not known which one it has loaded.
+    """
 
     fleet: str
     job_id: str
@@ -36,19 +36,20 @@ class Offer:
     model: str
     number: int
     owner: str = ""
+    changes_model: bool = True
 
     @property
     def is_resumption(self) -> bool:
-        """Whether it was made again for a run that its server may still be at: the job may start in no other slot."""
+        """Whether its server may already be running the job, so that no other slot will do."""
         return self.number == 0
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePeek:
-    """A glance into a fleet's room.
+    """What a worker may find in a fleet's queue.
 
-    `oldest_open`: number of the oldest offer that nobody has taken up; None: there is none.
-    `startable`: jobs wait, and slots are free, which need not suit each other.
+    `oldest_open_offer`: number of the oldest offer that no worker has claimed; None: there is none.
+    `may_start`: jobs wait, and slots are free, which need not suit each other.
     """
 
     fleet: str
@@ -57,84 +58,146 @@ class QueuePeek:
 
 
 class OfferTerms(NamedTuple):
-    """How offers are made, see lua/lib/offer.lua."""
+    """How offers are made, see lua/lib/offers.lua."""
 
     prefix: str
     limit: int
-    room: int
+    capacity: int
     offer_ms: int
     claimant: str
     lease_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a queued job stands.  `ahead`: jobs of its model that come before it.  `offered`: it has a slot.
+
+    `run_ms`: mean slot time of the model's latest runs; None: unknown.
+    """
+
+    ahead: int
+    run_ms: int | None
+    offered: bool = False
+
+    def estimated_wait_ms(self, slots: int) -> int | None:
+        """Return (jobs ahead + 1) × mean slot time / slots; None: no run was measured, or there is no slot."""
+        if self.run_ms is None or slots <= 0:
+            return None
+        return round((self.ahead + 1) * self.run_ms / slots)
+
+
+OFFERED = Position(0, None, offered=True)
+
+
 class Enqueued(NamedTuple):
-    """How many jobs were not in the room yet, and the offers made."""
+    """How many jobs were not in the queue yet, the offers made, and where the first job stands, if asked for."""
 
     added: int
     offers: list[Offer]
+    ahead: int | None
+    run_ms: int | None
 
 
 class QueueEntry(NamedTuple):
-    """A job that comes in, and its lane."""
+    """A job that enters the queue, and its lane."""
 
     lane: str
     job: QueuedJob
+
+
+class JobStatus(NamedTuple):
+    """Where a job stands, see lua/job_status.lua."""
+
+    location: Literal["waiting", "offered", "absent"]
+    ahead: int
+    run_ms: int | None
+    blocked_by: str
+    held: int
+    jobs_before: list[str]
+
+    @property
+    def position(self) -> Position | None:
+        """The job's position; None: it is not in the queue."""
+        if self.location == "offered":
+            return OFFERED
+        return Position(self.ahead, self.run_ms) if self.location == "waiting" else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What waits for a model, and what its jobs wait for, see lua/model_status.lua.
+
+    `own`, `all_tenants`: jobs that wait.  `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: free
+    slots of its fleet.
+    """
+
+    own: int
+    all_tenants: int
+    run_ms: int | None
+    free: int
+    state: str
+    breaker: Literal["closed", "open", "half_open", "probing"]
+    open_until_ms: int
+    open_why: str
 
 
 WithdrawResult = Literal["withdrawn", "freed", "asked", "absent"]
 
 
 class QueueScripts(Protocol):
-    """What lua/ does with waiting jobs, and with rooms as a whole: a script each."""
+    """The scripts of this module."""
 
-    def enqueue(self, fleet: str, *, offering: OfferTerms, entries: Sequence[QueueEntry]) -> Command[Enqueued]: ...
+    def enqueue(
+        self, fleet: str, *, offering: OfferTerms, with_position: bool, entries: Sequence[QueueEntry]
+    ) -> Command[Enqueued]: ...
     def offer(self, fleet: str, *, offering: OfferTerms) -> Command[list[Offer]]: ...
     def withdraw(self, fleet: str, *, job: QueuedJob, lane: str) -> Command[WithdrawResult]: ...
-    def begin(self, fleet: str, *, record: str) -> Command[Literal["open", "ready", "cleared"]]: ...
-    def open(self, fleet: str, *, epoch: str) -> Command[Literal["opened", "open", "lost"]]: ...
+    def job_status(self, fleet: str, *, job: QueuedJob, lane: str, as_last: bool) -> Command[JobStatus]: ...
+    def model_status(self, fleet: str, *, account: str) -> Command[ModelStatus]: ...
 
 
-def offering(settings: RoutingSettings, room: int, limit: int, claimant: str = "") -> OfferTerms:
-    """Of up to `limit` offers; the first for `claimant`, if there is one."""
-    return OfferTerms(new_lease_prefix(), limit, room, settings.offer_ms, claimant, settings.lease_ms)
+def offer_terms(settings: RoutingSettings, capacity: int, limit: int, claimant: str = "") -> OfferTerms:
+    """Return the terms of up to `limit` offers, the first for `claimant`, if one is named."""
+    return OfferTerms(new_lease_prefix(), limit, capacity, settings.offer_ms, claimant, settings.lease_ms)
 
 
 def new_lease_prefix() -> str:
-    """Text that makes the names of leases unique, also across an emptied Redis."""
+    """Return random text that makes names of leases unique, also after Redis was emptied."""
     return secrets.token_hex(6)
 
 
 class Queues:
-    """Talks to the waiting rooms.  Every method is one atomic script; redis errors pass through."""
+    """The queues of all fleets.  Each method is one script, or one for each fleet or part; redis errors pass through.
 
-    def __init__(self, scripts: Scripts, settings: RoutingSettings, room: CapacitySource = unlimited) -> None:
+    `capacity`: returns how many more runs living workers accept.
+    """
+
+    def __init__(self, scripts: Scripts, settings: RoutingSettings, capacity: CapacitySource = unlimited) -> None:
         self.scripts = scripts
         self._lua: QueueScripts = scripts.bind(QueueScripts)
         self._settings = settings
-        self._room = room
+        self._capacity = capacity
         self._unavailable_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
 
     def worker_capacity(self) -> int:
-        """For how many runs living workers have room."""
-        return self._room()
+        """Return how many more runs living workers accept."""
+        return self._capacity()
 
-    @property
-    def away(self) -> bool:
-        """Whether Redis failed a moment ago: its time-out is paid once, not at every submit."""
-        return self._is_unavailable(None)
+    # -- a Redis that does not answer ------------------------------------------------------------------------
 
-    def is_unavailable(self, fleet: str) -> bool:
-        """Whether this fleet's room, or all of Redis, failed a moment ago."""
-        return self._is_unavailable(None) or self._is_unavailable(fleet)
+    def is_unavailable(self, fleet: str | None = None) -> bool:
+        """Return whether Redis, or this fleet's queue, failed a moment ago: its timeout is paid once, not per call."""
+        now = time.monotonic()
+        return any(now < self._unavailable_until.get(key, 0.0) for key in {None, fleet})
 
     def mark_unavailable(self, fleet: str | None = None, error: RedisError | None = None) -> None:
-        """Redis does not answer; or, as `error` says, only this fleet's room is at fault."""
-        alone = error is not None and not isinstance(error, ConnectionError | TimeoutError)
-        self._unavailable_until[fleet if alone else None] = time.monotonic() + _AWAY_S
+        """Note that Redis does not answer, or, if `error` is of another kind, that this fleet's queue fails."""
+        concerns_fleet = error is not None and not isinstance(error, ConnectionError | TimeoutError)
+        self._unavailable_until[fleet if concerns_fleet else None] = time.monotonic() + _PAUSE_S
 
     def call_if_available(self, ask: Callable[[], T]) -> T:
-        """Return what `ask` returns.  Raises RedisError, also at once where Redis did not answer a moment ago."""
-        if self.away:
+        """Return what `ask` returns.  Raises RedisError, also at once if Redis did not answer a moment ago."""
+        if self.is_unavailable():
             raise ConnectionError("Redis did not answer a moment ago")
         try:
             return ask()
@@ -142,57 +205,81 @@ class Queues:
             self.mark_unavailable()
             raise
 
-    def _is_unavailable(self, whose: str | None) -> bool:
-        return time.monotonic() < self._unavailable_until.get(whose, 0.0)
+    # -- jobs that enter and leave ---------------------------------------------------------------------------
 
-    def enqueue(self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS) -> list[Offer]:
-        """Put queued jobs in their lanes and offer up to `limit`.  A job that is there already stays as it is."""
-        made: list[Offer] = []
-        for start in range(0, max(len(jobs), 1), _CHUNK):
-            entering = self.enqueue_command(fleet, jobs[start : start + _CHUNK], limit - len(made))
-            made += self.taken_in(self.scripts.run(entering)).offers
-        return self.with_the_rest(fleet, made, limit)
+    def enqueue(self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS_AT_ONCE) -> list[Offer]:
+        """Put queued jobs into their lanes, and return the offers made.  A job that waits already stays as it is.
 
-    def with_the_rest(self, fleet: str, made: list[Offer], limit: int = _OFFERS) -> list[Offer]:
-        """Offers that were made with jobs which came in, and, if those were as many as may be, all that can follow."""
-        return made + self.offer_all(fleet) if len(made) >= limit > 0 else made
+        `limit`: how many offers one call makes; if it made as many, all others follow.
+        """
+        offers: list[Offer] = []
+        for start in range(0, max(len(jobs), 1), _JOBS_AT_ONCE):
+            command = self.enqueue_command(fleet, jobs[start : start + _JOBS_AT_ONCE], limit - len(offers))
+            offers += self._run_enqueue(command).offers
+        return self._offer_rest(fleet, offers, limit)
 
-    def enqueue_command(self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS) -> Command[Enqueued]:
-        """The command of `enqueue` and the like."""
+    def enqueue_new(self, fleet: str, job: QueuedJob) -> tuple[list[Offer], Position]:
+        """Put one new job into its lane, and return the offers made and the job's position."""
+        found = self._run_enqueue(self.enqueue_command(fleet, [job], with_position=True))
+        offers = self._offer_rest(fleet, found.offers, _OFFERS_AT_ONCE)
+        if found.ahead is None or any(offer.job_id == job.id for offer in offers):
+            return offers, OFFERED
+        return offers, Position(found.ahead, found.run_ms)
+
+    def fill(self, fleet: str, jobs: Sequence[QueuedJob]) -> int:
+        """Put queued jobs into their lanes, offer none, and return how many were missing."""
+        return self._run_enqueue(self.enqueue_command(fleet, jobs, 0)).added
+
+    def enqueue_command(
+        self, fleet: str, jobs: Sequence[QueuedJob], limit: int = _OFFERS_AT_ONCE, *, with_position: bool = False
+    ) -> Command[Enqueued]:
+        """Return the command that puts jobs into their lanes and makes up to `limit` offers."""
         entries = [QueueEntry(lanes.lane_name(job), job) for job in jobs]
-        return self._lua.enqueue(fleet, offering=self.usual_offering(limit), entries=entries)
+        terms = offer_terms(self._settings, self._capacity() if limit else 0, limit)
+        return self._lua.enqueue(fleet, offering=terms, with_position=with_position, entries=entries)
 
-    def usual_offering(self, limit: int = _OFFERS) -> OfferTerms:
-        """How offers are made with jobs that come in."""
-        return offering(self._settings, self._room() if limit else 0, limit)
+    def withdraw(self, fleet: str, jobs: Sequence[QueuedJob]) -> list[WithdrawResult]:
+        """Take jobs out of the queue, in few round trips.
 
-    def taken_in(self, answer: T) -> T:
-        """What Redis says to jobs that came in: it is there again, if it was away."""
+        Returns for each "withdrawn"; "freed": its open offer is gone, too; "asked": the holder of its lease will be
+        told to cancel it; "absent".
+        """
+        return self.scripts.run_all([self._lua.withdraw(fleet, job=job, lane=lanes.lane_name(job)) for job in jobs])
+
+    def _run_enqueue(self, command: Command[Enqueued]) -> Enqueued:
+        found = self.scripts.run(command)
         self._unavailable_until.clear()
-        return answer
+        return found
+
+    def _offer_rest(self, fleet: str, offers: list[Offer], limit: int) -> list[Offer]:
+        return offers + self.offer_all(fleet) if len(offers) >= limit > 0 else offers
+
+    # -- offers ----------------------------------------------------------------------------------------------
 
     def offer(self, fleet: str, limit: int = 64, claimant: str = "") -> list[Offer]:
-        """Offer what can be offered (SLOT-2), in one step: of very many, nobody else shall wait for all.
+        """Offer up to `limit` jobs (SLOT-2).  For very many, call it again, so that Redis serves others in between.
 
-        `claimant`: who gets the first offer at once; that is the oldest one which nobody has taken up, if there is one.
+        `claimant`: owns the first offer at once; that is the oldest open one, if there is one.
         """
         return self.scripts.run(self.offer_command(fleet, limit, claimant))
 
     def offer_command(self, fleet: str, limit: int = 64, claimant: str = "") -> Command[list[Offer]]:
-        """The command of `offer`."""
-        return self._lua.offer(fleet, offering=offering(self._settings, self._room(), limit, claimant))
+        """Return the command of `offer`."""
+        return self._lua.offer(fleet, offering=offer_terms(self._settings, self._capacity(), limit, claimant))
 
     def offer_all(self, fleet: str, limit: int = 64) -> list[Offer]:
-        """Offer all that can be offered, `limit` in one step."""
-        made: list[Offer] = []
+        """Offer every job that can start, `limit` in one call."""
+        offers: list[Offer] = []
         while True:
             more = self.offer(fleet, limit)
-            made += more
+            offers += more
             if len(more) < limit:
-                return made
+                return offers
+
+    # -- questions -------------------------------------------------------------------------------------------
 
     def peek_all(self, fleets: Sequence[str]) -> list[QueuePeek]:
-        """What a worker may find in each fleet's room: one round trip, however many they are."""
+        """Return what a worker may find in each fleet's queue, in one round trip."""
         pipeline = self.scripts.redis.pipeline(transaction=False)
         for fleet in fleets:
             keys = self.scripts.keys
@@ -205,35 +292,18 @@ class Queues:
             for fleet, oldest, waiting, free in zip(fleets, found[::3], found[1::3], found[2::3], strict=True)
         ]
 
-    def fill(self, fleet: str, jobs: Sequence[QueuedJob]) -> int:
-        """Put queued jobs in their lanes and offer none; answers how many were missing."""
-        return self.taken_in(self.scripts.run(self.enqueue_command(fleet, jobs, 0))).added
+    def job_status(self, fleet: str, job: QueuedJob) -> JobStatus:
+        """Return where a job stands."""
+        return self.scripts.run(self.job_status_command(fleet, job))
 
-    def withdraw(self, fleet: str, job: QueuedJob) -> WithdrawResult:
-        """Take a job out: "withdrawn"; "freed": its open offer is gone, too; "asked": its holder is told; "absent"."""
-        return self.withdraw_all(fleet, [job])[0]
+    def job_status_command(self, fleet: str, job: QueuedJob, *, as_last: bool = False) -> Command[JobStatus]:
+        """Return the command for where a job stands, or, `as_last`, would stand if it entered now."""
+        return self._lua.job_status(fleet, job=job, lane=lanes.lane_name(job), as_last=as_last)
 
-    def withdraw_all(self, fleet: str, jobs: Sequence[QueuedJob]) -> list[WithdrawResult]:
-        """The same for many, in few round trips."""
-        return self.scripts.run_all([self._lua.withdraw(fleet, job=job, lane=lanes.lane_name(job)) for job in jobs])
+    def model_status_command(self, fleet: str, model: str, tenant: str = "") -> Command[ModelStatus]:
+        """Return the command for what waits for a model; `tenant`: whose jobs are counted apart."""
+        return self._lua.model_status(fleet, account=lanes.account_name(tenant, model))
 
     def run_all(self, commands: Sequence[Command[T]]) -> list[T]:
-        """The answers, in few round trips."""
+        """Run commands in few round trips, and return their results."""
         return self.scripts.run_all(commands)
-
-    def begin_rebuild(self, fleets: Sequence[str], record: str) -> dict[str, bool]:
-        """Make closed rooms ready to be filled from this record.  True: what stood in it had to be forgotten.
-
-        A fleet whose room cannot be made ready is left out; so in `open_all`.
-        """
-        found, failed = self.scripts.run_each({fleet: self._lua.begin(fleet, record=record) for fleet in fleets})
-        log_failures("room_not_begun", failed)
-        return {fleet: answer == "cleared" for fleet, answer in found.items()}
-
-    def open_all(self, fleets: Sequence[str]) -> dict[str, bool]:
-        """Declare the rooms complete.  False: it was open, or what was filled is not all there."""
-        found, failed = self.scripts.run_each(
-            {fleet: self._lua.open(fleet, epoch=new_lease_prefix()) for fleet in fleets}
-        )
-        log_failures("room_not_opened", failed)
-        return {fleet: answer == "opened" for fleet, answer in found.items()}

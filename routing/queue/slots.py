@@ -1,29 +1,54 @@
-"""Slots: which of a fleet's slots can be offered, and by which rules."""
+"""Bring the catalog's servers and rules to Redis; cooldowns and breakers of servers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
+
+from redis.exceptions import RedisError
 
 from routing.config import RoutingSettings
 from routing.queue.lanes import account_name, encode_tenant
+from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import AdminState, Server, format_attribute
 
+FOREIGN_USE_MS = 12_000
+"""How long slots that others use are not offered before the server is asked again."""
+
 _ACCOUNTS_AT_ONCE = 500
 
 
+def slot_name(server: str, number: int) -> str:
+    """Return the name of a server's slot; numbers begin with 0."""
+    return f"{server}-slot{number}"
+
+
+def server_of_slot(slot: str) -> str:
+    """Return the name of the server that a slot belongs to."""
+    return slot.rsplit("-slot", 1)[0]
+
+
 class SyncResult(NamedTuple):
-    """How the room took a catalog.  `foreign`: it is another record's; `stale`: it has the version `newest` already."""
+    """What a fleet did with a catalog.  "foreign": it belongs to another database; "stale": it has version `newest`."""
 
     answer: Literal["synced", "stale", "foreign"]
     newest: int
 
 
 class Cooldown(NamedTuple):
-    """How long it is, and how many slots it concerns."""
+    """How long a cooldown is, and how many slots have it."""
 
     cooldown_ms: int
     moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class TroubledServers:
+    """Servers of a fleet with slots in cooldown, and those that failed when they were last called or asked."""
+
+    cooling: frozenset[str]
+    failing: frozenset[str]
 
 
 class _Server(NamedTuple):
@@ -33,77 +58,115 @@ class _Server(NamedTuple):
 
 
 class SlotScripts(Protocol):
-    """What lua/ does with slots: a script each."""
+    """The scripts of this module."""
 
-    def sync(
+    def sync_catalog(
         self,
         fleet: str,
         *,
-        record: str,
+        database_id: str,
         version: int,
         servers: Sequence[_Server],
         rules: Mapping[str, str],
     ) -> Command[SyncResult]: ...
-    def resort(self, fleet: str, *, limit: int) -> Command[int]: ...
-    def close(self, fleet: str, *, version: int) -> Command[Literal["closed", "changed"]]: ...
+    def reindex_lanes(self, fleet: str, *, limit: int) -> Command[int]: ...
     def cool_down(self, fleet: str, *, server: str, first_ms: int, max_ms: int) -> Command[Cooldown]: ...
+    def occupy_slots(self, fleet: str, *, server: str, count: int, cooldown_ms: int) -> Command[int]: ...
+    def reset_breaker(self, fleet: str, *, kind: Literal["server", "model"], name: str) -> Command[int]: ...
 
 
 class Slots:
-    """Talks to the fleets' slots.  Every method is one atomic script; redis errors pass through."""
+    """The slots of all fleets.  Each method is one script, or one for each fleet; redis errors pass through."""
 
     def __init__(self, scripts: Scripts, settings: RoutingSettings) -> None:
         self.scripts = scripts
         self._lua: SlotScripts = scripts.bind(SlotScripts)
         self._settings = settings
 
-    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, SyncResult]:
-        """Bring these fleets' servers, slots and rules to what the catalog says, in few round trips.
+    # -- the catalog -----------------------------------------------------------------------------------------
 
-        A fleet whose room cannot take it is left out.
+    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, SyncResult]:
+        """Make these fleets' servers, slots and rules equal to the catalog's, in few round trips.
+
+        A fleet that fails is left out.
         """
         if fleets:
             self.scripts.redis.sadd(self.scripts.keys.known_fleets(), *fleets)
         synced, failed = self.scripts.run_each({fleet: self.sync_command(fleet, catalog) for fleet in fleets})
-        log_failures("registry_not_brought", failed)
-        self._resort([fleet for fleet, it in synced.items() if it.answer == "synced"])
+        log_failures("catalog_not_synced", failed)
+        self._reindex_lanes([fleet for fleet, result in synced.items() if result.answer == "synced"])
         return synced
 
     def sync_command(self, fleet: str, catalog: CatalogSnapshot) -> Command[SyncResult]:
-        """The command of `sync_all` for one of them."""
-        servers = [_Server(it.name, server_entry(it), it.slots) for it in catalog.servers_of(fleet)]
-        return self._lua.sync(
+        """Return the command that makes one fleet equal to the catalog."""
+        servers = [_Server(server.name, server_entry(server), server.slots) for server in catalog.servers_of(fleet)]
+        return self._lua.sync_catalog(
             fleet,
-            record=catalog.database_id,
+            database_id=catalog.database_id,
             version=catalog.version,
             servers=servers,
             rules=_rules(fleet, catalog),
         )
 
-    def _resort(self, fleets: Sequence[str]) -> None:
-        """In parts: with very many tenants all at once would keep everybody waiting."""
+    def _reindex_lanes(self, fleets: Sequence[str]) -> None:
+        """In parts: with very many tenants, all at once would block Redis."""
         while fleets:
-            asked = {fleet: self._lua.resort(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
-            left, failed = self.scripts.run_each(asked)
-            log_failures("lanes_not_sorted", failed)
+            commands = {fleet: self._lua.reindex_lanes(fleet, limit=_ACCOUNTS_AT_ONCE) for fleet in fleets}
+            left, failed = self.scripts.run_each(commands)
+            log_failures("lanes_not_reindexed", failed)
             fleets = [fleet for fleet, count in left.items() if count]
 
-    def close(self, fleet: str, version: int) -> bool:
-        """Let nothing be offered until the room has been filled again.  False: its catalog is no more `version`."""
-        return self.scripts.run(self._lua.close(fleet, version=version)) == "closed"
+    # -- cooldowns and breakers ------------------------------------------------------------------------------
 
     def cool_down_command(self, fleet: str, server: str) -> Command[Cooldown]:
-        """A command: a server failed, offer its slots to no job for a while, longer each time in a row."""
+        """Return the command after a failure: the server's slots are not offered, longer each time in a row."""
         first_ms, max_ms = self._settings.unreachable_cooldown_ms, self._settings.unreachable_cooldown_max_ms
         return self._lua.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
 
-    def end_cooldown_command(self, fleet: str, server: str) -> Command[Cooldown]:
-        """A command: a server is well, offer its slots again."""
-        return self._lua.cool_down(fleet, server=server, first_ms=0, max_ms=0)
+    def cool_down_all(self, servers: Sequence[tuple[str, str]]) -> None:
+        """Begin cooldowns of servers that failed, each (fleet, server); a fleet that fails is only logged."""
+        self._run_all({key: self.cool_down_command(*key) for key in servers})
+
+    def end_cooldowns(self, servers: Sequence[tuple[str, str]]) -> None:
+        """End cooldowns of servers that are well, each (fleet, server); a fleet that fails is only logged."""
+        self._run_all({key: self._lua.cool_down(key[0], server=key[1], first_ms=0, max_ms=0) for key in servers})
+
+    def _run_all(self, commands: Mapping[tuple[str, str], Command[Cooldown]]) -> None:
+        _, failed = self.scripts.run_each(commands)
+        log_failures("cooldown_postponed", {fleet: error for (fleet, _), error in failed.items()})
+
+    def list_troubled(self, fleets: Sequence[str]) -> dict[str, TroubledServers]:
+        """Return servers in cooldown and servers that failed, in one round trip; a fleet that fails is left out."""
+        with self.scripts.redis.pipeline(transaction=False) as pipe:
+            for fleet in fleets:
+                keys = self.scripts.keys.fleet_keys(fleet)
+                pipe.zrange(keys[FLEET_KEYS.index("cooling")], 0, -1)
+                pipe.hkeys(keys[FLEET_KEYS.index("meta")])
+            answers = pipe.execute(raise_on_error=False)
+        found = dict(zip(fleets, zip(answers[::2], answers[1::2], strict=True), strict=True))
+        failed = {fleet: answer for fleet, both in found.items() for answer in both if isinstance(answer, RedisError)}
+        log_failures("slots_not_read", failed)
+        return {fleet: _troubled(*both) for fleet, both in found.items() if fleet not in failed}
+
+    def mark_used_by_others(self, fleet: str, server: str, count: int) -> int:
+        """Offer `count` fewer of a server's slots for a while, as others use them; return how many are in cooldown."""
+        command = self._lua.occupy_slots(fleet, server=server, count=count, cooldown_ms=FOREIGN_USE_MS)
+        return self.scripts.run(command)
+
+    def reset_breaker(self, fleet: str, kind: Literal["server", "model"], name: str) -> int:
+        """Close a breaker, and return how many slots of a server were in cooldown."""
+        return self.scripts.run(self._lua.reset_breaker(fleet, kind=kind, name=name))
+
+
+def _troubled(cooling: Sequence[bytes], meta: Sequence[bytes]) -> TroubledServers:
+    return TroubledServers(
+        frozenset(server_of_slot(slot.decode()) for slot in cooling),
+        frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
+    )
 
 
 def server_entry(server: Server) -> str:
-    """A server as the scripts read it, see lua/lib/slots.lua."""
+    """Return a server in the form that the scripts read, see lua/lib/slots.lua."""
     models = "".join(f"{model}\n" for model in sorted(server.endpoints))
     attributes = "".join(f"@{name}={format_attribute(value)}\n" for name, value in sorted(server.attributes.items()))
     state = server.state if server.leaving_ms is None else AdminState.DRAINING
@@ -111,15 +174,15 @@ def server_entry(server: Server) -> str:
 
 
 def _rules(fleet: str, catalog: CatalogSnapshot) -> dict[str, str]:
-    """What is configured, as lua/lib/rules.lua reads it."""
-    rules = {f"tenant {encode_tenant(name)}": it.state for name, it in catalog.tenants.items()}
+    """Return what is configured, in the form that lua/lib/rules.lua reads."""
+    rules = {f"tenant {encode_tenant(name)}": tenant.state for name, tenant in catalog.tenants.items()}
     for name in catalog.models_of(fleet):
         rules |= model_rules(catalog.models[name])
     return rules
 
 
 def model_rules(model: Model) -> dict[str, str]:
-    """A model's rules, and those of tenants that it treats unlike the others."""
+    """Return a model's rules, and those of tenants that have a weight or a limit of their own."""
     config = model.config
     step_ms, affinity_ms = round(config.tier_head_start * 1000), round(config.affinity * 1000)
     rules = {

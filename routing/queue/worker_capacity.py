@@ -1,6 +1,6 @@
-"""Which workers live, and for how many more runs each has room.
+"""How many more runs living workers accept, reported and summed in Redis.
 
-An offer is made only for a run that a living worker has said it has room for, so that none waits where nobody looks.
+An offer is made only for a run that a living worker has reported capacity for, so that no offer waits unseen.
 """
 
 import threading
@@ -11,86 +11,89 @@ from typing import Any, Protocol
 from slotkeeper.redis.scripts import Command, Scripts
 
 CapacitySource = Callable[[], int]
-"""How many runs living workers have room for, all together."""
+"""Returns how many more runs living workers accept, all together."""
 
 REPORT_EVERY_S = 1.0
-_BELIEVED_MS = 3_500  # Two words in a row may be lost.
+_REPORT_TTL_MS = 3_500  # Two reports in a row may be lost.
 _LEAVES, _STOPS = -1, -2
-_STOPPING_MS = 3_600_000  # Its runs are resumed, or given up, long before.
-_COPY_S = 0.5
-_NO_ROOM_S = 0.02  # A worker that has just come, or has just ended a run, shall not have to wait for work.
+_STOPPING_TTL_MS = 3_600_000  # The worker's runs are resumed or given up long before.
+_CACHE_S = 0.5
+_EMPTY_CACHE_S = 0.02  # A worker that has just come, or has just ended a run, shall not wait for work.
 
 
 def unlimited() -> int:
-    """More room than anybody offers."""
+    """Return more than any number of runs."""
     return 2**31
 
 
 class WorkerScripts(Protocol):
-    """Of the list of workers, which belongs to no fleet."""
+    """The script of this module, on the hash of workers."""
 
-    def workers(self, key: str, *, worker: str, room: int, ttl_ms: int) -> Command[int]: ...
+    def report_capacity(self, key: str, *, worker: str, capacity: int, ttl_ms: int) -> Command[int]: ...
 
 
 class WorkerCapacity:
-    """Talks to the list of workers, and keeps a copy of what they said for a moment.  Redis errors pass through."""
+    """Reports and reads the workers' capacity; the sum is cached for a moment.  Redis errors pass through."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
         self._lua: WorkerScripts = scripts.bind(WorkerScripts)
         self._lock = threading.Lock()
-        self._room = 0
-        self._until = 0.0
+        self._total = 0
+        self._cached_until = 0.0
         self._refresh: Callable[[], object] | None = None
 
-    def report(self, worker: str, room: int) -> int:
-        """`worker` lives and has room for so many more runs; answers the room of all."""
-        return self._ask(worker, max(room, 0))
+    def report(self, worker: str, capacity: int) -> int:
+        """Report that `worker` lives and accepts so many more runs, and return the sum of all workers."""
+        return self._call(worker, max(capacity, 0))
 
     def remove(self, worker: str) -> None:
-        """`worker` takes nothing more."""
-        self._ask(worker, _LEAVES)
+        """Report that `worker` accepts no more runs."""
+        self._call(worker, _LEAVES)
 
     def report_stopping(self, worker: str) -> None:
-        """`worker` was told to stop: it takes nothing more, and what it cannot end itself costs its jobs nothing."""
-        self._ask(worker, _STOPS, _STOPPING_MS)
+        """Report that `worker` was told to stop: it accepts no run, and those that it cannot end cost nothing."""
+        self._call(worker, _STOPS, _STOPPING_TTL_MS)
 
     def total(self) -> int:
-        """For how many runs living workers have said that they have room: at most half a second ago, or, where somebody
-        else refreshes it, when it was asked for before."""
+        """Return how many more runs living workers accept, at most half a second old.
+
+        After `refresh_in_background`, the value may be older, and this never waits.
+        """
         with self._lock:
-            if time.monotonic() < self._until:
-                return self._room
+            if time.monotonic() < self._cached_until:
+                return self._total
             if self._refresh is not None:
-                self._until = time.monotonic() + _COPY_S  # Asking once is enough until the answer is here.
+                self._cached_until = time.monotonic() + _CACHE_S  # One request is enough until its answer is here.
         if self._refresh is None:
             return self.read_total()
         self._refresh()
-        return self._room
+        return self._total
 
     def read_total(self) -> int:
-        """The room of all, as they say now."""
-        return self._ask("", _LEAVES)
+        """Return how many more runs living workers accept now."""
+        return self._call("", _LEAVES)
 
     def total_command(self) -> Command[int]:
-        """The command of `look`; its answer is kept by nobody."""
-        key = self._scripts.keys.workers()
-        return self._lua.workers(key, worker="", room=_LEAVES, ttl_ms=_BELIEVED_MS)
+        """Return the command of `read_total`; its result is not cached."""
+        return self._command("", _LEAVES, _REPORT_TTL_MS)
 
     def refresh_in_background(self, refresh: Callable[[], object]) -> None:
-        """From now on nobody waits: `room` answers what is known, and `refresh` has somebody else `look` again."""
+        """Let `total` return the cached sum, and call `refresh`, which makes another thread call `read_total`."""
         self._refresh = refresh
 
-    def _ask(self, worker: str, own: int, ttl_ms: int = _BELIEVED_MS) -> int:
-        key = self._scripts.keys.workers()
-        room = self._scripts.run(self._lua.workers(key, worker=worker, room=own, ttl_ms=ttl_ms))
+    def _command(self, worker: str, capacity: int, ttl_ms: int) -> Command[int]:
+        return self._lua.report_capacity(self._scripts.keys.workers(), worker=worker, capacity=capacity, ttl_ms=ttl_ms)
+
+    def _call(self, worker: str, capacity: int, ttl_ms: int = _REPORT_TTL_MS) -> int:
+        total = self._scripts.run(self._command(worker, capacity, ttl_ms))
         with self._lock:
-            self._room = room
-            self._until = time.monotonic() + (_COPY_S if room else _NO_ROOM_S)
-        return room
+            self._total = total
+            self._cached_until = time.monotonic() + (_CACHE_S if total else _EMPTY_CACHE_S)
+        return total
 
 
 def was_told_to_stop(scripts: Scripts, worker: str) -> bool:
     """Return whether this worker reported that it was told to stop.  Raises redis errors."""
-    said: Any = scripts.redis.hget(scripts.keys.workers(), worker)
-    return said is not None and said.startswith(b"stopping ")
+    report: Any = scripts.redis.hget(scripts.keys.workers(), worker)
+    return report is not None and report.startswith(b"stopping ")

@@ -5,12 +5,12 @@ Servers of one kind serve the same models and declare the same attributes; a gro
 that may run its jobs.
 
 All keys of one fleet carry one hash tag, so that every script also works on a Redis Cluster.  Keys that
-belong to a member of an index are named by lua/lib/fleet.lua: `<key of the index>:<member>`.
+belong to a member of an index are named by lua/lib/keys.lua: `<key of the index>:<member>`.
 """
 
 import re
 
-# Every script gets these as KEYS, in this order; lua/lib/fleet.lua assigns them to names.
+# Every script gets these as KEYS, in this order; lua/lib/keys.lua assigns them to names.
 FLEET_KEYS = (
     "classes",  # hash  class -> "<kinds>\n<constraints>", see lua/lib/groups.lua; classes:<class> zset lane -> key
     "groups",  # hash  group -> "", of those that have work; groups:<group> zset class -> key of its first lane

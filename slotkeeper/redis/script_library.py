@@ -1,9 +1,10 @@
 """Assemble Lua scripts from their files and fragments, as functions of Redis.
 
-A line `-- @include lib/<name>` is replaced by that fragment, once; a folder, such as `lib/policies`, stands for all
-files in it.  Scripts run as functions: the fragments are executed when the function is loaded, and not at each call.
-A function's name holds the hash of its text, so that releases do not disturb each other.  The header of a script is its
-signature, see signatures.py.
+A line `-- @include lib/<name>`, in a script or a fragment, asks for that fragment; a folder, such as `lib/policies`,
+stands for all files in it.  Each fragment stands once in the result, after those that it includes.  Scripts run as
+functions: the fragments are executed when the function is loaded, and not at each call.  A function's name holds the
+hash of its text, so that releases do not disturb each other.  The header of a script is its signature, see
+signatures.py.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ _COMMENT = re.compile(r"^\s*--[^\n]*\n", re.MULTILINE)
 _PER_CALL = re.compile(r"^local ([\w, ]+?)(?: = (KEYS\[.*\]|\{\}))?$", re.MULTILINE)
 # In the headers of scripts that add work.  All others free memory, or running jobs need them.
 _REFUSED_WHEN_FULL = re.compile(r"^  Refused when Redis is full$", re.MULTILINE)
+_ON_FLEET = re.compile(r"^  Keys: ", re.MULTILINE)
 _WRITES_NOTHING = re.compile(r"Writes nothing$", re.MULTILINE)
 # Percentage to which Lua's memory, some 0.5 MB, grows before a garbage collection.  With the default of 200, a fifth of
 # each call's time is spent on that.
@@ -81,10 +83,29 @@ class ScriptLibrary:
         return tuple(sorted(name.removesuffix(".lua") for name in names if name.endswith(".lua")))
 
     def read_fragment(self, name: str, fragments: Mapping[str, str] | None = None) -> str:
-        """Return the text for a line `-- @include <name>`."""
+        """Return the text of a fragment, or of all files of a folder, with their lines `-- @include`."""
         given = fragments or {}
         parts = self._list_folder(name) | {part for part in given if part.startswith(f"{name}/")} or {name}
         return "".join(given.get(part) or self.read_source(part) for part in sorted(parts))
+
+    def list_includes(self, name: str, fragments: Mapping[str, str] | None = None) -> list[str]:
+        """Return the names of all fragments of a script, each after those that it includes itself.
+
+        Raises ValueError if fragments include each other.
+        """
+        found: list[str] = []
+        self._collect_includes(self.read_source(name), fragments, found, ())
+        return found
+
+    def _collect_includes(
+        self, text: str, fragments: Mapping[str, str] | None, found: list[str], path: tuple[str, ...]
+    ) -> None:
+        for name in _INCLUDE.findall(text):
+            if name in path:
+                raise ValueError(f"these fragments include each other: {', '.join((*path, name))}")
+            if name not in found:
+                self._collect_includes(self.read_fragment(name, fragments), fragments, found, (*path, name))
+                found.append(name)
 
     def assemble(self, name: str, fragments: Mapping[str, str] | None = None) -> str:
         """Return a script with its fragments, as one text."""
@@ -106,6 +127,10 @@ class ScriptLibrary:
         eval_text = _EVAL.format(flags=",".join(flags), text=text)
         return Function(unique, f"#!lua name={unique}\n{text}{register}", eval_text)
 
+    def is_on_fleet(self, name: str) -> bool:
+        """Return whether a script works on the keys of a fleet, and not on a single key, as its header says."""
+        return _ON_FLEET.search(self.read_source(name)) is not None
+
     def _read_source(self, name: str) -> str:
         """Return the text of a file, `<name>.lua`."""
         return self._folder.joinpath(*f"{name}.lua".split("/")).read_text("utf-8")
@@ -123,8 +148,8 @@ class ScriptLibrary:
     def _read_parts(self, name: str, fragments: Mapping[str, str] | None) -> tuple[str, str]:
         """Return the fragments of a script, and its own lines."""
         script = _HEADER.sub("", self.read_source(name))
-        shared = "".join(self.read_fragment(found, fragments) for found in _INCLUDE.findall(script))
-        return shared, render_locals(self.read_signature(name)) + _INCLUDE.sub("", script)
+        shared = "".join(self.read_fragment(found, fragments) for found in self.list_includes(name, fragments))
+        return _INCLUDE.sub("", shared), render_locals(self.read_signature(name)) + _INCLUDE.sub("", script)
 
     def _list_folder(self, name: str) -> frozenset[str]:
         """Return the fragments in this folder; none if it is a file."""

@@ -53,7 +53,7 @@ class Scripts:
 
     def target(self, script: str, on: str, read: Callable[[Any], Any], rows: RowLayout | None = None) -> BoundScript:
         """Return a script bound to its keys.  on: a fleet, or the key of a script that works on one key."""
-        keys = self.keys.fleet_keys(on) if "@include lib/fleet" in self._library.read_source(script) else [on]
+        keys = self.keys.fleet_keys(on) if self._library.is_on_fleet(script) else [on]
         words: tuple[str | int, ...] = ("FCALL", self._function(script).name, len(keys), *keys)
         return BoundScript(script, keys, words, pack_words(words), read, rows)
 

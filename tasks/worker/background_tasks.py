@@ -85,4 +85,4 @@ class BackgroundTasks:
             if self._pending:  # Redis is away again, and each try costs its time-out.
                 self.retry_release(lease, back, cooldown_ms)
             else:
-                run_blocking(steps.free(lease, back=back, cooldown_ms=cooldown_ms))
+                run_blocking(steps.free(lease, return_to_lane=back, cooldown_ms=cooldown_ms))

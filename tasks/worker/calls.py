@@ -5,11 +5,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import structlog
-from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.queue.leases import Lease
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.model_config import ModelConfig
@@ -64,7 +62,7 @@ class ServerCalls:
             if not server_adapters.is_loaded(run.described_by):
                 await self._engine.run_in_thread(server_adapters.load, run.described_by)
             live = self.session_for(own, speech)
-            swap = live is not None and live.description.asks_for_swap and await self._swaps(own.active.lease)
+            swap = live is not None and live.description.asks_for_swap and own.taken.offer.changes_model
             runner = self._runner(own, live, swap)
             if (since_s := self._handed_on.pop(own.active.lease.name, None)) is not None:
                 self._record_handover_gap(time.monotonic() - since_s)
@@ -119,13 +117,6 @@ class ServerCalls:
     def _note_remote(self, own: WorkerRun, remote_id: str) -> Awaitable[bool]:
         run = own.run
         return own.io.commit(self._dispatcher.store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
-
-    async def _swaps(self, lease: Lease) -> bool:
-        """Whether the server has to change its model for this run, as far as is known."""
-        try:
-            return await self._engine.redis(self._dispatcher.leases.swaps(lease))
-        except RedisError:
-            return True
 
 
 def _version_at(catalog: CatalogSnapshot, server: str, model: str) -> str:

@@ -199,7 +199,7 @@ class Executor:
         self._capacity.remove(own.taken)
         self._abandoned.observe(own.active)
         if own.watch.restored:  # Its lease was written again while its end was on the way to the database.
-            await self._steps.free(lease, back=False)
+            await self._steps.free(lease, return_to_lane=False)
         if self._capacity.claim_unfilled_place():
             await self._start_in_turn(lease.fleet)
 
@@ -208,7 +208,7 @@ class Executor:
         run, lease = own.run, own.active.lease
         if outcome is StopReason.LOST:  # The lease was lost, or the server's push was quicker than the poll.
             requested_at_s = boottime_s()
-            following = await self._steps.leave(lease, run.job.id, run.attempt, self._capacity.claimant)
+            following = await self._steps.give_up(lease, run.attempt, self._capacity.claimant)
             await self._start_next(lease, None, following, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
@@ -267,7 +267,7 @@ class Executor:
         """The offered job was gone: the slot goes to the next."""
         lease, requested_at_s, following = Lease.from_offer(offer, self._owner), boottime_s(), None
         try:
-            following = await self._steps.leave_unstarted(lease, self._capacity.claimant)
+            following = await self._steps.give_up(lease, claimant=self._capacity.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
             log.warning("release_postponed", job_id=offer.job_id, error=str(error))
         await self._start_next(lease, None, following, requested_at_s)
@@ -278,7 +278,7 @@ class Executor:
         if offer.is_resumption:
             await self._steps.reopen_offer(lease, offer.model)
         else:
-            await self._steps.free(lease, back=True)
+            await self._steps.free(lease, return_to_lane=True)
 
     async def _return_job(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
@@ -288,7 +288,7 @@ class Executor:
             return  # Its server may run it: no other may have it.  The reaper offers it once more.
         if isinstance(error, CommitUnknown):
             return  # It may be running under this lease; when that expires, the reaper finds out.
-        await self._steps.free(Lease.from_offer(offer, self._owner), back=True, cooldown_ms=_START_AGAIN_MS)
+        await self._steps.free(Lease.from_offer(offer, self._owner), return_to_lane=True, cooldown_ms=_START_AGAIN_MS)
 
 
 def _is_large(outcome: Outcome | StopReason) -> bool:

@@ -95,7 +95,7 @@ class DatabaseCheck:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
             if watch.is_removed:  # It has ended meanwhile, and nobody else frees what was written just now.
-                run_blocking(self._steps.free(lease, back=False))
+                run_blocking(self._steps.free(lease, return_to_lane=False))
 
 
 def _runs_under(found: JobStatus, lease: Lease) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from routing.dispatch.dispatcher import Dispatcher, new_lease_owner
+from routing.dispatch.dispatcher import Dispatcher
 from routing.progress import ProgressCommands
+from routing.queue.leases import new_lease_owner
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.process import singleton
 from slotkeeper.process_locks import ProcessLocks

@@ -21,8 +21,8 @@ def body(name: str) -> str:
 
 
 def included(name: str) -> list[str]:
-    """The fragments that a script includes, in order."""
-    return re.findall(r"@include (lib/\w+)", LIBRARY.read_source(name))
+    """All fragments of a script, in order."""
+    return LIBRARY.list_includes(name)
 
 
 @cache

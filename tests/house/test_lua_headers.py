@@ -13,11 +13,11 @@ import hiredis
 import pytest
 from redis import Redis
 
-from routing.admission.questions import QuestionScripts
-from routing.maintenance.rooms import RoomScripts
+from routing.admission.submit_limits import LimitScripts
 from routing.progress import SaidScripts
 from routing.queries.process_list import ProcessScripts
 from routing.queries.server_status import ServerScripts
+from routing.queue.fleets import FleetScripts
 from routing.queue.leases import LeaseScripts
 from routing.queue.queues import QueueScripts
 from routing.queue.slots import SlotScripts
@@ -27,7 +27,7 @@ from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
 from tasks.relay.sinks.event_stream import StreamScripts
-from tests.house.lua_text import FUNCTION, body, called_functions, header, included
+from tests.house.lua_text import body, called_functions, header, included
 from tests.house.rule import for_each
 
 # Every other command counts as writing.
@@ -91,7 +91,7 @@ def test_a_header_names_the_script_its_keys_its_answers_and_its_cost(name):
     text = header(name)
     assert text.lstrip().startswith(f"{name}: "), "the header begins with the script's name and one sentence"
     for entry in (
-        "  Keys: " if "@include lib/fleet" in LIBRARY.read_source(name) else "  Key: ",
+        "  Keys: " if LIBRARY.is_on_fleet(name) else "  Key: ",
         "  Returns\n",
         "Cost O(",
     ):
@@ -113,7 +113,7 @@ def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
 
 @every_script
 def test_a_header_names_the_keys_that_its_script_touches(name):
-    if "@include lib/fleet" in LIBRARY.read_source(name):
+    if LIBRARY.is_on_fleet(name):
         text = called_functions(name)
         touched = ", ".join(key for key in FLEET_KEYS if re.search(rf"\b{key.upper()}\b", text))
         assert f"\n  Keys: {touched}\n" in header(name), f"{name}.lua touches {touched}"
@@ -124,7 +124,7 @@ def test_a_header_names_the_keys_that_its_script_touches(name):
 # -- what Python calls them with -------------------------------------------------------------------------------
 
 DECLARED = (
-    *(LeaseScripts, ProcessScripts, QuestionScripts, QueueScripts, RoomScripts, ServerScripts, SlotScripts),
+    *(LeaseScripts, ProcessScripts, LimitScripts, QueueScripts, FleetScripts, ServerScripts, SlotScripts),
     WorkerScripts,
     *(SaidScripts, StreamScripts),
 )
@@ -253,10 +253,10 @@ def test_only_calls_with_one_list_and_an_answer_for_each_of_its_rows_are_joined(
 
 def test_a_call_is_packed_as_redis_would_have_its_words():
     scripts = make_scripts(Redis(), Keys("test"))
-    waiting = scripts.bind(QuestionScripts)
+    waiting = scripts.bind(QueueScripts)
     for command in (
-        waiting.backlog("zimg", account="a|zimg"),
-        waiting.variety("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"]),
+        waiting.model_status("zimg", account="a|zimg"),
+        scripts.bind(LimitScripts).count_constraints("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"]),
     ):
         assert command.packed == hiredis.pack_command(command.words)
 
@@ -308,7 +308,7 @@ def test_every_word_that_a_script_answers_stands_in_its_header(name):
 @every_script
 def test_the_clock_is_mentioned_exactly_where_it_is_read(name):
     reads = re.search(r"\bnow_ms\(", body(name)) is not None
-    assert ("@include lib/now_ms" in LIBRARY.read_source(name)) is reads
+    assert ("lib/now_ms" in included(name)) is reads
     assert ("Clock Redis TIME" in header(name)) is reads
     assert "TIME" not in commands(body(name)), "time is read by lib/now_ms alone, so that tests can set it"
 
@@ -330,10 +330,17 @@ def test_an_invariant_that_a_header_cites_is_one(name):
 
 @every_script
 def test_every_fragment_that_is_included_is_used(name):
-    for one in included(name):
-        functions = re.findall(rf"^{FUNCTION}", LIBRARY.read_fragment(one), re.MULTILINE)
-        later = "".join(LIBRARY.read_fragment(other) for other in included(name) if other != one)
-        assert any(f in body(name) + later for f in functions) or one == "lib/fleet", f"{one} is not needed"
+    """By the file that includes it itself."""
+    for file in (name, *(one for one in included(name) if one != "lib/policies")):
+        source = LIBRARY.read_source(file)
+        words = set(re.findall(r"\w+", re.sub(r"--[^\n]*", "", source)))
+        for one in re.findall(r"@include (lib/\w+)", source):
+            # The policies are reached through the functions of lib/policy.
+            offered = LIBRARY.read_fragment("lib/policy" if one == "lib/policies" else one)
+            lines = re.findall(r"^local (?:function )?([\w, ]+)", offered, re.MULTILINE)
+            assert words & {found for line in lines for found in line.strip().split(", ")}, (
+                f"{file} does not need {one}"
+            )
 
 
 def test_no_script_ever_scans_or_reads_a_random_member():
@@ -343,7 +350,7 @@ def test_no_script_ever_scans_or_reads_a_random_member():
 
 
 def test_the_fleets_keys_have_the_same_order_in_python_and_in_lua():
-    lua = LIBRARY.read_source("lib/fleet")
+    lua = LIBRARY.read_source("lib/keys")
     pairs = re.findall(r"^local ([A-Z, ]+) = (KEYS\[.*\])$", lua, re.MULTILINE)
     given = [
         (name.strip().lower(), int(number))
@@ -364,7 +371,7 @@ def _luacheck(folder: Path, name: str) -> None:
     path = folder / f"{name}.lua"
     path.write_text(LIBRARY.assemble(name))
     offered = "".join(LIBRARY.read_fragment(one) for one in included(name))
-    shared = re.findall(r"^local (?:function )?(\w+)(?: = remembering)?\(", offered, re.MULTILINE)
+    shared = re.findall(r"^local (?:function )?(\w+)(?: = memoize)?\(", offered, re.MULTILINE)
     shared += [key.upper() for key in FLEET_KEYS]
     command = ["luacheck", "--std", "lua51", "--globals", "KEYS", "ARGV", "--read-globals", "redis", "--no-color"]
     command += ["--no-config", "--max-line-length", "120", str(path), "--ignore", *[f"211/{it}" for it in shared]]

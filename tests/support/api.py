@@ -312,6 +312,6 @@ def build(
     point_celery_at(valkey.url)
     dispatcher = services.dispatcher()
     valkey.client().hset(services.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
-    heard = dispatcher._announcer = Heard(dispatcher._announcer)
+    heard = dispatcher._notifier = Heard(dispatcher._notifier)
     app = _an_app()
     return kind(app.test_client(), dispatcher, valkey, folder, heard)

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from routing.dispatch.decision import Decision
+from routing.dispatch.decision import Decision, signal_of
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.outcome import Outcome, StopReason
 from routing.dispatch.run_steps import OnPostponed, RunSteps, ThreadIo, blocking_steps, end_run, run_blocking
-from routing.dispatch.verdict import Verdict
 from routing.queue.leases import Lease, Leases, Released
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
@@ -79,7 +78,7 @@ def end_run_with(
         result=result,
         error=error,
         due_ms=due_ms,
-        signal=Verdict(why).signal,
+        signal=signal_of(why),
         cooldown_ms=dispatcher.settings.busy_cooldown_ms if why is Reason.SERVER_BUSY else 0,
         quarantine=quarantine,
     )
@@ -97,9 +96,9 @@ def release(leases: Leases, lease: Lease, **how: Any) -> Released:
     return released
 
 
-def free(dispatcher: Dispatcher, lease: Lease, *, back: bool) -> Offer | None:
+def free(dispatcher: Dispatcher, lease: Lease, *, return_to_lane: bool) -> Offer | None:
     """Free a slot."""
-    return run_blocking(blocking_steps(dispatcher).free(lease, back=back))
+    return run_blocking(blocking_steps(dispatcher).free(lease, return_to_lane=return_to_lane))
 
 
 def cool_down(dispatcher: Dispatcher, fleet: str, server: str) -> int:

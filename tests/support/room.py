@@ -50,6 +50,7 @@ class Offered(NamedTuple):
     model: str
     number: int
     owner: str
+    changes_model: int = 1
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,8 @@ class Room:
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        answer = self.run("sync", RECORD, self.version, len(servers), *args, *rules)[0]
-        while self.run("resort", 7):
+        answer = self.run("sync_catalog", RECORD, self.version, len(servers), *args, *rules)[0]
+        while self.run("reindex_lanes", 7):
             pass
         return answer
 
@@ -218,30 +219,30 @@ class Room:
         return self
 
     def begin(self, record: str = RECORD) -> str:
-        return self.run("begin", record)
+        return self.run("begin_rebuild", record)
 
     def open(self, epoch: str = "epoch1") -> str:
         self.begin()
-        return self.run("open", epoch)
+        return self.run("open_queue", epoch)
 
     def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
         return self.enqueued(*jobs, limit=limit, room=room)[1]
 
     def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int | None, int | None]:
-        """Jobs ahead of one that comes in, and the mean slot time, as they are told with its entry."""
-        _, ahead, run_ms = self.run("enter", *self._offering(limit, ROOM), *job.args)
+        """Jobs ahead of one that comes in, and the mean slot time, as `enqueue` returns them."""
+        _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, ROOM), 1, *job.args)
         return ahead, run_ms
 
     def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
         args = [arg for job in jobs for arg in job.args]
-        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), *args)
+        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), 0, *args)
         return added, [Offered(*row) for row in rows]
 
     def offer(self, limit: int = 256, room: int = ROOM, claimant: str = "") -> list[Offered]:
         return [Offered(*row) for row in self.run("offer", *self._offering(limit, room, claimant))]
 
     def keep(self, offer: Offered, *, resumes: bool = False) -> str:
-        return self.run("keep", offer.job, offer.lease, OFFER_MS, int(resumes))
+        return self.run("extend_offer", offer.job, offer.lease, OFFER_MS, int(resumes))
 
     def claim(self, offer: Offered, owner: str = "w1") -> str:
         return "claimed" if self.run("claim", offer.job, offer.lease, owner, LEASE_MS) else "lost"
@@ -254,15 +255,15 @@ class Room:
         offer: Offered,
         owner: str = "w1",
         *,
-        back: bool = False,
+        return_to_lane: bool = False,
         cooldown_ms: int = 0,
         limit: int = 8,
         room: int = ROOM,
         claimant: str = "",
-        outcome: str = "",
+        signal: str = "",
         breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
-        row = [offer.job, offer.lease, owner, int(back), cooldown_ms, outcome, *[""] * 3]
+        row = [offer.job, offer.lease, owner, int(return_to_lane), cooldown_ms, signal, *[""] * 3]
         return self.release_all([[*row, *self._offering(limit, room, claimant)]], breaker)[0]
 
     def release_all(
@@ -274,10 +275,10 @@ class Room:
 
     def held(self) -> list[list[str]]:
         """All leases: job, lease, owner, slot of each."""
-        return [held for held, _ in self.run("leases")]
+        return [held for held, _ in self.run("list_leases", 0, -1)]
 
     def expired(self, limit: int = 256) -> list[list[str]]:
-        return self.run("expired", limit)
+        return [held for held, _ in self.run("list_leases", 1, limit)]
 
     def seize(
         self,
@@ -296,14 +297,14 @@ class Room:
         args = [
             arg for job, *held in leases for arg in (job.id, *held, job.lane, job.constraints, job.seq, job.created)
         ]
-        return self.run("restore", LEASE_MS, *args)
+        return self.run("restore_leases", LEASE_MS, *args)
 
     def withdraw(self, job: Job) -> str:
         return self.run("withdraw", job.id, job.created, job.lane)
 
     def position(self, job: Job) -> list[Any]:
         """Place and, of one that waits, jobs ahead."""
-        place, ahead, *_ = self.run("queue_status", job.id, job.created, job.lane, 0)
+        place, ahead, *_ = self.run("job_status", job.id, job.created, job.lane, 0)
         return [place, ahead] if place == "waiting" else [place]
 
     def cool_down(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:

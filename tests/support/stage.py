@@ -18,9 +18,9 @@ from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import OnPostponed
 from routing.maintenance import reconcile
-from routing.maintenance.rooms import depths
 from routing.maintenance.server_report import ServerReport
 from routing.queries.explain import explain_job_state
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -79,7 +79,7 @@ class Stage:
         self.told = Recorder()
         self.room = Room(redis)
         self.dispatcher = self.a_dispatcher(redis)
-        self.told.count_taken = lambda: depths(self.dispatcher.queues.scripts, "zimg").taken
+        self.told.count_taken = lambda: self.dispatcher.fleets.counts(["zimg"])["zimg"].taken
         self.postponed: OnPostponed | None = None
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
@@ -95,9 +95,10 @@ class Stage:
             queues=queues,
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
+            fleets=Fleets(scripts, SETTINGS),
             admission=Admission(queues, cache, SETTINGS),
             settings=SETTINGS,
-            announcer=self.told,
+            notifier=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",
         )
 
@@ -184,7 +185,7 @@ class Stage:
         return self.dispatcher.leases.renew(task.lease.fleet, task.lease.owner, [task.lease])[0]
 
     def free(self) -> int:
-        return depths(self.dispatcher.queues.scripts, "zimg").free
+        return self.dispatcher.fleets.counts(["zimg"])["zimg"].free
 
     def run_all(self) -> list[str]:
         """Let one worker run everything, one after another; answers the jobs in the order of their starts."""

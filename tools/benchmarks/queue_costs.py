@@ -16,6 +16,7 @@ from pathlib import Path
 from redis import Redis
 
 from routing.config import RoutingSettings
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -43,6 +44,7 @@ class _Bench:
     def __init__(self, client: Redis, policy: str) -> None:
         self.client, settings = client, RoutingSettings()
         scripts = make_scripts(client, Keys("bench"))
+        self.fleets = Fleets(scripts, settings)
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         config = ModelConfig(policy=policy)
         server = Server("gpu", MODEL, SLOTS, "online", {MODEL: ""}, 0)
@@ -60,8 +62,8 @@ class _Bench:
         return QueuedJob(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
 
     def start(self) -> list[Offer]:
-        self.queues.begin_rebuild([MODEL], "")
-        self.queues.open_all([MODEL])
+        self.fleets.begin_rebuild([MODEL], "")
+        self.fleets.open([MODEL])
         return self.queues.offer(MODEL)
 
     def hand_off(self, running: list[Offer]) -> float:
@@ -69,7 +71,7 @@ class _Bench:
         was = running.pop(0)
         lease = Lease(MODEL, was.job_id, was.lease, was.owner, was.slot)
         begin = time.perf_counter()
-        command = self.leases.release_command(lease, back=False, claimant="bench", outcome="ok")
+        command = self.leases.release_command(lease, return_to_lane=False, claimant="bench", signal="ok")
         ((_, offers),) = self.leases.scripts.run(command)
         took = time.perf_counter() - begin
         running += offers

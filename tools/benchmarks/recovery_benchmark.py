@@ -23,6 +23,7 @@ from routing.admission.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import reconcile
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -89,9 +90,10 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 queues=queues,
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
+                fleets=Fleets(scripts, settings),
                 admission=Admission(queues, cache, settings),
                 settings=settings,
-                announcer=_Nobody(),
+                notifier=_Nobody(),
                 check_url=lambda url: None,
             ),
             valkey,

@@ -1,44 +1,49 @@
--- epoch: whether the room is complete, and still the one that was filled.  A Redis that was started again, or a replica
--- that has become the master, may lack the last moments; both have another replication id than the one that was filled.
+-- epoch: whether a fleet's queue is complete, and still the one that was filled.  A Redis that was restarted, or a
+-- replica that was promoted, may lack its last moments; its replication id differs from the one under which it was
+-- filled.
+-- @include lib/hash_cache
+-- @include lib/keys
 
--- What this process of Redis said last, and when: it costs too much to ask with each offer.  Another process knows
--- nothing yet.  One that stops being the master and becomes it again in less time than this had nobody fill its room.
+-- INFO costs too much for each offer, so its answer is used for so long.  A master that is demoted and promoted again
+-- within this time cannot have been filled by another process in between.
 local ASKED_AGAIN_MS = 100
-local copy_known, copy_asked_ms = "", -1
+local known_replication_id, asked_ms = "", -1
 
--- What changes whenever another process, or another copy of the data, answers; "": this server does not say.
-local function copy_id()
+-- Return the replication id, which changes whenever another process, or another copy of the data, answers; "": this
+-- server has none.
+local function replication_id()
   local info = redis.pcall("INFO", "replication")
   return type(info) == "string" and string.match(info, "master_replid:(%w+)") or ""
 end
 
 -- The same, as it was a moment ago.
-local function copy_lately(now)
-  if copy_asked_ms < 0 or now < copy_asked_ms or now >= copy_asked_ms + ASKED_AGAIN_MS then
-    copy_known, copy_asked_ms = copy_id(), now
+local function recent_replication_id(now)
+  if asked_ms < 0 or now < asked_ms or now >= asked_ms + ASKED_AGAIN_MS then
+    known_replication_id, asked_ms = replication_id(), now
   end
-  return copy_known
+  return known_replication_id
 end
 
--- Nothing is offered in a room that is not: whose turn it is, and which slot is free, is not known there (ORDER-1).
--- Without `now` the server is asked anew.
+-- Return whether the queue is complete.  If not, nothing is offered, for whose turn it is and which slot is free are
+-- unknown (ORDER-1).  Without `now`, INFO is asked.
 local function is_open(now)
-  read_fields(META, "epoch", "copy", "offers", "excess")
-  return field(META, "epoch") and field(META, "copy") == (now and copy_lately(now) or copy_id())
+  load_fields(META, "epoch", "copy", "offers", "excess")
+  local id = get_field(META, "epoch") and (now and recent_replication_id(now) or replication_id())
+  return id and get_field(META, "copy") == id
 end
 
--- Whether the room is another record's; "": the caller's does not say what it is.
-local function is_foreign(record)
+-- Return whether the queue was filled from another database; "": the caller does not name its own.
+local function is_other_database(database_id)
   local known = redis.call("HGET", META, "record")
-  return record ~= "" and known and known ~= "" and known ~= record
+  return database_id ~= "" and known and known ~= "" and known ~= database_id
 end
 
--- Somebody has seen `offers` made since this very filling.  If there are fewer, some have been lost: the room is closed
--- until it is filled again.
-local function heed_loss(epoch, offers)
-  read_fields(META, "epoch", "copy", "offers", "excess")
-  local is_known = field(META, "epoch") and field(META, "epoch") == epoch
-  if not is_known or number_in_field(META, "offers") >= offers then return end
+-- A caller has seen `offers` made since the queue was filled as `epoch`.  If Redis knows of fewer, it has lost some:
+-- close the queue until it is filled again.
+local function close_if_offers_were_lost(epoch, offers)
+  load_fields(META, "epoch", "copy", "offers", "excess")
+  local is_same = get_field(META, "epoch") and get_field(META, "epoch") == epoch
+  if not is_same or get_number(META, "offers") >= offers then return end
   set_field(META, "epoch", false)
   set_field(META, "lost", "1")
 end

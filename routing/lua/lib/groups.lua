@@ -1,68 +1,40 @@
--- groups: which servers may run the jobs of a class.  Servers of one kind serve the same models and declare the same;
--- classes of a model that the same kinds may run form a group, whose index holds them by the key of their first lane.
--- So an offer looks at the head of each group, however many different constraints wait, and never at those that no
--- server here meets: they are in no group until a change of the registry lets sync look again.
+-- groups: which servers can run the jobs of a class.  Servers of one kind serve the same models and declare the same
+-- attributes; classes of a model that the same kinds can run form a group, whose index orders them by the key of their
+-- first lane.  So an offer reads the head of each group, however many different constraints wait, and never a class
+-- that no server can run: such a class is in no group until the registry changes and reindex_lanes looks again.
+-- @include lib/constraints
+-- @include lib/keys
 
-local NOWHERE = "-" -- the kinds of a class that no server here can run
-
--- As routing/admission/constraints.py reads numbers: tonumber() alone would take 0x10 and nan for some.
-local function number_in(text) return string.find(text, "^%-?%d[%d.]*[eE]?[-+]?%d*$") and tonumber(text) end
-
--- `constraints` has a condition a line: `gpu=A100,H100` (one of these) or `memory>=40`.  A server that does not declare
--- what is asked for does not meet it; an attribute of the model (`zimg:version`) goes before one of the server.
-local function matches(constraints, entry, model)
-  if constraints == "" then return true end
-  for name, operator, wanted in string.gmatch(constraints, "([^<>=\n]+)([<>]?=)([^\n]*)") do
-    local has = nil
-    for _, prefix in ipairs({ "\n@" .. model .. ":" .. name .. "=", "\n@" .. name .. "=" }) do
-      local _, stop = string.find(entry, prefix, 1, true)
-      if stop and not has then has = string.match(entry, "^[^\n]*", stop + 1) end
-    end
-    if not has then return false end
-    if operator == ">=" or operator == "<=" then
-      local number, bound = number_in(has), number_in(wanted)
-      if not number or not bound or (operator == ">=" and number < bound) then return false end
-      if operator == "<=" and number > bound then return false end
-    else
-      local met = false
-      for one in string.gmatch(wanted, "[^,]+") do
-        met = met or string.find("," .. has .. ",", "," .. one .. ",", 1, true) ~= nil
-      end
-      if not met then return false end
-    end
-  end
-  return true
-end
+local NO_SERVER = "-" -- the kinds of a class that no server can run
 
 local function serves(entry, model) return string.find(entry, "\n" .. model .. "\n", 1, true) ~= nil end
 
 local kinds_read
 
--- The kinds of servers that serve the model and meet the constraints, as one short name; NOWHERE: there are none.
+-- Return the kinds of servers that serve the model and meet the constraints, as one short name; NO_SERVER: none does.
 local function kinds_for(model, constraints)
   kinds_read = kinds_read or redis.call("HGETALL", KINDS)
   local found = {}
   for i = 1, #kinds_read, 2 do
-    if serves(kinds_read[i + 1], model) and matches(constraints, kinds_read[i + 1], model) then
+    if serves(kinds_read[i + 1], model) and meets_constraints(constraints, kinds_read[i + 1], model) then
       found[#found + 1] = kinds_read[i]
     end
   end
-  if #found == 0 then return NOWHERE end
+  if #found == 0 then return NO_SERVER end
   table.sort(found)
   return string.sub(redis.sha1hex(table.concat(found)), 1, 12)
 end
 
-local function asks_nothing(class) return string.sub(class, 1, 1) == "|" end
+local function has_no_constraints(class) return string.sub(class, 1, 1) == "|" end
 
--- The group of a class, nil: none; and what its jobs need.  A class that asks for nothing is a group by itself.
+-- Return the group of a class, nil: it has none; and its constraints.  A class without constraints is its own group.
 local function group_of(class)
-  if asks_nothing(class) then return class, "" end
+  if has_no_constraints(class) then return class, "" end
   local kinds, constraints = string.match(redis.call("HGET", CLASSES, class) or "", "^([^\n]*)\n(.*)$")
-  return kinds and kinds ~= NOWHERE and kinds .. "|" .. model_of(class) or nil, constraints
+  return kinds and kinds ~= NO_SERVER and kinds .. "|" .. model_of(class) or nil, constraints
 end
 
--- In a group's index a class stands as `<priority of its first lane>|<class>`: of equal keys the more urgent comes
--- first.
+-- In a group's index, a class is `<priority of its first lane>|<class>`: of equal keys the more urgent comes first.
 local function leave_group(group, class)
   local names = {}
   for priority = 1, 9 do names[priority] = priority .. "|" .. class end
@@ -75,7 +47,7 @@ end
 
 -- Set a class's place in its group by its first lane.
 local function rank_class(class)
-  if asks_nothing(class) then return end
+  if has_no_constraints(class) then return end
   local group = group_of(class)
   local first = group and redis.call("ZRANGE", class_key(class), 0, 0, "WITHSCORES")
   if not first or not first[1] then return end
@@ -85,12 +57,12 @@ end
 
 local function add_class(class, constraints)
   if redis.call("HEXISTS", CLASSES, class) == 1 then return end
-  local kinds = asks_nothing(class) and "" or kinds_for(model_of(class), constraints)
+  local kinds = has_no_constraints(class) and "" or kinds_for(model_of(class), constraints)
   redis.call("HSET", CLASSES, class, kinds .. "\n" .. constraints)
-  if kinds ~= NOWHERE then redis.call("HSET", GROUPS, kinds .. "|" .. model_of(class), "") end
+  if kinds ~= NO_SERVER then redis.call("HSET", GROUPS, kinds .. "|" .. model_of(class), "") end
 end
 
--- No job of a class waits any more.
+-- Remove a class in which no job waits.
 local function drop_class(class)
   local group = group_of(class)
   redis.call("HDEL", CLASSES, class)
@@ -99,12 +71,12 @@ local function drop_class(class)
   drop_if_empty(group)
 end
 
--- The registry has changed: other servers may run the jobs of a class now.
+-- Put a class into its group again, after the kinds of servers have changed.
 local function regroup(class)
   local before, constraints = group_of(class)
-  if not constraints or asks_nothing(class) then return end
+  if not constraints or has_no_constraints(class) then return end
   local kinds = kinds_for(model_of(class), constraints)
-  local group = kinds ~= NOWHERE and kinds .. "|" .. model_of(class) or nil
+  local group = kinds ~= NO_SERVER and kinds .. "|" .. model_of(class) or nil
   if group == before then return end
   if before then
     leave_group(before, class)
@@ -117,10 +89,11 @@ local function regroup(class)
   end
 end
 
--- The first lane of a group as {name, key, constraints}; nil: what its jobs wait for is something other than a slot.
+-- Return the first lane of a group as {name, key, constraints, group}; nil: its jobs wait for something other than a
+-- slot.
 local function first_lane(group)
   local class, constraints = group, ""
-  if not asks_nothing(group) then
+  if not has_no_constraints(group) then
     class = string.sub(redis.call("ZRANGE", group_key(group), 0, 0)[1], 3)
     constraints = select(2, group_of(class))
   end

@@ -1,51 +1,52 @@
--- lanes: jobs go into their lanes and out of them.  An index for each class (a model and what its jobs need of a
--- server) holds the class's lanes by key, and one for each group its classes, so that an offer finds the next job
--- however many lanes there are.
+-- lanes: put jobs into lanes, and take them out.  The index of a class (a model and constraints) orders its lanes by
+-- key, and the index of a group its classes, so that an offer finds the next job however many lanes there are.
+-- @include lib/groups
+-- @include lib/policies
 
 local BLOCKED = 1 / 0 -- the key of a lane that waits for something other than its turn
 
 -- The names of an account's lanes that hold jobs.
 local function lanes_of(account)
-  local lanes = redis.call("HKEYS", marks_key(account))
+  local lanes = redis.call("HKEYS", account_lanes_key(account))
   for i, mark in ipairs(lanes) do lanes[i] = mark .. "|" .. account end
   return lanes
 end
 
-local function note_lane(lane, constraints)
-  redis.call("HSET", marks_key(lane.account), lane.mark, "")
+local function register_lane(lane, constraints)
+  redis.call("HSET", account_lanes_key(lane.account), lane.mark, "")
   add_class(lane.class, constraints)
 end
 
-local function forget_lane(lane)
-  redis.call("HDEL", marks_key(lane.account), lane.mark)
+local function unregister_lane(lane)
+  redis.call("HDEL", account_lanes_key(lane.account), lane.mark)
   if redis.call("EXISTS", class_key(lane.class)) == 0 then drop_class(lane.class) else rank_class(lane.class) end
 end
 
-local function key_of(lane, member, seq)
+local function lane_order_key(lane, member, seq)
   local rules, policy = rules_of(lane.model), policy_of(lane.model)
-  if obstacle(lane.tenant, lane.account, rules) then return BLOCKED end
+  if tenant_blocked_by(lane.tenant, lane.account, rules) then return BLOCKED end
   if policy.account_key then return policy.account_key(lane) end
-  local _, created = read_member(member)
+  local _, created = parse_lane_member(member)
   return policy.head_key(lane.priority, tonumber(seq), created, rules)
 end
 
 local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end
 
--- Set a lane's place in its class by the job at its head; drop the lane when it is empty.  `head`: member and seq of
--- that job, if they are known; empty: it has none.
+-- Set a lane's place in its class by the job at its head; remove an empty lane.  `head`: member and seq of that job, if
+-- they are known; an empty table: there is none.
 local function reindex(lane, constraints, head)
   head = head or redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
   if not head[1] then
-    if redis.call("ZREM", class_key(lane.class), lane.name) == 1 then forget_lane(lane) end
+    if redis.call("ZREM", class_key(lane.class), lane.name) == 1 then unregister_lane(lane) end
     return
   end
-  local key = key_of(lane, head[1], head[2])
+  local key = lane_order_key(lane, head[1], head[2])
   local is_new = redis.call("ZADD", class_key(lane.class), key_text(key), lane.name) == 1
-  if is_new then note_lane(lane, constraints or "") end
+  if is_new then register_lane(lane, constraints or "") end
   rank_class(lane.class)
 end
 
--- Set the lanes of an account by class: they have one key where it does not come from the job at their head.
+-- Set the keys of an account's lanes, class by class, where the lanes of a class have one key.
 local function set_keys(classes, key_for)
   for class, lanes in pairs(classes) do
     local key, pairs_of = key_text(key_for(lanes[1])), {}
@@ -60,14 +61,14 @@ end
 local function reindex_account(account)
   local classes, first = {}, nil
   for _, name in ipairs(lanes_of(account)) do
-    local lane = read_lane(name)
+    local lane = parse_lane(name)
     classes[lane.class] = classes[lane.class] or {}
     table.insert(classes[lane.class], lane)
     first = first or lane
   end
   if not first then return end
   local policy = policy_of(first.model)
-  if obstacle(first.tenant, account, rules_of(first.model)) then
+  if tenant_blocked_by(first.tenant, account, rules_of(first.model)) then
     set_keys(classes, function() return BLOCKED end)
   elseif policy.account_key then
     set_keys(classes, policy.account_key)
@@ -78,37 +79,37 @@ local function reindex_account(account)
   end
 end
 
-local function count_waiting(lane, change)
+local function add_waiting(lane, change)
   if redis.call("HINCRBY", LANES, lane.account, change) == 0 then redis.call("HDEL", LANES, lane.account) end
   local name = "waiting:" .. lane.model
-  if add_to_field(META, name, change) ~= 0 then return end
+  if increment_field(META, name, change) ~= 0 then return end
   set_field(META, name, false)
   local policy = policy_of(lane.model)
   if policy.forget then policy.forget(lane.model) end
 end
 
--- Put jobs into a lane: seq and member of each; answers how many were not there yet.  The caller reindexes the lane.
+-- Put jobs into a lane: seq and member of each.  Returns how many were not there yet.  The caller reindexes the lane.
 local function add_to_lane(lane, ...)
   local added = redis.call("ZADD", lane_key(lane.name), ...)
-  if added > 0 then count_waiting(lane, added) end
+  if added > 0 then add_waiting(lane, added) end
   return added
 end
 
--- Answers whether it was there.  `head`: of the lane without it, as for reindex.
-local function take_from_lane(lane, member, head)
+-- Returns whether the job was there.  `head`: of the lane without it, as for reindex.
+local function remove_from_lane(lane, member, head)
   if redis.call("ZREM", lane_key(lane.name), member) == 0 then return false end
-  count_waiting(lane, -1)
+  add_waiting(lane, -1)
   reindex(lane, "", head)
   return true
 end
 
--- An account holds one slot more, or one less: that may block its lanes, or let them go on; and where keys are of
--- accounts, its other lanes move with what it has been charged.
-local function count_held(lane, change)
-  local held = add_to_field(HELD, lane.account, change)
+-- An account holds one slot more, or one less.  That may block its lanes, or unblock them; and where keys are of
+-- accounts, its other lanes move with what the account has been charged.
+local function add_held(lane, change)
+  local held = increment_field(HELD, lane.account, change)
   if held <= 0 then set_field(HELD, lane.account, false) end
   local rules = rules_of(lane.model)
-  local _, limit = terms_of(lane.account, rules)
-  local turns = limit > 0 and math.max(held, held - change) == limit
-  if policy_called(rules.policy).account_key or turns then reindex_account(lane.account) end
+  local _, limit = weight_and_slot_limit(lane.account, rules)
+  local reaches_limit = limit > 0 and math.max(held, held - change) == limit
+  if policy_called(rules.policy).account_key or reaches_limit then reindex_account(lane.account) end
 end

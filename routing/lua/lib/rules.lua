@@ -1,38 +1,42 @@
--- rules: what is configured for a model, a tenant, and a tenant's use of a model (an account).
+-- rules: the configuration of models, tenants and accounts (a tenant's use of a model).
+-- @include lib/hash_cache
+-- @include lib/keys
 
 local NO_RULES = "- 0 online 0 0 0"
 local rules_read = {}
 
--- All that is configured for an account, in one step.
+-- Read all that is configured for an account, with one command.
 local function read_rules(lane)
-  read_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
+  load_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
 end
 
 -- Of a model: "<policy> <head_start> <state> <tenant_slots> <affinity> <breaker_failures>", times in ms.
-local read_rules_text = remembering(function(text)
+local parse_rules = memoize(function(text)
   local policy, start, state, slots, affinity, failures = string.match(text, "^(%S+) (%d+) (%a+) (%d+) (%d+) (%d+)")
   return { policy = policy, head_start = tonumber(start), state = state, tenant_slots = tonumber(slots),
     affinity = tonumber(affinity), failures = tonumber(failures) }
 end)
 
 local function rules_of(model)
-  local rules = rules_read[model] or read_rules_text(field(RULES, "model " .. model) or NO_RULES)
+  local rules = rules_read[model] or parse_rules(get_field(RULES, "model " .. model) or NO_RULES)
   rules_read[model] = rules
   return rules
 end
 
--- A tenant's share of a model, and how many slots it may hold at once (0: any number).
-local function terms_of(account, rules)
-  local text = field(RULES, "account " .. account)
+-- Return an account's weight, and how many slots it may hold at once (0: any number).
+local function weight_and_slot_limit(account, rules)
+  local text = get_field(RULES, "account " .. account)
   if not text then return 1, rules.tenant_slots end
   local weight, slots = string.match(text, "^(%S+) (%d+)")
   return tonumber(weight), tonumber(slots) > 0 and tonumber(slots) or rules.tenant_slots
 end
 
--- Why no job of this account is offered now; nil: nothing is in its way.
-local function obstacle(tenant, account, rules)
-  local state = field(RULES, "tenant " .. tenant)
-  if state == "paused" or state == "frozen" then return "tenant_" .. state end
-  local _, limit = terms_of(account, rules)
-  if limit > 0 and number_in_field(HELD, account) >= limit then return "tenant_slots" end
+local function is_stopped(state) return state == "paused" or state == "frozen" end
+
+-- Return why no job of this account is offered now; nil: nothing of its tenant is in its way.
+local function tenant_blocked_by(tenant, account, rules)
+  local state = get_field(RULES, "tenant " .. tenant)
+  if is_stopped(state) then return "tenant_" .. state end
+  local _, limit = weight_and_slot_limit(account, rules)
+  if limit > 0 and get_number(HELD, account) >= limit then return "tenant_slots" end
 end

@@ -140,7 +140,7 @@ def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: 
     assert task is not None and task.run.job.id == running
     _set(api, "servers/gpu1", state)
     assert api.dispatcher.leases.renew("zimg", "a-worker", [task.lease])[0] == "renewed"
-    free(api.dispatcher, task.lease, back=False)
+    free(api.dispatcher, task.lease, return_to_lane=False)
     assert _offered(api) == []
     _set(api, "servers/gpu1", "online")
     assert _offered(api) == [waiting]

@@ -52,7 +52,7 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
         scripts, "run_all", lambda commands: asked.extend(it.target.script for it in commands) or run_all(commands)
     )
     assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
-    assert asked == ["enter"] * 3
+    assert asked == ["enqueue"] * 3
 
 
 def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> None:

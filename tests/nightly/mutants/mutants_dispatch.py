@@ -5,8 +5,8 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap
 MUTANTS = [
     Mutant(
         "a run is retried after its deadline",
-        "routing.dispatch.verdict:judge",
-        never("overdue"),
+        "routing.dispatch.decision:_reason_of",
+        never("now_ms >= run.deadline_ms"),
         kills=["test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again"],
         breaks="deadlines",
     ),
@@ -35,8 +35,8 @@ MUTANTS = [
         "the slot of a result that is read once goes on before that is stored",
         "routing.dispatch.decision:decide",
         swap(
-            "server_keeps_result and not outcome.server_still_running and verdict.reason in _FREES_SLOT_FIRST",
-            "not outcome.server_still_running and verdict.reason in _FREES_SLOT_FIRST",
+            "server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST",
+            "quarantine is None and reason in _FREES_SLOT_FIRST",
         ),
         kills=["test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on"],
         breaks="JOB-1",
@@ -44,8 +44,11 @@ MUTANTS = [
     ),
     Mutant(
         "a job whose end was stored without an answer is not queued",
-        "routing.dispatch.run_steps:RunSteps.leave",
-        swap("self.free(lease, back=back, claimant=claimant)", "self.free(lease, back=False, claimant=claimant)"),
+        "routing.dispatch.run_steps:RunSteps.give_up",
+        swap(
+            "self.free(lease, return_to_lane=is_queued, claimant=claimant)",
+            "self.free(lease, return_to_lane=False, claimant=claimant)",
+        ),
         kills=["test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place"],
         breaks="QUEUE-1",
     ),
@@ -58,8 +61,8 @@ MUTANTS = [
     ),
     Mutant(
         "leaving a lease frees a quarantined slot",
-        "routing.dispatch.run_steps:RunSteps.leave",
-        swap("row.slot == lease.slot", "row.slot != lease.slot"),
+        "routing.dispatch.run_steps:RunSteps.give_up",
+        swap("quarantined.slot == lease.slot", "quarantined.slot != lease.slot"),
         kills=[
             "test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",
             "test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains",
@@ -69,18 +72,14 @@ MUTANTS = [
     Mutant(
         "a slot waits until the last result is stored",
         "routing.dispatch.decision:decide",
-        swap(
-            "server_keeps_result and not outcome.server_still_running and verdict.reason in _FREES_SLOT_FIRST", "False"
-        ),
+        swap("server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST", "False"),
         kills=["test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record"],
         breaks="SLOT-2",
     ),
     Mutant(
         "a slot is passed on before its job has come back",
         "routing.dispatch.decision:decide",
-        swap(
-            "server_keeps_result and not outcome.server_still_running and verdict.reason in _FREES_SLOT_FIRST", "True"
-        ),
+        swap("server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST", "True"),
         kills=["test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record"],
         breaks="SLOT-1",
     ),
@@ -102,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "a job that kills its workers never ends",
-        "routing.dispatch.verdict:crash_reason",
+        "routing.dispatch.decision:crash_reason",
         never("crashes + 1 >= config.max_crashes"),
         kills=[
             "test_the_last_of_max_crashes_makes_a_job_dead",
@@ -112,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         "a job is retried for ever",
-        "routing.dispatch.verdict:judge",
-        never("failures >= config.max_retries"),
+        "routing.dispatch.decision:_reason_of",
+        never("run.failures >= config.max_retries"),
         kills=[
             "test_a_job_is_run_once_and_then_retried_as_often_as_allowed",
             "test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",

@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "an error in one fleet stops the others",
-        "routing.maintenance.each:isolate_errors",
+        "routing.queue.fleets:isolate_errors",
         swap("Exception", "ZeroDivisionError", within="except Exception"),
         kills=[
             "test_a_fleet_whose_room_is_broken_holds_up_no_other",
@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         "a queue that is gone is forgotten with its leases",
-        "routing.maintenance.rooms:remove_unknown",
-        swap("[fleet for fleet in gone if fleet not in holding]", "gone"),
+        "routing.queue.fleets:Fleets.remove_unknown",
+        swap("[fleet for fleet in unknown if fleet not in holding]", "unknown"),
         kills=["test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease"],
         breaks="LEASE-1",
     ),

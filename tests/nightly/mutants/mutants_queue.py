@@ -4,11 +4,11 @@ from tests.nightly.mutants.operators import Mutant, always, lua_swap, swap, swap
 
 MUTANTS = [
     Mutant(
-        "a lease beside the slot's holder is used for a first request",
-        "lua:hold",
+        "a displaced lease is used for a first request",
+        "lua:check_lease",
         lua_swap(
-            'if redis.call("HGET", SLOTS, lease.slot) ~= lease.job_id then return "beside" end',
-            'if false then return "beside" end',
+            'if redis.call("HGET", SLOTS, lease.slot) ~= lease.job_id then return "displaced" end',
+            'if false then return "displaced" end',
         ),
         kills=["test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request"],
         breaks="SLOT-1",
@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         "a job is taken without a lease",
-        "lua:lib/holding",
+        "lua:lib/leases",
         lua_swap(
             'redis.call("HSET", lease_key(job), "lease", name, "owner"',
             'redis.call("HSET", LEASES .. "-lost:" .. job, "lease", name, "owner"',
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "an offer never expires",
-        "lua:lib/offer",
+        "lua:lib/offers",
         lua_swap('redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1', 'not redis.call("ZSCORE", LEASES, job)'),
         kills=[
             "test_an_offer_takes_the_job_and_the_slot_together",
@@ -37,15 +37,15 @@ MUTANTS = [
     ),
     Mutant(
         "a job that was offered stays in its lane",
-        "lua:lib/offer",
-        lua_swap("take_from_lane(lane, head.member, head.following) write_lease(", "write_lease("),
+        "lua:lib/offers",
+        lua_swap("remove_from_lane(lane, head.member, head.following) write_lease(", "write_lease("),
         kills=["test_a_job_is_never_offered_twice"],
         breaks="LEASE-1",
         still="test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
         "a job that was enqueued twice holds two slots",
-        "lua:lib/offer",
+        "lua:lib/offers",
         lua_swap("if not is_new then", "if false then"),
         kills=["test_a_job_that_comes_again_by_its_own_id_holds_one_slot"],
         breaks="LEASE-1",
@@ -53,14 +53,14 @@ MUTANTS = [
     ),
     Mutant(
         "a queue that is not rebuilt makes offers",
-        "lua:lib/offer",
+        "lua:lib/offers",
         lua_swap("limit > 0 and is_open(now) and", "limit > 0 and"),
         kills=["test_nothing_is_offered_before_the_room_is_open"],
         breaks="ORDER-1",
     ),
     Mutant(
         "a job under lease is put in its lane",
-        "lua:lib/entering",
+        "lua:enqueue",
         lua_swap("if leased[n] then", "if leased[n] == 0 then"),
         kills=[
             "test_a_job_that_waits_or_is_offered_is_left_as_it_is",
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "a job that comes back goes to the end of its lane",
         "lua:release",
-        lua_swap("add_to_lane(was.lane, was.seq,", "add_to_lane(was.lane, was.seq + 1000000,"),
+        lua_swap("add_to_lane(lease.lane, lease.seq,", "add_to_lane(lease.lane, lease.seq + 1000000,"),
         kills=["test_a_job_that_comes_back_stands_where_it_stood"],
         breaks="ORDER-1",
     ),
@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "an old catalog replaces a newer one",
-        "lua:sync",
+        "lua:sync_catalog",
         lua_swap('if newest > version then return { "stale", newest } end', ""),
         kills=["test_an_older_catalog_changes_nothing"],
         breaks="SLOT-1",
@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "slots in use by others are offered",
-        "lua:occupy",
+        "lua:occupy_slots",
         lua_swap('redis.call("ZREM", FREE, slot)', ""),
         kills=["test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while"],
         breaks="SLOT-1",
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "a paused tenant is served",
         "lua:lib/rules",
-        lua_swap('if state == "paused" or state == "frozen" then return "tenant_" .. state end', ""),
+        lua_swap('if is_stopped(state) then return "tenant_" .. state end', ""),
         kills=["test_a_paused_tenant_waits_and_keeps_its_place"],
         breaks="pauses",
         still="test_a_slot_without_a_job_stays_free",
@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "a paused model is served",
-        "lua:lib/offer",
-        lua_swap('rules.state ~= "paused" and rules.state ~= "frozen" and', ""),
+        "lua:lib/offers",
+        lua_swap("not is_stopped(rules.state) and", ""),
         kills=["test_a_stopped_model_is_offered_to_nobody_until_it_goes_on"],
         breaks="pauses",
         still="test_a_slot_without_a_job_stays_free",
@@ -172,21 +172,18 @@ MUTANTS = [
     Mutant(
         "a restarted Redis counts as filled",
         "lua:lib/epoch",
-        lua_swap(
-            'field(META, "epoch") and field(META, "copy") == (now and copy_lately(now) or copy_id())',
-            'field(META, "epoch")',
-        ),
+        lua_swap('return id and get_field(META, "copy") == id', "return id"),
         kills=["test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled"],
         breaks="ORDER-1",
         still="test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
         "a job on a slot that its server has lost is not counted",
-        "lua:lib/holding",
+        "lua:lib/leases",
         lua_swap(
-            'local heir = may_have_beside and redis.call("LPOP", beside_key(slot))',
-            'local heir = may_have_beside and redis.call("LPOP", beside_key(slot))\n'
-            "  if heir then count_excess(server_of(slot), -1) end",
+            'local heir = may_be_displaced and redis.call("LPOP", displaced_key(slot))',
+            'local heir = may_be_displaced and redis.call("LPOP", displaced_key(slot))\n'
+            "  if heir then add_excess(server_of(slot), -1) end",
         ),
         kills=["test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one"],
         breaks="SLOT-1",
@@ -195,16 +192,16 @@ MUTANTS = [
     Mutant(
         "a catalog of another database is taken for the newest",
         "lua:lib/epoch",
-        lua_swap('return record ~= "" and known and known ~= "" and known ~= record', "return false"),
+        lua_swap('return database_id ~= "" and known and known ~= "" and known ~= database_id', "return false"),
         kills=["test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it"],
         breaks="SLOT-1",
         still="test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
         "waiting jobs are not matched again when a server is added",
-        "lua:sync",
+        "lua:sync_catalog",
         lua_swap(
-            'note_kinds(kinds) local before = redis.call("HGETALL", RULES)',
+            'store_kinds(kinds) local before = redis.call("HGETALL", RULES)',
             'local before = redis.call("HGETALL", RULES)',
         ),
         kills=["test_a_server_that_comes_gets_what_nobody_met_in_order"],
@@ -213,18 +210,18 @@ MUTANTS = [
     ),
     Mutant(
         "a server need not meet a job's constraints",
-        "lua:lib/offer",
-        lua_swap("and matches(lane.constraints, entry, model.name)", ""),
+        "lua:lib/offers",
+        lua_swap("and meets_constraints(lane.constraints, entry, model.name)", ""),
         kills=["test_a_job_is_offered_only_where_its_needs_are_met"],
         breaks="constraints",
         still="test_a_slot_without_a_job_stays_free",
     ),
     Mutant(
         "one job that fails again and again opens a breaker",
-        "lua:lib/breaker",
+        "lua:lib/server_stats",
         lua_swap(
-            "note_failure(stats, job, now, settings, not failed_before, in_a_row)",
-            "note_failure(stats, job, now, settings, true, in_a_row)",
+            "record_failure(stats, job, now, settings, not failed_before, in_a_row)",
+            "record_failure(stats, job, now, settings, true, in_a_row)",
         ),
         kills=["test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing"],
         breaks="breakers",
@@ -240,8 +237,8 @@ MUTANTS = [
     ),
     Mutant(
         "more offers are open than workers have places",
-        "lua:lib/offer",
-        lua_swap('(open_left or offering.room - redis.call("ZCARD", open_key()))', "(open_left or limit)"),
+        "lua:lib/offers",
+        lua_swap('(open_left or offering.capacity - redis.call("ZCARD", open_key()))', "(open_left or limit)"),
         kills=["test_never_more_offers_are_open_than_workers_have_room_for"],
         breaks="ORDER-1",
     ),
@@ -259,8 +256,8 @@ MUTANTS = [
         "a claim by the present owner begins the run again",
         "lua:claim",
         lua_swap(
-            'if not holds(lease, offer.lease, "") then return false end',
-            'if not holds(lease, offer.lease, "") and not holds(lease, offer.lease, owner) then return false end',
+            'is_holder(lease, offer.lease, "") then',
+            'is_holder(lease, offer.lease, "") and not is_holder(lease, offer.lease, owner) then',
         ),
         kills=["test_what_one_has_claimed_cannot_be_claimed_again"],
         breaks="LEASE-1",
@@ -291,7 +288,7 @@ MUTANTS = [
         "a slot is free while an older run stands beside it",
         "lua:lib/slots",
         lua_swap(
-            "if not is_online_slot(slot) or (not is_let_go and field(SLOTS, slot)) then return end",
+            "if not is_online_slot(slot) or (not holds_no_lease and get_field(SLOTS, slot)) then return end",
             "if not is_online_slot(slot) then return end",
         ),
         kills=[
@@ -303,20 +300,20 @@ MUTANTS = [
     Mutant(
         "a release forgets that its job was queued again",
         "lua:release",
-        lua_swap("if it.back or was.again then", "if it.back then"),
+        lua_swap("if one.return_to_lane or lease.again then", "if one.return_to_lane then"),
         kills=["test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a lease is recognized by its owner alone",
-        "lua:lib/lease",
+        "lua:lib/leases",
         lua_swap("lease and lease.name == name and lease.owner == owner", "lease and lease.owner == owner"),
         kills=["test_nobody_else_renews", "test_nobody_else_releases"],
         breaks="LEASE-4",
     ),
     Mutant(
         "a lease is recognized by its name alone",
-        "lua:lib/lease",
+        "lua:lib/leases",
         lua_swap("lease and lease.name == name and lease.owner == owner", "lease and lease.name == name"),
         kills=["test_another_worker_cannot_claim_what_is_claimed", "test_nobody_else_releases"],
         breaks="LEASE-4",
@@ -326,7 +323,7 @@ MUTANTS = [
         "a claim does not check that the offer is open",
         "lua:claim",
         lua_swap(
-            'if not holds(lease, offer.lease, "") then return false end',
+            'if not is_holder(lease, offer.lease, "") then return false end',
             "if not lease or lease.name ~= offer.lease then return false end",
         ),
         kills=["test_another_worker_cannot_claim_what_is_claimed"],
@@ -335,7 +332,7 @@ MUTANTS = [
     Mutant(
         "another owner's lease can be renewed",
         "lua:renew",
-        lua_swap("if is_held(job, lease.name, owner) then", 'if redis.call("EXISTS", lease_key(job)) == 1 then'),
+        lua_swap("if is_held_by(job, lease.name, owner) then", 'if redis.call("EXISTS", lease_key(job)) == 1 then'),
         kills=["test_nobody_else_renews"],
         breaks="LEASE-4",
     ),
@@ -344,7 +341,8 @@ MUTANTS = [
         "lua:renew",
         lua_swap(
             'answer = is_complete and "lost" or "unknown"',
-            'redis.call("ZADD", LEASES, exact(now + lease_ms), job)\n    answer = is_complete and "lost" or "unknown"',
+            'redis.call("ZADD", LEASES, integer_text(now + lease_ms), job) '
+            'answer = is_complete and "lost" or "unknown"',
         ),
         kills=["test_nobody_else_renews"],
         breaks="LEASE-1",
@@ -352,7 +350,10 @@ MUTANTS = [
     Mutant(
         "another owner's lease can be released",
         "lua:release",
-        lua_swap("if not holds(was, it.lease.name, it.lease.owner) then return 0 end", "if not was then return 0 end"),
+        lua_swap(
+            "if not is_holder(lease, one.lease.name, one.lease.owner) then return 0 end",
+            "if not lease then return 0 end",
+        ),
         kills=[
             "test_nobody_else_releases",
             "test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
@@ -362,7 +363,7 @@ MUTANTS = [
     Mutant(
         "any lease can be seized",
         "lua:seize",
-        lua_swap('if not is_held(job, lease.name, lease.owner) then return "lost" end', ""),
+        lua_swap('if not is_held_by(job, lease.name, lease.owner) then return "lost" end', ""),
         kills=["test_only_the_lease_that_was_seen_can_be_seized"],
         breaks="LEASE-4",
     ),
@@ -380,7 +381,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lease is restored for a waiting job",
-        "lua:restore",
+        "lua:restore_leases",
         lua_swap("if not waits and", "if"),
         kills=["test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore"],
         breaks="LEASE-1",
@@ -395,7 +396,7 @@ MUTANTS = [
     Mutant(
         "health ends a cooldown that its server asked for",
         "lua:cool_down",
-        lua_swap("if told_ms <= now and redis", "if redis"),
+        lua_swap("if named_ms <= now and redis", "if redis"),
         kills=["test_a_time_that_a_server_asked_for_is_not_ended_by_its_health"],
         breaks="SLOT-2",
         still="test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room",

@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(
         "a stream takes events wherever it ends",
         "lua:relay",
-        lua_swap("if now ~= last then return now end", ""),
+        lua_swap("if number ~= last then return number end", ""),
         kills=["test_a_stream_that_lost_its_last_moments_gets_them_again"],
         breaks="no lost event",
         still="test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms",

@@ -1,17 +1,16 @@
-"""Gates of admission: each is a file and a line, the first that refuses is heard, and Redis is asked once for all."""
+"""The limits on submits: each is a row, the first that refuses decides, and Redis is called once for all."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from redis.connection import AbstractConnection
 
-from routing.admission import gates
-from routing.admission.gates.gate import Limit, Phase
+from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
+from routing.admission.submit_limits import Limit, Phase
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.tenants import Tenant
-from tests.support import gate_of_share
+from tests.support import limit_of_share
 from tests.support.stage import Stage
 
 ACME = Tenant("acme", admin=False, rate_per_s=1, burst=3)
@@ -19,7 +18,7 @@ ACME = Tenant("acme", admin=False, rate_per_s=1, burst=3)
 
 @pytest.fixture
 def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was sent to Redis at once, so often as it was."""
+    """What was sent to Redis, an entry for each round trip."""
     sent: list[object] = []
     send = AbstractConnection.send_packed_command
 
@@ -32,32 +31,29 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
-    """Pass the gates, and store nothing."""
+    """Apply the limits, and store nothing."""
     dispatcher = stage.dispatcher
     new = [prepare_job(one, dispatcher.catalog.resolve(one.model), lambda url: None, stage.now) for one in asked]
     dispatcher.admission.check(new, tenant, stage.now)
 
 
-# -- one shape -----------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------
 
 
-def test_each_file_of_the_folder_is_a_line():
-    folder = Path(gates.__file__).parent
-    assert {gate.name for gate in gates.LIMITS} == {path.stem for path in folder.glob("*.py")} - {"__init__", "gate"}
-
-
-def test_gates_stand_in_the_order_in_which_they_are_passed():
+def test_limits_stand_in_the_order_of_their_phases():
     """What counts a submit comes last: a submit that is refused costs no turn of the rate."""
-    asks = [gate.asks.value for gate in gates.LIMITS]
-    assert asks == sorted(asks)
+    phases = [limit.phase.value for limit in submit_limits.LIMITS]
+    assert phases == sorted(phases)
 
 
-def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
+def test_a_limit_that_is_added_applies_to_every_submit(stage, monkeypatch):
     stage.register(1)
     for n in range(10):
         stage.submit(tenant=f"t{n}")
     stage.submit(tenant="t1")
-    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[:-1], gate_of_share.GATE, gates.LIMITS[-1]))
+    monkeypatch.setattr(
+        submit_limits, "LIMITS", (*submit_limits.LIMITS[:-1], limit_of_share.LIMIT, submit_limits.LIMITS[-1])
+    )
     stage.submit(tenant="t1")
     with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
         stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1", admin=False))
@@ -68,10 +64,12 @@ def test_a_gate_that_is_added_is_passed_by_every_submit(stage, monkeypatch):
 # -- one round trip --------------------------------------------------------------------------------------------------
 
 
-def test_all_gates_that_look_ask_in_one_round_trip_and_the_rate_in_another(stage, trips, monkeypatch):
+def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(stage, trips, monkeypatch):
     for model in ("zimg", "flux"):
         stage.register(1, server=f"{model}-gpu", model=model, capacity=10)
-    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[:-1], gate_of_share.GATE, gates.LIMITS[-1]))
+    monkeypatch.setattr(
+        submit_limits, "LIMITS", (*submit_limits.LIMITS[:-1], limit_of_share.LIMIT, submit_limits.LIMITS[-1])
+    )
     asked = [stage.a("zimg", ttl_s=60.0), stage.a("zimg", constraints={"gpu": "A100"}), stage.a("flux", ttl_s=60.0)]
     check(stage, asked, ACME)  # scripts and catalog are known from now on
     stage.later(60_000)
@@ -83,7 +81,7 @@ def test_all_gates_that_look_ask_in_one_round_trip_and_the_rate_in_another(stage
     assert len(trips) == 1
 
 
-def test_gates_that_need_to_know_nothing_ask_nothing(stage, trips):
+def test_local_limits_do_not_call_redis(stage, trips):
     stage.register(1)
     check(stage, [stage.a()])
     trips.clear()
@@ -91,7 +89,7 @@ def test_gates_that_need_to_know_nothing_ask_nothing(stage, trips):
     assert trips == []
 
 
-# -- who is heard ------------------------------------------------------------------------------------------------------
+# -- which refusal -----------------------------------------------------------------------------------------------------
 
 
 def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
@@ -106,16 +104,16 @@ def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
         check(stage, [stage.a()], ACME)
 
 
-def test_the_first_gate_that_refuses_is_heard_also_where_a_later_one_needs_no_answer(stage, monkeypatch):
-    def refuse(submit, known):
+def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis(stage, monkeypatch):
+    def refuse(request, context):
         raise InvalidJob("jobs", "never")
 
     stage.register(1, max_waiting=0)
     stage.submit()
     never = Limit("never", Phase.READ, refuse)
-    monkeypatch.setattr(gates, "LIMITS", (never, *gates.LIMITS))
+    monkeypatch.setattr(submit_limits, "LIMITS", (never, *submit_limits.LIMITS))
     with pytest.raises(InvalidJob, match="never"):
         check(stage, [stage.a()])
-    monkeypatch.setattr(gates, "LIMITS", (*gates.LIMITS[1:], never))
+    monkeypatch.setattr(submit_limits, "LIMITS", (*submit_limits.LIMITS[1:], never))
     with pytest.raises(TooManyRequests, match="configured to hold 0"):
         check(stage, [stage.a()])

@@ -3,7 +3,7 @@
 import pytest
 from redis import Redis
 
-from routing.admission import questions
+from routing.admission.submit_limits import LimitContext
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from routing.scripts import make_scripts
@@ -13,12 +13,13 @@ from tests.support.room import FRAGMENTS, START_MS
 KEY = "test:rate:acme"
 
 
-class Gate:
-    """`admit` for one tenant: 10 a second, 5 at once."""
+class Rate:
+    """The rate limit of one tenant: 10 a second, 5 at once."""
 
     def __init__(self, client: Redis, interval_ms: float = 100, burst: int = 5) -> None:
         self.client, self.interval_ms, self.burst = client, interval_ms, burst
         self.queues = Queues(make_scripts(client, Keys("test"), FRAGMENTS), RoutingSettings())
+        self.context = LimitContext(None, self.queues, RoutingSettings())  # type: ignore[arg-type]
         self.set_clock(START_MS)
 
     def set_clock(self, now_ms: int) -> None:
@@ -30,77 +31,75 @@ class Gate:
         self.set_clock(self.now + ms)
 
     def admit(self, count: int = 1, tenant: str = "acme") -> int:
-        (wait_ms,) = self.queues.run_all(
-            [questions.rate_limit_command(self.queues, tenant, count, self.interval_ms, self.burst)]
-        )
+        (wait_ms,) = self.queues.run_all([self.context.rate_limit_command(tenant, count, self.interval_ms, self.burst)])
         return wait_ms
 
 
 @pytest.fixture
-def gate(client: Redis) -> Gate:
-    return Gate(client)
+def rate(client: Redis) -> Rate:
+    return Rate(client)
 
 
-def test_a_burst_is_admitted_at_once_and_then_one_each_interval(gate):
-    assert [gate.admit() for _ in range(7)] == [0, 0, 0, 0, 0, 100, 100]
-    gate.later(99)
-    assert gate.admit() == 1
-    gate.later(1)
-    assert [gate.admit(), gate.admit()] == [0, 100]
+def test_a_burst_is_admitted_at_once_and_then_one_each_interval(rate):
+    assert [rate.admit() for _ in range(7)] == [0, 0, 0, 0, 0, 100, 100]
+    rate.later(99)
+    assert rate.admit() == 1
+    rate.later(1)
+    assert [rate.admit(), rate.admit()] == [0, 100]
 
 
-def test_over_a_long_time_exactly_the_rate_is_admitted(gate):
+def test_over_a_long_time_exactly_the_rate_is_admitted(rate):
     admitted = 0
     for _ in range(1001):
-        admitted += gate.admit() == 0
-        gate.later(7)
+        admitted += rate.admit() == 0
+        rate.later(7)
     assert admitted == 5 + 7000 // 100
 
 
-def test_after_the_wait_it_was_told_a_submit_is_admitted(gate):
-    gate.admit(5)
-    gate.later(30)
-    wait = gate.admit(3)
+def test_after_the_wait_it_was_told_a_submit_is_admitted(rate):
+    rate.admit(5)
+    rate.later(30)
+    wait = rate.admit(3)
     assert wait == 270
-    gate.later(wait - 1)
-    assert gate.admit(3) == 1
-    gate.later(1)
-    assert gate.admit(3) == 0
+    rate.later(wait - 1)
+    assert rate.admit(3) == 1
+    rate.later(1)
+    assert rate.admit(3) == 0
 
 
-def test_a_refusal_leaves_no_trace(gate, client):
-    gate.admit(5)
+def test_a_refusal_leaves_no_trace(rate, client):
+    rate.admit(5)
     before = (client.get(KEY), client.pexpiretime(KEY))
-    assert gate.admit() > 0
+    assert rate.admit() > 0
     assert (client.get(KEY), client.pexpiretime(KEY)) == before
 
 
-def test_a_first_submit_that_is_refused_leaves_no_key(gate, client):
-    assert gate.admit(6) == 100
+def test_a_first_submit_that_is_refused_leaves_no_key(rate, client):
+    assert rate.admit(6) == 100
     assert client.get(KEY) is None
 
 
-def test_rest_fills_the_burst_again_and_no_further(gate):
-    gate.admit(5)
-    gate.later(3_600_000)
-    assert [gate.admit(5), gate.admit()] == [0, 100]
+def test_rest_fills_the_burst_again_and_no_further(rate):
+    rate.admit(5)
+    rate.later(3_600_000)
+    assert [rate.admit(5), rate.admit()] == [0, 100]
 
 
 @pytest.mark.parametrize(("rate_per_s", "burst"), [(3, 1), (7, 2), (1000, 1), (30, 30)])
 def test_a_rate_whose_interval_is_no_whole_number_is_kept_as_well(client, rate_per_s, burst):
-    gate = Gate(client, 1000 / rate_per_s, burst)
+    rate = Rate(client, 1000 / rate_per_s, burst)
     admitted = 0
     for _ in range(3000):
-        admitted += gate.admit() == 0
-        gate.later(1)
+        admitted += rate.admit() == 0
+        rate.later(1)
     assert abs(admitted - (burst + 3 * rate_per_s)) <= 1
 
 
-def test_one_tenants_submits_do_not_count_for_another(gate):
-    gate.admit(5)
-    assert gate.admit(5, "other") == 0
+def test_one_tenants_submits_do_not_count_for_another(rate):
+    rate.admit(5)
+    assert rate.admit(5, "other") == 0
 
 
-def test_the_key_lives_until_the_debt_is_paid_and_is_forgotten_then(gate, client):
-    gate.admit(5)
+def test_the_key_lives_until_the_debt_is_paid_and_is_forgotten_then(rate, client):
+    rate.admit(5)
     assert 500 <= client.pttl(KEY) <= 1500

@@ -1,16 +1,17 @@
-"""The rules: whose turn it is, what an outcome means, whether a queue is full."""
+"""Names of lanes, what an outcome means, and how many jobs may wait."""
 
 import itertools
 
 import pytest
 
-from routing.admission import bounds
+from routing.admission.submit_limits import queue_limit
+from routing.dispatch.decision import Decision, crash_reason, decide
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from routing.dispatch.verdict import Verdict, crash_reason, judge
 from routing.queue import lanes
 from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State
-from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
+from tests.support.stage import SETTINGS
 
 CONFIG = ModelConfig()
 LARGEST_SEQ = (1 << 49) - 1
@@ -38,15 +39,27 @@ def test_a_lane_has_four_parts_whatever_its_tenant_is_called(tenant, model):
     assert "\n" not in lane and (name == tenant) is (tenant in ("acme", "two words", ""))
 
 
-# -- verdict ---------------------------------------------------------------------------------------------------
+# -- decisions -------------------------------------------------------------------------------------------------
 
 
-def costs(verdict: Verdict) -> Budget:
-    return TRANSITIONS[(State.RUNNING, verdict.reason)].costs
+def decided(
+    outcome: Outcome,
+    failures: int = 0,
+    crashes: int = 0,
+    canceling: bool = False,
+    config: ModelConfig = CONFIG,
+) -> Decision:
+    job = QueuedJob("j", 1, "zimg", 5, "default")
+    run = Run(job, "{}", 1, failures, crashes, None, None, None, "gpu", "gpu-slot0", 0, cancel_requested=canceling)
+    return decide(run, outcome, config, SETTINGS, 0, canceling=canceling)
+
+
+def costs(decision: Decision) -> Budget:
+    return TRANSITIONS[(State.RUNNING, decision.reason)].costs
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome"),
+    ("kind", "signal"),
     [
         (OutcomeKind.DONE, "ok"),
         (OutcomeKind.FAILED, "refused"),
@@ -54,8 +67,8 @@ def costs(verdict: Verdict) -> Budget:
         (OutcomeKind.BUSY, "busy"),
     ],
 )
-def test_what_an_end_tells_of_its_server(kind, outcome):
-    assert judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).signal == outcome
+def test_what_an_end_says_of_its_server(kind, signal):
+    assert decided(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).signal == signal
 
 
 @pytest.mark.parametrize(
@@ -71,40 +84,43 @@ def test_what_an_end_tells_of_its_server(kind, outcome):
     ],
 )
 def test_each_outcome_costs_one_budget(kind, why, budget):
-    verdict = judge(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG)
-    assert verdict.reason is why and costs(verdict) is budget
+    decision = decided(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG)
+    assert decision.reason is why and costs(decision) is budget
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.UNREACHABLE])
 @pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (50, 3), (10**6, 10**6)])
 def test_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
     config = ModelConfig(max_retries=0, max_crashes=1)
-    verdict = judge(Outcome(kind), failures, crashes, canceling=False, config=config)
-    assert costs(verdict) is Budget.WAITS
-    assert TRANSITIONS[(State.RUNNING, verdict.reason)].to is State.QUEUED
+    decision = decided(Outcome(kind), failures, crashes, canceling=False, config=config)
+    assert costs(decision) is Budget.WAITS
+    assert TRANSITIONS[(State.RUNNING, decision.reason)].to is State.QUEUED
 
 
 def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
-    blamed = {kind for kind in _ENDS if judge(Outcome(kind), 0, 0, True, CONFIG).cools_server_down}
+    blamed = {kind for kind in _ENDS if decided(Outcome(kind), 0, 0, True, CONFIG).cools_server_down}
     assert blamed == {OutcomeKind.UNREACHABLE}
 
 
-def test_a_busy_servers_wish_is_the_rest_of_its_slot():
-    assert judge(Outcome(OutcomeKind.BUSY, retry_after_s=7.5), 0, 0, False, CONFIG).retry_after_s == 7.5
-    assert judge(Outcome(OutcomeKind.BUSY), 0, 0, False, CONFIG).retry_after_s is None
+def test_a_busy_server_names_the_cooldown_of_its_slot_itself():
+    asked = decided(Outcome(OutcomeKind.BUSY, retry_after_s=7.5))
+    assert (asked.cooldown_ms, asked.signal) == (7500, "retry_after")
+    assert decided(Outcome(OutcomeKind.BUSY, retry_after_s=1e6)).cooldown_ms == SETTINGS.busy_cooldown_max_ms
+    silent = decided(Outcome(OutcomeKind.BUSY))
+    assert (silent.cooldown_ms, silent.signal) == (SETTINGS.busy_cooldown_ms, "busy")
 
 
 @pytest.mark.parametrize(("max_retries", "runs"), [(50, 51), (1, 2), (0, 1)])
 def test_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, runs):
     config = ModelConfig(max_retries=max_retries)
-    whys = [judge(Outcome(OutcomeKind.RETRY), failures, 0, False, config).reason for failures in range(runs)]
+    whys = [decided(Outcome(OutcomeKind.RETRY), failures, 0, False, config).reason for failures in range(runs)]
     assert whys == [Reason.SERVER_ERROR] * (runs - 1) + [Reason.RETRIES_EXHAUSTED]
 
 
 @pytest.mark.parametrize("max_crashes", [1, 3])
 def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
     config = ModelConfig(max_crashes=max_crashes)
-    whys = [judge(Outcome(OutcomeKind.LOST), 0, crashes, False, config).reason for crashes in range(max_crashes)]
+    whys = [decided(Outcome(OutcomeKind.LOST), 0, crashes, False, config).reason for crashes in range(max_crashes)]
     assert whys == [Reason.SERVER_LOST] * (max_crashes - 1) + [Reason.CRASHES_EXHAUSTED]
     assert crash_reason(0, ModelConfig(max_crashes=2), Reason.LEASE_EXPIRED) is Reason.LEASE_EXPIRED
 
@@ -112,37 +128,37 @@ def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
 def test_failures_do_not_count_as_crashes_nor_crashes_as_failures():
     config = ModelConfig(max_retries=5, max_crashes=2)
     assert (
-        judge(Outcome(OutcomeKind.LOST), failures=99, crashes=0, canceling=False, config=config).reason
+        decided(Outcome(OutcomeKind.LOST), failures=99, crashes=0, canceling=False, config=config).reason
         is Reason.SERVER_LOST
     )
     assert (
-        judge(Outcome(OutcomeKind.RETRY), failures=0, crashes=99, canceling=False, config=config).reason
+        decided(Outcome(OutcomeKind.RETRY), failures=0, crashes=99, canceling=False, config=config).reason
         is Reason.SERVER_ERROR
     )
 
 
 def test_a_run_that_was_given_up_is_canceled_only_if_somebody_asked_for_it():
-    assert judge(Outcome(OutcomeKind.CANCELED), 0, 0, True, CONFIG).reason is Reason.CANCEL_REQUESTED
-    assert judge(Outcome(OutcomeKind.CANCELED), 0, 0, False, CONFIG).reason is Reason.SERVER_ERROR
-    assert judge(Outcome(OutcomeKind.CANCELED), 50, 0, False, CONFIG).reason is Reason.RETRIES_EXHAUSTED
+    assert decided(Outcome(OutcomeKind.CANCELED), 0, 0, True, CONFIG).reason is Reason.CANCEL_REQUESTED
+    assert decided(Outcome(OutcomeKind.CANCELED), 0, 0, False, CONFIG).reason is Reason.SERVER_ERROR
+    assert decided(Outcome(OutcomeKind.CANCELED), 50, 0, False, CONFIG).reason is Reason.RETRIES_EXHAUSTED
 
 
 def test_a_result_that_came_before_the_cancel_counts():
-    assert judge(Outcome(OutcomeKind.DONE), 0, 0, True, CONFIG).reason is Reason.FINISHED
+    assert decided(Outcome(OutcomeKind.DONE), 0, 0, True, CONFIG).reason is Reason.FINISHED
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.PENDING, OutcomeKind.UNKNOWN])
-def test_what_is_not_the_end_of_a_run_gets_no_verdict(kind):
+def test_what_is_not_the_end_of_a_run_gets_no_decision(kind):
     with pytest.raises(ValueError, match=kind.value):
-        judge(Outcome(kind), 0, 0, False, CONFIG)
+        decided(Outcome(kind), 0, 0, False, CONFIG)
 
 
 @pytest.mark.parametrize("kind", sorted(set(OutcomeKind) - {OutcomeKind.PENDING, OutcomeKind.UNKNOWN}))
 @pytest.mark.parametrize("canceling", [True, False])
 @pytest.mark.parametrize(("failures", "crashes"), [(0, 0), (49, 2), (50, 3)])
-def test_every_verdict_is_a_transition_out_of_running(kind, canceling, failures, crashes):
-    verdict = judge(Outcome(kind), failures, crashes, canceling, CONFIG)
-    assert (State.RUNNING, verdict.reason) in TRANSITIONS
+def test_every_decision_is_a_transition_out_of_running(kind, canceling, failures, crashes):
+    decision = decided(Outcome(kind), failures, crashes, canceling, CONFIG)
+    assert (State.RUNNING, decision.reason) in TRANSITIONS
 
 
 _ENDS = set(OutcomeKind) - {OutcomeKind.PENDING, OutcomeKind.UNKNOWN}
@@ -165,10 +181,4 @@ _ENDS = set(OutcomeKind) - {OutcomeKind.PENDING, OutcomeKind.UNKNOWN}
     ],
 )
 def test_capacity_is_the_larger_of_both_for_each_slot_and_clamped(config, slots, bound):
-    assert bounds.queue_limit(ModelConfig(**config), slots) == bound
-
-
-def test_a_refusal_says_whose_jobs_wait_and_what_can_be_done():
-    assert "7 jobs of tenant 'acme' wait" in bounds.refusal("zimg", 7, 5, "acme")
-    for text in ("7 jobs wait", "'zimg'", "hold 5", "later", "/admin/model-configs"):
-        assert text in bounds.refusal("zimg", 7, 5)
+    assert queue_limit(ModelConfig(**config), slots) == bound

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from routing.dispatch.dispatcher import new_lease_owner
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import reconcile
-from routing.maintenance.rooms import depths
 from routing.queries import job_list
-from routing.queue.leases import Lease, Renewal
+from routing.queue.leases import Lease, Renewal, new_lease_owner
 from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
@@ -239,7 +237,7 @@ def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(s
     assert begin_run(stage.dispatcher, offer, "w1") is None
     assert stage.job(job_id).attempt == 0
     held = Lease(offer.fleet, offer.job_id, offer.lease, "w1", offer.slot)
-    free(stage.dispatcher, held, back=False)
+    free(stage.dispatcher, held, return_to_lane=False)
     assert stage.offered() == [following] and stage.room.waiting() == []
 
 
@@ -247,7 +245,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(stage):
     stage.register()
     job_id = stage.submit()
     old = stage.told.offers.pop()
-    free(stage.dispatcher, Lease("zimg", job_id, old.lease, "", old.slot), back=True)
+    free(stage.dispatcher, Lease("zimg", job_id, old.lease, "", old.slot), return_to_lane=True)
     assert begin_run(stage.dispatcher, old, "w1") is None
     assert stage.state(job_id) is State.QUEUED
     assert stage.start("w2").run.attempt == 1
@@ -590,7 +588,7 @@ def test_a_name_may_hold_what_separates_other_names(stage, server, model):
     again = stage.start()
     assert again.run.remote_id == "r-1"
     stage.settle(again, OutcomeKind.UNREACHABLE)
-    assert depths(stage.dispatcher.queues.scripts, model).cooling == 1
+    assert stage.dispatcher.fleets.counts([model])[model].cooling == 1
     assert stage.state(first) is stage.state(second) is State.QUEUED
 
 

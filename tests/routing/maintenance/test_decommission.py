@@ -4,7 +4,6 @@ import pytest
 
 from routing.maintenance import decommission as upkeep
 from routing.maintenance import quarantined_slots, reconcile
-from routing.maintenance.rooms import depths
 from routing.queue.leases import Renewal
 from slotkeeper.errors import Conflict, UnknownModel
 from slotkeeper.jobs import quarantine
@@ -111,9 +110,9 @@ def test_a_process_that_does_not_know_of_the_removal_leaves_nothing_in_the_room(
     stage.start()
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     stage.dispatcher.queues.enqueue("zimg", [job])
-    assert depths(stage.dispatcher.queues.scripts, "zimg").waiting == {"zimg": 1}
+    assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].waiting == {"zimg": 1}
     reconcile.refresh_fleet(stage.dispatcher, "zimg")
-    assert depths(stage.dispatcher.queues.scripts, "zimg").waiting == {}
+    assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].waiting == {}
 
 
 # -- servers ---------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
 
 def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_brought_back(busy):
     job = busy.job("j2")
-    busy.dispatcher.queues.withdraw("zimg", job.queued)
+    busy.dispatcher.queues.withdraw("zimg", [job.queued])
     assert look(busy) == {Finding(Check.ROOM, "zimg")}
     reconcile.reconcile(busy.dispatcher)
     assert look(busy) == set()
@@ -164,7 +164,7 @@ def test_a_check_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_a
     assert not any(ledger.read_findings(watched.database).values())
 
     lost = watched.job("j3")
-    watched.dispatcher.queues.withdraw("zimg", lost.queued)
+    watched.dispatcher.queues.withdraw("zimg", [lost.queued])
     maintenance.check_invariants()
     assert ledger.read_findings(watched.database)[Check.ROOM] == 1
     assert [event.data for event in watched.store.list_events("zimg")] == [{"check": "queued_not_in_room"}]

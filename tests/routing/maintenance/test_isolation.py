@@ -13,7 +13,6 @@ from sqlalchemy import event
 
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
-from routing.maintenance.rooms import depths, queue_counts
 from routing.maintenance.server_report import ServerReport
 from routing.queries import job_list
 from routing.queue import queues
@@ -81,9 +80,9 @@ def test_a_job_that_cannot_be_reaped_holds_up_no_other(stage, monkeypatch) -> No
 def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybodys(stage) -> None:
     queues_ = stage.dispatcher.queues
     queues_.mark_unavailable("flux", ResponseError("WRONGTYPE"))
-    assert queues_.is_unavailable("flux") and not queues_.is_unavailable("zimg") and not queues_.away
+    assert queues_.is_unavailable("flux") and not queues_.is_unavailable("zimg") and not queues_.is_unavailable()
     queues_.mark_unavailable("flux", TimeoutError("Timeout reading from socket"))
-    assert queues_.is_unavailable("zimg") and queues_.away
+    assert queues_.is_unavailable("zimg") and queues_.is_unavailable()
 
 
 # -- the sweep -------------------------------------------------------------------------------------------------
@@ -181,8 +180,8 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
     stage.lose_redis()
     stage.told.offers.clear()
     assert _round_trips(lambda: reconcile.sweep(stage.dispatcher), monkeypatch) < 30
-    rooms = queue_counts(stage.dispatcher.queues.scripts, [f"idle{n}" for n in range(60)])
-    assert all(room.open for room in rooms.values())
+    rooms = stage.dispatcher.fleets.counts([f"idle{n}" for n in range(60)])
+    assert all(room.is_open for room in rooms.values())
     assert len(stage.offered()) == 1
 
 
@@ -256,7 +255,7 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
     reconcile.sweep(stage.dispatcher)
-    stage.dispatcher.queues.withdraw("zimg", stage.job(lost).queued)
+    stage.dispatcher.queues.withdraw("zimg", [stage.job(lost).queued])
     for _ in range(2):
         reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [first, lost, last]
@@ -308,8 +307,8 @@ def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps
         pytest.fail("the small fleet waits for the large one")
     for _ in range(20):
         reconcile.sweep(stage.dispatcher)
-    assert depths(stage.dispatcher.queues.scripts, "flux").open
-    assert depths(stage.dispatcher.queues.scripts, "flux").waiting == {"flux": len(ids) - 1}
+    assert stage.dispatcher.fleets.counts(["flux"])["flux"].is_open
+    assert stage.dispatcher.fleets.counts(["flux"])["flux"].waiting == {"flux": len(ids) - 1}
 
 
 def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, monkeypatch) -> None:
@@ -318,10 +317,10 @@ def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, 
     stage.lose_redis()
     stage.told.offers.clear()
     with monkeypatch.context() as away, pytest.raises(ConnectionError):
-        away.setattr(stage.dispatcher.queues, "open_all", _redis_is_away)
+        away.setattr(stage.dispatcher.fleets, "open", _redis_is_away)
         reconcile.sweep(stage.dispatcher)
     reconcile.sweep(stage.dispatcher)
-    assert depths(stage.dispatcher.queues.scripts, "zimg").open and stage.offered() == [job_id]
+    assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].is_open and stage.offered() == [job_id]
 
 
 def _redis_is_away(*_: Any) -> NoReturn:
@@ -419,7 +418,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_t
     moved = store_end(stage.store, job_id, task.run.attempt, Reason.SERVER_BUSY, stage.now)
     stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
     assert stage.offered() == []
-    free(stage.dispatcher, task.lease, back=False)
+    free(stage.dispatcher, task.lease, return_to_lane=False)
     assert stage.offered() == [job_id]
 
 

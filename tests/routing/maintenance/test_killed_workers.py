@@ -139,7 +139,9 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert deaths.reap() == 0, "its job is offered again"
     again = stage.told.offers.pop()
     assert claim_offer(stage.dispatcher.leases, again, LIVING) is not None
-    free(stage.dispatcher, Lease(again.fleet, job_id, again.lease, LIVING, again.slot), back=False)  # It finds a run.
+    free(
+        stage.dispatcher, Lease(again.fleet, job_id, again.lease, LIVING, again.slot), return_to_lane=False
+    )  # It finds a run.
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Reason.LEASE_EXPIRED)
     deaths.reap()
@@ -170,7 +172,7 @@ def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage
     passing, following = stage.submit(), stage.submit()
     task = stage.start(KILLED)
     stage.start(KILLED)
-    release(stage.dispatcher.leases, task.lease, back=False, claimant=KILLED)
+    release(stage.dispatcher.leases, task.lease, return_to_lane=False, claimant=KILLED)
     deaths.kill()
     assert deaths.reap() == 2
     assert [stage.job(job_id).why for job_id in (passing, following)] == [Reason.LEASE_EXPIRED] * 2

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from routing.admission import questions
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import reconcile
 from routing.queue.leases import Renewal
@@ -117,7 +116,7 @@ def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(s
     taken = stage.room.taken()
     before = row_of(stage.database, job_id)
     assert stage.renewal(zombie) is Renewal.LOST
-    assert release(stage.dispatcher.leases, zombie.lease, back=True) == (False, [])
+    assert release(stage.dispatcher.leases, zombie.lease, return_to_lane=True) == (False, [])
     settled = stage.settle(zombie)
     assert settled.moved is None and settled.next is None
     assert hand_back(stage.dispatcher, zombie) is False
@@ -469,7 +468,7 @@ def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_plac
     stage.register()
     ids = [stage.submit() for _ in range(4)]
     lost = stage.job(ids[2])
-    stage.dispatcher.queues.withdraw("zimg", lost.queued)
+    stage.dispatcher.queues.withdraw("zimg", [lost.queued])
     assert stage.room.waiting() == [ids[1], ids[3]]
     reconcile.reconcile(stage.dispatcher)
     assert stage.room.waiting() == ids[1:]
@@ -479,7 +478,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(stage):
     stage.register()
     ids = [stage.submit() for _ in range(2)]
     task = stage.start()
-    release(stage.dispatcher.leases, task.lease, back=False, limit=0)  # no offers made
+    release(stage.dispatcher.leases, task.lease, return_to_lane=False, limit=0)  # no offers made
     assert stage.offered() == []
     reconcile.sweep(stage.dispatcher)
     assert stage.offered() == [ids[1]]
@@ -554,7 +553,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
 
 
 def _ahead(stage, job_id: str) -> int | None:
-    position = questions.job_status(stage.dispatcher.queues, "zimg", stage.job(job_id).queued).position
+    position = stage.dispatcher.queues.job_status("zimg", stage.job(job_id).queued).position
     return position and position.ahead
 
 

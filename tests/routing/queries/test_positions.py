@@ -3,9 +3,8 @@
 import pytest
 from redis.exceptions import ConnectionError
 
-from routing.admission import questions
-from routing.admission.questions import Position
 from routing.queries.positions import QueuePosition, StartEstimate, queue_position, read_position
+from routing.queue.queues import Position
 from tests.support.stage import SECOND, Stage
 
 MINUTE = 60 * SECOND
@@ -65,6 +64,6 @@ def test_a_redis_that_does_not_answer_is_not_asked_again_at_once(stage: Stage, m
         calls.append(1)
         raise ConnectionError
 
-    monkeypatch.setattr(questions, "job_status", fail)
+    monkeypatch.setattr(stage.dispatcher.queues, "job_status", fail)
     assert [read_position(stage.dispatcher, job) for _ in range(3)] == [QueuePosition()] * 3
     assert len(calls) == 1

@@ -43,7 +43,7 @@ def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(
     with own.client() as client:
         room.client = room.scripts.redis = client
         assert room.enqueue(a("j2", 2)) == [] and room.offer() == []
-        assert room.run("depths")[0] == 0
+        assert room.run("queue_counts")[0] == 0
         assert room.claim(held) == "lost", "its slot may be another's by now"
         assert room.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["epoch1", 1, ["unknown"]]
         assert room.open("epoch2") == "opened"
@@ -73,12 +73,12 @@ def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own
     own.start()
     with own.client() as client:
         room.client = room.scripts.redis = client
-        assert room.run("open", "epoch1") == "lost"
+        assert room.run("open_queue", "epoch1") == "lost"
 
 
 def test_who_begins_later_forgets_nothing_of_what_is_being_filled(room):
     room.with_slots(1)
-    room.run("close", room.version)
+    room.run("close_queue", room.version)
     assert room.begin() == "cleared"
     room.enqueue(a("j1", 1))
     assert room.begin() == "ready" and room.waiting() == ["j1"]
@@ -104,38 +104,38 @@ def test_a_room_that_has_lost_nothing_stays_open(room, epoch, offers):
     room.with_slots(2)
     room.enqueue(a("j1", 1), a("j2", 2))
     assert seen(room, epoch, offers) == ["epoch1", 2, []]
-    assert room.run("depths")[0] == 1
+    assert room.run("queue_counts")[0] == 1
 
 
 def test_means_outlive_a_lost_moment_and_not_another_record(room):
     room.configure().with_slots(1)
     (held,) = room.enqueue(a("j1", 1))
     room.later(500)
-    room.release(held, "", outcome="ok")
-    room.run("close", room.version)
+    room.release(held, "", signal="ok")
+    room.run("close_queue", room.version)
     room.open()
     room.sync(*room.servers)
-    assert room.run("backlog", "default|zimg")[2] == 500
-    assert room.run("sync", "another record", 1, 0, 0)[0] == "foreign"
+    assert room.run("model_status", "default|zimg")[2] == 500
+    assert room.run("sync_catalog", "another record", 1, 0, 0)[0] == "foreign"
     assert room.begin("another record") == "cleared"
-    assert room.run("backlog", "default|zimg")[2] is None
+    assert room.run("model_status", "default|zimg")[2] is None
 
 
 def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(room):
     room.with_slots(1)
     room.enqueue(a("j1", 1), a("j2", 2))
-    assert room.run("sync", "another record", 99, 0, 0)[0] == "foreign"
+    assert room.run("sync_catalog", "another record", 99, 0, 0)[0] == "foreign"
     assert room.client.hkeys(room.key("servers")) == [b"gpu"] and room.taken() == {"gpu-slot0": "j1"}
-    assert room.run("depths")[0] == 0
+    assert room.run("queue_counts")[0] == 0
     assert room.begin("another record") == "cleared"
-    assert room.run("sync", "another record", 1, 1, *Server("new").args, 0)[0] == "synced"
+    assert room.run("sync_catalog", "another record", 1, 1, *Server("new").args, 0)[0] == "synced"
     assert room.members("free") == ["new-slot0"] and room.waiting() == []
 
 
 def test_what_a_caller_saw_of_the_catalog_must_still_hold_for_it_to_close_the_room(room):
     room.with_slots(1)
-    assert room.run("close", room.version - 1) == "changed" and room.run("depths")[0] == 1
-    assert room.run("close", room.version) == "closed" and room.run("depths")[0] == 0
+    assert room.run("close_queue", room.version - 1) == "changed" and room.run("queue_counts")[0] == 1
+    assert room.run("close_queue", room.version) == "closed" and room.run("queue_counts")[0] == 0
 
 
 def test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one(room):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.admission.questions import class_name
+from routing.queue.lanes import class_name
 from tests.support.room import RECORD, Room, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
@@ -26,7 +26,7 @@ def test_constraints_that_nobody_meets_cost_an_offer_nothing(room, policy):
 
     def one_job(seq):
         (held,) = room.enqueue(asks(f"ok{seq}", seq, 24, "other"))
-        room.release(held, "", outcome="ok")
+        room.release(held, "", signal="ok")
 
     one_job(1)
     before = calls_of(room, lambda: one_job(2))
@@ -41,7 +41,7 @@ def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_o
 
     def one_job(seq):
         (other,) = room.enqueue(a(f"f{seq}", seq, model="flux"))
-        room.release(other, "", outcome="ok")
+        room.release(other, "", signal="ok")
 
     room.enqueue(asks("x", 2, 2))
     one_job(3)
@@ -87,7 +87,7 @@ def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_lo
     room.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
     room.version += 1
-    room.run("sync", RECORD, room.version, 1, *Server("gpu", attributes={"memory": 40}).args, 0)
+    room.run("sync_catalog", RECORD, room.version, 1, *Server("gpu", attributes={"memory": 40}).args, 0)
     assert room.release(held, "") == ("released", [])
 
 
@@ -113,12 +113,12 @@ def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(room):
 def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room):
     room.with_servers(SMALL)
     room.enqueue(*[asks(f"x{n}", n, 100 + n, "mean") for n in range(1, 9)])
-    assert room.run("backlog", "mean|zimg")[:2] == [8, 8]
+    assert room.run("model_status", "mean|zimg")[:2] == [8, 8]
 
 
 def test_different_constraints_are_counted_once_whoever_has_them(room):
     room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
     known, new = (class_name("zimg", f"memory>={n}") for n in (3, 4))
-    assert room.run("variety", "a|zimg") == [2, 3]
-    assert room.run("variety", "a|zimg", known) == [3, 3]
-    assert room.run("variety", "a|zimg", known, new, new) == [4, 4]
+    assert room.run("count_constraints", "a|zimg") == [2, 3]
+    assert room.run("count_constraints", "a|zimg", known) == [3, 3]
+    assert room.run("count_constraints", "a|zimg", known, new, new) == [4, 4]

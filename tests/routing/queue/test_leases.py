@@ -81,7 +81,7 @@ def test_a_job_is_never_offered_twice(room):
 
 def test_a_claim_gives_the_lease_an_owner_and_its_full_time(room, offer):
     room.later(5)
-    assert room.run("claim", "j", offer.lease, "w1", LEASE_MS) == [*offer[:-1], "w1"]
+    assert room.run("claim", "j", offer.lease, "w1", LEASE_MS) == list(offer._replace(owner="w1"))
     assert room.lease_of("j")["owner"] == "w1"
     assert room.expiry_of("j") == START_MS + 5 + LEASE_MS
 
@@ -190,7 +190,7 @@ def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_
 def say(room, monkeypatch):
     """What a worker says, by a clock of its own key; answers the room of all."""
     room.client.set("clock:{test:workers}", START_MS)
-    workers = room.scripts.target("workers", "test:workers", int)
+    workers = room.scripts.target("report_capacity", "test:workers", int)
     return lambda worker="", count=-1, ttl_ms=1000: room.scripts.run(Command(workers, (worker, count, ttl_ms)))
 
 
@@ -265,7 +265,9 @@ def test_a_release_frees_the_slot_and_forgets_the_job(room, held):
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
 @pytest.mark.parametrize("back", [True, False])
 def test_nobody_else_releases(room, held, owner, wrong, back):
-    unchanged(room, lambda: room.release(held._replace(**wrong), owner, back=back, cooldown_ms=9), ("lost", []))
+    unchanged(
+        room, lambda: room.release(held._replace(**wrong), owner, return_to_lane=back, cooldown_ms=9), ("lost", [])
+    )
 
 
 def test_a_late_release_does_not_free_the_next_holders_slot(room, held):
@@ -279,9 +281,9 @@ def test_a_late_release_does_not_free_the_next_holders_slot(room, held):
 
 
 def test_a_release_is_harmless_the_second_time(room, held):
-    room.release(held, back=True, limit=0)
+    room.release(held, return_to_lane=True, limit=0)
     before = room.dump()
-    assert room.release(held, back=True, limit=0) == ("lost", [])
+    assert room.release(held, return_to_lane=True, limit=0) == ("lost", [])
     assert room.dump() == before
 
 
@@ -314,7 +316,7 @@ def test_a_release_that_came_too_late_makes_offers_all_the_same(room, held):
 
 def test_a_slot_in_cooldown_is_offered_after_it_and_not_before(room, held):
     room.enqueue(a("next", 2))
-    assert room.release(held, back=True, cooldown_ms=500) == ("released", [])
+    assert room.release(held, return_to_lane=True, cooldown_ms=500) == ("released", [])
     room.later(499)
     assert room.offer() == []
     room.later(1)
@@ -346,7 +348,7 @@ def test_held_names_every_lease_with_the_time_that_it_lasts_and_writes_nothing(r
     room.claim(one, "w1")
     room.later(5)
     before = room.dump()
-    assert room.run("leases") == [
+    assert room.run("list_leases", 0, -1) == [
         [["j1", one.lease, "w1", one.slot], LEASE_MS - 5],
         [["j2", two.lease, "", two.slot], OFFER_MS - 5],
     ]
@@ -393,7 +395,7 @@ def test_a_seized_lease_can_be_opened_for_another_worker(room, held):
     again = held._replace(lease="s1")
     assert room.run("claim", "j", "s1", "w2", LEASE_MS)[2:6] == ["gpu-slot0", "gpu", "zimg", 0], "offered again"
     assert room.renew("w2", again) == ["cancel"], "the wish to cancel stays with the job"
-    assert room.release(again, "w2", back=True, limit=0)[0] == "released"
+    assert room.release(again, "w2", return_to_lane=True, limit=0)[0] == "released"
     assert room.waiting() == ["j"]
 
 
@@ -408,7 +410,7 @@ def test_a_restored_lease_is_held_by_the_worker_that_held_it(room):
     assert room.taken() == {"gpu-slot1": "j"} and room.members("free") == ["gpu-slot0"]
     assert room.expiry_of("j") == START_MS + LEASE_MS
     assert room.renew("w1", held) == ["renewed"]
-    assert room.release(held, "w1", back=True, limit=0)[0] == "released"
+    assert room.release(held, "w1", return_to_lane=True, limit=0)[0] == "released"
     assert room.lane_of("2||default|zimg") == ["j"]
     assert int(room.key_of("2||default|zimg")) == 2 * (1 << 49) + 4
 
@@ -510,7 +512,9 @@ def test_lease_1_a_job_and_a_slot_have_at_most_one_lease_whatever_happens(room, 
                 room.claim(draw.choice(known), draw.choice(("w1", "w2")))
             case 3 | 4 if known:
                 back, owner = draw.random() < 0.5, draw.choice(("", "w1", "w2"))
-                known += room.release(draw.choice(known), owner, back=back, cooldown_ms=draw.choice((0, 50)))[1]
+                known += room.release(draw.choice(known), owner, return_to_lane=back, cooldown_ms=draw.choice((0, 50)))[
+                    1
+                ]
             case 5 if known:
                 room.seize(draw.choice(known), draw.choice(("", "w1")), "w2", new_lease=f"s{step}", only_expired=False)
             case 6:

@@ -17,6 +17,7 @@ import pytest
 from redis import Redis
 
 from routing.queue import leases as routed
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -173,10 +174,11 @@ class Game:
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
         self.scripts = make_scripts(redis, Keys("game"), fragments)
         self.leases, queues = Leases(self.scripts, SETTINGS), Queues(self.scripts, SETTINGS)
-        queues.begin_rebuild([FLEET], "")
+        fleets = Fleets(self.scripts, SETTINGS)
+        fleets.begin_rebuild([FLEET], "")
         server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
         Slots(self.scripts, SETTINGS).sync_all([FLEET], CatalogSnapshot(1, {}, {"gpu": server}))
-        queues.open_all([FLEET])
+        fleets.open([FLEET])
         (offer,) = queues.enqueue(FLEET, [QueuedJob(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")
@@ -213,7 +215,7 @@ class Game:
             case "renew":
                 return given if self.leases.renew(FLEET, given.owner, [held]) == [Renewal.RENEWED] else None
             case "release":  # Its job goes back and is offered again, in the same step.
-                freed, offers = release(self.leases, held, back=True, limit=1)
+                freed, offers = release(self.leases, held, return_to_lane=True, limit=1)
                 return Lease(offers[0].lease, "") if freed else None
             case _:
                 seized = self.leases.seize(held, by, SETTINGS.lease_ms, only_expired=False)
@@ -252,6 +254,6 @@ def test_lease_1_and_4_every_history_of_a_lease_is_linearizable(client: Redis, s
     ],
 )
 def test_a_script_without_its_guard_is_found(client: Redis, guard: str, without: str):
-    broken = LIBRARY.read_source("lib/lease").replace(guard, without)
-    assert broken != LIBRARY.read_source("lib/lease")
-    assert not all(linearizable(history, start) for history, start in _histories(client, 0, {"lib/lease": broken}))
+    broken = LIBRARY.read_source("lib/leases").replace(guard, without)
+    assert broken != LIBRARY.read_source("lib/leases")
+    assert not all(linearizable(history, start) for history, start in _histories(client, 0, {"lib/leases": broken}))

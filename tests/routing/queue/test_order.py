@@ -58,7 +58,7 @@ def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority(room
     offers = room.offer(1)
     while offers:  # the number goes through the lease and back into the lane unchanged
         assert int(room.lease_of(offers[0].job)["seq"]) == numbers[len(seen)]
-        room.release(offers[0], "", back=True, limit=0)
+        room.release(offers[0], "", return_to_lane=True, limit=0)
         assert room.seq_of(jobs[len(seen)]) == numbers[len(seen)]
         room.withdraw(jobs[len(seen)])
         seen.append(offers[0].job)
@@ -77,7 +77,7 @@ def test_a_job_that_comes_back_stands_where_it_stood(room):
     room.with_slots(1)
     (offer, *_) = room.enqueue(a("first", 1), a("second", 2), a("third", 3))
     room.claim(offer)
-    assert room.release(offer, back=True, limit=0)[0] == "released"
+    assert room.release(offer, return_to_lane=True, limit=0)[0] == "released"
     assert room.drain() == ["first", "second", "third"]
 
 
@@ -85,7 +85,7 @@ def test_a_job_that_comes_back_into_an_empty_lane_makes_the_lane_again(room):
     room.with_slots(1)
     (offer,) = room.enqueue(a("alone", 7, priority=3))
     assert room.lanes() == [] and room.client.hlen(room.key("lanes")) == 0
-    room.release(offer, "", back=True, limit=0)
+    room.release(offer, "", return_to_lane=True, limit=0)
     assert room.lane_of("3||default|zimg") == ["alone"]
     assert room.key_of("3||default|zimg") == 3 * PRIORITY_STEP + 7
 
@@ -180,7 +180,7 @@ def test_the_wish_to_cancel_ends_with_the_lease(room):
     (offer,) = room.enqueue(a("j", 1))
     room.claim(offer)
     room.withdraw(a("j", 1))
-    _, (again,) = room.release(offer, back=True)
+    _, (again,) = room.release(offer, return_to_lane=True)
     room.claim(again)
     assert room.renew("w1", again) == ["renewed"]
 
@@ -239,7 +239,7 @@ def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_poli
     room.with_slots(1)
     (running,) = room.enqueue(a("running", 1, 5), a("five", 2, 5), a("six", 3, 6), a("five again", 4, 5))
     room.configure(policy="fifo")
-    room.release(running, "", back=True, limit=0)
+    room.release(running, "", return_to_lane=True, limit=0)
     assert room.drain() == ["running", "five", "six", "five again"]
 
 
@@ -247,17 +247,17 @@ def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_poli
 
 
 def test_depths_counts_jobs_by_model_and_slots_by_what_they_do(room):
-    assert room.run("depths") == [0, 0, 0, 0, []]
+    assert room.run("queue_counts") == [0, 0, 0, 0, []]
     room.with_servers(Server("gpu", 3), Server("sick", 2))
     room.cool_down("sick", 1000)
     room.enqueue(a("j1", 1), limit=1)
     room.enqueue(a("j2", 2), a("j3", 3), a("u", 4, 1), limit=0)
-    assert room.run("depths") == [1, 2, 2, 1, [["zimg", 3]]]
+    assert room.run("queue_counts") == [1, 2, 2, 1, [["zimg", 3]]]
 
 
 def test_depths_writes_nothing(room: Room):
     room.with_slots(2)
     room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
     before = room.dump()
-    room.run("depths")
+    room.run("queue_counts")
     assert room.dump() == before

@@ -9,7 +9,7 @@ from routing.queries.overtaking import longest_overtaking_s
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from tests.routing.queue import policies
-from tests.support.room import START_MS, Job, Offered, Room, Server, a, a_config
+from tests.support.room import LEASE_MS, START_MS, Job, Offered, Room, Server, a, a_config
 
 ROWS = {**POLICIES, **{row.name: row for row in policies.ROWS}}
 every_policy = pytest.mark.parametrize("policy", ROWS)
@@ -49,7 +49,7 @@ def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(room, 
     for lane in {job.lane for job in jobs}:
         inside = [job for job in jobs if job.lane == lane]
         assert sorted(inside, key=lambda job: place[job.id]) == inside
-    assert room.lanes() == [] and room.run("depths")[4] == []
+    assert room.lanes() == [] and room.run("queue_counts")[4] == []
 
 
 @every_policy
@@ -58,7 +58,7 @@ def test_a_job_that_comes_back_is_offered_before_those_behind_it(room, policy):
     room.enqueue(*[a(f"j{n}", n, created=START_MS + n) for n in range(1, 6)])
     (first,) = room.held()
     held = Offered(first[0], first[1], first[3], "gpu", "zimg", 0, "")
-    _, (again,) = room.release(held, "", back=True)
+    _, (again,) = room.release(held, "", return_to_lane=True)
     assert again.job == "j1"
     assert room.drain() == [] and room.release(again, "")[1][0].job == "j2"
 
@@ -269,7 +269,7 @@ def drain_for(room: Room, runs: int, took_ms: dict[str, int] | None = None) -> l
     while offers and len(order) < runs:
         order.append(offers[0].job)
         room.later((took_ms or {}).get(offers[0].job, 100))
-        _, offers = room.release(offers[0], "", limit=1, outcome="ok")
+        _, offers = room.release(offers[0], "", limit=1, signal="ok")
     return order
 
 
@@ -391,13 +391,13 @@ def test_of_equal_servers_the_less_loaded_is_chosen(room):
 def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(room):
     room.with_servers(Server("bad", 1), Server("good", 1))
     (offer,) = room.enqueue(a("j1", 1, constraints=""), limit=1)
-    room.release(offer, "", outcome="failed")
+    room.release(offer, "", signal="failed")
     for n in range(2, 6):
         (following,) = room.enqueue(a(f"j{n}", n))
         assert following.server != offer.server
         room.release(following, "")
     room.later(30 * 60 * SECOND)
-    assert room.run("servers")[0][-1][0][1][1] == "0.000"
+    assert room.run("server_status")[0][-1][0][1][1] == "0.000"
 
 
 def test_a_faster_server_and_a_heavier_one_are_chosen_first(room):
@@ -405,7 +405,7 @@ def test_a_faster_server_and_a_heavier_one_are_chosen_first(room):
     for n in range(1, 40):
         (offer,) = room.enqueue(a(f"j{n}", n))
         room.later(1000 if offer.server == "slow" else 100)
-        room.release(offer, "", outcome="ok")
+        room.release(offer, "", signal="ok")
     assert {room.enqueue(a(f"k{n}", 50 + n))[0].server for n in (1,)} == {"fast"}
     room.sync(Server("slow", 1, weight=20), Server("fast", 1))
     (heavy,) = room.enqueue(a("k2", 52))
@@ -431,10 +431,10 @@ def run_shared(room: Room, jobs: list[Job], took_ms: int = 1000) -> tuple[list[t
     while running:
         at, offer = running.pop(0)
         room.set_clock(at)
-        for following in room.release(offer, "", outcome="ok")[1]:
+        for following in room.release(offer, "", signal="ok")[1]:
             starts.append((at, following.job))
             running.append((at + took_ms, following))
-    swaps = sum(row[10] for row in room.run("servers"))
+    swaps = sum(row[10] for row in room.run("server_status"))
     return starts, swaps
 
 
@@ -462,15 +462,16 @@ def test_once_it_is_its_turn_a_job_is_passed_over_no_longer_than_the_affinity(ro
     for seq in range(3, 60):
         room.enqueue(a(f"j{seq}", seq, model="m0"))
         room.later(500)
-        _, (offer,) = room.release(offer, "", outcome="ok")
+        _, (offer,) = room.release(offer, "", signal="ok")
         if offer.job == "other":
             break
     assert offer.job == "other"
     assert affinity_s * SECOND <= room.now - came <= affinity_s * SECOND + 1000
 
 
-def swaps(room: Room, offer: Offered) -> bool:
-    return bool(room.run("swaps", offer.job, offer.lease))
+def swaps(offer: Offered) -> bool:
+    """Whether the server has to load the job's model."""
+    return bool(offer.changes_model)
 
 
 def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_known(room):
@@ -479,71 +480,71 @@ def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_kno
     found = []
     for seq, model in enumerate(("m0", "m0", "m1", "m1", "m0"), 1):
         (offer,) = room.enqueue(a(f"j{seq}", seq, model=model))
-        found.append(swaps(room, offer))
-        room.release(offer, "", outcome="ok")
+        found.append(swaps(offer))
+        room.release(offer, "", signal="ok")
     assert found == [True, False, True, False, True]
 
 
 def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(room):
     room.with_servers(Server("only", 2, models=("m0", "m1")))
     (before,) = room.enqueue(a("j1", 1, model="m0"))
-    room.release(before, "", outcome="ok")
+    room.release(before, "", signal="ok")
     (first,) = room.enqueue(a("j2", 2, model="m1"))
     (second,) = room.enqueue(a("j3", 3, model="m1"))
-    assert [swaps(room, first), swaps(room, second), swaps(room, first)] == [True, False, True]
+    assert [swaps(first), swaps(second)] == [True, False]
 
 
 def _changing(room: Room, *models: str) -> tuple[Job, Offered]:
     """A server of these models has run the first, and is given a job of the last."""
     room.with_servers(Server("only", 1, models=models))
     (before,) = room.enqueue(a("before", 1, model=models[0]))
-    room.release(before, "", outcome="ok")
+    room.release(before, "", signal="ok")
     job = a("j", 2, model=models[-1])
     (offer,) = room.enqueue(job)
     return job, offer
 
 
-@pytest.mark.parametrize("outcome", ["", "busy", "failed", "refused"])
-def test_a_server_is_told_of_a_change_once_more_if_the_run_that_was_told_did_not_end_well(room, outcome):
+@pytest.mark.parametrize("signal", ["", "busy", "failed", "refused"])
+def test_a_server_is_told_of_a_change_once_more_if_the_run_that_was_told_did_not_end_well(room, signal):
     """Perhaps nothing ever came to the server: its slot was busy, or the record away when the run was to begin."""
     _, offer = _changing(room, "m0", "m1")
-    _, (again,) = room.release(offer, "", back=True, outcome=outcome)
-    assert (again.job, swaps(room, again)) == (offer.job, True)
+    _, (again,) = room.release(offer, "", return_to_lane=True, signal=signal)
+    assert (again.job, swaps(again)) == (offer.job, True)
 
 
 def test_a_server_is_told_of_a_change_once_more_if_the_job_was_withdrawn_that_was_to_bring_it(room):
     job, _ = _changing(room, "m0", "m1")
     assert room.withdraw(job) == "freed"
     (offer,) = room.enqueue(a("next", 3, model="m1"))
-    assert swaps(room, offer)
+    assert swaps(offer)
 
 
 def test_a_server_of_one_model_has_it_whatever_came_of_a_run(room):
     _, offer = _changing(room, "m0")
-    _, (again,) = room.release(offer, "", back=True)
-    assert not swaps(room, again)
+    _, (again,) = room.release(offer, "", return_to_lane=True)
+    assert not swaps(again)
 
 
 def test_what_a_server_has_that_was_away_is_not_known(room):
     _, offer = _changing(room, "m0")
-    room.release(offer, "", outcome="ok")
+    room.release(offer, "", signal="ok")
     room.cool_down("only", 1)
     room.cool_down("only", 0)
     (offer,) = room.enqueue(a("next", 3, model="m0"))
-    assert swaps(room, offer)
+    assert swaps(offer)
 
 
 def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(room):
     job = a("j", 2)
     (before,) = room.with_slots(1).enqueue(a("i", 1))
-    room.release(before, "", outcome="ok")
+    room.release(before, "", signal="ok")
     (offer,) = room.enqueue(job)
-    assert not swaps(room, offer)
-    assert swaps(room, offer._replace(lease="another"))
+    assert not swaps(offer)
     room.client.flushdb()
     room.set_clock(room.now)
-    room.restore((job, offer.lease, "w1", offer.slot))
-    assert swaps(room, offer)
+    room.with_slots(1)
+    room.restore((job, offer.lease, "", offer.slot))
+    assert swaps(Offered(*room.run("claim", job.id, offer.lease, "w1", LEASE_MS)))
 
 
 # -- breakers --------------------------------------------------------------------------------------------------------
@@ -552,16 +553,16 @@ def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(ro
 def fail(room: Room, count: int, first: int = 1, model: str = "zimg", same: bool = False) -> None:
     for n in range(count):
         (offer,) = room.enqueue(a("same" if same else f"f{first + n}", first + n, model=model), limit=1)
-        room.release(offer, "", outcome="failed", limit=0)
+        room.release(offer, "", signal="failed", limit=0)
 
 
 def breaker_of(room: Room, server: str = "gpu") -> str:
-    return next(row[5] for row in room.run("servers") if row[0] == server)
+    return next(row[5] for row in room.run("server_status") if row[0] == server)
 
 
 def why_of(room: Room) -> list:
     """When the server's next probe is due, what opened its breaker, and how often in a row that has happened."""
-    return room.run("servers")[0][6:9]
+    return room.run("server_status")[0][6:9]
 
 
 def test_a_breaker_says_until_when_and_why_it_is_open(room):
@@ -571,14 +572,14 @@ def test_a_breaker_says_until_when_and_why_it_is_open(room):
     assert why_of(room) == [room.now + 5000, "failures", 1]
     room.later(5000)
     (probe,) = room.enqueue(a("j1", 11))
-    room.release(probe, "", outcome="failed", limit=0)
+    room.release(probe, "", signal="failed", limit=0)
     assert why_of(room) == [room.now + 10_000, "probe", 2]
     room.later(10_000)
     (probe,) = room.enqueue(a("j2", 12))
-    room.release(probe, "", outcome="ok", limit=0)
+    room.release(probe, "", signal="ok", limit=0)
     assert why_of(room) == [0, "", 0]
     fail(room, 3, first=21)
-    room.run("reset", "server", "gpu")
+    room.run("reset_breaker", "server", "gpu")
     assert why_of(room) == [0, "", 0]
 
 
@@ -591,7 +592,7 @@ def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_thro
     (probe,) = room.offer()
     assert probe.job == "j1" and breaker_of(room) == "probing"
     assert room.offer() == []
-    _, offers = room.release(probe, "", outcome="ok")
+    _, offers = room.release(probe, "", signal="ok")
     assert [offer.job for offer in offers] == ["j2", "j3"] and breaker_of(room) == "closed"
 
 
@@ -601,12 +602,12 @@ def test_a_refused_job_says_that_its_server_is_well_and_not_how_long_runs_take(r
         fail(room, 2, first=n)
         (offer,) = room.enqueue(a(f"refused{n}", n + 5))
         room.later(10)
-        room.release(offer, "", outcome="refused")
+        room.release(offer, "", signal="refused")
     assert breaker_of(room) == "closed"
     (held,) = room.enqueue(a("held", 21))
     assert room.place_on_entry(a("waits", 22)) == (0, None)
     room.later(10)
-    room.release(held, "", outcome="ok")
+    room.release(held, "", signal="ok")
     assert room.place_on_entry(a("waits too", 23)) == (0, 10)
 
 
@@ -620,7 +621,7 @@ def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(room):
         room.later(1)
         (probe,) = room.offer()
         assert probe.job == f"j{n}"
-        assert room.release(probe, "", outcome="failed", back=True) == ("released", [])
+        assert room.release(probe, "", signal="failed", return_to_lane=True) == ("released", [])
 
 
 @pytest.mark.parametrize("constraints", ["", "gpu=A100"])
@@ -636,14 +637,14 @@ def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_brea
     room.with_slots(1)
     for n in range(3):
         (held,) = room.enqueue(a(f"bad{n}", n), limit=1)
-        room.release(held, "", outcome="failed", limit=0)
+        room.release(held, "", signal="failed", limit=0)
     room.enqueue(*[a(f"bad{n}", n) for n in range(3)])
     for _ in range(4):
         room.later(4999)
         assert room.offer() == []
         room.later(1)
         (probe,) = room.offer()
-        room.release(probe, "", outcome="failed", back=True)
+        room.release(probe, "", signal="failed", return_to_lane=True)
 
 
 def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(room):
@@ -652,7 +653,7 @@ def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(room):
     for _ in range(30):
         room.enqueue(a("bad1", 1), a("bad2", 2), limit=0)
         for held in room.offer():
-            room.release(held, "", outcome="failed", limit=0)
+            room.release(held, "", signal="failed", limit=0)
         room.later(30_000)
     offers = room.enqueue(a("g1", 11), a("g2", 12), a("g3", 13))
     assert [offer.job for offer in offers] == ["g1", "g2"]
@@ -663,7 +664,7 @@ def test_a_breaker_that_somebody_closes_lets_everything_through(room):
     fail(room, 3)
     room.cool_down("gpu", 1000)
     assert room.enqueue(a("j1", 11)) == []
-    assert room.run("reset", "server", "gpu") == 1
+    assert room.run("reset_breaker", "server", "gpu") == 1
     assert breaker_of(room) == "closed" and [offer.job for offer in room.offer()] == ["j1"]
 
 
@@ -673,7 +674,7 @@ def test_a_probe_that_says_nothing_lets_another_one_try(room):
     room.enqueue(a("j1", 11))
     room.later(5000)
     (probe,) = room.offer()
-    _, (again,) = room.release(probe, "", back=True)
+    _, (again,) = room.release(probe, "", return_to_lane=True)
     assert again.job == "j1" and breaker_of(room) == "probing"
 
 
@@ -682,7 +683,7 @@ def test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing(
     for n in range(10):
         fail(room, 2, first=10 * n + 1)
         (offer,) = room.enqueue(a(f"good{n}", 10 * n + 5))
-        room.release(offer, "", outcome="ok", limit=0)
+        room.release(offer, "", signal="ok", limit=0)
     fail(room, 9, first=200, same=True)
     assert breaker_of(room) == "closed"
 
@@ -692,7 +693,7 @@ def test_a_breaker_opens_by_the_rate_of_failures_too(room):
     for n in range(60):
         (offer,) = room.enqueue(a(f"j{n}", n + 1), limit=1)
         outcome, hardly_ever_in_a_row = "ok" if n % 10 == 0 else "failed", (10, 0.8, 5_000, 40_000)
-        room.release(offer, "", outcome=outcome, limit=0, breaker=hardly_ever_in_a_row)
+        room.release(offer, "", signal=outcome, limit=0, breaker=hardly_ever_in_a_row)
         if breaker_of(room) == "open":
             break
     assert breaker_of(room) == "open" and why_of(room)[1] == "rate" and n == 19, "the twentieth run"

@@ -139,14 +139,14 @@ class PoliciesMachine(RuleBasedStateMachine):
         self.filled = True
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), outcome=chosen(("ok", "ok", "refused", "failed", "busy", "")), back=st.booleans())
-    def release(self, data, outcome, back):
+    @rule(data=st.data(), signal=chosen(("ok", "ok", "refused", "failed", "busy", "")), return_to_lane=st.booleans())
+    def release(self, data, signal, return_to_lane):
         offer = self.held.pop(data.draw(chosen(sorted(self.held))))
-        back = back or outcome == "busy"
-        if not back:
+        return_to_lane = return_to_lane or signal == "busy"
+        if not return_to_lane:
             del self.jobs[offer.job]
         answer, offers = self.room.release(
-            offer, offer.owner, back=back, cooldown_ms=500 if outcome == "busy" else 0, outcome=outcome
+            offer, offer.owner, return_to_lane=return_to_lane, cooldown_ms=500 if signal == "busy" else 0, signal=signal
         )
         assert answer == "released"
         self._took(offers)
@@ -222,7 +222,7 @@ class PoliciesMachine(RuleBasedStateMachine):
     @rule(server=chosen(sorted(SERVERS)), how=chosen(("cool_down", "wake", "occupy")))
     def a_server_is_away_or_used(self, server, how):
         if how == "occupy":
-            self.room.run("occupy", server, 1, 700)
+            self.room.run("occupy_slots", server, 1, 700)
         else:
             self.room.cool_down(server, 1000 if how == "cool_down" else 0)
         self.filled = False

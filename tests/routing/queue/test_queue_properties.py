@@ -84,12 +84,12 @@ class Model:
         for slot in wanted - leased - set(self.free) - set(self.cooling):
             self.free[slot] = self.now
 
-    def drop(self, lease: Lease, cooldown_ms: int, *, back: bool, ended_well: bool = False) -> None:
+    def drop(self, lease: Lease, cooldown_ms: int, *, return_to_lane: bool, ended_well: bool = False) -> None:
         del self.leases[lease.job.id]
         server = self.server(lease.slot)
         if not ended_well and len(MODELS[server]) > 1 and self.loaded.get(server) == lease.job.model:
             del self.loaded[server]
-        if back or lease.again:
+        if return_to_lane or lease.again:
             self.waiting[lease.job.id] = lease.job
         else:
             self.gone.add(lease.job.id)
@@ -225,20 +225,20 @@ class RoomMachine(RuleBasedStateMachine):
         target=known,
         offer=known,
         owner=owners,
-        back=st.booleans(),
+        return_to_lane=st.booleans(),
         ended_well=st.booleans(),
         cooldown_ms=st.sampled_from((0, 0, 500)),
         limit=limits,
         room=rooms,
         claimant=st.sampled_from(("", "w1")),
     )
-    def release(self, offer, owner, back, ended_well, cooldown_ms, limit, room, claimant):
+    def release(self, offer, owner, return_to_lane, ended_well, cooldown_ms, limit, room, claimant):
         lease = self.model.held(offer, owner)
         if lease:
-            self.model.drop(lease, cooldown_ms, back=back, ended_well=ended_well)
+            self.model.drop(lease, cooldown_ms, return_to_lane=return_to_lane, ended_well=ended_well)
         how = {
-            "outcome": "ok" if ended_well else "",
-            "back": back,
+            "signal": "ok" if ended_well else "",
+            "return_to_lane": return_to_lane,
             "cooldown_ms": cooldown_ms,
             "limit": limit,
             "room": room,
@@ -286,9 +286,9 @@ class RoomMachine(RuleBasedStateMachine):
                     == "seized"
                 )
                 offer, lease.owner = offer._replace(lease=f"r{lease.name}"), "reaper"
-            back = crashed or not lease.owner
-            self.model.drop(lease, 0, back=back)
-            answer, offers = self.room.release(offer, lease.owner, back=back)
+            return_to_lane = crashed or not lease.owner
+            self.model.drop(lease, 0, return_to_lane=return_to_lane)
+            answer, offers = self.room.release(offer, lease.owner, return_to_lane=return_to_lane)
             assert answer == "released"
             self._taken(offers, self.model.expected_offers(8))
             made += offers
@@ -305,7 +305,7 @@ class RoomMachine(RuleBasedStateMachine):
         if self.model.waiting.pop(job.id, None):
             self.model.gone.add(job.id)
         if untaken:
-            self.model.drop(lease, 0, back=False)
+            self.model.drop(lease, 0, return_to_lane=False)
         elif lease:
             lease.cancel, lease.again = True, False
 

@@ -54,7 +54,7 @@ def test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_n
     assert room.taken()[held.slot] == "j2"
     room.claim(held)
     assert room.renew("w1", held) == ["renewed"]
-    assert room.release(held, back=back) == ("released", [])
+    assert room.release(held, return_to_lane=back) == ("released", [])
     assert room.members("free") == room.members("cooling") == []
 
 
@@ -277,7 +277,7 @@ def test_more_slots_than_one_look_takes_wake_in_the_next(room):
 
 def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while(room):
     room.with_servers(Server("gpu", 4), Server("gpu2", 2))
-    assert room.run("occupy", "gpu", 3, 500) == 3
+    assert room.run("occupy_slots", "gpu", 3, 500) == 3
     assert sorted(slot for slot in room.members("free") if slot.startswith("gpu-")) == ["gpu-slot3"]
     assert len(room.members("free")) == 3
     room.later(500)
@@ -288,25 +288,25 @@ def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while
 def test_slot_1_slots_that_are_leased_or_in_cooldown_are_not_withheld_twice(room):
     room.with_slots(3)
     room.enqueue(a("j", 1))
-    assert room.run("occupy", "gpu", 1, 500) == 1
-    assert room.run("occupy", "gpu", 1, 500) == 1
+    assert room.run("occupy_slots", "gpu", 1, 500) == 1
+    assert room.run("occupy_slots", "gpu", 1, 500) == 1
     assert len(room.members("cooling")) == 1 and len(room.members("free")) == 1
-    assert room.run("occupy", "gpu", 9, 500) == 2
+    assert room.run("occupy_slots", "gpu", 9, 500) == 2
     assert room.taken() and room.members("free") == []
 
 
 def test_occupying_no_slot_leaves_no_trace(room):
     room.with_slots(2)
     before = room.dump()
-    assert room.run("occupy", "gpu", 0, 500) == 0
-    assert room.run("occupy", "stranger", 5, 500) == 0
+    assert room.run("occupy_slots", "gpu", 0, 500) == 0
+    assert room.run("occupy_slots", "stranger", 5, 500) == 0
     assert room.dump() == before
 
 
 def test_occupying_does_not_shorten_a_cooldown(room):
     room.with_slots(1)
     room.cool_down("gpu", 30_000)
-    room.run("occupy", "gpu", 1, 500)
+    room.run("occupy_slots", "gpu", 1, 500)
     room.later(29_999)
     room.offer()
     assert room.members("free") == []
@@ -330,15 +330,15 @@ def test_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
     (held,) = room.held()
     offer = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
     for cooldown_ms in (500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000):
-        room.release(offer, "", back=True, cooldown_ms=500, outcome="busy", limit=0)
+        room.release(offer, "", return_to_lane=True, cooldown_ms=500, signal="busy", limit=0)
         room.client.zrem(room.key("free"), "gpu-slot1" if offer.slot == "gpu-slot0" else "gpu-slot0")
         room.later(cooldown_ms - 1)
         assert room.offer() == []
         room.later(1)
         (offer,) = room.offer()
-    room.release(offer, "", back=True, outcome="ok", limit=0)
+    room.release(offer, "", return_to_lane=True, signal="ok", limit=0)
     (offer,) = room.offer()
-    room.release(offer, "", back=True, cooldown_ms=500, outcome="busy", limit=0)
+    room.release(offer, "", return_to_lane=True, cooldown_ms=500, signal="busy", limit=0)
     room.later(500)
     assert len(room.offer()) == 1, "after a run that went well it begins anew"
 
@@ -373,13 +373,13 @@ def test_a_server_that_comes_again_under_its_name_begins_anew(room):
     room.with_slots(1)
     for n in range(3):
         (offer,) = room.enqueue(a(f"f{n}", n))
-        room.release(offer, "", outcome="failed", limit=0)
+        room.release(offer, "", signal="failed", limit=0)
     room.cool_down("gpu", 1000)
     assert room.enqueue(a("j1", 9)) == []
     room.sync()
     room.sync(Server("gpu"))
     assert [offer.job for offer in room.offer()] == ["j1"]
-    assert room.run("servers")[0][5] == "closed"
+    assert room.run("server_status")[0][5] == "closed"
 
 
 def test_of_servers_that_come_and_go_nothing_is_left(room):
@@ -391,7 +391,7 @@ def test_of_servers_that_come_and_go_nothing_is_left(room):
         (held,) = room.enqueue(a(f"j{n}", 10 + n))
         room.cool_down(f"spot{n}", 1000)
         room.sync(Server("gpu"))
-        room.release(held, "", outcome="failed", limit=0)
+        room.release(held, "", signal="failed", limit=0)
         room.cool_down(f"spot{n}", 1000)
     after = room.dump()
     assert after.keys() == before.keys()
@@ -404,4 +404,4 @@ def test_a_count_of_leases_that_is_wrong_is_mended_with_the_next_catalog(room):
     room.enqueue(a("j1", 1))
     room.client.hset(room.key("stats:server:gpu"), "taken", 7)
     room.sync(Server("gpu", 2))
-    assert room.run("servers")[0][3] == 1
+    assert room.run("server_status")[0][3] == 1

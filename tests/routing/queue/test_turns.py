@@ -20,7 +20,7 @@ def turn(room: Room, server: str, took_ms: int = 100) -> str:
     """Let what runs on a server end; answers what comes after it there."""
     room.later(took_ms)
     held = on(room, server)
-    room.release(held, held.owner, outcome="ok")
+    room.release(held, held.owner, signal="ok")
     return on(room, server).job
 
 
@@ -228,12 +228,12 @@ def test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be
     room.with_servers(Server("a", 1))
     for n in range(3):
         (failed,) = room.enqueue(a(f"f{n}", n), limit=1)
-        room.release(failed, "", outcome="failed", limit=0)
+        room.release(failed, "", signal="failed", limit=0)
     room.enqueue(a("j1", 11))
     room.later(5 * SECOND)
     (probe,) = room.offer()
     room.sync(Server("a", 1), Server("b", 1))
-    _, (elsewhere,) = room.release(probe, "", back=True, cooldown_ms=500, outcome="busy")
+    _, (elsewhere,) = room.release(probe, "", return_to_lane=True, cooldown_ms=500, signal="busy")
     assert (elsewhere.job, elsewhere.server) == ("j1", "b")
     room.later(500)
     assert [(it.job, it.server) for it in room.enqueue(a("j2", 12))] == [("j2", "a")]

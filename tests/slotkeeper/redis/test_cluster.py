@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from routing.admission import questions
+from routing.admission.submit_limits import LimitContext
 from routing.config import RoutingSettings
 from routing.progress import EntryId, ProgressCommands
 from routing.queries.process_list import ProcessList
@@ -77,37 +77,38 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.open() == "opened"
     one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
-    assert room.run("hold", one.job, one.lease, "w1", one.slot, 4000) == "held"
-    assert room.run("swaps", one.job, one.lease) == 1
+    assert room.run("check_lease", one.job, one.lease, "w1", one.slot, 4000) == "held"
     assert room.position(_b("j3", 3)) == ["waiting", 1]
-    assert room.run("backlog", f"default|{FLEET}") == [2, 2, None, 0]
-    assert room.run("variety", f"default|{FLEET}", f"d1|{FLEET}") == [2, 2]
-    assert len(room.run("servers")) == 1
-    assert room.run("depths")[:4] == [1, 0, 0, 2]
+    assert room.run("model_status", f"default|{FLEET}") == [2, 2, None, 0, "online", "closed", 0, ""]
+    assert room.run("count_constraints", f"default|{FLEET}", f"d1|{FLEET}") == [2, 2]
+    assert len(room.run("server_status")) == 1
+    assert room.run("queue_counts")[:4] == [1, 0, 0, 2]
     assert room.claim(two) == "claimed"
     assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
     assert room.seize(two, "w1", "", only_expired=False) == "seized"
-    answer, (following,) = room.release(one, back=True, claimant="w1")
+    answer, (following,) = room.release(one, return_to_lane=True, claimant="w1")
     assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
     assert room.release(following)[0] == "released"
     assert room.expired() == []
     assert room.cool_down("gpu-slot3", 1000) == [1000, 0]
-    assert room.run("occupy", "gpu-slot3", 1, 500) == 0
+    assert room.run("occupy_slots", "gpu-slot3", 1, 500) == 0
     assert len(room.held()) == 2
-    now_ms, first_ms, last_ms = room.run("span")
+    now_ms, first_ms, last_ms = room.run("lease_span")
     assert now_ms < first_ms <= last_ms
-    assert room.run("pull_back", 60_000, 60_000, 60_000) == 0
+    assert room.run("clamp_times", 60_000, 60_000, 60_000) == 0
     assert room.offer() == []
     assert room.keep(two._replace(lease="seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
-    assert strict.run(questions.rate_limit_command(Queues(strict, RoutingSettings()), "acme", 1, 100, 5)) == 0
+    settings = RoutingSettings()
+    context = LimitContext(None, Queues(strict, settings), settings)  # type: ignore[arg-type]
+    assert strict.run(context.rate_limit_command("acme", 1, 100, 5)) == 0
     assert WorkerCapacity(strict).report("w1", 3) == 3
     assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1
     assert ProcessList(strict).read_all() == []
-    assert room.run("reset", "server", "gpu-slot3") == 0
+    assert room.run("reset_breaker", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
-    assert room.run("close", room.version) == "closed" and room.open() == "opened"
+    assert room.run("close_queue", room.version) == "closed" and room.open() == "opened"
     assert strict.ran == set(LIBRARY.script_names())
 
     _check_keys(cluster)

@@ -21,8 +21,11 @@ from tasks.extensions.transport import Transport
 from tests.house.rule import for_each
 from tests.support.valkey import Valkey
 
-BRING_IN_NEW_WORK = {"admit", "enqueue", "enter"}
-ADD_TO_STREAMS = {"relay", "tell"}  # The database keeps the events, and nobody needs the progress entries to go on.
+BRING_IN_NEW_WORK = {"rate_limit", "enqueue"}
+ADD_TO_STREAMS = {
+    "relay",
+    "publish_progress",
+}  # The database keeps the events, and nobody needs the progress entries to go on.
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str
 
 
 def _workers(scripts: Scripts) -> Command[int]:
-    target = scripts.target("workers", "test:workers", int)
+    target = scripts.target("report_capacity", "test:workers", int)
     return Command(target, ("w1", 3, 1000))
 
 
@@ -78,7 +81,7 @@ def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_funct
 
 def test_a_full_redis_refuses_new_work_also_where_it_loads_no_function(redis: Redis) -> None:
     scripts = make_scripts(redis, Keys("test"))
-    target = scripts.target("admit", "test:rate", int)
+    target = scripts.target("rate_limit", "test:rate", int)
     with pytest.raises(OutOfMemoryError):
         scripts.run(Command(target, (1, 1000, 1)))
 

@@ -31,18 +31,18 @@ _TIMEOUT_S = 0.3
 
 def depths(fleet: str = "zimg") -> Command:
     """A script that works on an empty room."""
-    return Command(SCRIPTS.target("depths", fleet, lambda answer: ("read", int(answer[0]))), ())
+    return Command(SCRIPTS.target("queue_counts", fleet, lambda answer: ("read", int(answer[0]))), ())
 
 
 def freeing(name: str, fleet: str = "zimg", failures: int = 9) -> Command:
     """A release of a lease that nobody has; with another fleet, or other settings, of another kind."""
     settings = RoutingSettings(breaker_failures=failures)
-    return Leases(SCRIPTS, settings).release_command(Lease(fleet, name, name, "w1", "gpu-slot0"), back=False)
+    return Leases(SCRIPTS, settings).release_command(Lease(fleet, name, name, "w1", "gpu-slot0"), return_to_lane=False)
 
 
 def misused() -> Command:
     """It breaks off."""
-    target = SCRIPTS.target("depths", "zimg", list)
+    target = SCRIPTS.target("queue_counts", "zimg", list)
     return Command(target._replace(words=(words := (*target.words[:2], 0)), packed=pack_words(words)), ())
 
 
@@ -147,7 +147,9 @@ def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
         leases = Leases(SCRIPTS, RoutingSettings())
-        return await asyncio.gather(*(pipeline.execute(leases.release_command(it, back=True, limit=1)) for it in held))
+        return await asyncio.gather(
+            *(pipeline.execute(leases.release_command(it, return_to_lane=True, limit=1)) for it in held)
+        )
 
     (one,), (refused,), (three,) = play(own_valkey, act)
     assert (one.released, refused.released, three.released) == (True, False, True)
@@ -194,7 +196,7 @@ def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
 @tcp
 def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        wrong = Command(SCRIPTS.target("depths", "zimg", lambda _: 1 // 0), ())
+        wrong = Command(SCRIPTS.target("queue_counts", "zimg", lambda _: 1 // 0), ())
         return await outcomes(pipeline.execute(wrong), pipeline.execute(depths()))
 
     wrong, right = play(own_valkey, act)

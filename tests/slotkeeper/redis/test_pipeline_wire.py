@@ -30,7 +30,7 @@ _HELLO = b"%1\r\n$5\r\nproto\r\n:3\r\n"
 
 
 def depths(fleet: str = "zimg") -> Command:
-    return Command(SCRIPTS.target("depths", fleet, lambda answer: int(answer[0])), ())
+    return Command(SCRIPTS.target("queue_counts", fleet, lambda answer: int(answer[0])), ())
 
 
 class Stub:

@@ -9,12 +9,11 @@ from redis.asyncio import connection as live
 from redis.exceptions import ResponseError
 
 from routing.config import RoutingSettings
-from routing.maintenance.rooms import depths, queue_counts
-from routing.queue.queues import Queues
+from routing.queue.fleets import Fleets
 from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.redis.connections import connect, make_async_connection
 from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
-from tests.house.lua_text import called_functions
+from tests.house.lua_text import body, called_functions
 from tests.house.rule import for_each
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
 from tests.support.valkey import Valkey
@@ -30,17 +29,17 @@ def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
 @for_each(LIBRARY.script_names())
 def test_a_fragment_is_replaced_by_its_name_and_nothing_else_is(name):
     ours = LIBRARY.assemble(name, FRAGMENTS)
-    assert (CLOCK in ours) == ("-- @include lib/now_ms" in LIBRARY.read_source(name))
+    assert (CLOCK in ours) == ("lib/now_ms" in LIBRARY.list_includes(name))
     assert ours.replace(CLOCK, LIBRARY.read_source("lib/now_ms")) == LIBRARY.assemble(name)
     assert "@include" not in ours
 
 
 def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
-    queues = Queues(make_scripts(client, Keys("test")), RoutingSettings())
+    fleets = Fleets(make_scripts(client, Keys("test")), RoutingSettings())
     client.function_flush()
     client.config_resetstat()
     for _ in range(3):
-        depths(queues.scripts, "zimg")
+        fleets.counts(["zimg"])
     calls = client.info("commandstats")
     assert calls["cmdstat_function|load"]["calls"] == 1
     assert calls["cmdstat_fcall"]["calls"] == 4, "the first finds no function"
@@ -50,9 +49,9 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     room = Room(client)
     room.with_slots(1)
     client.function_flush()
-    assert room.run("depths")[1] == 1
+    assert room.run("queue_counts")[1] == 1
     client.function_flush()
-    assert len(queue_counts(room.scripts, ["zimg", "flux"])) == 2
+    assert len(Fleets(room.scripts, RoutingSettings()).counts(["zimg", "flux"])) == 2
     assert room.offer() == []
 
 
@@ -69,17 +68,15 @@ def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
 @for_each(LIBRARY.script_names())
 def test_nothing_that_a_script_changes_is_left_unwritten(name):
     """Changes of fields that are not written at the end are lost."""
-    text = LIBRARY.assemble(name)
-    body = text.rsplit(LIBRARY.read_source("lib/fields"), 1)[-1] if "lib/fields" in LIBRARY.read_source(name) else ""
-    changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "add_to_field"))
-    assert ("write_fields()" in body) == changes
+    changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "increment_field"))
+    assert ("flush_hashes()" in body(name)) == changes
 
 
 def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_valkey):
     with own_valkey.client() as client:
         room = Room(client).with_slots(1)
         (held,) = room.enqueue(a("j1", 1), a("j2", 2), limit=1)
-        assert room.run("depths")[0] == 1
+        assert room.run("queue_counts")[0] == 1
         assert [room.claim(held, "w0"), room.renew("w1", held), room.release(held, "w2")[0]] == [
             "claimed",
             ["lost"],
@@ -91,7 +88,7 @@ def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_val
         assert room.claim(held, "w0") == "lost" and room.renew("w0", held) == ["renewed"]
         answer, (following,) = room.release(held, "w0", claimant="w1")
         assert (answer, following.job) == ("released", "j2")
-        assert room.run("depths")[0] == 1
+        assert room.run("queue_counts")[0] == 1
 
 
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])

@@ -7,7 +7,6 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from routing.maintenance import reconcile, sweep
-from routing.maintenance.rooms import depths
 from slotkeeper.jobs.values import QueuedJob
 from tests.support.stack import eventually
 from tests.support.stage import Stage
@@ -83,7 +82,7 @@ def test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole(
     with monkeypatch.context() as full:
         full.setattr(stage.dispatcher.queues, "fill", _refuse)
         reconcile.rebuild_queue(stage.dispatcher, "zimg")
-    assert depths(stage.dispatcher.queues.scripts, "zimg").open
+    assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].is_open
     reconcile.sweep(stage.dispatcher)
     assert stage.run_all() == [job_id]
 

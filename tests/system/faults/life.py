@@ -36,12 +36,10 @@ import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
 from routing.admission.submission import Submission
-from routing.dispatch.dispatcher import new_lease_owner
 from routing.dispatch.outcome import Outcome
 from routing.maintenance import invariants, quarantined_slots, reconcile, server_report
-from routing.maintenance.rooms import depths
 from routing.queries import job_list
-from routing.queue.leases import Lease
+from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict
@@ -353,7 +351,7 @@ class Life:
             self.dispatcher.revive(job.id)
 
     def _is_quiet(self) -> bool:
-        standing, room = job_list.counts(self.dispatcher.store.database), depths(self.dispatcher.queues.scripts, SYNC)
+        standing, room = job_list.counts(self.dispatcher.store.database), self.dispatcher.fleets.counts([SYNC])[SYNC]
         if (
             any(standing[state] for state in ACTIVE_STATES)
             or room.taken
@@ -369,9 +367,9 @@ class Life:
             return not connection.exec_driver_sql("SELECT count(*) FROM result_notifications").scalar()
 
     def report(self) -> None:
-        room = depths(self.dispatcher.queues.scripts, SYNC)
+        room = self.dispatcher.fleets.counts([SYNC])[SYNC]
         found = {
-            "open": room.open,
+            "open": room.is_open,
             "slots": room.free + room.cooling,
             "taken": room.taken,
             "waiting": room.waiting,

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import reconcile, rooms, task_runs
+from routing.maintenance import reconcile, task_runs
 from routing.maintenance.server_report import ServerReport
 from routing.queries import job_list
 from routing.queue import queues
@@ -296,7 +296,7 @@ def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(
     stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
-    assert rooms.clamp_times(stage.dispatcher.leases.scripts, "zimg", stage.dispatcher.settings) >= 2
+    assert stage.dispatcher.fleets.clamp_times("zimg") >= 2
     reconcile.sweep(stage.dispatcher)
     assert stage.offered(), "a slot is tried again"
 

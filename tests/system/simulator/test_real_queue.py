@@ -8,6 +8,7 @@ from redis import Redis
 
 from app.simulate import Scenario, run
 from routing.config import RoutingSettings
+from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
@@ -34,13 +35,13 @@ class Plain:
     def __post_init__(self) -> None:
         scripts, settings = make_scripts(self.redis, Keys("plain"), FRAGMENTS), RoutingSettings()
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
-        self.slots = Slots(scripts, settings)
+        self.slots, self.fleets = Slots(scripts, settings), Fleets(scripts, settings)
 
     def play(self) -> dict[int, tuple[int, int, str]]:
         """Number of a job -> start, end, slot."""
         self.clock(T0)
-        self.queues.begin_rebuild([FLEET], "")
-        self.queues.open_all([FLEET])
+        self.fleets.begin_rebuild([FLEET], "")
+        self.fleets.open([FLEET])
         self.slots.sync_all([FLEET], self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):
             self.go_on(arrival.at_ms)
@@ -61,7 +62,7 @@ class Plain:
             now, _, ended = heapq.heappop(self.ends)
             self.clock(now)
             held = Lease(FLEET, ended.job_id, ended.lease, ended.owner, ended.slot)
-            released, offers = release(self.leases, held, back=False, claimant="w1", outcome="ok")
+            released, offers = release(self.leases, held, return_to_lane=False, claimant="w1", signal="ok")
             assert released
             for offer in offers:
                 assert offer.owner == "w1"

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
+from routing.dispatch.decision import decide
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from routing.dispatch.verdict import judge
 from slotkeeper.jobs.states import Reason
+from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Call, Description, HealthKind, presets
 from tests.support.scripted import Act, Seen, answer
+from tests.support.stage import SETTINGS
 
+_JOB = QueuedJob("j", 1, "zimg", 5, "default")
+RUN = Run(_JOB, "{}", 1, 0, 0, None, None, None, "gpu", "gpu-slot0", 0, cancel_requested=False)
 MODES = ("sync", "async", "auto", "callback")
 HELD = "held"
 _NEVER = threading.Event()
@@ -153,7 +157,7 @@ LIARS = [
 def price(outcome: Outcome) -> object:
     if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
         return HELD
-    return judge(outcome, 0, 0, False, ModelConfig()).reason
+    return decide(RUN, outcome, ModelConfig(), SETTINGS, 0, canceling=False).reason
 
 
 def told(outcome: Outcome) -> tuple[OutcomeKind, str, object]:

@@ -176,7 +176,7 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     stage.register()
     job_id = stage.submit()
     task = stage.start("w1")
-    release(stage.dispatcher.leases, task.lease, back=False)
+    release(stage.dispatcher.leases, task.lease, return_to_lane=False)
     assert restore_leases.restore_missed(stage.dispatcher) == 0
     stage.later(restore_leases._GRACE_MS - 1)
     assert restore_leases.restore_missed(stage.dispatcher) == 0

@@ -122,7 +122,7 @@ def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
         ages(_STOPPED_MS)
         (active,) = (active_run_of(stage.dispatcher, stage.job(first)),)
         assert active is not None
-        free(stage.dispatcher, active.lease, back=False)
+        free(stage.dispatcher, active.lease, return_to_lane=False)
         stage.start("w2")
         assert restore_leases.restore(stage.dispatcher) == 1
 
@@ -143,7 +143,7 @@ def test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again(
     def lose_the_lease_and_beat() -> None:
         active = active_run_of(stage.dispatcher, stage.job(job_id))
         assert active is not None
-        free(stage.dispatcher, active.lease, back=False)
+        free(stage.dispatcher, active.lease, return_to_lane=False)
         worker.heartbeat.beat()
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_lease_and_beat))

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from routing.dispatch.decision import decide
-from routing.dispatch.dispatcher import QUARANTINE_OWNER, ActiveRun
+from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
 from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
-from routing.queue.leases import Renewal
+from routing.queue.leases import QUARANTINE_OWNER, Renewal
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
@@ -427,7 +427,7 @@ def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(on
     stage.submit(id="one")
     task = stage.start()
     with monkeypatch.context() as dying:
-        dying.setattr(RunSteps, "_quarantine", _dies)
+        dying.setattr(RunSteps, "free", _dies)
         with pytest.raises(ZeroDivisionError):
             give_up(stage, task)
     stage.later(LEASE_MS)

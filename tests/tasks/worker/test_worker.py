@@ -559,7 +559,7 @@ def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, w
 def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Beginner) -> None:
     """As when it is the first worker for days: nothing is offered where nobody has room."""
     workers = WorkerCapacity(stage.dispatcher.queues.scripts)
-    stage.dispatcher.queues._room = workers.total
+    stage.dispatcher.queues._capacity = workers.total
     stage.register(2)
     waiting = [stage.submit() for _ in range(3)]
     assert stage.offered() == []

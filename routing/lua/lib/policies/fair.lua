@@ -1,6 +1,7 @@
--- fair: start-time fair queueing of slot time by weight.  A tenant's next job starts at its tag, a virtual time in ms
--- to which each offer adds the mean slot time of the model over the tenant's weight; what a run really takes replaces
--- that.
+-- fair: start-time fair queueing of slot time, by weight.  A tenant's next job starts at the tenant's tag, a virtual
+-- time in ms.  Each offer adds the mean slot time of the model, divided by the tenant's weight; the end of the run
+-- replaces that by its real time.
+-- @include lib/policy
 local fair = new_policy("fair")
 
 local LOOK_SHARE, LOOKED_AT_ONCE = 0.125, 32 -- of the offers; tags
@@ -8,10 +9,10 @@ local GOLDEN = 0.6180339887498949
 
 local tags_read = {}
 
--- Virtual time of a model: the start tag of the job that was offered last.
-local function virtual_time(model) return number_in_field(stats_key("model", model), "virtual") end
+-- Return the virtual time of a model: the start tag of the job that was offered last.
+local function virtual_time(model) return get_number(stats_key("model", model), "virtual") end
 
--- A tenant's tag; nil: it has none.
+-- Return a tenant's tag; nil: it has none.
 local function tag_or_nil(tenant, model)
   local account = tenant .. "|" .. model
   if tags_read[account] == nil then
@@ -26,16 +27,15 @@ local function start_tag(tenant, model) return math.max(virtual_time(model), tag
 
 -- Add to what a tenant has used of a model, in ms of slot time.
 local function charge(tenant, model, used_ms, from)
-  local weight = terms_of(tenant .. "|" .. model, rules_of(model))
+  local weight = weight_and_slot_limit(tenant .. "|" .. model, rules_of(model))
   local tag = from or tag_or_nil(tenant, model) or virtual_time(model)
   tag = tag + used_ms / weight
   redis.call("ZADD", tags_key(model), string.format("%.17g", tag), tenant)
   tags_read[tenant .. "|" .. model] = tag
 end
 
--- A tenant that holds nothing and is not ahead of the virtual time needs no tag.  With one offer of eight, whichever
--- numbers the model's offers have, some are looked at, at a place that the number chooses: those who hold slots must
--- not hide the others.
+-- Delete tags of tenants that hold no slot and are not ahead of the virtual time.  One offer in eight looks at some of
+-- them, at a place that the offer's number chooses, so that tenants that hold slots do not hide the others.
 local function forget_tags(model, number)
   if number * GOLDEN % 1 >= LOOK_SHARE then return end
   local behind = redis.call("ZCOUNT", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)))
@@ -43,9 +43,9 @@ local function forget_tags(model, number)
   local first = number * 7919 % behind
   local tenants, accounts, idle = redis.call("ZRANGE", tags_key(model), first, first + LOOKED_AT_ONCE - 1), {}, {}
   for i, tenant in ipairs(tenants) do accounts[i] = tenant .. "|" .. model end
-  read_fields(HELD, unpack(accounts))
+  load_fields(HELD, unpack(accounts))
   for i, account in ipairs(accounts) do
-    if not field(HELD, account) then
+    if not get_field(HELD, account) then
       idle[#idle + 1] = tenants[i]
       tags_read[account] = nil
     end
@@ -53,8 +53,8 @@ local function forget_tags(model, number)
   if #idle > 0 then redis.call("ZREM", tags_key(model), unpack(idle)) end
 end
 
--- Virtual time goes on without a class whose servers are rare; who waits there keeps its place, also when it submits
--- more.
+-- Virtual time advances without a class that few servers can run; a tenant that waits there keeps its place, also when
+-- it submits more.
 function fair.account_key(lane)
   local since, siblings = virtual_time(lane.model), {}
   for priority = 1, 9 do siblings[priority] = priority .. "|" .. lane.digest .. "|" .. lane.account end
@@ -65,29 +65,29 @@ function fair.account_key(lane)
 end
 
 function fair.account_step(account, rules)
-  local run_ms = tonumber(field(stats_key("model", model_of(account)), "run_ms") or "1000")
-  local weight = terms_of(account, rules)
+  local run_ms = tonumber(get_field(stats_key("model", model_of(account)), "run_ms") or "1000")
+  local weight = weight_and_slot_limit(account, rules)
   return math.max(run_ms, 1) / weight
 end
 
--- Priorities that say nothing of other tenants' jobs say nothing of other models' either.
+-- A priority orders only the tenant's own jobs, so it does not count among models either.
 function fair.priority_among_models() return PRIORITY_OF_ALL end
 
 function fair.charge_offer(lane, number)
   local stats, start = stats_key("model", lane.model), start_tag(lane.tenant, lane.model)
-  local charged = number_in_field(stats, "run_ms")
+  local charged = get_number(stats, "run_ms")
   set_field(stats, "virtual", string.format("%.17g", start))
   forget_tags(lane.model, number)
   charge(lane.tenant, lane.model, charged, start)
   return charged
 end
 
--- A long run is charged while it goes on, lest its tenant look idle until it ends.
+-- A long run is charged while it lasts; otherwise its tenant would look idle until it ends.
 function fair.charge_renewal(lane, used_ms) charge(lane.tenant, lane.model, used_ms) end
 
 function fair.charge_end(lane, used_ms) charge(lane.tenant, lane.model, used_ms) end
 
--- What a tenant has used counts by its weight, so a new weight changes what it is ahead by.
+-- Use counts by weight, so a new weight changes how far the tenant is ahead.
 function fair.reweigh(account, old, new)
   local tenant, model = string.match(account, "^([^|]*)|(.*)$")
   local at, tag = virtual_time(model), tag_of(tenant, model)
@@ -95,7 +95,7 @@ function fair.reweigh(account, old, new)
   redis.call("ZADD", tags_key(model), string.format("%.17g", at + (tag - at) * old / new), tenant)
 end
 
--- With nobody waiting there is nothing to share: who comes next begins anew, as after any idle time.
+-- When no job waits, there is nothing to share: the next tenant starts without a debt, as after any idle time.
 function fair.forget(model)
   redis.call("DEL", tags_key(model))
   tags_read = {}

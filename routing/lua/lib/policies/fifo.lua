@@ -1,4 +1,5 @@
--- fifo: what was accepted first is next, whatever its priority.
+-- fifo: jobs start in the order of acceptance, whatever their priority.
+-- @include lib/policy
 local fifo = new_policy("fifo")
 
 function fifo.head_key(_, seq) return seq end

@@ -1,4 +1,5 @@
--- priority: strict.  Of the most urgent that waits, what was accepted first is next.
+-- priority: the most urgent job is next; of equally urgent ones, the one that was accepted first.
+-- @include lib/policy
 local by_priority = new_policy("priority")
 policies.default = by_priority
 

@@ -1,4 +1,4 @@
-"""Policies that only tests have, each a file and a row as those of the product are; see `routing/lua/lib/order.lua`.
+"""Policies that only tests have, each a file and a row as those of the product are; see `routing/lua/lib/policy.lua`.
 
 install(monkeypatch)    # from now on scripts and tables know them
 """

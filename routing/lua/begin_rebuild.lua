@@ -1,0 +1,52 @@
+--[[ begin_rebuild: make a closed queue ready to be filled.  What Redis kept of another copy of the data, of another
+  database, or of a moment that was lost, is deleted; means and breakers stay, unless the database is another.
+  Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
+  Takes
+    database_id: text      of the database that it will be filled from
+  Returns
+    answer: "open" | "ready" | "cleared"      open: it is left as it is; ready: nothing had to be deleted
+  Several processes may begin; once it is ready, none deletes what another has filled meanwhile
+  Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
+-- @include lib/epoch
+
+local function delete_members(names, key_of)
+  for _, name in ipairs(names) do redis.call("UNLINK", key_of(name)) end
+end
+
+local function delete_waiting()
+  for _, class in ipairs(redis.call("HKEYS", CLASSES)) do
+    delete_members(redis.call("ZRANGE", class_key(class), 0, -1), lane_key)
+    redis.call("UNLINK", class_key(class))
+  end
+  delete_members(redis.call("HKEYS", GROUPS), group_key)
+  delete_members(redis.call("HKEYS", LANES), account_lanes_key)
+end
+
+local function delete_stats(all)
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
+    local stats = stats_key("server", server)
+    redis.call("HDEL", stats, "taken")
+    if all then redis.call("UNLINK", stats, STATS .. ":failed:server:" .. server) end
+  end
+  for _, rule in ipairs(redis.call("HKEYS", RULES)) do
+    local model = string.match(rule, "^model (.*)$")
+    if model then redis.call("UNLINK", tags_key(model)) end
+    if model and all then redis.call("UNLINK", stats_key("model", model), STATS .. ":failed:model:" .. model) end
+  end
+end
+
+if is_open() then return "open" end
+
+local found, id = redis.call("HMGET", META, "copy", "lost"), replication_id()
+local answer = "ready"
+if (found[1] and found[1] ~= id) or found[2] or is_other_database(database_id) then
+  delete_waiting()
+  delete_members(redis.call("ZRANGE", LEASES, 0, -1), lease_key)
+  delete_members(redis.call("HKEYS", SLOTS), displaced_key)
+  delete_stats(is_other_database(database_id))
+  redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META,
+    excess_key(), open_key(), accounts_to_reindex_key(), classes_to_regroup_key())
+  answer = "cleared"
+end
+redis.call("HSET", META, "copy", id, "record", database_id)
+return answer

@@ -1,0 +1,15 @@
+--[[ open_queue: declare a queue complete, so that its jobs are offered.
+  Keys: meta
+  Takes
+    epoch: text       a name for this filling of the queue
+  Returns
+    answer: "opened" | "open" | "lost"
+      open: another process has opened it      lost: Redis has lost what was filled since begin_rebuild
+  Writes only on "opened"
+  Cost O(1)    Upholds ORDER-1 ]]
+-- @include lib/epoch
+
+local found = redis.call("HMGET", META, "copy", "lost")
+if found[1] ~= replication_id() or found[2] then return "lost" end
+if redis.call("HSETNX", META, "epoch", epoch) == 1 then return "opened" end
+return "open"

@@ -1,0 +1,170 @@
+--[[ sync_catalog: make a fleet's servers, slots and rules equal to a catalog's.
+  Keys: classes, kinds, lanes, rules, free, cooling, slots, servers, tags, stats, meta
+  Takes
+    database_id: text
+    version: int        of the catalog; one that is older than the fleet's changes nothing
+    servers: [{name: text, entry: text, slots: int}]
+    rules: {text: text}      by field, see lib/rules
+  Returns
+    answer: "synced" | "stale" | "foreign"
+    newest: int         version that the fleet has
+      foreign: the queue was filled from another database; it is closed until it is filled from this one
+  A slot that holds a lease keeps it until it is released
+  A queue with waiting jobs of a model that was removed from the fleet is closed, and filled again from the database
+  Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
+  that other kinds of servers may run need new groups
+  Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
+-- @include lib/epoch
+-- @include lib/now_ms
+-- @include lib/policies
+-- @include lib/slots
+
+local function first_word(text, otherwise) return string.match(text, "^%S+") or otherwise end
+
+local function reweigh(account, old, new)
+  local policy = policy_of(model_of(account))
+  if policy.reweigh then policy.reweigh(account, tonumber(first_word(old, "1")), tonumber(first_word(new, "1"))) end
+end
+
+-- A model's policy changes: what accounts were charged does not count any more.
+local function forget_charges(model, old, new)
+  for _, policy in ipairs({ policy_called(first_word(old, "")), policy_called(first_word(new, "")) }) do
+    if policy.forget then policy.forget(model) end
+  end
+end
+
+-- Delete what runs have shown of removed servers: it does not apply to later servers of the same names.
+local function forget_servers(removed)
+  for server in pairs(removed) do
+    redis.call("UNLINK", stats_key("server", server), STATS .. ":failed:server:" .. server)
+    redis.call("HDEL", META, "failures:" .. server)
+  end
+end
+
+-- Return whether jobs wait of a model that was removed from this fleet: a process with an old catalog enqueued them.
+-- By now a model of another fleet may have the name.
+local function has_jobs_of_removed_models(changed)
+  for rule in pairs(changed) do
+    local model = string.match(rule, "^model (.*)$")
+    local waiting = model and tonumber(redis.call("HGET", META, "waiting:" .. model) or "0") or 0
+    if waiting > 0 and redis.call("HEXISTS", RULES, rule) == 0 then return true end
+  end
+  return false
+end
+
+-- Count each server's leases, and how many of them have no slot.
+local function count_leases()
+  local taken, excess = {}, {}
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do taken[server] = 0 end
+  for _, slot in ipairs(redis.call("HKEYS", SLOTS)) do
+    local server = server_of(slot)
+    local displaced = redis.call("LLEN", displaced_key(slot))
+    if taken[server] then taken[server] = taken[server] + 1 + displaced end
+    local without = displaced + (is_removed_slot(slot) and 1 or 0)
+    if without > 0 then excess[server] = (excess[server] or 0) + without end
+  end
+  for server, count in pairs(taken) do
+    local stats = stats_key("server", server)
+    if tonumber(redis.call("HGET", stats, "taken") or "0") ~= count then redis.call("HSET", stats, "taken", count) end
+  end
+  redis.call("DEL", excess_key())
+  for server, count in pairs(excess) do redis.call("HSET", excess_key(), server, count) end
+  set_field(META, "excess", next(excess) and "1" or false)
+end
+
+-- Delete what runs have shown of a removed model.
+local function forget_model(model)
+  redis.call("UNLINK", tags_key(model), stats_key("model", model), STATS .. ":failed:model:" .. model)
+  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do
+    local stats = stats_key("server", server)
+    redis.call("HDEL", stats, "run_ms:" .. model)
+    if redis.call("HGET", stats, "loaded") == model then redis.call("HDEL", stats, "loaded") end
+  end
+end
+
+-- A rule's text changes from `old` to `new`; "": there is none.
+local function apply_change(rule, old, new)
+  local kind, name = string.match(rule, "^(%a+) (.*)$")
+  if kind == "account" then reweigh(name, old, new) end
+  if kind == "model" and new == "" then forget_model(name) end
+  if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_charges(name, old, new) end
+end
+
+-- Store the kinds of servers.  If they have changed, each class has to be put into its group again.
+local function store_kinds(kinds)
+  local before, known = redis.call("HKEYS", KINDS), 0
+  for _, kind in ipairs(before) do known = known + (kinds[kind] and 1 or 0) end
+  local count = 0
+  for _ in pairs(kinds) do count = count + 1 end
+  if known == #before and known == count then return end
+  redis.call("DEL", KINDS)
+  for kind, text in pairs(kinds) do redis.call("HSET", KINDS, kind, text) end
+  redis.call("DEL", classes_to_regroup_key())
+  for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", classes_to_regroup_key(), class) end
+end
+
+local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
+if is_other_database(database_id) then
+  redis.call("HDEL", META, "epoch")
+  return { "foreign", newest }
+end
+if newest > version then return { "stale", newest } end
+
+redis.call("HSET", META, "catalog", version)
+if database_id ~= "" then redis.call("HSET", META, "record", database_id) end
+local removed = {}
+for _, server in ipairs(redis.call("HKEYS", SERVERS)) do removed[server] = true end
+redis.call("DEL", SERVERS)
+local wanted, kinds, changed = {}, {}, {}
+for _, server in ipairs(servers) do
+  redis.call("HSET", SERVERS, server.name, server.entry)
+  removed[server.name] = nil
+  local kind = string.match(server.entry, "\n.*$")
+  kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
+  for n = 0, server.slots - 1 do
+    local slot = slot_name(server.name, n)
+    if is_online_slot(slot) then wanted[slot] = true end
+  end
+end
+forget_servers(removed)
+count_leases()
+for _, index in ipairs({ FREE, COOLING }) do
+  for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
+    if wanted[slot] then wanted[slot] = nil else redis.call("ZREM", index, slot) end
+  end
+end
+for slot in pairs(wanted) do
+  make_slot_available(slot, now, 0)
+end
+store_kinds(kinds)
+
+local before = redis.call("HGETALL", RULES)
+for i = 1, #before, 2 do
+  if rules[before[i]] == nil then
+    redis.call("HDEL", RULES, before[i])
+    changed[before[i]] = before[i + 1]
+  elseif rules[before[i]] == before[i + 1] then
+    rules[before[i]] = nil
+  else
+    changed[before[i]] = before[i + 1]
+  end
+end
+for rule, text in pairs(rules) do
+  redis.call("HSET", RULES, rule, text)
+  changed[rule] = changed[rule] or ""
+end
+for rule, old in pairs(changed) do apply_change(rule, old, rules[rule] or "") end
+if next(changed) then
+  for _, account in ipairs(redis.call("HKEYS", LANES)) do -- of all with waiting jobs
+    local tenant, model = string.match(account, "^([^|]*)|(.*)$")
+    if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant] then
+      redis.call("RPUSH", accounts_to_reindex_key(), account)
+    end
+  end
+end
+flush_hashes()
+if has_jobs_of_removed_models(changed) then
+  redis.call("HDEL", META, "epoch")
+  redis.call("HSET", META, "lost", "1")
+end
+return { "synced", version }

@@ -14,8 +14,12 @@ from functools import partial
 import structlog
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import decommission, invariants, quarantined_slots, reconcile, restore_leases, task_runs
+from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs
+from routing.maintenance.reaper import Reaper, RenewalGrace
+from routing.maintenance.restore_leases import MissingLeases
+from routing.maintenance.server_checks import ServerChecks
 from routing.maintenance.server_report import ServerReport
+from routing.maintenance.sweep import Sweeper
 from routing.queries import job_list
 from routing.queries.job_counters import EventCounter
 from slotkeeper.clock import now_ms
@@ -58,7 +62,27 @@ _PURGE_S = 50.0  # of each minute, while anything is overdue
 _COUNT_S = 4.0
 _TOO_SOON = 0.5  # of a task's period
 
-_patience = reconcile.RenewalGrace()
+_grace = RenewalGrace()
+
+
+@singleton
+def _sweeper() -> Sweeper:
+    return Sweeper(dispatcher())
+
+
+@singleton
+def _reaper() -> Reaper:
+    return Reaper(dispatcher(), _grace)
+
+
+@singleton
+def _missing_leases() -> MissingLeases:
+    return MissingLeases(dispatcher(), _reaper().state)
+
+
+@singleton
+def _checks() -> ServerChecks:
+    return ServerChecks(dispatcher())
 
 
 class PeriodicTask:
@@ -111,8 +135,8 @@ def run(names: Sequence[str]) -> None:
 
 @_task("sweep")
 def sweep() -> None:
-    """Offer what was missed; rebuild a room that turns out to be new."""
-    reconcile.sweep(dispatcher())
+    """Offer what was missed, and rebuild queues that Redis has lost."""
+    _sweeper().sweep()
     task_runs.mark_sweep(scripts())
 
 
@@ -120,31 +144,31 @@ def sweep() -> None:
 def keep_time() -> None:
     """Promote the jobs that are due, and expire those past their deadlines; of very many a batch of each in turn."""
     until = time.monotonic() + _KEEP_TIME_S
-    while reconcile.promote_due_jobs(dispatcher(), 0) + reconcile.expire_deadlines(dispatcher(), 0):
+    while deadlines.promote_due_jobs(dispatcher(), 0) + deadlines.expire_deadlines(dispatcher(), 0):
         if time.monotonic() >= until:
             return
 
 
 @_task("reap")
 def reap() -> None:
-    """Seize leases that were not renewed and offers that no worker took up; restore leases that runs lack."""
-    reconcile.reap(dispatcher(), _patience)
-    restore_leases.restore_missed(dispatcher(), may_reap=not _patience.is_active)
+    """Take back expired offers and leases; restore leases that runs lack."""
+    _reaper().reap()
+    _missing_leases().restore(may_reap=not _grace.is_active)
 
 
 @_task("reap_killed")
 def reap_dead_workers() -> None:
-    """Seize what workers hold whose processes have ended on this machine.
+    """Take back the leases of workers whose processes have ended on this machine.
 
     A task of its own, as it asks the file system, which may be slow to answer.
     """
-    reconcile.reap_dead_workers(dispatcher(), workers(), lifetimes())
+    _reaper().reap_dead_workers(workers(), lifetimes())
 
 
 @_task("watch_runs")
 def watch_runs() -> None:
-    """End runs that exceed their longest time, restore lost leases of draining slots, and go on with removals."""
-    quarantined_slots.end_overlong_runs(dispatcher(), decide_end)
+    """End runs that exceed their longest time, sync leases of quarantined slots, and finish removals."""
+    deadlines.end_overlong_runs(dispatcher(), decide_end)
     quarantined_slots.sync_leases(dispatcher())
     decommission.finish_removals(dispatcher())
 
@@ -162,37 +186,37 @@ def check_servers() -> None:
 @_task("check_urgent_servers")
 def check_urgent_servers() -> None:
     """Ask the servers that were down, or whose workers went silent, as check_servers does."""
-    _check(reconcile.servers_to_check_now(dispatcher()))
+    _check(_checks().servers_to_check_now())
 
 
 def _check(names: Iterable[str]) -> None:
     global _servers_with_quarantine
     servers, _servers_with_quarantine = (
         dispatcher().catalog.get().servers,
-        frozenset(quarantined_slots.servers(dispatcher())),
+        frozenset(quarantined_slots.servers_to_ask(dispatcher())),
     )
     _ask_about_runs()
     for reports in reports_as_they_arrive(_rounds().start(servers[name] for name in names)):
-        reconcile.apply_health(dispatcher(), reports)
-        reconcile.apply_reports(dispatcher(), reports, may_reap=not _patience.is_active)
+        _checks().apply_health(reports)
+        _checks().apply_reports(reports, may_reap=not _grace.is_active)
 
 
 @_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().catalog.get()
-    suspects = reconcile.find_stale_runs(dispatcher(), _reports(catalog.servers.values()))
+    suspects = _checks().find_stale_runs(_reports(catalog.servers.values()))
     if suspects:
         time.sleep(_SECOND_LOOK_S)
         again = {job.server for job in suspects}
         reports = _reports(server for server in catalog.servers.values() if server.name in again)
-        reconcile.end_stale_runs(dispatcher(), suspects, reports)
+        _checks().end_stale_runs(suspects, reports)
 
 
 @_task("reconcile")
 def reconcile_all() -> None:
-    """Bring back what the record knows and Redis does not."""
-    reconcile.reconcile(dispatcher())
+    """Bring back into Redis what only the database has."""
+    _sweeper().reconcile()
 
 
 @_task("tell_due")
@@ -229,7 +253,7 @@ def count() -> None:
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = job_list.count(dispatcher().store.database, State.DEAD)
-    removed = reconcile.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
+    removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
     vault.seal_anew()
@@ -255,10 +279,10 @@ def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.get().servers.values()
-    findings = invariants.find_violations(dispatcher(), _reports(servers))
+    findings = invariants.find_violations(dispatcher(), _checks(), _reaper().state, _reports(servers))
     if findings:
         time.sleep(_SECOND_LOOK_S)
-        findings &= invariants.find_violations(dispatcher(), _reports(servers))
+        findings &= invariants.find_violations(dispatcher(), _checks(), _reaper().state, _reports(servers))
     counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
     ledger.store_findings(database(), counts, {it.subject: it.check for it in sorted(findings)}, now_ms())
     for finding in sorted(findings):
@@ -360,7 +384,7 @@ def _check_quarantined_run(row: QuarantinedSlot) -> None:
             if outcome.kind in _ENDED:
                 quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
             elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
-                quarantined_slots.note_running(dispatcher(), row)
+                _checks().note_running(row)
     except (Misconfigured, SlotkeeperError) as error:
         log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
     finally:

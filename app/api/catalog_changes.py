@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from app.api.openapi import blueprint
 from app.auth import access
 from app.context import dispatcher
-from routing.maintenance import reconcile
+from routing.maintenance.rebuild import refresh_fleet
 from routing.queries import server_status
 from routing.queries.server_status import ServerStatus
 from routing.queue.fleets import QueueCounts
@@ -28,7 +28,7 @@ def refresh_redis(*fleets: str) -> None:
     """Let a change of the catalog take effect now.  While Redis is away, the sweep does it later."""
     for fleet in fleets:
         try:
-            reconcile.refresh_fleet(dispatcher(), fleet)
+            refresh_fleet(dispatcher(), fleet)
         except RedisError as error:  # Its time-out is paid once, not for each fleet.
             log.warning("refresh_postponed", fleet=fleet, error=str(error))
             return

@@ -31,6 +31,7 @@ from routing.queries.idle import explain_idle_server
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.values import AdminState, Server
@@ -99,7 +100,7 @@ def list_servers() -> dict[str, Any]:
         fleets = None
     servers, withheld = (
         sorted(found.servers.values(), key=lambda server: server.name),
-        quarantined_slots.by_server(dispatcher()),
+        quarantine.list_by_server(dispatcher().store.database),
     )
     return ServerList.build(servers=[_listed(server, standings, withheld) for server in servers], fleets=fleets)
 
@@ -130,7 +131,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     dispatcher().slots.reset_breaker(known.fleet, "server", known.name)
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.reset", server=known.name))
     refresh_redis(known.fleet)
-    return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))
+    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(dispatcher().store.database))
 
 
 @api.post(
@@ -144,7 +145,11 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
     runs one of them, its slot then has two jobs.
     """
     known = known_server(path.server)
-    rows = [row.slot for row in quarantined_slots.by_server(dispatcher())[known.name] if body.slot in (None, row.slot)]
+    rows = [
+        row.slot
+        for row in quarantine.list_by_server(dispatcher().store.database)[known.name]
+        if body.slot in (None, row.slot)
+    ]
     if not rows:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
         raise Conflict(
@@ -152,7 +157,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
         )
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=rows))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
-    return _listed(known, read_server_status([known.fleet]), quarantined_slots.by_server(dispatcher()))
+    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(dispatcher().store.database))
 
 
 @api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problem_responses(404)})

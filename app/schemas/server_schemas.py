@@ -8,8 +8,8 @@ from pydantic import Field
 from app.job_answers import seconds
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
 from app.schemas.job_schemas import AdminStateName
-from routing.maintenance import quarantined_slots
 from routing.queries import server_status as insight
+from routing.queries.explain import quarantine_sentence
 from routing.queries.model_status import ModelLoad
 from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
 from routing.queue.fleets import QueueCounts
@@ -124,7 +124,7 @@ class QuarantinedSlotView(ResponseSchema, source=QuarantinedSlot):
     reason: str = Field(description="What ended the run here: `timed_out`, `canceled`, `deadline_passed`, …")
     since: Time
     until: Time = Field(description="The longest; before, as soon as the server's report no longer shows the run.")
-    sentence: Annotated[str, From(quarantined_slots.sentence)]
+    sentence: Annotated[str, From(quarantine_sentence)]
 
 
 class ServerDetail(ServerView):

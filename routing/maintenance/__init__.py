@@ -1,1 +1,20 @@
-"""Repair what was missed or lost, end what is over, and check the invariants."""
+"""Repair what was missed or lost, end what is over, check the invariants.
+
+Every function may run twice at once, late, or not at all for a while.  The tasks that call them: tasks/maintenance.py.
+
+| task, period | function | if it does not run |
+|---|---|---|
+| sweep, 2 s | `sweep.Sweeper.sweep` | jobs that Redis lacks wait |
+| keep_time, 1 s | `deadlines.promote_due_jobs`, `expire_deadlines` | retries and deadlines are late |
+| reap, 0.5 s | `reaper.Reaper.reap`, `restore_leases.MissingLeases.restore` | jobs of silent workers hang |
+| reap_killed, 0.5 s | `reaper.Reaper.reap_dead_workers` | jobs of a killed worker wait 4 s instead of 0.3 s |
+| watch_runs, 2 s | `deadlines.end_overlong_runs` | overlong runs hold their slots |
+| | `quarantined_slots.sync_leases` | quarantined slots are used, or never again |
+| | `decommission.finish_removals` | models and servers are not removed |
+| check_servers, 10 s, urgent 2 s | `server_checks.ServerChecks.apply_health` | servers that are down get offers |
+| | `server_checks.ServerChecks.apply_reports` | quarantined slots stay unused |
+| sync_locks, 30 s | `server_checks.ServerChecks.end_stale_runs` | stale leases of living workers stay |
+| check_invariants, 60 s | `invariants.find_violations` | differences are not reported |
+| reconcile, 5 min | `sweep.Sweeper.reconcile` | removed fleets stay in Redis |
+| scan_dlq, 60 s | `deadlines.purge_ended_jobs` | old jobs stay in the database |
+"""

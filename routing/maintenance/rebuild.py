@@ -1,34 +1,124 @@
-"""The registry and the rules, brought to the fleets' rooms; and what a room tells of the record it was filled from."""
+"""Fill an empty queue from the database and open it; bring a changed catalog to Redis."""
 
 from collections.abc import Sequence
 
 import structlog
+from redis.exceptions import OutOfMemoryError
 
 from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import quarantined_slots, restore_leases
 from routing.queue.fleets import isolate_errors
 from routing.queue.slots import SyncResult
+from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
 
+JOBS_AT_ONCE = 1000
+"""Queued jobs that are read from the database with one query."""
+
+
+def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
+    """After a change of the catalog, bring it to Redis at once, and offer what it makes possible."""
+    catalog = dispatcher.catalog.refresh()
+    _rebuild_if_closed(dispatcher, fleet)
+    sync_catalog(dispatcher, [fleet], catalog)
+    _rebuild_if_closed(dispatcher, fleet)  # A model has moved to another fleet, and its jobs have to move.
+    dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
+
+
+def _rebuild_if_closed(dispatcher: Dispatcher, fleet: str) -> None:
+    if not dispatcher.fleets.counts([fleet])[fleet].is_open:
+        rebuild_queue(dispatcher, fleet)
+
 
 def sync_catalog(dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot) -> None:
-    """Bring the catalog to these fleets' rooms, in few round trips.
+    """Bring the catalog to these fleets, in few round trips.
 
-    One that has a newer version, or is not this record's, is left as it is; the next sweep fills it.  A room that has a
-    newer version than the record itself was filled before the record was put back to a backup.
+    A fleet that has a newer version, or belongs to another database, is left as it is; the next sweep fills it.  If its
+    version is newer than the database's own, the database was restored from a backup since.
     """
-    for fleet, synced in dispatcher.slots.sync_all(fleets, catalog).items():
-        with isolate_errors("bring", fleet=fleet):
-            _handle_sync_result(dispatcher, fleet, synced, catalog)
+    for fleet, result in dispatcher.slots.sync_all(fleets, catalog).items():
+        with isolate_errors("sync_catalog", fleet=fleet):
+            _handle_sync_result(dispatcher, fleet, result, catalog)
 
 
-def _handle_sync_result(dispatcher: Dispatcher, fleet: str, found: SyncResult, catalog: CatalogSnapshot) -> None:
-    if found.answer == "foreign":
-        log.warning("queue_of_another_database", fleet=fleet, record=catalog.database_id)
+def _handle_sync_result(dispatcher: Dispatcher, fleet: str, result: SyncResult, catalog: CatalogSnapshot) -> None:
+    if result.answer == "foreign":
+        log.warning("queue_of_another_database", fleet=fleet, database_id=catalog.database_id)
         return
-    if found.answer == "synced":
+    if result.answer == "synced":
         return
     version = dispatcher.catalog.version()
-    if version < found.newest and dispatcher.fleets.close(fleet, found.newest):
-        log.warning("database_went_back", fleet=fleet, version=version, before=found.newest)
+    if version < result.newest and dispatcher.fleets.close(fleet, result.newest):
+        log.warning("database_went_back", fleet=fleet, version=version, before=result.newest)
+
+
+def rebuild_queue(dispatcher: Dispatcher, fleet: str) -> int:
+    """Fill an empty queue: leases of running jobs, then queued jobs in order; then open it.  Return how many jobs.
+
+    A closed queue offers nothing, so no late job overtakes an early one that is not in Redis yet (ORDER-1).
+    """
+    if not begin(dispatcher, [fleet]):
+        return 0
+    filled = 0
+    try:
+        filled = fill(dispatcher, fleet)
+    except OutOfMemoryError as error:  # The sweep counts too few jobs, and fills the rest when there is memory again.
+        log.warning("queue_not_filled", fleet=fleet, error=str(error))
+    end(dispatcher, [fleet])
+    dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
+    return filled
+
+
+def begin(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
+    """Begin the rebuild of closed queues, and return those that can be filled now."""
+    if not fleets:
+        return []
+    catalog = dispatcher.catalog.get()
+    begun = dispatcher.fleets.begin_rebuild(fleets, catalog.database_id)
+    for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
+        log.warning("queue_discarded", fleet=fleet, because="Redis, or the database, is not what it was filled from")
+    restore_leases.restore_leases(dispatcher, begun)
+    quarantined_slots.restore_quarantine(dispatcher, begun)
+    restore_leases.restore_offers(dispatcher, begun)
+    crash_at("rebuild_leases")
+    sync_catalog(dispatcher, list(begun), catalog)
+    return list(begun)
+
+
+def end(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
+    """Open queues that are filled."""
+    if not fleets:
+        return
+    crash_at("rebuild_filled")
+    # Again, for runs whose start was on its way to the database when `begin` read it.
+    restore_leases.restore_leases(dispatcher, fleets)
+    for fleet in [fleet for fleet, opened in dispatcher.fleets.open(fleets).items() if opened]:
+        log.info("queue_rebuilt", fleet=fleet)
+
+
+def fill(dispatcher: Dispatcher, fleet: str) -> int:
+    """Enqueue all queued jobs of a fleet that are missing in Redis, and return how many are queued."""
+    models, seq, filled = dispatcher.catalog.get().models_of(fleet), 0, 0
+    while batch := dispatcher.store.list_queued(models, seq, JOBS_AT_ONCE):
+        enqueue_missing(dispatcher, fleet, batch)
+        seq, filled = batch[-1].seq, filled + len(batch)
+    return filled
+
+
+def enqueue_missing(dispatcher: Dispatcher, fleet: str, jobs: Sequence[QueuedJob]) -> int:
+    """Enqueue those of the jobs that are missing in Redis, and return how many were.
+
+    Their commit may be visible before the disk has it; a power cut must not leave a job in Redis alone.
+    """
+    dispatcher.store.database.sync_for_readers()
+    return dispatcher.queues.fill(fleet, jobs)
+
+
+def with_queued_jobs(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
+    """Return those of the fleets that have queued jobs in the database."""
+    catalog = dispatcher.catalog.get()
+    found = dispatcher.store.find_models_with_queued([model for fleet in fleets for model in catalog.models_of(fleet)])
+    return [fleet for fleet in fleets if not found.isdisjoint(catalog.models_of(fleet))]

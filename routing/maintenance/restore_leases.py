@@ -1,4 +1,4 @@
-"""The leases of runs, as the record knows them: written again where Redis has lost them."""
+"""Write leases of running jobs again that Redis has lost."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -7,7 +7,7 @@ import structlog
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.run_steps import blocking_steps, run_blocking
-from routing.maintenance.pass_state import seen_by
+from routing.maintenance.pass_state import ReaperState
 from routing.queue.fleets import isolate_errors
 from routing.queue.leases import Lease, LeasedJob
 from slotkeeper.clock import now_ms
@@ -16,11 +16,76 @@ from slotkeeper.jobs.states import State
 log = structlog.get_logger(__name__)
 
 _GRACE_MS = 2_000
-"""So long a run may have passed its slot on while its end is on the way to the record; then it needs a lease."""
+"""For so long a run may have released its slot before its end is stored; after that it needs a lease."""
 
 
-def _recorded(dispatcher: Dispatcher) -> defaultdict[str, list[LeasedJob]]:
-    """The leases of all running jobs, by fleet."""
+def restore_missing(dispatcher: Dispatcher) -> int:
+    """Give each running job its lease again if Redis has none, and return how many had none.
+
+    A living worker renews it and continues; otherwise it expires and is reaped.  So a run always ends, whichever job
+    holds its slot by now.
+    """
+    return _restore(dispatcher, _without_lease(dispatcher, _stored_leases(dispatcher)), dispatcher.settings.lease_ms)
+
+
+def restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+    """Write all leases of running jobs of these fleets, whose queues are being rebuilt."""
+    for fleet, runs in _stored_leases(dispatcher).items():
+        if fleet in fleets:
+            with isolate_errors("restore_leases", fleet=fleet):
+                _write(dispatcher, fleet, runs, dispatcher.settings.lease_ms)
+
+
+def restore_offers(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+    """After Redis was emptied, offer queued jobs again in the slots whose servers may still run them.
+
+    On another server they would run twice at once.  A job whose server was removed is left to be filled in.
+    """
+    catalog, found = dispatcher.catalog.get(), defaultdict[str, list[LeasedJob]](list)
+    for job, slot in dispatcher.store.list_resumable():
+        lease = Lease("", job.id, "", "", slot)
+        if job.model in catalog.models and lease.server in catalog.servers:
+            found[catalog.models[job.model].fleet].append(LeasedJob(lease, job))
+    for fleet in found.keys() & set(fleets):
+        with isolate_errors("restore_offers", fleet=fleet):
+            dispatcher.leases.restore_offers(fleet, found[fleet])
+
+
+def restore_for_owners(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
+    """Restore leases of these owners, whose processes have ended; return which of them have runs.
+
+    A run whose job another process has a lease for gets none, and waits until that lease is gone.
+    """
+    stored = _stored_leases(dispatcher)
+    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in stored.items()}
+    _restore(dispatcher, _without_lease(dispatcher, theirs), dispatcher.settings.lease_ms)
+    return {run.lease.owner for runs in theirs.values() for run in runs}
+
+
+class MissingLeases:
+    """Restores leases that Redis has not had for a while: a run releases its slot before its end is stored."""
+
+    def __init__(self, dispatcher: Dispatcher, state: ReaperState) -> None:
+        self._dispatcher, self._state = dispatcher, state
+
+    def restore(self, *, may_reap: bool = True) -> int:
+        """Restore leases that have been missing for _GRACE_MS, and return how many.
+
+        A living worker has restored its lease itself by then, and renews this one.  It lasts for two renewals and no
+        longer, so that the job of a worker that has died runs again soon.  may_reap: False while living workers could
+        not renew; then it lasts as long as any lease.
+        """
+        now, since, settings = now_ms(), self._state.missing, self._dispatcher.settings
+        missing = _without_lease(self._dispatcher, _stored_leases(self._dispatcher))
+        since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
+        self._state.missing = since
+        due = {fleet: [run for run in runs if now - since[run.lease] >= _GRACE_MS] for fleet, runs in missing.items()}
+        short_ms = min(settings.renew_every_ms * 9 // 4, settings.lease_ms)
+        return _restore(self._dispatcher, due, short_ms if may_reap else settings.lease_ms)
+
+
+def _stored_leases(dispatcher: Dispatcher) -> defaultdict[str, list[LeasedJob]]:
+    """Return the leases of all running jobs as the database has them, by fleet."""
     models = dispatcher.catalog.get().models
     found = defaultdict[str, list[LeasedJob]](list)
     for job in dispatcher.store.list_running():
@@ -30,69 +95,11 @@ def _recorded(dispatcher: Dispatcher) -> defaultdict[str, list[LeasedJob]]:
     return found
 
 
-def restore(dispatcher: Dispatcher) -> int:
-    """Give each running job its lease again where Redis has none; answers how many had none.
-
-    Its worker, if it lives, renews it and goes on; if not, it expires and is reaped like any other: so a run always
-    ends, whoever holds its slot by now.
-    """
-    return _restore(dispatcher, _without_lease(dispatcher, _recorded(dispatcher)), dispatcher.settings.lease_ms)
-
-
-def restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
-    """The same where Redis has lost these fleets' rooms, and they are filled again."""
-    for fleet, its in _recorded(dispatcher).items():
-        if fleet in fleets:
-            with isolate_errors("restore", fleet=fleet):
-                _write(dispatcher, fleet, its, dispatcher.settings.lease_ms)
-
-
-def restore_offers(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
-    """Offer queued jobs whose servers may still run them in their slots again, after Redis was emptied.
-
-    On any other server they would run twice at once.  A job whose server was removed is left to be filled in.
-    """
-    catalog, found = dispatcher.catalog.get(), defaultdict[str, list[LeasedJob]](list)
-    for job, slot in dispatcher.store.list_resumable():
-        lease = Lease("", job.id, "", "", slot)
-        if job.model in catalog.models and lease.server in catalog.servers:
-            found[catalog.models[job.model].fleet].append(LeasedJob(lease, job))
-    for fleet in found.keys() & set(fleets):
-        with isolate_errors("restore", fleet=fleet):
-            dispatcher.leases.restore_offers(fleet, found[fleet])
-
-
-def restore_missed(dispatcher: Dispatcher, *, may_reap: bool = True) -> int:
-    """The same for those that have had none for a while: a run passes its slot on before its end is in the record.
-
-    A worker that lives has by then written its lease again itself, and renews this one.  It lasts for two renewals, so
-    that one may be late, and no longer: the job of a worker that died in between is run again soon.
-    `silence_proves`: not while Redis was away.
-    """
-    now, since = now_ms(), seen_by(dispatcher).missed
-    missing = _without_lease(dispatcher, _recorded(dispatcher))
-    since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
-    seen_by(dispatcher).missed = since
-    settings = dispatcher.settings
-    missed = {fleet: [run for run in runs if now - since[run.lease] >= _GRACE_MS] for fleet, runs in missing.items()}
-    short_ms = min(settings.renew_every_ms * 9 // 4, settings.lease_ms)
-    return _restore(dispatcher, missed, short_ms if may_reap else settings.lease_ms)
-
-
-def restore_for_owners(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:
-    """The same at once for runs of these owners, whose processes have ended; answers which of them had runs.
-
-    A run whose job another has a lease for has none of its own, and waits until that is gone.
-    """
-    recorded = _recorded(dispatcher)
-    theirs = {fleet: [run for run in runs if run.lease.owner in owners] for fleet, runs in recorded.items()}
-    _restore(dispatcher, _without_lease(dispatcher, theirs), dispatcher.settings.lease_ms)
-    return {run.lease.owner for runs in theirs.values() for run in runs}
-
-
 def _without_lease(dispatcher: Dispatcher, runs: Mapping[str, Sequence[LeasedJob]]) -> dict[str, list[LeasedJob]]:
-    """Those of the record's runs, by fleet, whose jobs have no lease in Redis."""
-    # The record first: a lease is there before its run.
+    """Return those runs, by fleet, whose jobs have no lease in Redis.
+
+    The runs were read before: a lease exists before its run.
+    """
     leased = dispatcher.leases.have_lease({fleet: [run.lease.job_id for run in found] for fleet, found in runs.items()})
     return {
         fleet: [run for run, has_one in zip(found, leased[fleet], strict=True) if not has_one]
@@ -100,27 +107,26 @@ def _without_lease(dispatcher: Dispatcher, runs: Mapping[str, Sequence[LeasedJob
     }
 
 
-def _restore(dispatcher: Dispatcher, missing: Mapping[str, Sequence[LeasedJob]], lasts_ms: int) -> int:
-    written = 0
+def _restore(dispatcher: Dispatcher, missing: Mapping[str, Sequence[LeasedJob]], ttl_ms: int) -> int:
+    restored = 0
     for fleet, runs in missing.items():
         if runs:
-            with isolate_errors("restore", fleet=fleet):
-                restored = _write(dispatcher, fleet, runs, lasts_ms)
-                log.warning("leases_were_lost", fleet=fleet, leases=restored)
-                written += restored
-    return written
+            with isolate_errors("restore_leases", fleet=fleet):
+                written = _write(dispatcher, fleet, runs, ttl_ms)
+                log.warning("leases_were_lost", fleet=fleet, leases=written)
+                restored += written
+    return restored
 
 
-def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[LeasedJob], lasts_ms: int) -> int:
-    """Answers for how many jobs there was no lease.  A run that ended after it was read has one then that nobody else
-    will free."""
-    written = dispatcher.leases.restore(fleet, runs, lasts_ms)
-    briefs = dispatcher.store.get_statuses([run.lease.job_id for run in runs])
-    steps = blocking_steps(dispatcher)
+def _write(dispatcher: Dispatcher, fleet: str, runs: Sequence[LeasedJob], ttl_ms: int) -> int:
+    """Write leases, and return how many were missing.
+
+    A run that has ended since it was read has one now that no other process would free: give it up.
+    """
+    written = dispatcher.leases.restore(fleet, runs, ttl_ms)
+    statuses = dispatcher.store.get_statuses([run.lease.job_id for run in runs])
     for run in runs:
-        found = briefs.get(run.lease.job_id)
-        if found is not None and found.state is State.QUEUED and found.slot == run.lease.slot:
-            run_blocking(steps.reopen_offer(run.lease, found.job.model))
-        elif found is None or found.state is not State.RUNNING or found.lease != run.lease.stored_text:
-            run_blocking(steps.free(run.lease, return_to_lane=found is not None and found.state is State.QUEUED))
+        status = statuses.get(run.lease.job_id)
+        if status is None or status.state is not State.RUNNING or status.lease != run.lease.stored_text:
+            run_blocking(blocking_steps(dispatcher).give_up(run.lease))
     return written

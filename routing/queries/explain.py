@@ -13,13 +13,13 @@ from redis.exceptions import RedisError
 
 from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import quarantined_slots
 from routing.queries import server_status
 from routing.queries.overtaking import longest_overtaking_s
 from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus
 from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
+from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
@@ -95,7 +95,7 @@ def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
         return _waiting_for(Blocker("not_in_room", sentence))
     standings = server_status.read_servers(dispatcher.slots, fleet)
     catalog = dispatcher.catalog.get()
-    withheld = quarantined_slots.by_server(dispatcher)
+    withheld = quarantine.list_by_server(dispatcher.store.database)
     hindrances = {
         it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
         for it in _servers(catalog, job)
@@ -243,7 +243,7 @@ def _busy(taken: int, ahead: int) -> Blocker:
 def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[QuarantinedSlot]]) -> list[Blocker]:
     """Slots that no run of ours holds any more."""
     return [
-        Blocker("slot_withheld", quarantined_slots.sentence(row, named=row.tenant == job.tenant), row.slot)
+        Blocker("slot_withheld", quarantine_sentence(row, named=row.tenant == job.tenant), row.slot)
         for server in servers
         for row in slots.get(server, ())
     ]
@@ -284,3 +284,30 @@ def _sum_up(blockers: Sequence[Blocker]) -> str:
 def _moment(at_ms: int) -> str:
     """To the second, rounded up: by then it is over."""
     return f"{datetime.fromtimestamp(-(-at_ms // 1000), UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def quarantine_sentence(row: QuarantinedSlot, *, named: bool = True) -> str:
+    """For people: why the slot is withheld, and what would end that.  `named`: they may know which job it is."""
+    whose = f"job {row.job_id!r}" if named else "another tenant's job"
+    how = _HOW.get(row.reason, "ended")
+    told = "tells by its status that it has ended, " if row.remote_id is not None else ""
+    return (
+        f"slot {row.slot} is withheld: {whose} {how} here at {_moment_before(row.since_ms)}, and its server may still "
+        "run it; "
+        f"the slot is used again when the server answers the request, {told}no longer reports the run, or was "
+        f"restarted, and at {_moment_before(row.until_ms)} at the latest"
+    )
+
+
+def _moment_before(at_ms: int) -> str:
+    return f"{datetime.fromtimestamp(at_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+_HOW = {
+    "timed_out": "timed out",
+    "canceled": "was canceled",
+    "deadline_passed": "passed its deadline",
+    "server_lost": "was lost",
+    "connection_lost": "lost its connection",
+    "worker_lost": "lost its worker",
+}

@@ -6,14 +6,14 @@ from redis.exceptions import RedisError
 
 from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import quarantined_slots
 from routing.queries import job_list
-from routing.queries.explain import Blocker, breaker_open, of_server, stopped
+from routing.queries.explain import Blocker, breaker_open, of_server, quarantine_sentence, stopped
 from routing.queries.model_status import ModelLoad, read_model_load
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import ServerStatus, read_servers, slot_use
 from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES, Server
@@ -78,7 +78,7 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
         yield Blocker("server_probing", "one trial job is running there, since its breaker was open", server.name)
     if standing.away_since_ms or standing.cooling:
         yield of_server(server.name, "away" if standing.away_since_ms else "in cooldown", standing)
-    withheld = quarantined_slots.by_server(dispatcher).get(server.name, ())
+    withheld = quarantine.list_by_server(dispatcher.store.database).get(server.name, ())
     use = slot_use(server.state, standing, len(withheld))
     if use.running and not standing.free:
         yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {use.running} run jobs", server.name)
@@ -86,7 +86,7 @@ def _of_slots(dispatcher: Dispatcher, server: Server, standing: ServerStatus) ->
         if server_of_slot(slot) == server.name:
             yield Blocker("run_waits", f"job {job_id} on {slot}: {sentence}", slot)
     for row in withheld:
-        yield Blocker("slot_withheld", quarantined_slots.sentence(row), row.slot)
+        yield Blocker("slot_withheld", quarantine_sentence(row), row.slot)
 
 
 def _of_jobs(dispatcher: Dispatcher, server: Server, loads: dict[str, ModelLoad]) -> Iterator[Blocker]:

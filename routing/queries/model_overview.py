@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import quarantined_slots
 from routing.queries import looks
 from routing.queries.last_hour import LastHourUsage, MinuteUsage
 from routing.queries.looks import MINUTE_MS
+from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry.snapshot import Model
@@ -55,7 +55,7 @@ class ModelOverview:
 def slots_of(servers: Sequence[Server], running: Sequence[Job], dispatcher: Dispatcher) -> dict[str, list[SlotState]]:
     """Each server's slots, in order.  Raises DatabaseUnavailable."""
     taken = {job.slot: job for job in running}
-    withheld = {row.slot: row for rows in quarantined_slots.by_server(dispatcher).values() for row in rows}
+    withheld = {row.slot: row for rows in quarantine.list_by_server(dispatcher.store.database).values() for row in rows}
     return {
         it.name: [
             SlotState(name, taken.get(name), withheld.get(name))

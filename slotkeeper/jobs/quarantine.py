@@ -4,6 +4,7 @@ The end of a run is two facts: the state of the job, and when its slot may be us
 transaction, so that an emptied Redis forgets neither.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -102,6 +103,14 @@ def list_all(database: Database) -> list[QuarantinedSlot]:
     """Return all quarantined slots, the longest first."""
     with database.read() as connection:
         return [_from_row(row) for row in _ALL.fetch_all(connection, {})]
+
+
+def list_by_server(database: Database) -> defaultdict[str, list[QuarantinedSlot]]:
+    """Return all quarantined slots, by server."""
+    found = defaultdict[str, list[QuarantinedSlot]](list)
+    for slot in list_all(database):
+        found[slot.server].append(slot)
+    return found
 
 
 def find(database: Database, job_id: str, attempt: int) -> QuarantinedSlot | None:

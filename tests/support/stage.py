@@ -17,7 +17,7 @@ from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import OnPostponed
-from routing.maintenance import reconcile
+from routing.maintenance import rebuild
 from routing.maintenance.server_report import ServerReport
 from routing.queries.explain import explain_job_state
 from routing.queue.fleets import Fleets
@@ -130,11 +130,11 @@ class Stage:
         self.catalog.register(model, server, f"http://{server}:1/run", slots, self.now)
         if config:
             self.catalog.configure(model, config, self.now)
-        reconcile.refresh_fleet(self.dispatcher, self.catalog.read().models[model].fleet)
+        rebuild.refresh_fleet(self.dispatcher, self.catalog.read().models[model].fleet)
 
     def set_state(self, state: str, server: str = "gpu") -> None:
         self.catalog.set_server_state(server, state)
-        reconcile.refresh_fleet(self.dispatcher, self.catalog.read().servers[server].fleet)
+        rebuild.refresh_fleet(self.dispatcher, self.catalog.read().servers[server].fleet)
 
     def submit(self, model: str = "zimg", **changes: Any) -> str:
         (job_id,) = self.submit_all([self.a(model, **changes)])

@@ -16,8 +16,8 @@ from tools.benchmarks.submits import measure_submits
 
 _FEED = """
 import sys
-from slotkeeper.jobs.values import now_ms
-from upkeep import reconcile
+from slotkeeper.clock import now_ms
+from routing.maintenance.rebuild import refresh_fleet
 from routing.admission.submission import Submission
 from tasks.services import catalog, dispatcher
 jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
@@ -28,7 +28,7 @@ for start in range(0, jobs, 500):
 for server in servers:
     name, url, slots = server.split(",")
     catalog().register("bench", name, url, int(slots), now_ms())
-reconcile.refresh_fleet(dispatcher(), "bench")
+refresh_fleet(dispatcher(), "bench")
 """
 
 

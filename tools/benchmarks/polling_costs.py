@@ -25,14 +25,14 @@ _MOST_WAIT_S = 300
 
 _FEED = """
 import sys
-from slotkeeper.jobs.values import now_ms
-from upkeep import reconcile
+from slotkeeper.clock import now_ms
+from routing.maintenance.rebuild import refresh_fleet
 from routing.admission.submission import Submission
 from tasks.services import catalog, dispatcher
 model, jobs, every_s, endpoint = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 catalog().configure(model, {"poll_interval": every_s, "max_poll_time": 36_000}, now_ms())
 catalog().register(model, model, endpoint, jobs, now_ms())
-reconcile.refresh_fleet(dispatcher(), model)
+refresh_fleet(dispatcher(), model)
 for start in range(0, jobs, 500):
     dispatcher().submit([Submission(model, {"n": n}) for n in range(start, min(start + 500, jobs))])
 """
@@ -40,14 +40,15 @@ _LEASES = """
 import json
 from tasks.services import dispatcher, leases
 fleets = dispatcher().catalog.get().fleets()
-ages = [age for found in leases().all_of(fleets).values() for _, age in found]
+ages = [age for found in leases().list_all(fleets).values() for _, age in found]
 print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_ms]))
 """
 _STATES = """
 import json
-from insight import listing
+from slotkeeper.jobs.states import State
+from routing.queries import job_list
 from tasks.services import dispatcher
-print(json.dumps({state.value: count for state, count in listing.counts(dispatcher().store.database).items()}))
+print(json.dumps({state.value: job_list.count(dispatcher().store.database, state) for state in State}))
 """
 
 

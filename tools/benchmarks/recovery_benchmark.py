@@ -22,7 +22,8 @@ from migrations.migrate import upgrade
 from routing.admission.admission import Admission
 from routing.config import RoutingSettings
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import reconcile
+from routing.maintenance.reaper import Reaper
+from routing.maintenance.sweep import Sweeper
 from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases
 from routing.queue.queues import Offer, Queues
@@ -118,13 +119,14 @@ def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
 
 def flush(jobs: int) -> None:
     with _record(jobs) as database, _dispatcher(database, 1) as (dispatcher, valkey):
+        sweeper = Sweeper(dispatcher)
         for _ in range(3):  # as maintenance that has been running for a while
-            reconcile.sweep(dispatcher)
+            sweeper.sweep()
         valkey.flush()
-        took_s = _timed(lambda: reconcile.sweep(dispatcher))
+        took_s = _timed(sweeper.sweep)
         how = "in order" if _in_order(dispatcher, valkey) else "OUT OF ORDER"
         _say(f"flush       {jobs:,} waiting jobs: all back in {took_s:.1f} s, {how}")
-        idle_ms = _timed(lambda: reconcile.sweep(dispatcher)) * 1000
+        idle_ms = _timed(sweeper.sweep) * 1000
         _say(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
 
 
@@ -136,7 +138,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 def reap(jobs: int = 1000) -> None:
     with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
-        reconcile.sweep(dispatcher)
+        Sweeper(dispatcher).sweep()
         while offers := [lease for lease, _ in dispatcher.leases.list_all(["zimg"])["zimg"] if not lease.owner]:
             for lease in offers:
                 offer = Offer("zimg", lease.job_id, lease.name, lease.slot, lease.server, "zimg", 0)
@@ -150,8 +152,9 @@ def reap(jobs: int = 1000) -> None:
 
 
 def _reap_all(dispatcher: Dispatcher, jobs: int) -> None:
+    reaper = Reaper(dispatcher)
     while jobs > 0:
-        jobs -= reconcile.reap(dispatcher)
+        jobs -= reaper.reap()
 
 
 def ledger(jobs: int = 1_000_000) -> None:

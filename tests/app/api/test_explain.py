@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from routing.maintenance import reconcile
 from slotkeeper.jobs.states import Reason, State
+from tests.support import passes
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job
 from tests.support.ends import cool_down
@@ -83,7 +83,7 @@ def test_a_job_that_the_room_has_not_taken_in_yet(timed_api: TimedApi) -> None:
     found = api.explain(job.id)
     assert _codes(found) == ["not_in_room"]
     assert "the next sweep enqueues it" in found["sentence"]
-    reconcile.reconcile(api.dispatcher)
+    passes.reconcile(api.dispatcher)
     assert "being started" in api.explain(job.id)["sentence"]
 
 
@@ -220,7 +220,7 @@ def test_an_open_breaker_of_a_model_and_until_when(timed_api: TimedApi) -> None:
     assert found["waits_for"][0]["until"] == "2027-01-15T08:00:07.000Z"
     waiting = api.submitted()
     api.later(6 * SECOND)
-    reconcile.sweep(api.dispatcher)
+    passes.sweep(api.dispatcher)
     assert "being started" in api.explain(probe)["sentence"]
     assert _codes(api.explain(waiting)) == ["model_probing"]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from routing.maintenance import reconcile
 from slotkeeper.jobs.states import Reason, State
+from tests.support import passes
 from tests.support.api import NOTHING, Api, TimedApi
 
 MINUTE = 60_000
@@ -203,7 +203,7 @@ def test_a_policy_that_could_not_be_brought_to_redis_holds_after_the_sweep(morta
     answer = _put(api, b'{"policy":"fifo"}')
     assert (answer.status_code, answer.json["config"]["policy"]) == (200, "fifo")
     api.valkey.start()
-    reconcile.sweep(api.dispatcher)
+    passes.sweep(api.dispatcher)
     assert _order(api, low, urgent) == [low, urgent]
 
 

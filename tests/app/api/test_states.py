@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from routing.maintenance import reconcile
 from routing.queries.server_status import read_servers
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import JobError
+from tests.support import passes
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down, end_run_with, free
 from tests.support.starts import begin_run
@@ -301,13 +301,13 @@ def test_without_redis_a_change_takes_effect_by_the_sweep(mortal_api: Api, path:
     api.valkey.kill()
     assert _set(api, path, "paused").status_code == 200
     api.valkey.start()
-    reconcile.sweep(api.dispatcher)
+    passes.sweep(api.dispatcher)
     job_id = api.submitted()
-    reconcile.sweep(api.dispatcher)
+    passes.sweep(api.dispatcher)
     assert _offered(api) == []
     assert _set(api, path, "online").status_code == 200
-    reconcile.reconcile(api.dispatcher)
-    reconcile.sweep(api.dispatcher)
+    passes.reconcile(api.dispatcher)
+    passes.sweep(api.dispatcher)
     assert _offered(api) == [job_id]
 
 

@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from app.request_json import BODY_COMPLETE
-from routing.maintenance import reconcile
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
+from tests.support import passes
 from tests.support.api import NOTHING, Api
 from tests.support.ends import end_run_with
 
@@ -150,7 +150,7 @@ def test_without_redis_a_job_is_accepted_and_comes_into_line_later(mortal_api: A
     assert (answer.status_code, answer.json["position"]) == (202, None)
     assert api.job(answer.json["job_id"]).state is State.QUEUED
     api.valkey.start()
-    reconcile.reconcile(api.dispatcher)
+    passes.reconcile(api.dispatcher)
     assert api.client.get(answer.json["links"]["self"]).json["position"] == 1
 
 

@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         "leases are reaped as soon as Redis is back",
         "routing.maintenance.reaper:RenewalGrace.may_reap",
-        never("self._until is None and away"),
+        never("self._until_s is None and was_away"),
         kills=[
             "test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
             "test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a run that ended while its lease was written again holds a slot",
         "routing.maintenance.restore_leases:_write",
-        never("found.lease != run.lease.stored_text"),
+        never("status.lease != run.lease.stored_text"),
         kills=[
             "test_a_run_that_ends_while_its_lease_is_written_again_leaves_none",
             "test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease",
@@ -52,31 +52,31 @@ MUTANTS = [
     ),
     Mutant(
         "a run that began while its queue was rebuilt has no lease",
-        "routing.maintenance.sweep:_end_rebuild",
+        "routing.maintenance.rebuild:end",
         drop("restore_leases.restore_leases(dispatcher, fleets)"),
         kills=["test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot"],
         breaks="LEASE-1",
     ),
     Mutant(
         "a queue that is rebuilt forgets quarantined slots",
-        "routing.maintenance.sweep:_begin_rebuild",
+        "routing.maintenance.rebuild:begin",
         drop("quarantined_slots.restore_quarantine("),
         kills=["test_an_emptied_redis_does_not_forget_what_drains"],
         breaks="SLOT-1",
     ),
     Mutant(
         "a run handed back while its queue is rebuilt goes to any server",
-        "routing.maintenance.restore_leases:_write",
-        swap("run.lease.slot", "run.lease.name"),
+        "routing.dispatch.run_steps:RunSteps.give_up",
+        swap("job.server == lease.server", "job.server == lease.name"),
         kills=["test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone"],
         breaks="LEASE-1",
     ),
     Mutant(
         "a worker that is still notifying its server loses its lease",
-        "routing.maintenance.quarantined_slots:_keep",
+        "routing.maintenance.quarantined_slots:_sync_fleet",
         swap(
-            "(row.job_id, row.slot) not in there",
-            "(_run_id(row), row.slot) not in {(it.job_id, it.slot) for it in leases}",
+            "(row.job_id, row.slot) not in leased",
+            "(_run_id(row), row.slot) not in {(lease.job_id, lease.slot) for lease in leases}",
         ),
         kills=["test_a_worker_that_is_still_telling_its_server_is_not_disturbed"],
         breaks="LEASE-4",
@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "a slot is freed although its server still reports the run",
         "routing.maintenance.quarantined_slots:apply_report",
-        always("not report.shows_runs and not _is_told_to_run(dispatcher, row)"),
+        always("not report.shows_runs and not _is_confirmed_running(state, row)"),
         kills=["test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take"],
         breaks="SLOT-1",
     ),
@@ -114,10 +114,10 @@ MUTANTS = [
     ),
     Mutant(
         "what was queued since the last sweep is not found",
-        "routing.maintenance.sweep:_enqueue_from_events",
+        "routing.maintenance.sweep:Sweeper._enqueue_from_events",
         swap(
-            "event_reader.list_queued_between(database, after, last, _CHUNK)",
-            "event_reader.list_queued_between(database, last, last, _CHUNK)",
+            "event_reader.list_queued_between(database, after, last, rebuild.JOBS_AT_ONCE)",
+            "event_reader.list_queued_between(database, last, last, rebuild.JOBS_AT_ONCE)",
         ),
         kills=[
             "test_what_another_process_queued_while_it_did_not_reach_redis_is_swept",
@@ -128,15 +128,15 @@ MUTANTS = [
     ),
     Mutant(
         "a queue that lost a job is not filled",
-        "routing.maintenance.sweep:_fill_short_queues",
-        drop("seen.filling[fleet] = 0"),
+        "routing.maintenance.sweep:Sweeper._fill_short_queues",
+        drop("state.filling[fleet] = 0"),
         kills=["test_a_job_that_only_its_room_has_lost_is_found_by_counting"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a step of Redis' clock ends the leases of living workers",
         "routing.maintenance.reaper:RenewalGrace.may_reap",
-        never("self._clock_was_set"),
+        never("self._was_clock_set"),
         kills=[
             "test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire",
             "test_after_redis_clock_was_set_living_workers_renew_before_anything_is_reaped",
@@ -153,8 +153,8 @@ MUTANTS = [
     ),
     Mutant(
         "leases of living workers are seized with those of a killed one",
-        "routing.maintenance.reaper:reap_dead_workers",
-        swap("lease.owner in killed", "lease.owner"),
+        "routing.maintenance.reaper:Reaper.reap_dead_workers",
+        swap("lease.owner in dead", "lease.owner"),
         kills=[
             "test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_not_touched",
             "test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone",
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "a killed worker is forgotten before all queues were read",
-        "routing.maintenance.reaper:reap_dead_workers",
+        "routing.maintenance.reaper:Reaper.reap_dead_workers",
         always("len(held) == len(fleets)"),
         kills=["test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read"],
         breaks="LEASE-1",
@@ -172,8 +172,8 @@ MUTANTS = [
     ),
     Mutant(
         "a killed worker is forgotten while it still has leases",
-        "routing.maintenance.reaper:reap_dead_workers",
-        swap("killed - running - {lease.owner for lease in theirs}", "killed - running"),
+        "routing.maintenance.reaper:Reaper.reap_dead_workers",
+        swap("dead - running - {lease.owner for lease in theirs}", "dead - running"),
         kills=[
             "test_what_a_killed_worker_sent_last_is_found_by_the_next_look",
             "test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped",
@@ -183,43 +183,43 @@ MUTANTS = [
     ),
     Mutant(
         "a queue that Redis cannot hold whole never opens",
-        "routing.maintenance.sweep:_rebuild_on",
-        swap("seen.rebuilding - seen.filling.keys() | full", "seen.rebuilding - seen.filling.keys()"),
+        "routing.maintenance.sweep:Sweeper._continue_rebuilds",
+        swap("state.rebuilding - state.filling.keys() | full", "state.rebuilding - state.filling.keys()"),
         kills=["test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds"],
         breaks="SLOT-2",
         still="test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole",
     ),
     Mutant(
         "the reaper ends whichever run there is",
-        "routing.maintenance.reaper:_reap_lease",
+        "routing.maintenance.reaper:Reaper._reap_lease",
         swap("job.lease == lease.stored_text or lease.owner == _REAPER", "True"),
         kills=["test_a_lease_that_outlived_its_run_does_not_end_the_next_one"],
         breaks="LEASE-3",
     ),
     Mutant(
         "the lease of a dead reaper is held for ever",
-        "routing.maintenance.reaper:_reap_lease",
+        "routing.maintenance.reaper:Reaper._reap_lease",
         swap("job.lease == lease.stored_text or lease.owner == _REAPER", "job.lease == lease.stored_text"),
         kills=["test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next"],
         breaks="LEASE-1",
     ),
     Mutant(
         "a waiting job that the queue lost stays lost",
-        "routing.maintenance.sweep:reconcile",
-        drop("found += _fill(dispatcher, fleet)"),
+        "routing.maintenance.sweep:Sweeper.reconcile",
+        drop("found += rebuild.fill(dispatcher, fleet)"),
         kills=["test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a lease that Redis lost stays lost",
-        "routing.maintenance.sweep:reconcile",
-        swap("restore_leases.restore(dispatcher)", "0"),
+        "routing.maintenance.sweep:Sweeper.reconcile",
+        swap("restore_leases.restore_missing(dispatcher)", "0"),
         kills=["test_a_running_job_whose_lease_is_lost_gets_it_back"],
         breaks="LEASE-1",
     ),
     Mutant(
         "a young lease is compared with the server's ids",
-        "routing.maintenance.server_report:_by_ids",
+        "routing.maintenance.server_report:_compare_ids",
         swap("not lease.names & running and lease.age_ms >= MIN_AGE_MS", "not lease.names & running"),
         kills=[
             "test_a_lease_younger_than_five_seconds_is_no_ghost",
@@ -236,31 +236,31 @@ MUTANTS = [
     ),
     Mutant(
         "stale runs are ended at the first look",
-        "routing.maintenance.server_checks:end_stale_runs",
-        always("_run(job) in known"),
+        "routing.maintenance.server_checks:ServerChecks.end_stale_runs",
+        always("_run(job) in suspected"),
         kills=["test_a_later_run_of_a_suspect_is_no_suspect"],
         breaks="charges",
     ),
     Mutant(
         "the second look at a stale run is skipped",
-        "routing.maintenance.server_checks:end_stale_runs",
+        "routing.maintenance.server_checks:ServerChecks.end_stale_runs",
         swap(
-            "(end_unknown_run(dispatcher, job) for job in find_stale_runs(dispatcher, reports) if _run(job) in known)",
-            "(end_unknown_run(dispatcher, job) for job in before)",
+            "(end_unknown_run(self._dispatcher, job) for job in stale if _run(job) in suspected)",
+            "(end_unknown_run(self._dispatcher, job) for job in before)",
         ),
         kills=["test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing"],
         breaks="charges",
     ),
     Mutant(
         "the run of a living worker is ended at once",
-        "routing.maintenance.server_checks:apply_reports",
+        "routing.maintenance.server_checks:ServerChecks.apply_reports",
         always("(server.name, job.id) in silent"),
         kills=["test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too"],
         breaks="charges",
     ),
     Mutant(
         "a run that its server may just have ended is given up",
-        "routing.maintenance.server_checks:_asked_within_ms",
+        "routing.maintenance.server_checks:ServerChecks._answer_takes_ms",
         always("job.remote_id is None"),
         kills=["test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id"],
         breaks="charges",

@@ -8,13 +8,14 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.queries import job_list
 from routing.queue.leases import Lease, Renewal, new_lease_owner
 from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.registry.tenants import Tenant
+from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
 from tests.support.ends import end_run_with, free, hand_back
@@ -83,9 +84,9 @@ def test_a_job_with_a_not_before_time_is_not_offered_until_then(stage):
     job_id = stage.submit(delay_s=5)
     assert stage.state(job_id) is State.DELAYED and stage.offered() == []
     stage.later(4_999)
-    assert reconcile.promote_due_jobs(stage.dispatcher) == 0
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 0
     stage.later(1)
-    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 1
     assert stage.offered() == [job_id]
 
 
@@ -106,7 +107,7 @@ def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(stag
     early = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(3)]
     assert [stage.state(job_id) for job_id in early] == [State.QUEUED] * 3
     assert stage.offered() == [] and stage.room.waiting() == []
-    assert reconcile.reconcile(stage.dispatcher) == 3
+    assert passes.reconcile(stage.dispatcher) == 3
     assert stage.run_all() == early
 
 
@@ -259,7 +260,7 @@ def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(
     assert end_run_with(cut_off, task, Reason.FINISHED, result="1") is not None
     assert stage.state(first) is State.COMPLETED and stage.free() == 0
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.offered() == [second] and stage.state(first) is State.COMPLETED
 
 
@@ -294,10 +295,10 @@ def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_trie
     assert (job.attempts, job.failures, job.crashes, job.waits) == (0, 0, 0, 1)
     assert stage.free() == 0
     stage.later(1_999)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.free() == 0
     stage.later(1)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.free() == 1 and stage.state(later) is State.COMPLETED
 
 
@@ -308,10 +309,10 @@ def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and
         stage.settle(stage.start(), OutcomeKind.BUSY, retry_after_s=wish)
         if cooldown_ms:
             stage.later(cooldown_ms - 1)
-            reconcile.sweep(stage.dispatcher)
+            passes.sweep(stage.dispatcher)
             assert stage.offered() == []
             stage.later(1)
-            reconcile.sweep(stage.dispatcher)
+            passes.sweep(stage.dispatcher)
         assert [it.job_id for it in stage.told.offers] == [job_id]
         stage.settle(stage.start())
 
@@ -321,7 +322,7 @@ def test_a_job_that_met_a_busy_server_keeps_its_place(stage):
     ids = [stage.submit() for _ in range(3)]
     stage.settle(stage.start(), OutcomeKind.BUSY)
     stage.later(SETTINGS.busy_cooldown_ms)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == ids
 
 
@@ -333,7 +334,7 @@ def test_a_day_without_its_server_costs_a_job_nothing(stage):
             stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
             starts += 1
         stage.later(300_000)
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     job = stage.job(job_id)
     assert job.state is State.QUEUED and starts > 200
     assert (job.attempts, job.failures, job.crashes) == (0, 0, 0)
@@ -351,7 +352,7 @@ def test_a_server_that_cannot_be_reached_has_a_cooldown_with_all_its_slots_longe
         began = stage.now
         while not stage.told.offers:
             stage.later(500)
-            reconcile.sweep(stage.dispatcher)
+            passes.sweep(stage.dispatcher)
         cooldowns.append((stage.now - began) // SECOND)
     assert cooldowns == [1, 2, 4, 8, 16, 30, 30]
 
@@ -373,7 +374,7 @@ def test_a_job_that_waited_for_its_retry_returns_to_its_own_place(stage):
     stage.settle(stage.start(), OutcomeKind.RETRY)
     running = stage.start()
     stage.later(1_100)
-    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 1
     urgent = stage.submit(priority=1)
     stage.settle(running)
     assert stage.run_all() == [urgent, ids[0], ids[2]]
@@ -395,7 +396,7 @@ def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(st
         assert stage.state(job_id) is State.QUEUED
         stage.settle(stage.start(), OutcomeKind.RETRY)
         stage.later(60_000)
-        reconcile.promote_due_jobs(stage.dispatcher)
+        deadlines.promote_due_jobs(stage.dispatcher)
     assert stage.state(job_id) is State.DEAD and stage.job(job_id).why is Reason.RETRIES_EXHAUSTED
     assert stage.told.ends == [(job_id, State.DEAD)]
     stage.dispatcher.revive(job_id)
@@ -504,7 +505,7 @@ def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monke
             stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
     stage.later(1)
     assert stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0).moved is None
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
 
 
@@ -530,7 +531,7 @@ def _ended(stage: Stage, state: State) -> str:
             stage.dispatcher.cancel(job_id)
         case State.EXPIRED:
             stage.later(60_000)
-            reconcile.expire_deadlines(stage.dispatcher)
+            deadlines.expire_deadlines(stage.dispatcher)
         case _:
             kinds = {State.COMPLETED: OutcomeKind.DONE, State.FAILED: OutcomeKind.FAILED, State.DEAD: OutcomeKind.RETRY}
             stage.settle(stage.start(), kinds[state])
@@ -602,7 +603,7 @@ def test_no_server_report_is_needed_of_what_is_not_running(
     stage.register()
     stage.submit()
     stage.later(60_000)
-    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
 
 
 def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(stage, monkeypatch):
@@ -624,6 +625,6 @@ def test_a_job_whose_deadline_has_passed_when_it_is_submitted_is_offered_to_no_s
     stage.register()
     job_id = stage.submit(ttl_s=0)
     assert stage.offered() == []
-    assert reconcile.expire_deadlines(stage.dispatcher) == 1
+    assert deadlines.expire_deadlines(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.why, job.attempt) == (State.EXPIRED, Reason.DEADLINE_PASSED, 0)

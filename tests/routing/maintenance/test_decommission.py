@@ -3,13 +3,14 @@
 import pytest
 
 from routing.maintenance import decommission as upkeep
-from routing.maintenance import quarantined_slots, reconcile
+from routing.maintenance import quarantined_slots, rebuild
 from routing.queue.leases import Renewal
 from slotkeeper.errors import Conflict, UnknownModel
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.closed_models import ModelClosed
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.registry import catalog_removal
+from tests.support import passes
 from tests.support.stage import Stage
 
 
@@ -71,8 +72,8 @@ def test_a_removal_that_is_cut_before_redis_hears_of_it_is_completed_by_maintena
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     if gone:
         catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops")
-    reconcile.sweep(stage.dispatcher)
-    reconcile.reconcile(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert stage.redis.hkeys("test:3:{zimg}:rules") == []
     assert not gone or stage.redis.keys("test:3:{zimg}*") == []
 
@@ -92,7 +93,7 @@ def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
     job_id = stage.submit()
     task = stage.start()
     stage.later(60_000)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.state(job_id) is State.DEAD and task.run.job.id == job_id
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     with pytest.raises(Conflict, match="was removed"):
@@ -111,7 +112,7 @@ def test_a_process_that_does_not_know_of_the_removal_leaves_nothing_in_the_room(
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops")
     stage.dispatcher.queues.enqueue("zimg", [job])
     assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].waiting == {"zimg": 1}
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
     assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].waiting == {}
 
 
@@ -155,7 +156,7 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     found = catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     assert found.lost == (job_id,)
     if cut:  # Who removed it died before it said so.
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         upkeep.finish_removals(stage.dispatcher)
     else:
         upkeep.forget_server(stage.dispatcher, found)
@@ -163,7 +164,7 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     job = stage.job(job_id)
     assert (job.why, job.error_code, job.crashes) == (Reason.SERVER_UNREACHABLE, "server_removed", 0)
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     again = stage.start()
     assert (again.run.job.id, again.run.server) == (job_id, "b")
     assert stage.settle(again).moved.to is State.COMPLETED

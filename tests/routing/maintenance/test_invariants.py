@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import invariants, reconcile
+from routing.maintenance import deadlines, invariants
 from routing.maintenance.invariants import Check, Finding
 from routing.maintenance.reaper import REPORTED_AFTER
 from routing.maintenance.server_report import ServerReport
@@ -17,6 +17,7 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from tasks import maintenance
+from tests.support import passes
 from tests.support.builders import an_ended_job
 from tests.support.ends import store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
@@ -44,7 +45,7 @@ WELL = {"gpu": ServerReport(True, 1, frozenset({"j0"}))}
 
 
 def look(stage: Stage, reports: dict[str, ServerReport] = WELL) -> set[Finding]:
-    return invariants.find_violations(stage.dispatcher, reports)
+    return passes.find_violations(stage.dispatcher, reports)
 
 
 def _execute(stage: Stage, statement: str) -> None:
@@ -65,7 +66,7 @@ def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_bro
     job = busy.job("j2")
     busy.dispatcher.queues.withdraw("zimg", [job.queued])
     assert look(busy) == {Finding(Check.ROOM, "zimg")}
-    reconcile.reconcile(busy.dispatcher)
+    passes.reconcile(busy.dispatcher)
     assert look(busy) == set()
 
 
@@ -74,7 +75,7 @@ def test_a_running_job_without_a_lease_is_found_until_it_has_one_again(busy):
     busy.redis.zrem(busy.room.key("leases"), "j0")
     busy.redis.hdel(busy.room.key("slots"), "gpu-slot0")
     assert look(busy) == {Finding(Check.RUN, "j0")}
-    reconcile.reconcile(busy.dispatcher)
+    passes.reconcile(busy.dispatcher)
     assert look(busy) == set()
 
 
@@ -84,27 +85,17 @@ def test_a_lease_without_its_run_is_found(busy, column):
     assert Finding(Check.LEASE, "j0") in look(busy, {})
 
 
-def test_a_job_that_is_offered_and_never_started_is_found_and_workers_are_woken_once_more(stage):
+def test_a_job_that_is_offered_and_never_started_is_found(stage):
     stage.register()
     job_id = stage.submit()
     for _ in range(REPORTED_AFTER):
-        assert look(stage, {}) == set() and len(stage.told.offers) == 1
+        assert look(stage, {}) == set()
         stage.later(OFFER_MS)
-        reconcile.reap(stage.dispatcher)
+        passes.reap(stage.dispatcher)
     assert look(stage, {}) == {Finding(Check.START, job_id)}
-    assert [offer.job_id for offer in stage.told.offers] == [job_id] * 2
-    stage.start()
-    assert look(stage, {}) == set()
-
-
-def test_nobody_is_woken_once_more_while_no_worker_has_room(stage, monkeypatch):
-    monkeypatch.setattr(stage.dispatcher.queues, "worker_capacity", lambda: 0)
-    stage.register()
-    job_id = stage.submit()
-    for _ in range(2 * REPORTED_AFTER):
-        stage.later(OFFER_MS)
-        reconcile.reap(stage.dispatcher)
-    assert stage.offered() == [job_id] and look(stage, {}) == {Finding(Check.START, job_id)}
+    assert stage.offered() == [job_id], "workers look for open offers themselves: no second message"
+    stage.dispatcher.queues.offer("zimg", 1, claimant="w1")
+    assert stage.redis.hget(stage.room.key(f"leases:{job_id}"), "owner") == b"w1", "and find this one"
 
 
 def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
@@ -113,7 +104,7 @@ def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
     for _ in range(REPORTED_AFTER):
         assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1")
         stage.later(LEASE_MS)
-        reconcile.reap(stage.dispatcher)
+        passes.reap(stage.dispatcher)
     assert look(stage, {}) == {Finding(Check.START, job_id)}
 
 
@@ -131,7 +122,7 @@ def test_job_3_a_row_that_somebody_deleted_is_found(busy):
 def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     busy.later(100_000)
     busy.dispatcher.leases.renew("zimg", "w1", [held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"]])
-    assert reconcile.purge_ended_jobs(busy.dispatcher, retention_s=1) == 3
+    assert deadlines.purge_ended_jobs(busy.dispatcher, retention_s=1) == 3
     book = ledger.read(busy.database)
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
 
@@ -141,9 +132,9 @@ def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_
     held = next(held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
     store_end(busy.store, job.id, job.attempt, Reason.FINISHED, busy.now, result="{}")
-    assert Finding(Check.LEASE, job.id) not in invariants.find_violations(busy.dispatcher, WELL)
+    assert Finding(Check.LEASE, job.id) not in passes.find_violations(busy.dispatcher, WELL)
     busy.later(SETTINGS.lease_ms)
-    assert Finding(Check.LEASE, job.id) in invariants.find_violations(busy.dispatcher, WELL)
+    assert Finding(Check.LEASE, job.id) in passes.find_violations(busy.dispatcher, WELL)
 
 
 # -- the task --------------------------------------------------------------------------------------------------
@@ -151,7 +142,7 @@ def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_
 
 @pytest.fixture
 def watched(busy: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: busy.dispatcher)
+    passes.run_tasks_with(monkeypatch, busy.dispatcher)
     monkeypatch.setattr(maintenance, "database", lambda: busy.database)
     monkeypatch.setattr(maintenance, "_reports", lambda servers: WELL)
     monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
+from routing.maintenance import deadlines, quarantined_slots, restore_leases
 from routing.maintenance.server_report import ServerReport
 from routing.queries import job_list
 from routing.queue import queues
@@ -23,6 +23,7 @@ from slotkeeper.redis.signatures import Command
 from slotkeeper.registry.values import Server
 from tasks import health_checks, maintenance
 from tasks.health_checks import HealthChecks
+from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import free, store_end
 from tests.support.stack import eventually
@@ -51,13 +52,13 @@ def test_a_fleet_whose_room_is_broken_holds_up_no_other(stage, broken, key) -> N
     stage.set_state("paused")
     job_id = stage.submit()
     stage.catalog.set_server_state("gpu", "online")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert [offer.job_id for offer in stage.told.offers] == [job_id]
     stage.start()
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
-    reconcile.apply_reports(stage.dispatcher, {"spoiled": ServerReport(True), "gpu": ServerReport(True, 0)})
-    assert reconcile.reconcile(stage.dispatcher) >= 1
+    assert passes.reap(stage.dispatcher) == 1
+    passes.apply_reports(stage.dispatcher, {"spoiled": ServerReport(True), "gpu": ServerReport(True, 0)})
+    assert passes.reconcile(stage.dispatcher) >= 1
 
 
 def test_a_job_that_cannot_be_reaped_holds_up_no_other(stage, monkeypatch) -> None:
@@ -74,7 +75,7 @@ def test_a_job_that_cannot_be_reaped_holds_up_no_other(stage, monkeypatch) -> No
         return get(job_id)
 
     monkeypatch.setattr(stage.store, "get", refuse)
-    assert reconcile.reap(stage.dispatcher) == 2
+    assert passes.reap(stage.dispatcher) == 2
 
 
 def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybodys(stage) -> None:
@@ -109,11 +110,11 @@ def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> No
         stage.register(model=f"idle{n}", server=f"s{n}")
     for _ in range(5):
         stage.submit("idle0")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     alone: list[str] = []
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, it: alone.append(it.target.script) or run(self, it))
-    said = _statements(stage, lambda: reconcile.sweep(stage.dispatcher))
+    said = _statements(stage, lambda: passes.sweep(stage.dispatcher))
     assert len([it for it in said if "FROM jobs" in it]) <= 3, "not one for each fleet"
     assert set(alone) <= {"offer"} and len(alone) <= 1, "only the fleet in which jobs wait is asked alone"
 
@@ -149,22 +150,22 @@ def _reports(stage: Stage) -> dict[str, ServerReport]:
 
 
 _UPKEEPS: dict[str, Callable[[Stage], object]] = {
-    "sweep": lambda stage: reconcile.sweep(stage.dispatcher),
-    "reap": lambda stage: reconcile.reap(stage.dispatcher),
+    "sweep": lambda stage: passes.sweep(stage.dispatcher),
+    "reap": lambda stage: passes.reap(stage.dispatcher),
     "keep": lambda stage: quarantined_slots.sync_leases(stage.dispatcher),
-    "restore": lambda stage: restore_leases.restore(stage.dispatcher),
-    "restore missed": lambda stage: restore_leases.restore_missed(stage.dispatcher),
-    "urgent": lambda stage: reconcile.servers_to_check_now(stage.dispatcher),
-    "health": lambda stage: reconcile.apply_health(stage.dispatcher, _reports(stage)),
-    "reports": lambda stage: reconcile.apply_reports(stage.dispatcher, _reports(stage)),
-    "check_invariants": lambda stage: invariants.find_violations(stage.dispatcher, _reports(stage)),
-    "reconcile": lambda stage: reconcile.reconcile(stage.dispatcher),
+    "restore": lambda stage: restore_leases.restore_missing(stage.dispatcher),
+    "restore missed": lambda stage: passes.restore_missed(stage.dispatcher),
+    "urgent": lambda stage: passes.servers_to_check_now(stage.dispatcher),
+    "health": lambda stage: passes.apply_health(stage.dispatcher, _reports(stage)),
+    "reports": lambda stage: passes.apply_reports(stage.dispatcher, _reports(stage)),
+    "check_invariants": lambda stage: passes.find_violations(stage.dispatcher, _reports(stage)),
+    "reconcile": lambda stage: passes.reconcile(stage.dispatcher),
 }
 
 
 @pytest.mark.parametrize("act", _UPKEEPS)
 def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
-    for name in ("_COUNTING_SHARE", "_READS_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
+    for name in ("_COUNTING_SHARE", "_READ_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
         monkeypatch.setattr(f"routing.maintenance.sweep.{name}", 1e9)
     needed = []
     for count in (2, 40):
@@ -179,7 +180,7 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
     stage.submit("idle7")
     stage.lose_redis()
     stage.told.offers.clear()
-    assert _round_trips(lambda: reconcile.sweep(stage.dispatcher), monkeypatch) < 30
+    assert _round_trips(lambda: passes.sweep(stage.dispatcher), monkeypatch) < 30
     rooms = stage.dispatcher.fleets.counts([f"idle{n}" for n in range(60)])
     assert all(room.is_open for room in rooms.values())
     assert len(stage.offered()) == 1
@@ -187,7 +188,7 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
 
 def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, monkeypatch) -> None:
     crowd(20)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.submit("idle3")
     asked: list[Command[Any]] = []
     run_each = Scripts.run_each
@@ -204,9 +205,9 @@ def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, mo
 
 def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(stage) -> None:
     stage.register()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     receipt = stage.cut_off().submit([stage.a()])[0]
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [receipt.accepted.id]
 
 
@@ -215,19 +216,19 @@ def test_a_job_revived_by_a_process_without_redis_is_swept(stage) -> None:
     job_id = stage.submit()
     stage.settle(stage.start(), OutcomeKind.RETRY)
     assert stage.state(job_id) is State.DEAD
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.cut_off().revive(job_id)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [job_id]
 
 
 def test_a_job_whose_promoter_died_is_swept(stage) -> None:
     stage.register()
     job_id = stage.submit(delay_s=1)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.later(1_000)
     stage.store.promote_due(stage.now)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [job_id]
 
 
@@ -236,12 +237,12 @@ def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> 
     monkeypatch.setattr("routing.maintenance.sweep._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
     stage.register()
     stage.submit()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     _renumber(stage, "id = id + 1000000 WHERE actor IS NULL")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     late = stage.cut_off().submit([stage.a()])[0].accepted.id
     _renumber(stage, f"id = (SELECT max(id) - 500000 FROM events) WHERE job_id = '{late}'")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.waiting() == [late]
 
 
@@ -254,10 +255,10 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(stage, monkeypat
     monkeypatch.setattr("routing.maintenance.sweep._COUNTING_SHARE", 1e9)
     stage.register()
     first, lost, last = (stage.submit() for _ in range(3))
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.dispatcher.queues.withdraw("zimg", [stage.job(lost).queued])
     for _ in range(2):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     assert stage.run_all() == [first, lost, last]
 
 
@@ -266,12 +267,12 @@ def test_a_room_that_only_looked_short_is_not_read_again_and_again(stage, monkey
     monkeypatch.setattr("routing.maintenance.sweep.short_queues", lambda *_: {"zimg"})
     stage.register()
     stage.submit()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     read: list[object] = []
     queued = stage.store.list_queued
     monkeypatch.setattr(stage.store, "list_queued", lambda models, *a: read.append(models) or queued(models, *a))
     for _ in range(10):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     assert read.count(["zimg"]) == 2, "one page, and that there are no more"
 
 
@@ -280,7 +281,7 @@ def test_slot_2_a_thousand_slots_fill_in_one_sweep(stage) -> None:
     stage.set_state("paused")
     stage.submit_all([stage.a() for _ in range(1_200)])
     stage.catalog.set_server_state("gpu", "online")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert len(stage.offered()) == 1_000
 
 
@@ -291,8 +292,8 @@ def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
 
 
 def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
-    monkeypatch.setattr("routing.maintenance.sweep._READS_S", 0.0)
-    monkeypatch.setattr("routing.maintenance.sweep._CHUNK", 10)
+    monkeypatch.setattr("routing.maintenance.sweep._READ_S", 0.0)
+    monkeypatch.setattr("routing.maintenance.rebuild.JOBS_AT_ONCE", 10)
     stage.register(model="flux", server="other")
     stage.register()
     ids = stage.submit_all([stage.a("flux") for _ in range(25)])
@@ -300,13 +301,13 @@ def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps
     stage.told.offers.clear()
     other = stage.cut_off().submit([stage.a()])[0].accepted.id
     for _ in range(20):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         if other in stage.offered():
             break
     else:
         pytest.fail("the small fleet waits for the large one")
     for _ in range(20):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     assert stage.dispatcher.fleets.counts(["flux"])["flux"].is_open
     assert stage.dispatcher.fleets.counts(["flux"])["flux"].waiting == {"flux": len(ids) - 1}
 
@@ -318,8 +319,8 @@ def test_a_rebuild_that_fails_at_its_end_is_made_again_by_the_next_sweep(stage, 
     stage.told.offers.clear()
     with monkeypatch.context() as away, pytest.raises(ConnectionError):
         away.setattr(stage.dispatcher.fleets, "open", _redis_is_away)
-        reconcile.sweep(stage.dispatcher)
-    reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].is_open and stage.offered() == [job_id]
 
 
@@ -347,10 +348,10 @@ def test_the_keys_of_a_fleet_that_is_gone_are_removed(stage) -> None:
     stage.submit("flux")
     stage.settle(stage.start(), OutcomeKind.DONE)
     job_id = stage.submit()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert _keys_of(stage, "flux")
     _forget(stage, "flux")
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert _keys_of(stage, "flux") == [] and stage.run_all() == [job_id]
     stage.register(model="flux", server="other")
     assert stage.submit("flux") in stage.offered(), "it may come again"
@@ -360,9 +361,9 @@ def test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease(stage) -> 
     stage.register(model="flux", server="other")
     stage.submit("flux")
     stage.start()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     _forget(stage, "flux")
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert _keys_of(stage, "flux")
 
 
@@ -382,7 +383,7 @@ def test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time(stage, monke
         return settle(*args, **more)
 
     monkeypatch.setattr(stage.store, "settle_write", settled)
-    assert reconcile.reap(stage.dispatcher) == 3
+    assert passes.reap(stage.dispatcher) == 3
 
 
 # -- runs ------------------------------------------------------------------------------------------------------
@@ -400,13 +401,13 @@ def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(stage, monkey
         write = settle(*args, **more)
         assert stage.database.commit(write)  # by one whose answer comes late
         stage.later(OFFER_MS)
-        assert reconcile.reap(other) == 1
+        assert passes.reap(other) == 1
         return write
 
     monkeypatch.setattr(stage.store, "settle_write", slow)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     stage.later(OFFER_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert job_id in stage.offered()
     assert stage.job(job_id).crashes == 1
 
@@ -431,7 +432,7 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
     ids = stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
     turns = []
-    while done := reconcile.expire_deadlines(stage.dispatcher, within_s=0):
+    while done := deadlines.expire_deadlines(stage.dispatcher, within_s=0):
         turns.append(done)
     assert turns == [10, 10, 10, 5]
     assert {stage.state(job_id) for job_id in ids} == {State.EXPIRED}
@@ -440,14 +441,14 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
 
 def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    passes.run_tasks_with(monkeypatch, stage.dispatcher)
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
     stage.later(1_000)
     turns: list[tuple[str, int]] = []
     for name in ("promote_due_jobs", "expire_deadlines"):
-        act = getattr(reconcile, name)
-        monkeypatch.setattr(reconcile, name, lambda *a, name=name, act=act: turns.append((name, n := act(*a))) or n)
+        act = getattr(deadlines, name)
+        monkeypatch.setattr(deadlines, name, lambda *a, name=name, act=act: turns.append((name, n := act(*a))) or n)
     maintenance.keep_time()
     assert turns[:4] == [("promote_due_jobs", 0), ("expire_deadlines", 10)] * 2
 
@@ -459,7 +460,7 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
     single: list[str] = []
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
-    said = _statements(stage, lambda: reconcile.expire_deadlines(stage.dispatcher))
+    said = _statements(stage, lambda: deadlines.expire_deadlines(stage.dispatcher))
     assert job_list.counts(stage.store.database)[State.EXPIRED] == 50
     assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
 
@@ -547,7 +548,7 @@ def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(s
     report = ServerReport(True, 1, frozenset({job_id}), asked_ms=stage.now)
     stage.settle(task)
     stage.later(7_000)
-    reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+    passes.apply_reports(stage.dispatcher, {"gpu": report})
     assert stage.free() == 1
 
 
@@ -557,7 +558,7 @@ def test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since(stage) ->
     stage.submit()
     stage.start()
     stage.later(6_000)
-    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": report}) == []
+    assert passes.find_stale_runs(stage.dispatcher, {"gpu": report}) == []
 
 
 def test_while_workers_could_not_renew_silence_proves_nothing(stage) -> None:
@@ -566,9 +567,9 @@ def test_while_workers_could_not_renew_silence_proves_nothing(stage) -> None:
     stage.start()
     stage.later(6_000)
     report = {"gpu": ServerReport(True, 0, frozenset())}
-    assert reconcile.apply_reports(stage.dispatcher, report, may_reap=False) == 0
+    assert passes.apply_reports(stage.dispatcher, report, may_reap=False) == 0
     assert stage.state(job_id) is State.RUNNING
-    assert reconcile.apply_reports(stage.dispatcher, report) == 1
+    assert passes.apply_reports(stage.dispatcher, report) == 1
 
 
 def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> None:
@@ -579,9 +580,9 @@ def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> N
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: calls.append(name) or run(self, name, *args))
     reports = {f"s{n}": ServerReport(True, 0, frozenset()) for n in range(30)}
-    reconcile.apply_health(stage.dispatcher, reports)
-    reconcile.apply_reports(stage.dispatcher, reports)
-    reconcile.servers_to_check_now(stage.dispatcher)
+    passes.apply_health(stage.dispatcher, reports)
+    passes.apply_reports(stage.dispatcher, reports)
+    passes.servers_to_check_now(stage.dispatcher)
     assert len(calls) <= 3
 
 
@@ -589,6 +590,6 @@ def test_two_processes_that_sweep_at_once_lose_and_double_nothing(stage) -> None
     stage.register(2)
     ids = [stage.submit() for _ in range(6)]
     others = [stage.dispatcher, stage.a_dispatcher(stage.redis)]
-    at_once(*[lambda it=it: reconcile.sweep(it) for it in others * 2])
+    at_once(*[lambda it=it: passes.sweep(it) for it in others * 2])
     assert sorted(stage.run_all()) == sorted(ids)
     assert queues.Queues is type(stage.dispatcher.queues)

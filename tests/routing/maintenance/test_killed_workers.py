@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from routing.maintenance import reconcile, restore_leases
+from routing.maintenance import rebuild
 from routing.queue.leases import Lease, Renewal
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.redis.keys import Keys
+from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import end_run_with, free, hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, Stage
@@ -37,7 +38,7 @@ class Deaths:
         os.close(self.lifetimes._held.pop(worker))
 
     def reap(self) -> int:
-        return reconcile.reap_dead_workers(self._stage.dispatcher, self.workers, self.lifetimes)
+        return passes.reap_dead_workers(self._stage.dispatcher, self.workers, self.lifetimes)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_silent_worker_that_was_told_to_stop_charges_nothing(stage, deaths):
     stage.start(LIVING)
     deaths.workers.report_stopping(LIVING)
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.HANDED_BACK, 0)
 
 
@@ -96,7 +97,7 @@ def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(stage, deaths
     stage.start(LIVING)
     stage.later(LEASE_MS)
     assert deaths.reap() == 0
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert "stopped renewing" in (stage.job(job_id).error_message or "")
 
 
@@ -177,7 +178,7 @@ def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage
     assert deaths.reap() == 2
     assert [stage.job(job_id).why for job_id in (passing, following)] == [Reason.LEASE_EXPIRED] * 2
     assert sorted(stage.offered()) == [passing, following]
-    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    assert passes.restore_missed(stage.dispatcher) == 0
 
 
 def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_it_is(stage, deaths, monkeypatch):
@@ -242,7 +243,7 @@ def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
     deaths.kill()
     away = stage.cut_off()
     with pytest.raises(RedisError):
-        reconcile.reap_dead_workers(away, WorkerCapacity(away.queues.scripts), deaths.lifetimes)
+        passes.reap_dead_workers(away, WorkerCapacity(away.queues.scripts), deaths.lifetimes)
     assert deaths.lifetimes.find_dead() == [KILLED]
 
 
@@ -253,7 +254,7 @@ def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
     stage.lose_redis()
     assert deaths.reap() == 0
     assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.find_dead() == [KILLED]
-    reconcile.rebuild_queue(stage.dispatcher, "zimg")
+    rebuild.rebuild_queue(stage.dispatcher, "zimg")
     assert deaths.reap() == 1
     assert stage.state(job_id) is State.QUEUED
     assert [(it.job_id, it.slot) for it in stage.told.offers][-1] == (job_id, task.lease.slot)

@@ -5,10 +5,11 @@ match · stale lease · unknown run (ours, another's) · silence; and servers th
 
 import pytest
 
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
+from tests.support import passes
 from tests.support.ends import hand_back
 from tests.support.stage import DOWN, LEASE_MS, UP_AND_IDLE, Stage
 
@@ -21,13 +22,13 @@ def running(*job_ids: str) -> ServerReport:
 
 
 def heed(stage: Stage, report: ServerReport) -> int:
-    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+    return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 def look_twice(stage: Stage, first: ServerReport, second: ServerReport) -> int:
     """What sync_locks does."""
-    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": first})
-    return reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": second})
+    before = passes.find_stale_runs(stage.dispatcher, {"gpu": first})
+    return passes.end_stale_runs(stage.dispatcher, before, {"gpu": second})
 
 
 # -- match -----------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_
     assert heed(stage, UP_AND_IDLE) == look_twice(stage, UP_AND_IDLE, UP_AND_IDLE) == 0
     assert stage.renewal(task) is Renewal.RENEWED, "its worker asks by itself"
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.job(job_id).remote_id == stage.start("w2").run.remote_id == "r-1", "or the next one does"
 
 
@@ -132,18 +133,18 @@ def test_orphan_the_slot_of_a_run_whose_lease_is_gone_is_not_offered_while_the_s
     stage.submit(id="one", ttl_s=1)
     task = stage.start()
     stage.later(1_000)
-    reconcile.expire_deadlines(stage.dispatcher)
+    deadlines.expire_deadlines(stage.dispatcher)
     stage.settle(task)
     stage.later(LEASE_MS)
     for _ in range(5):
         heed(stage, running("one"))
         stage.submit()
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert stage.offered() == []
         stage.later(WITHHELD_MS - 2_000)
     heed(stage, UP_AND_IDLE)
     stage.later(WITHHELD_MS)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert len(stage.offered()) == 1, "as soon as it has let go"
 
 
@@ -152,7 +153,7 @@ def test_orphan_a_run_whose_lease_redis_lost_is_adopted_with_its_slot(stage):
     job_id = stage.submit(id="one")
     task = stage.start()
     stage.lose_redis()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     heed(stage, running("one"))
     assert stage.room.taken() == {task.lease.slot: job_id}
     assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
@@ -176,7 +177,7 @@ def test_foreign_slots_that_direct_calls_use_are_withheld_for_a_while(stage, rep
     assert heed(stage, report) == 0
     assert stage.free() == free
     stage.later(WITHHELD_MS)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.free() == 3
 
 

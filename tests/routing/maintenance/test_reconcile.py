@@ -7,7 +7,7 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines, rebuild
 from routing.queue.leases import Renewal
 from slotkeeper.db import Database
 from slotkeeper.jobs import quarantine
@@ -15,6 +15,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job, Quarantine, QueuedJob
 from slotkeeper.registry import catalog_removal
+from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
@@ -30,8 +31,8 @@ def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(s
     made = list(stage.told.offers)
     for _ in range(20):
         stage.later(3_600 * SECOND)
-        assert reconcile.reap(stage.dispatcher) == 0
-        reconcile.sweep(stage.dispatcher)
+        assert passes.reap(stage.dispatcher) == 0
+        passes.sweep(stage.dispatcher)
     assert stage.told.offers == made and stage.room.waiting() == [third], "no message more, no job overtaken"
     assert stage.run_all() == [first, second, third]
     assert [stage.job(job_id).crashes for job_id in (first, second)] == [0, 0]
@@ -48,9 +49,9 @@ def test_an_offer_goes_back_to_its_own_place_when_nothing_may_be_started_there_a
         stage.catalog.set_model_state("zimg", "paused")
     else:
         stage.catalog.set_tenant_state("default", "frozen")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.later(OFFER_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     job = stage.job(first)
     assert (job.state, job.attempt, job.crashes) == (State.QUEUED, 0, 0)
     assert stage.room.taken() == {} and stage.room.waiting() == [first, second]
@@ -71,7 +72,7 @@ def test_an_offer_of_a_job_that_has_ended_is_taken_back(stage):
     stage.offered()
     stage.store.cancel_waiting(gone, stage.now)
     stage.later(OFFER_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.offered() == [following]
     assert stage.room.waiting() == []
 
@@ -81,9 +82,9 @@ def test_a_worker_that_died_under_a_job_costs_a_crash_and_the_job_goes_back_to_i
     first, second = stage.submit(), stage.submit()
     stage.start()
     stage.later(LEASE_MS - 1)
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     stage.later(1)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     job = stage.job(first)
     assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Reason.LEASE_EXPIRED, 1, 0)
     assert stage.run_all() == [first, second]
@@ -95,13 +96,13 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
     for crash in range(1, 4):
         stage.start()
         stage.later(LEASE_MS)
-        reconcile.reap(stage.dispatcher)
+        passes.reap(stage.dispatcher)
         assert stage.job(poison).crashes == crash
     assert stage.state(poison) is State.DEAD and stage.job(poison).why is Reason.CRASHES_EXHAUSTED
     assert stage.told.ends == [(poison, State.DEAD)]
     assert stage.offered() == [], "its server may be at it"
     stage.later(SECOND)
-    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.run_all() == [good]
 
 
@@ -110,7 +111,7 @@ def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(s
     job_id = stage.submit()
     zombie = stage.start("zombie")
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.renewal(zombie) is Renewal.LOST
     current = stage.start("w2")
     taken = stage.room.taken()
@@ -139,7 +140,7 @@ def test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reape
         return found
 
     monkeypatch.setattr(stage.dispatcher.leases, "list_expired", and_then_it_renews)
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
 
 
@@ -149,7 +150,7 @@ def test_two_reapers_at_once_reap_each_lease_once(stage):
     for _ in ids:
         stage.start()
     stage.later(LEASE_MS)
-    at_once(*[lambda: reconcile.reap(stage.dispatcher) for _ in range(3)])
+    at_once(*[lambda: passes.reap(stage.dispatcher) for _ in range(3)])
     assert [stage.job(job_id).crashes for job_id in ids] == [1] * 4
     assert sorted(stage.offered()) == sorted(ids)
 
@@ -160,7 +161,7 @@ def test_a_lease_whose_run_had_already_ended_is_only_freed(stage):
     task = stage.start()
     store_end(stage.store, job_id, task.run.attempt, Reason.FINISHED, stage.now, result="1")  # and then the worker died
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.state(job_id) is State.COMPLETED and stage.job(job_id).crashes == 0
     assert stage.offered() == [following]
 
@@ -170,7 +171,7 @@ def test_a_worker_that_died_between_claim_and_start_costs_the_job_nothing(stage)
     job_id = stage.submit()
     assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1") is not None
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.crashes, job.attempt) == (State.QUEUED, 0, 0)
     assert stage.offered() == [job_id]
@@ -182,10 +183,10 @@ def test_a_reaper_that_dies_after_its_grip_is_followed_by_the_next(stage, faults
     stage.start()
     stage.later(LEASE_MS)
     with faults("UPDATE jobs"):
-        assert reconcile.reap(stage.dispatcher) == 0
+        assert passes.reap(stage.dispatcher) == 0
     assert stage.state(job_id) is State.RUNNING
     stage.later(OFFER_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.state(job_id) is State.QUEUED and stage.job(job_id).why is Reason.LEASE_EXPIRED
     assert stage.offered() == [job_id]
 
@@ -196,7 +197,7 @@ def test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again(stage):
     stage.start()
     assert stage.dispatcher.cancel(job_id) is State.RUNNING
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.state(job_id) is State.CANCELED and stage.job(job_id).crashes == 0
     assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"{job_id}~1"}, "its server may be at it"
 
@@ -210,7 +211,7 @@ def test_a_job_that_its_server_has_is_offered_again_on_the_same_slot_and_resumed
     task = stage.start()
     stage.remote(task)
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     (offer,) = stage.told.offers
     assert (offer.job_id, offer.slot, offer.owner) == (job_id, task.lease.slot, "")
     assert stage.free() == 1
@@ -225,7 +226,7 @@ def test_a_job_whose_worker_died_in_the_middle_of_a_call_is_repeated_on_the_same
     job_id = stage.submit()
     task = stage.start()
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.lease.slot)]
     assert stage.free() == 1
 
@@ -252,12 +253,12 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(sta
     task = stage.start()
     if end == "reap":
         stage.later(LEASE_MS)
-        assert reconcile.reap(stage.dispatcher) == 1
+        assert passes.reap(stage.dispatcher) == 1
     else:
         assert hand_back(stage.dispatcher, task)
     stage.register(2, server="a")
     stage.lose_redis()
-    getattr(reconcile, fill)(stage.dispatcher)
+    getattr(passes, fill)(stage.dispatcher)
     assert stage.room.taken() == {task.lease.slot: job_id} and stage.room.waiting() == []
     stage.told.offers.clear()  # Redis was the broker, too.
     assert stage.run_all() == [job_id]
@@ -271,7 +272,7 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_where_redis_has_no_memory
     assert hand_back(stage.dispatcher, task)
     stage.lose_redis()
     monkeypatch.setattr(stage.dispatcher.queues, "fill", _is_full)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {task.lease.slot: job_id}
 
 
@@ -289,9 +290,9 @@ def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_
         assert stage.dispatcher.cancel(job_id) is State.CANCELED
     else:
         stage.later(LEASE_MS)
-        assert reconcile.expire_deadlines(stage.dispatcher) == 1
+        assert deadlines.expire_deadlines(stage.dispatcher) == 1
     stage.lose_redis()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.waiting() == [waits], "its server may be at the run still"
     (row,) = quarantine.list_all(stage.database)
     assert (row.job_id, row.attempt, row.slot) == (job_id, task.run.attempt, task.lease.slot)
@@ -329,7 +330,7 @@ def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_
     catalog_removal.remove_server(stage.database, "a", stage.now, "")
     stage.dispatcher.catalog.refresh()
     stage.lose_redis()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {"b-slot0": job_id}
 
 
@@ -341,7 +342,7 @@ def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(s
     hand_back(stage.dispatcher, task)
     for _ in range(5):
         stage.later(OFFER_MS)
-        assert reconcile.reap(stage.dispatcher) == 0
+        assert passes.reap(stage.dispatcher) == 0
         assert stage.room.taken() == {task.lease.slot: job_id}
     assert stage.start("w2").run.remote_id == "r-1"
 
@@ -360,7 +361,7 @@ def test_a_job_that_came_to_another_server_is_not_bound_to_it(stage):
     stage.register(1, server="c")
     stage.set_state("paused", "b")
     stage.later(OFFER_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, "c-slot0")]
     assert stage.job(job_id).server == "a"
 
@@ -371,12 +372,12 @@ def test_on_another_server_a_job_is_run_anew(stage):
     task = stage.start()
     stage.remote(task)
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     stage.told.offers.clear()
     stage.lose_redis()
     catalog_removal.remove_server(stage.database, "a", stage.now, "", force=True)
     stage.register(1, server="b")
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     again = stage.start()
     assert (again.run.job.id, again.run.server, again.run.remote_id) == (job_id, "b", None)
 
@@ -391,7 +392,7 @@ def test_an_emptied_redis_is_rebuilt_in_order_with_the_leases_of_running_jobs(st
     stage.lose_redis()
     assert stage.renewal(one) is Renewal.UNKNOWN
     stage.offered()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [] and stage.room.taken() == {one.lease.slot: ids[0], two.lease.slot: ids[1]}
     assert stage.renewal(one) is Renewal.RENEWED and stage.renewal(two) is Renewal.RENEWED
     stage.settle(one)
@@ -404,9 +405,9 @@ def test_after_a_rebuild_leases_whose_workers_died_expire_like_any_other(stage):
     job_id = stage.submit()
     stage.start()
     stage.lose_redis()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.job(job_id).crashes == 1 and stage.offered() == [job_id]
 
 
@@ -417,7 +418,7 @@ def test_until_the_room_is_rebuilt_a_late_job_does_not_overtake_an_early_one(sta
     stage.lose_redis()
     late = stage.submit()
     assert stage.offered() == []
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == [early, late]
 
 
@@ -427,7 +428,7 @@ def test_two_rebuilds_at_once_are_harmless(stage):
     stage.start("w1")
     stage.lose_redis()
     stage.offered()
-    assert not [e for e in at_once(*[lambda: reconcile.sweep(stage.dispatcher)] * 4) if isinstance(e, Exception)]
+    assert not [e for e in at_once(*[lambda: passes.sweep(stage.dispatcher)] * 4) if isinstance(e, Exception)]
     assert stage.offered() == [ids[1]]
     assert stage.room.waiting() == ids[2:]
 
@@ -440,9 +441,9 @@ def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
     stage.redis.delete(stage.room.key(f"leases:{job_id}"))
     stage.redis.zrem(stage.room.key("leases"), job_id)
     stage.redis.hdel(stage.room.key("slots"), task.lease.slot)
-    assert reconcile.reconcile(stage.dispatcher) == 1
+    assert passes.reconcile(stage.dispatcher) == 1
     assert stage.renewal(task) is Renewal.RENEWED
-    assert reconcile.reconcile(stage.dispatcher) == 0
+    assert passes.reconcile(stage.dispatcher) == 0
 
 
 # -- reconcile, sweep ------------------------------------------------------------------------------------------
@@ -457,9 +458,9 @@ def test_reconcile_leaves_waiting_jobs_where_they_are(stage):
     before = stage.room.dump()
     offers = len(stage.told.offers)
     for _ in range(3):
-        reconcile.reconcile(stage.dispatcher)
+        passes.reconcile(stage.dispatcher)
         assert stage.room.dump() == before
-    at_once(*[lambda: reconcile.reconcile(stage.dispatcher)] * 4)
+    at_once(*[lambda: passes.reconcile(stage.dispatcher)] * 4)
     assert stage.room.dump() == before
     assert len(stage.told.offers) == offers
 
@@ -470,7 +471,7 @@ def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_plac
     lost = stage.job(ids[2])
     stage.dispatcher.queues.withdraw("zimg", [lost.queued])
     assert stage.room.waiting() == [ids[1], ids[3]]
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert stage.room.waiting() == ids[1:]
 
 
@@ -480,7 +481,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(stage):
     task = stage.start()
     release(stage.dispatcher.leases, task.lease, return_to_lane=False, limit=0)  # no offers made
     assert stage.offered() == []
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [ids[1]]
 
 
@@ -488,11 +489,11 @@ def test_queue_1_the_sweep_brings_in_what_was_accepted_while_redis_was_away(stag
     stage.register()
     running = stage.submit()
     for _ in range(3):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     cut_off = stage.cut_off()
     late = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(2)]
     assert stage.room.waiting() == []
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.waiting() == late
     assert stage.run_all() == [running, *late]
 
@@ -503,7 +504,7 @@ def test_a_sweep_leaves_waiting_jobs_where_they_are(stage):
         stage.submit(priority=priority)
     before = stage.room.dump()
     for _ in range(4):
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert stage.room.dump() == before
 
 
@@ -512,7 +513,7 @@ def test_two_sweeps_at_once_offer_each_job_once(stage):
     stage.set_state("paused")
     ids = [stage.submit() for _ in range(5)]
     stage.catalog.set_server_state("gpu", "online")
-    at_once(*[lambda: reconcile.sweep(stage.dispatcher)] * 4)
+    at_once(*[lambda: passes.sweep(stage.dispatcher)] * 4)
     assert sorted(stage.offered()) == ids[:3]
 
 
@@ -524,7 +525,7 @@ def test_a_server_that_is_paused_finishes_what_runs_and_gets_nothing_new(stage, 
     stage.set_state(state)
     assert stage.renewal(task) is Renewal.RENEWED
     assert stage.settle(task).moved is not None
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == []
     stage.set_state("online")
     assert stage.offered() == [following]
@@ -535,7 +536,7 @@ def test_a_policy_can_change_while_jobs_wait_and_run(stage):
     ids = [stage.submit(priority=priority) for priority in (5, 9, 1, 5, 1)]
     assert _ahead(stage, ids[4]) == 3
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
     assert _ahead(stage, ids[4]) == 1
     assert stage.run_all() == [ids[0], ids[2], ids[4], ids[3], ids[1]]
 
@@ -547,7 +548,7 @@ def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(stage):
     old.catalog.get()
     ids = [stage.submit(priority=priority) for priority in (9, 1)]
     stage.catalog.configure("zimg", {"policy": "priority"}, stage.now)
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
     old.queues.enqueue("zimg", [_waiting(stage.job(job)) for job in ids], 0)
     assert [_ahead(stage, job) for job in ids] == [1, 0]
 
@@ -578,13 +579,13 @@ def test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage,
     stage.register()
     job_id, task = _in_state(stage, state, ttl_s=10, callback_url=CALLBACK)
     stage.later(9_999)
-    assert reconcile.expire_deadlines(stage.dispatcher) == 0
+    assert deadlines.expire_deadlines(stage.dispatcher) == 0
     stage.later(1 + late_ms)
-    assert reconcile.expire_deadlines(stage.dispatcher) == 1
+    assert deadlines.expire_deadlines(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
     assert stage.told.ends == [(job_id, State.EXPIRED)]
-    assert reconcile.expire_deadlines(stage.dispatcher) == 0
+    assert deadlines.expire_deadlines(stage.dispatcher) == 0
     assert stage.room.waiting() == []
     if task is not None:
         assert stage.renewal(task) is Renewal.CANCEL
@@ -597,7 +598,7 @@ def test_a_waiting_job_that_expires_makes_room_in_the_line(stage):
     stage.submit()
     overdue, last = stage.submit(ttl_s=1), stage.submit()
     stage.later(SECOND)
-    reconcile.expire_deadlines(stage.dispatcher)
+    deadlines.expire_deadlines(stage.dispatcher)
     assert stage.room.waiting() == [last] and stage.state(overdue) is State.EXPIRED
 
 
@@ -605,7 +606,7 @@ def test_two_looks_at_the_deadlines_at_once_end_a_job_once(stage):
     stage.register()
     ids = [stage.submit(ttl_s=1, callback_url=CALLBACK) for _ in range(5)]
     stage.later(SECOND)
-    assert sum(at_once(*[lambda: reconcile.expire_deadlines(stage.dispatcher)] * 3)) == 5
+    assert sum(at_once(*[lambda: deadlines.expire_deadlines(stage.dispatcher)] * 3)) == 5
     assert sorted(job_id for job_id, _ in stage.told.ends) == ids
 
 
@@ -621,7 +622,7 @@ def test_what_ended_before_the_retention_time_is_removed_and_nothing_else(stage)
     fresh = stage.submit()
     stage.dispatcher.cancel(fresh)
     stage.later(1)
-    assert reconcile.purge_ended_jobs(stage.dispatcher, retention_s=100) == 1
+    assert deadlines.purge_ended_jobs(stage.dispatcher, retention_s=100) == 1
     assert stage.store.get(old) is None
     assert all(stage.store.get(job_id) is not None for job_id in (waiting, running, fresh))
-    assert reconcile.purge_ended_jobs(stage.dispatcher, retention_s=100) == 0
+    assert deadlines.purge_ended_jobs(stage.dispatcher, retention_s=100) == 0

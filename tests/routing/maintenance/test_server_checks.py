@@ -3,10 +3,11 @@
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
+from tests.support import passes
 from tests.support.stage import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
@@ -15,34 +16,34 @@ from tests.support.stage import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, S
 def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_is_up(stage):
     stage.register(2)
     for cooldown_ms in (1_000, 2_000, 4_000):
-        reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
+        passes.apply_health(stage.dispatcher, {"gpu": DOWN})
         assert stage.free() == 0
         stage.later(cooldown_ms - 1)
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert stage.free() == 0
         stage.later(1)
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert stage.free() == 2
-    reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
-    reconcile.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
+    passes.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.free() == 2
-    reconcile.apply_health(stage.dispatcher, {"gpu": DOWN})
+    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
     stage.later(1_000)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.free() == 2
 
 
 def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
     stage.register()
     before = stage.room.dump()
-    reconcile.apply_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
+    passes.apply_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
     assert stage.room.dump() == before
 
 
 def _stale_leases(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
     first = {} if report is None else {"gpu": report}
     again = first if second is None else {"gpu": second}
-    return reconcile.end_stale_runs(stage.dispatcher, reconcile.find_stale_runs(stage.dispatcher, first), again)
+    return passes.end_stale_runs(stage.dispatcher, passes.find_stale_runs(stage.dispatcher, first), again)
 
 
 def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
@@ -63,9 +64,9 @@ def test_a_run_younger_than_five_seconds_is_never_suspected(stage):
     stage.submit()
     stage.start()
     stage.later(4_999)
-    assert reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
     stage.later(1)
-    assert len(reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+    assert len(passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
     stage.start()
     stage.later(60_000)
     reports = {} if report is None else {"gpu": report}
-    assert [job.id for job in reconcile.find_stale_runs(stage.dispatcher, reports)] == suspected
+    assert [job.id for job in passes.find_stale_runs(stage.dispatcher, reports)] == suspected
 
 
 @pytest.mark.parametrize("second", [None, DOWN, ServerReport(True, 1, None)])
@@ -101,8 +102,8 @@ def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(stage, 
     job_id = stage.submit()
     task = stage.start()
     stage.later(5_000)
-    suspects = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert reconcile.end_stale_runs(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
+    suspects = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert passes.end_stale_runs(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
     assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
 
 
@@ -111,11 +112,11 @@ def test_a_later_run_of_a_suspect_is_no_suspect(stage):
     stage.submit()
     task = stage.start()
     stage.later(5_000)
-    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
     stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
     again = stage.start()
     stage.later(5_000)
-    assert reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.renewal(again) is Renewal.RENEWED
 
 
@@ -124,9 +125,9 @@ def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
     job_id = stage.submit()
     task = stage.start()
     stage.later(5_000)
-    before = reconcile.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
     stage.settle(task)
-    assert reconcile.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
     assert stage.state(job_id) is State.COMPLETED
 
 
@@ -149,7 +150,7 @@ def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(sta
     stage.later(5_000)
     if not silent:
         assert stage.renewal(task) is Renewal.RENEWED
-    assert reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
+    assert passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
     assert stage.state(job_id) is (State.QUEUED if silent else State.RUNNING)
 
 
@@ -162,7 +163,7 @@ def test_a_silent_worker_alone_frees_nothing(stage, report):
     stage.start()
     stage.later(5_500)
     before = stage.room.dump()
-    assert reconcile.apply_reports(stage.dispatcher, {"gpu": report}) == 0
+    assert passes.apply_reports(stage.dispatcher, {"gpu": report}) == 0
     assert stage.room.dump() == before
 
 
@@ -172,19 +173,19 @@ def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(stag
     for _ in range(3):
         stage.submit()
     tasks = {task.run.server: task for task in (stage.start(f"w{n}") for n in range(3))}
-    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
-    reconcile.apply_health(stage.dispatcher, {"down": DOWN})
+    assert passes.servers_to_check_now(stage.dispatcher) == set()
+    passes.apply_health(stage.dispatcher, {"down": DOWN})
     stage.later(2 * SETTINGS.renew_every_ms + 1)
     for name in ("calm", "down"):
         stage.renewal(tasks[name])
-    assert reconcile.servers_to_check_now(stage.dispatcher) == {"down", "silent"}
+    assert passes.servers_to_check_now(stage.dispatcher) == {"down", "silent"}
 
 
 def test_an_open_offer_makes_no_server_urgent(stage):
     stage.register()
     stage.submit()
     stage.later(OFFER_MS - 1)
-    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
+    assert passes.servers_to_check_now(stage.dispatcher) == set()
 
 
 @pytest.mark.parametrize(
@@ -203,10 +204,10 @@ def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(stage, report,
     stage.register(4)
     stage.submit(id="one")
     stage.start()
-    reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+    passes.apply_reports(stage.dispatcher, {"gpu": report})
     assert stage.free() == free
     stage.later(12_000)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.free() == 3
 
 
@@ -215,10 +216,10 @@ def test_a_job_that_has_only_just_ended_is_no_stranger(stage):
     stage.submit(id="one")
     stage.settle(stage.start())
     report = {"gpu": ServerReport(True, 1, frozenset({"one"}))}
-    reconcile.apply_reports(stage.dispatcher, report)
+    passes.apply_reports(stage.dispatcher, report)
     assert stage.free() == 2
     stage.later(2_001)
-    reconcile.apply_reports(stage.dispatcher, report)
+    passes.apply_reports(stage.dispatcher, report)
     assert stage.free() == 1, "two seconds later it is"
 
 
@@ -227,10 +228,10 @@ def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(sta
     stage.submit(id="one", ttl_s=1)
     task = stage.start()
     stage.later(1_000)
-    reconcile.expire_deadlines(stage.dispatcher)
+    deadlines.expire_deadlines(stage.dispatcher)
     stage.settle(task)
     stage.later(60_000)
-    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
+    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
     stage.submit()
     assert stage.offered() == []
 
@@ -244,19 +245,19 @@ def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(st
     for _ in range(2):  # the other slot is tried at once
         stage.settle(stage.start(), OutcomeKind.BUSY)
     assert stage.offered() == [] and stage.job(job_id).failures == 0
-    assert reconcile.servers_to_check_now(stage.dispatcher) == {"gpu"}
-    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
+    assert passes.servers_to_check_now(stage.dispatcher) == {"gpu"}
+    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
     assert stage.offered() == [], "others still use it"
-    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.offered() != []
-    assert reconcile.servers_to_check_now(stage.dispatcher) == set()
+    assert passes.servers_to_check_now(stage.dispatcher) == set()
 
 
 def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(stage):
     stage.register(2)
     job_id = stage.submit()
     stage.settle(stage.start())
-    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
+    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
     assert stage.free() == 2
 
 
@@ -265,7 +266,7 @@ def test_a_time_that_a_server_asked_for_is_not_ended_by_its_health(stage):
     job_id = stage.submit()
     stage.settle(stage.start(), OutcomeKind.BUSY, retry_after_s=5)
     for _ in range(3):
-        reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+        passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
         stage.later(SECOND)
     assert stage.offered() == [], "it said when to come back"
     stage.later(2 * SECOND)

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from routing.maintenance import reconcile, sweep
+from routing.maintenance import rebuild, sweep
 from slotkeeper.jobs.values import QueuedJob
+from tests.support import passes
 from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.town import Town
@@ -66,9 +67,9 @@ def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
 
     with monkeypatch.context() as full:
         full.setattr(stage.dispatcher.queues, "fill", fill_one_chunk)
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert stage.run_all() == ids[:2], "they make room for the others"
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == ids[2:]
 
 
@@ -81,9 +82,9 @@ def test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole(
     stage.lose_redis()
     with monkeypatch.context() as full:
         full.setattr(stage.dispatcher.queues, "fill", _refuse)
-        reconcile.rebuild_queue(stage.dispatcher, "zimg")
+        rebuild.rebuild_queue(stage.dispatcher, "zimg")
     assert stage.dispatcher.fleets.counts(["zimg"])["zimg"].is_open
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == [job_id]
 
 

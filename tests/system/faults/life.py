@@ -37,7 +37,7 @@ import kombu.transport.redis  # noqa: F401
 
 from routing.admission.submission import Submission
 from routing.dispatch.outcome import Outcome
-from routing.maintenance import invariants, quarantined_slots, reconcile, server_report
+from routing.maintenance import quarantined_slots, rebuild, server_report
 from routing.queries import job_list
 from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
@@ -61,6 +61,7 @@ from tasks.webhooks import message_delivery
 from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
+from tests.support import passes
 from tests.support.starts import begin_run
 from tests.support.untold import untold_events
 
@@ -231,7 +232,7 @@ class Life:
             maintenance.reconcile_all()
             maintenance.sweep()
             quarantined_slots.sync_leases(self.dispatcher)
-            if quarantined_slots.servers(self.dispatcher):
+            if quarantined_slots.servers_to_ask(self.dispatcher):
                 maintenance.check_urgent_servers()
             self._send_webhooks()
             self._relay_events()
@@ -324,7 +325,7 @@ class Life:
             services.catalog().configure(SYNC, _CONFIG, now_ms())
             services.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
         self._add_receiver()
-        reconcile.refresh_fleet(self.dispatcher, SYNC)
+        rebuild.refresh_fleet(self.dispatcher, SYNC)
 
     def _add_receiver(self) -> None:
         """A webhook of the tenant, which is told of everything."""
@@ -374,7 +375,7 @@ class Life:
             "taken": room.taken,
             "waiting": room.waiting,
             "leases": len(self.dispatcher.leases.list_all([SYNC])[SYNC]),
-            "findings": sorted(f"{it.check} {it.subject}" for it in invariants.find_violations(self.dispatcher, {})),
+            "findings": sorted(f"{it.check} {it.subject}" for it in passes.find_violations(self.dispatcher, {})),
             "passed": {point: _COUNTS_ONLY - left for point, left in crash_points._left.items() if left < _COUNTS_ONLY},
         }
         (self.home / f"report-{self.name}.json").write_text(json.dumps(found))

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.queries import job_list
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
+from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import hand_back
 from tests.support.stack import eventually
@@ -71,7 +72,7 @@ def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) ->
         assert stage.renewal(task) is Renewal.CANCEL, "its worker is told, and tells the server"
         assert stage.settle(task).moved is None
     stage.later(OFFER_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.state(job_id) is state
     assert _ends(stage.store.list_events(job_id)) == [f"job.{state}"]
     assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state)]
@@ -83,9 +84,9 @@ def test_a_deadline_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Be
     stage.register()
     job_id, task = begun(stage, ttl_s=9)
     stage.later(9 * SECOND - 1)
-    assert reconcile.expire_deadlines(stage.dispatcher) == 0
+    assert deadlines.expire_deadlines(stage.dispatcher) == 0
     stage.later(1)
-    assert sum(at_once(*[lambda: reconcile.expire_deadlines(stage.dispatcher)] * 3)) == 1
+    assert sum(at_once(*[lambda: deadlines.expire_deadlines(stage.dispatcher)] * 3)) == 1
     _is_over(stage, job_id, task, State.EXPIRED)
 
 
@@ -100,7 +101,7 @@ def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begu
     assert answers == [State.RUNNING] * 3
     assert stage.renewal(task) is Renewal.CANCEL
     stage.later(stage.dispatcher.settings.lease_ms)
-    reconcile.reap(stage.dispatcher)  # even if its worker dies of it
+    passes.reap(stage.dispatcher)  # even if its worker dies of it
     assert stage.state(job_id) is State.CANCELED
     assert _ends(stage.store.list_events(job_id)) == ["job.canceled"]
     assert stage.settle(task).moved is None and stage.free() == 1
@@ -116,7 +117,7 @@ def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
     kept = stage.submit(ttl_s=366 * 86_400)
     stage.later(YEAR - SECOND)
 
-    assert reconcile.expire_deadlines(stage.dispatcher) == 1_100, "all of them, by the first look"
+    assert deadlines.expire_deadlines(stage.dispatcher) == 1_100, "all of them, by the first look"
 
     assert job_list.counts(stage.store.database)[State.EXPIRED] == 1_100
     assert stage.state(kept) is State.QUEUED

@@ -8,11 +8,11 @@ import pytest
 from redis.exceptions import RedisError, ResponseError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import reconcile
 from routing.queries import job_list
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
+from tests.support import passes
 from tests.support import stage as stages
 from tests.support.ends import end_run_with
 from tests.support.room import CLOCK, FRAGMENTS
@@ -112,8 +112,8 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
     stage.told.offers.clear()  # the broker was in there, too
     for _ in range(2):  # what was offered or held until now, then what was offered for it
         stage.later(LEASE_MS)
-        reconcile.reap(stage.dispatcher)
-        reconcile.reconcile(stage.dispatcher)
+        passes.reap(stage.dispatcher)
+        passes.reconcile(stage.dispatcher)
         stage.run_all()
     jobs = job_list.find_jobs(stage.store.database)
     assert len(jobs) == max(len(ids), 2)

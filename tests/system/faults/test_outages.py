@@ -18,7 +18,8 @@ from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import reconcile, task_runs
+from routing.maintenance import task_runs
+from routing.maintenance.reaper import RenewalGrace
 from routing.maintenance.server_report import ServerReport
 from routing.queries import job_list
 from routing.queue import queues
@@ -30,6 +31,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from tasks import maintenance
+from tests.support import passes
 from tests.support.ends import cool_down
 from tests.support.postgres import Postgres
 from tests.support.stack import eventually
@@ -156,10 +158,10 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
     job_id = receipt.accepted.id
     eventually(lambda: stage.room.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
     assert stage.offered() == []
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert stage.room.waiting() == [] and list(stage.room.taken().values()) == [job_id]
     stage.later(10_000)
-    assert reconcile.reap(stage.dispatcher) == 0, "it keeps its slot until a worker looks for work"
+    assert passes.reap(stage.dispatcher) == 0, "it keeps its slot until a worker looks for work"
     assert stage.run_all() == [job_id]
     assert stage.job(job_id).attempt == 1
 
@@ -176,7 +178,7 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     with frozen(valkey):
         receipts = [impatient.submit([stage.a()])[0] for _ in range(3)]
     assert len(asked) == 1
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert stage.run_all() == [receipt.accepted.id for receipt in receipts]
 
 
@@ -210,7 +212,7 @@ def reaped() -> Callable[..., bool]:
 
     `ahead`: what Redis' clock is ahead of the first moments (s).  `asked`: when it was asked, if that took time.
     """
-    patience = reconcile.RenewalGrace()
+    patience = RenewalGrace()
 
     def at(now_s: float, ahead: float = 0.0, asked: float | None = None) -> bool:
         return patience.may_reap(now_s if asked is None else asked, now_s, 5_000.0 + now_s + ahead, 3.0)
@@ -233,18 +235,18 @@ def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_befor
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("routing.maintenance.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
-    patience, settings = reconcile.RenewalGrace(), stage.dispatcher.settings
+    patience, settings = RenewalGrace(), stage.dispatcher.settings
     stage.register()
     stage.submit()
     stage.start()
-    assert reconcile.reap(stage.dispatcher, patience) == 0
+    assert passes.reap(stage.dispatcher, patience) == 0
     stage.later(LEASE_MS)
     patience.note_failure()
-    assert reconcile.reap(stage.dispatcher, patience) == 0
+    assert passes.reap(stage.dispatcher, patience) == 0
     stage.later(int(settings.redis_timeout_s * 1000) + 2 * settings.renew_every_ms - 1)
-    assert reconcile.reap(stage.dispatcher, patience) == 0
+    assert passes.reap(stage.dispatcher, patience) == 0
     stage.later(1)
-    assert reconcile.reap(stage.dispatcher, patience) == 1
+    assert passes.reap(stage.dispatcher, patience) == 1
 
 
 def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[..., bool]) -> None:
@@ -269,10 +271,10 @@ def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_e
     stage.register(2)
     job_id = stage.submit()
     task = stage.start()
-    patience = reconcile.RenewalGrace()
-    assert reconcile.reap(stage.dispatcher, patience) == 0
+    patience = RenewalGrace()
+    assert passes.reap(stage.dispatcher, patience) == 0
     stage.later(3_600_000)
-    assert reconcile.reap(stage.dispatcher, patience) == 0
+    assert passes.reap(stage.dispatcher, patience) == 0
     assert stage.renewal(task) is Renewal.RENEWED
     assert stage.job(job_id).crashes == 0
 
@@ -282,9 +284,9 @@ def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(
     job_id = stage.submit()
     stage.start()
     stage.set_clock(stage.now - 3_600_000)
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     stage.later(max(LEASE_MS, OFFER_MS))
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.offered()[-1] == job_id
 
 
@@ -292,12 +294,12 @@ def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(
     stage.register(2)
     for _ in range(2):
         stage.submit()
-    reconcile.apply_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
+    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
     stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
     assert stage.dispatcher.fleets.clamp_times("zimg") >= 2
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered(), "a slot is tried again"
 
 
@@ -309,10 +311,10 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
         maintenance.sweep()  # beat does not wait for it
 
     monkeypatch.setattr(maintenance, "dispatcher", lambda: None)
+    monkeypatch.setattr(maintenance, "_sweeper", lambda: SimpleNamespace(sweep=lambda: slow(None)))
     monkeypatch.setattr(maintenance, "scripts", lambda: None)
     monkeypatch.setattr(task_runs, "mark_sweep", lambda _: None)
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
-    monkeypatch.setattr(reconcile, "sweep", slow)
     maintenance.sweep()
     assert swept == ["begun"]
     maintenance.sweep()
@@ -428,7 +430,7 @@ def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> 
         for _ in range(len(stage.told.offers)):
             stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
         stage.later(600_000)
-        reconcile.sweep(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
     jobs = [stage.job(job_id) for job_id in ids]
     assert {(job.state, job.failures, job.crashes, job.attempts) for job in jobs} == {(State.QUEUED, 0, 0, 0)}
     assert jobs[0].waits > 100, "it was tried again and again"

@@ -3,12 +3,12 @@
 import pytest
 from sqlalchemy import delete
 
-from routing.maintenance import reconcile
 from routing.maintenance.server_report import ServerReport
 from slotkeeper.errors import CommitUnknown
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
 from tasks.worker.worker import Worker
+from tests.support import passes
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
 from tests.tasks.worker.one_run import FakeServer, run_open_offer
 
@@ -41,7 +41,7 @@ def test_a_slot_that_is_held_for_a_job_which_the_record_lost_goes_to_the_next(
     _lose(stage, lost)
     stage.told.offers.clear()
     stage.later(lasts_ms + 1)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     assert stage.offered() == [last]
 
 
@@ -51,11 +51,11 @@ def test_a_run_that_the_record_lost_keeps_its_slot_from_others_for_as_long_as_it
     stage.start()
     _lose(stage, lost)
     stage.later(LEASE_MS + 1)
-    reconcile.reap(stage.dispatcher)
-    reconcile.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({lost}))})
+    passes.reap(stage.dispatcher)
+    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({lost}))})
     next_job = stage.submit()
     assert stage.offered() == []
-    reconcile.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.offered() == [next_job]
 
 
@@ -72,7 +72,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know
         with pytest.raises(CommitUnknown):
             stage.dispatcher.submit([stage.a(id="one")])
     assert stage.room.waiting() == [] and stage.offered() == []
-    reconcile.reconcile(stage.dispatcher)
+    passes.reconcile(stage.dispatcher)
     assert stage.run_all() == ["one"]
     assert stage.state("one") is State.COMPLETED
 
@@ -89,5 +89,5 @@ def test_a_job_that_comes_again_by_its_own_id_holds_one_slot(stage: Stage) -> No
     last = stage.submit()
     for ended in (one, two):
         stage.settle(ended)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert sorted(stage.offered()) == [last, "mine"]

@@ -15,7 +15,7 @@ import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.maintenance import reconcile, restore_leases
+from routing.maintenance import restore_leases
 from routing.queue.leases import Renewal
 from slotkeeper import json_text, large_json
 from slotkeeper.db import Write
@@ -27,6 +27,7 @@ from tasks.worker import inquiry, patient_io, server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.patient_io import RetryingIo
 from tasks.worker.worker import Worker
+from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
@@ -81,7 +82,7 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
         run(stage)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     if what == "settle_write":  # Its slot was passed on, so its lease comes back from the record.
-        assert restore_leases.restore(stage.dispatcher) == 1
+        assert restore_leases.restore_missing(stage.dispatcher) == 1
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
@@ -177,12 +178,12 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
     job_id = stage.submit()
     task = stage.start("w1")
     release(stage.dispatcher.leases, task.lease, return_to_lane=False)
-    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    assert passes.restore_missed(stage.dispatcher) == 0
     stage.later(restore_leases._GRACE_MS - 1)
-    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    assert passes.restore_missed(stage.dispatcher) == 0
     assert store_end(stage.store, job_id, 1, Reason.FINISHED, stage.now, result="{}") is not None
     stage.later(1)
-    assert restore_leases.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
+    assert passes.restore_missed(stage.dispatcher) == 0 and stage.room.taken() == {}
 
 
 def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
@@ -277,7 +278,7 @@ def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_sl
     first, second, third = (stage.submit() for _ in range(3))
     task, hold = _begun(stage, worker)
     _forgotten(stage, first)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     other = stage.start("w2")
     assert (other.run.job.id, other.lease.slot) == (second, task.lease.slot)
     worker.heartbeat.beat()
@@ -286,7 +287,7 @@ def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_sl
     assert stage.room.taken() == {"gpu-slot0": first}, "no third one is sent there"
     assert stage.settle(task).moved is not None
     stage.later(SECOND)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == [second, third]
     assert [stage.job(it).crashes for it in (first, second, third)] == [0, 0, 0]
 
@@ -296,7 +297,7 @@ def test_a_lease_that_another_has_by_now_is_lost(stage, worker):
     stage.submit()
     task, hold = _begun(stage, worker)
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     again = stage.start("w2")
     before = stage.room.dump()
     worker.heartbeat.beat()
@@ -310,7 +311,7 @@ def test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease(stage, wor
     stage.submit()
     _, older = _begun(stage, worker)
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     task, newer = _begun(stage, worker)
     stage.later(LEASE_MS - SECOND)
     worker.heartbeat.beat()
@@ -380,7 +381,7 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
             worker.heartbeat.beat()
         assert asked.wait(10) and threading.current_thread() not in waiting
         assert stage.room.expiry_of(holds[0].lease.job_id) == stage.now + LEASE_MS
-        assert reconcile.reap(stage.dispatcher) == 0
+        assert passes.reap(stage.dispatcher) == 0
     finally:
         silent.set()
 
@@ -397,21 +398,21 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         other = stage.start("w2")
         assert other.lease.slot == stage.job(first).slot
     if how == "at once":
-        assert [restore_leases.restore(stage.dispatcher) for _ in range(2)] == [1, 0]
+        assert [restore_leases.restore_missing(stage.dispatcher) for _ in range(2)] == [1, 0]
         lasts_ms = LEASE_MS
     else:
-        assert restore_leases.restore_missed(stage.dispatcher) == 0
+        assert passes.restore_missed(stage.dispatcher) == 0
         stage.later(restore_leases._GRACE_MS)
-        assert [restore_leases.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
+        assert [passes.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
         lasts_ms = SETTINGS.renew_every_ms * 9 // 4
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
     stage.later(lasts_ms - 1)
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
     stage.later(1)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     job = stage.job(first)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.LEASE_EXPIRED, 1)
     again = stage.start("w3")
@@ -426,11 +427,11 @@ def test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_mi
     job_id = stage.submit()
     task = stage.start("w1")
     _forgotten(stage, job_id)
-    assert restore_leases.restore_missed(stage.dispatcher) == 0
+    assert passes.restore_missed(stage.dispatcher) == 0
     stage.later(restore_leases._GRACE_MS)
-    assert restore_leases.restore_missed(stage.dispatcher) == 1
+    assert passes.restore_missed(stage.dispatcher) == 1
     stage.later(2 * SETTINGS.renew_every_ms)
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.RENEWED and stage.job(job_id).crashes == 0
 
 
@@ -441,9 +442,9 @@ def test_a_lease_that_was_missed_lasts_no_longer_than_any_other(stage, worker):
     job_id = stage.submit()
     stage.start("w1")
     _forgotten(stage, job_id)
-    restore_leases.restore_missed(stage.dispatcher)
+    passes.restore_missed(stage.dispatcher)
     stage.later(restore_leases._GRACE_MS)
-    assert restore_leases.restore_missed(stage.dispatcher) == 1
+    assert passes.restore_missed(stage.dispatcher) == 1
     assert stage.room.expiry_of(job_id) == stage.now + LEASE_MS
 
 
@@ -459,7 +460,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
-    restore_leases.restore(stage.dispatcher)
+    restore_leases.restore_missing(stage.dispatcher)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 
@@ -477,7 +478,7 @@ def test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease(stage, worker
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert next(restored) > times and stage.state(first) is State.COMPLETED
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
@@ -498,7 +499,7 @@ def test_a_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stage, worke
         return found
 
     monkeypatch.setattr(stage.store, "list_running", begins_just_after)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
 
@@ -518,7 +519,7 @@ def test_a_resumed_run_that_began_while_its_room_was_rebuilt_keeps_its_slot(stag
         return restore_offers(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore_offers", begins_just_before)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.room.lease_of(first)["owner"] == "w1", "it is held by its worker, and not offered once more"
 
@@ -540,7 +541,7 @@ def test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_s
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", is_handed_back_just_before)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert next(times) > time
     assert stage.room.taken() == {task.lease.slot: job_id} and stage.room.lease_of(job_id)["owner"] == ""
 
@@ -554,7 +555,7 @@ def _resumed(stage: Stage, **changes: Any) -> str:
     job_id = stage.submit(**changes)
     stage.remote(stage.start("w1"))
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     stage.later(120 * SECOND)
     return job_id
 
@@ -670,7 +671,7 @@ def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypat
 
     def stand_still() -> None:
         stage.later(LEASE_MS + SECOND)
-        assert reconcile.reap(stage.dispatcher) == 1
+        assert passes.reap(stage.dispatcher) == 1
         taken.append(stage.start("w2"))
 
     server.during, server.answers = stand_still, [outcome]

@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import RedisError
 from sqlalchemy import update
 
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.queue.leases import Renewal
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
@@ -17,6 +17,7 @@ from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.connections import connect
 from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
+from tests.support import passes
 from tests.support.room import a
 from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, SECOND, YEAR
@@ -31,7 +32,7 @@ def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage)
     for _ in range(20 * MINUTE // (LEASE_MS - SECOND)):
         stage.later(LEASE_MS - SECOND)
         assert stage.renewal(task) is Renewal.RENEWED
-        for keep in (reconcile.expire_deadlines, reconcile.reap, reconcile.reconcile, reconcile.sweep):
+        for keep in (deadlines.expire_deadlines, passes.reap, passes.reconcile, passes.sweep):
             keep(stage.dispatcher)
     assert stage.state(job_id) is State.RUNNING
     assert stage.settle(task).moved.to is State.COMPLETED
@@ -58,7 +59,7 @@ def test_a_job_that_waits_for_a_year_is_not_removed(stage):
     running, queued, delayed = stage.submit(), stage.submit(), stage.submit(delay_s=360 * 86_400)
     stage.start()
     stage.later(YEAR)
-    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 0
+    assert deadlines.purge_ended_jobs(stage.dispatcher, 86_400) == 0
     assert [stage.state(job_id) for job_id in (running, queued, delayed)] == [
         State.RUNNING,
         State.QUEUED,
@@ -73,7 +74,7 @@ def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(st
         assert ledger.read(stage.database).balanced
     stage.run_all()
     stage.later(YEAR)
-    assert reconcile.purge_ended_jobs(stage.dispatcher, 86_400) == 1
+    assert deadlines.purge_ended_jobs(stage.dispatcher, 86_400) == 1
     found = ledger.read(stage.database)
     assert found.balanced and found.accepted == 1
     assert found.purged[State.COMPLETED] == 1
@@ -86,11 +87,11 @@ def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
     stage.start()
     stage.database.write(lambda tx: tx.connection.execute(update(jobs).values(lease="newer w2")))
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
     assert stage.room.taken() == {}
-    assert reconcile.reconcile(stage.dispatcher) == 1
+    assert passes.reconcile(stage.dispatcher) == 1
     assert stage.room.lease_of(job_id)["lease"] == "newer"
 
 

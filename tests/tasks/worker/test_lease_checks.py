@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as Broken
 from routing.dispatch.dispatcher import active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
-from routing.maintenance import reconcile, restore_leases
+from routing.maintenance import restore_leases
 from routing.queue.leases import Lease
 from slotkeeper.jobs.states import State
 from tasks.servers import Health
@@ -19,6 +19,7 @@ from tasks.worker import executor
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.rights import LeaseCheck
 from tasks.worker.worker import Worker
+from tests.support import passes
 from tests.support.ends import free
 from tests.support.stage import LEASE_MS, SETTINGS, Stage
 from tests.tasks.worker.one_run import FakeServer, run
@@ -45,7 +46,7 @@ def stop(stage: Stage, ages: Callable[[int], None]) -> Callable[[], None]:
     def stop() -> None:
         ages(_STOPPED_MS)
         stage.later(_STOPPED_MS)
-        reconcile.reap(stage.dispatcher)
+        passes.reap(stage.dispatcher)
 
     return stop
 
@@ -124,7 +125,7 @@ def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
         assert active is not None
         free(stage.dispatcher, active.lease, return_to_lane=False)
         stage.start("w2")
-        assert restore_leases.restore(stage.dispatcher) == 1
+        assert restore_leases.restore_missing(stage.dispatcher) == 1
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
     run(stage)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
-from routing.maintenance import reconcile
+from routing.maintenance import rebuild
 from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
@@ -15,6 +15,7 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
 from tasks import maintenance, server_adapters
 from tasks.servers import Health, HealthKind
+from tests.support import passes
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
 from tests.support.stage import Stage
@@ -81,7 +82,7 @@ def _moved(stage: Stage, url: str = NEW, slots: int = 1) -> ActiveRun:
     task = stage.start()
     assert task.run.sent_to == OLD
     stage.catalog.register("zimg", "gpu", url, slots, stage.now)
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
     return task
 
 
@@ -89,9 +90,9 @@ def _compare_for_a_minute(stage: Stage, task: ActiveRun, report: ServerReport) -
     for _ in range(12):
         stage.later(MINUTE // 12)
         stage.renewal(task)
-        reconcile.apply_reports(stage.dispatcher, {"gpu": report})
-        suspects = reconcile.find_stale_runs(stage.dispatcher, {"gpu": report})
-        reconcile.end_stale_runs(stage.dispatcher, suspects, {"gpu": report})
+        passes.apply_reports(stage.dispatcher, {"gpu": report})
+        suspects = passes.find_stale_runs(stage.dispatcher, {"gpu": report})
+        passes.end_stale_runs(stage.dispatcher, suspects, {"gpu": report})
 
 
 def test_a_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
@@ -138,7 +139,7 @@ def test_a_report_names_the_addresses_of_the_server_that_was_asked(
 ) -> None:
     stage.register()
     asked = stage.catalog.read().servers["gpu"]
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    passes.run_tasks_with(monkeypatch, stage.dispatcher)
     monkeypatch.setattr(maintenance, "call_server", lambda *_: Health(HealthKind.UP, job_ids=frozenset()))
     assert maintenance._report(asked).endpoints == {"zimg": OLD}
 
@@ -159,7 +160,7 @@ def test_slots_that_are_taken_away_under_runs_end_and_charge_none(stage: Stage) 
 def _with_two_names(stage: Stage) -> None:
     stage.register(2)
     stage.catalog.register("zimg", "again", OLD, 2, stage.now)
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
 
 
 @pytest.mark.parametrize("by", [lambda ids: ServerReport(True, len(ids)), lambda ids: ServerReport(True, None, ids)])
@@ -170,5 +171,5 @@ def test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_one
     ids = frozenset(stage.submit() for _ in range(3))
     for _ in ids:
         stage.start()
-    reconcile.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
+    passes.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
     assert stage.free() == 1

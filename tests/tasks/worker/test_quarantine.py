@@ -12,7 +12,7 @@ from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
-from routing.maintenance import invariants, quarantined_slots, reconcile, restore_leases
+from routing.maintenance import deadlines, quarantined_slots, restore_leases
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from routing.queue.leases import QUARANTINE_OWNER, Renewal
 from slotkeeper.clock import now_ms
@@ -20,6 +20,7 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import Transition
 from tasks.retries import decide_end
+from tests.support import passes
 from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 
@@ -31,7 +32,7 @@ def running(*job_ids: str) -> ServerReport:
 
 
 def heed(stage: Stage, report: ServerReport) -> int:
-    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+    return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 def rows(stage: Stage) -> list[tuple[str, str, str]]:
@@ -83,7 +84,7 @@ def _overdue(stage: Stage) -> tuple[str, State]:
     """Its worker has told the server, which goes on, and learns that it is over."""
     job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
     stage.later(MIN_AGE_MS)
-    assert reconcile.expire_deadlines(stage.dispatcher) == 1
+    assert deadlines.expire_deadlines(stage.dispatcher) == 1
     assert _end_lingering(stage, task, OutcomeKind.CANCELED, "canceled") is None
     return job_id, State.EXPIRED
 
@@ -92,8 +93,8 @@ def _overdue_and_dead(stage: Stage) -> tuple[str, State]:
     job_id = stage.submit(id="one", ttl_s=5)
     stage.start()
     stage.later(MIN_AGE_MS)
-    assert reconcile.expire_deadlines(stage.dispatcher) == 1
-    reconcile.reap(stage.dispatcher)
+    assert deadlines.expire_deadlines(stage.dispatcher) == 1
+    passes.reap(stage.dispatcher)
     return job_id, State.EXPIRED
 
 
@@ -102,7 +103,7 @@ def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
     stage.start()
     stage.dispatcher.cancel(job_id)
     stage.later(MIN_AGE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     return job_id, State.CANCELED
 
 
@@ -113,7 +114,7 @@ def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
     assert hand_back(stage.dispatcher, task)
     stage.dispatcher.cancel(job_id)
     stage.later(LEASE_MS + SECOND)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     stage.told.offers.clear()
     return job_id, State.CANCELED
 
@@ -126,7 +127,7 @@ def test_a_run_that_waited_for_an_earlier_request_has_its_longest_time_behind_th
     for ended, later_ms in ((0, 149 * SECOND), (1, SECOND)):
         stage.later(later_ms)
         assert stage.renewal(task) is Renewal.RENEWED
-        assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == ended
+        assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == ended
 
 
 def _hung(stage: Stage) -> tuple[str, State]:
@@ -135,12 +136,12 @@ def _hung(stage: Stage) -> tuple[str, State]:
     task = stage.start()
     stage.later(60 * SECOND + 29 * SECOND)
     assert stage.renewal(task) is Renewal.RENEWED
-    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 0
+    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
     stage.later(SECOND)
-    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 1
-    assert quarantined_slots.end_overlong_runs(stage.dispatcher, decide_end) == 0
+    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 1
+    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
     assert stage.renewal(task) is Renewal.LOST
-    assert reconcile.promote_due_jobs(stage.dispatcher) == 0  # It waits as after any other retry.
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 0  # It waits as after any other retry.
     return job_id, State.DELAYED
 
 
@@ -173,14 +174,14 @@ def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_
     following = stage.submit()
     for _ in range(5):
         stage.later(LEASE_MS)
-        reconcile.reap(stage.dispatcher)
+        passes.reap(stage.dispatcher)
         heed(stage, running("one"))
         quarantined_slots.sync_leases(stage.dispatcher)
-        reconcile.reconcile(stage.dispatcher)
-        reconcile.sweep(stage.dispatcher)
+        passes.reconcile(stage.dispatcher)
+        passes.sweep(stage.dispatcher)
         assert following not in stage.offered(), "its server is at another run"
         assert [it.owner for it, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
-    assert invariants.find_violations(stage.dispatcher, {}) == set()
+    assert passes.find_violations(stage.dispatcher, {}) == set()
     assert heed(stage, UP_AND_IDLE) == 1
     assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"
 
@@ -192,7 +193,7 @@ def test_an_emptied_redis_does_not_forget_what_drains(one_slot, ended):
     stage.submit()
     stage.offered()
     stage.lose_redis()
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"one~{stage.job('one').attempt}"}
     heed(stage, running("one"))
     assert stage.offered() == []
@@ -210,11 +211,11 @@ def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
     assert row.until_ms - row.since_ms == MOST_MS
     stage.later(row.until_ms - 1 - stage.now)
     heed(stage, running("one"))
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert len(rows(stage)) == 1
     stage.later(LEASE_MS + SECOND)
-    reconcile.reap(stage.dispatcher)
-    reconcile.sweep(stage.dispatcher)
+    passes.reap(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert rows(stage) == [] and len(stage.offered()) == 1
 
 
@@ -258,7 +259,7 @@ def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_t
     _timed_out_where_runs_are_short(stage)
     stage.later(_USUAL_MS - SECOND)
     if tells == "its status":
-        quarantined_slots.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
+        passes.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
     heed(stage, {"its id": running("one"), "a count": ServerReport(True, 1)}.get(tells, ServerReport(True)))
     stage.later(2 * SECOND)
     quarantined_slots.sync_leases(stage.dispatcher)
@@ -271,7 +272,7 @@ def test_the_servers_own_end_of_a_run_frees_its_slot_whoever_ended_the_job(one_s
     stage.submit(id="one", ttl_s=5)
     task, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
-    reconcile.expire_deadlines(stage.dispatcher)
+    deadlines.expire_deadlines(stage.dispatcher)
     assert stage.renewal(task) is Renewal.CANCEL and len(rows(stage)) == 1
     assert stage.settle(task).moved is None
     assert rows(stage) == [] and stage.offered() == [following]
@@ -282,8 +283,8 @@ def test_a_late_answer_to_a_stale_worker_lets_the_slot_go(one_slot):
     stage.submit(id="one", ttl_s=5)
     task, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
-    reconcile.expire_deadlines(stage.dispatcher)
-    reconcile.reap(stage.dispatcher)
+    deadlines.expire_deadlines(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
     assert stage.settle(task).moved is None
     assert stage.offered() == [following]
@@ -294,7 +295,7 @@ def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stag
     stage.submit(id="one")
     give_up(stage, stage.start())
     stage.later(60 * SECOND)
-    assert reconcile.promote_due_jobs(stage.dispatcher) == 1
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 1
     again = stage.start()
     assert (again.run.job.id, again.run.attempt, again.lease.slot) == ("one", 2, "gpu-slot1")
     stage.later(MIN_AGE_MS)
@@ -431,7 +432,7 @@ def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(on
         with pytest.raises(ZeroDivisionError):
             give_up(stage, task)
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
 
 
@@ -462,8 +463,8 @@ def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
     stage.submit(id="one", ttl_s=5)
     task = stage.start()
     stage.later(5 * SECOND)
-    reconcile.expire_deadlines(stage.dispatcher)
-    assert quarantined_slots.sync_leases(stage.dispatcher) == restore_leases.restore(stage.dispatcher) == 0
+    deadlines.expire_deadlines(stage.dispatcher)
+    assert quarantined_slots.sync_leases(stage.dispatcher) == restore_leases.restore_missing(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.CANCEL
 
 
@@ -472,7 +473,7 @@ def test_a_slot_of_a_job_that_goes_back_to_be_resumed_is_not_withheld(one_slot):
     stage.submit(id="one")
     stage.start()
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
+    passes.reap(stage.dispatcher)
     assert rows(stage) == [] and stage.job("one").why is Reason.LEASE_EXPIRED
     stage.settle(stage.start())
     assert rows(stage) == [] and stage.free() == 1

@@ -13,7 +13,7 @@ import pytest
 from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.maintenance import quarantined_slots, reconcile
+from routing.maintenance import deadlines, quarantined_slots, rebuild
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
@@ -23,6 +23,7 @@ from tasks.servers import Description, HttpClient, ServerSession
 from tasks.servers.description import Cancel
 from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
+from tests.support import passes
 from tests.support.ends import end_in_order, end_run_with, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
@@ -36,19 +37,19 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 @pytest.fixture
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    passes.run_tasks_with(monkeypatch, stage.dispatcher)
     monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
     with HoldingServer(asynchronous=True) as found:
         stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
         stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
-        reconcile.refresh_fleet(stage.dispatcher, "zimg")
+        rebuild.refresh_fleet(stage.dispatcher, "zimg")
         yield found
 
 
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
     report = maintenance._report(stage.dispatcher.catalog.get().servers["gpu"])
-    return reconcile.apply_reports(stage.dispatcher, {"gpu": report})
+    return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 class Watching:
@@ -122,7 +123,7 @@ def _passes_its_deadline(stage: Stage) -> str:
 
     def expire(hold: LeaseWatch) -> None:
         stage.later(600_000)
-        assert reconcile.expire_deadlines(stage.dispatcher) == 1
+        assert deadlines.expire_deadlines(stage.dispatcher) == 1
         hold.request_cancel()
 
     assert _run(stage, task, expire) is None, "maintenance has ended it"
@@ -159,7 +160,14 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     first = _times_out(stage)
     (row,) = quarantine.list_all(stage.database)
     maintenance._check_quarantined_run(row)
-    quarantined_slots.apply_report(stage.dispatcher, stage.catalog.read().servers["gpu"], _TELLS_NOTHING, [row], [])
+    quarantined_slots.apply_report(
+        stage.dispatcher,
+        passes.of(stage.dispatcher).checks.state,
+        stage.catalog.read().servers["gpu"],
+        _TELLS_NOTHING,
+        [row],
+        [],
+    )
     assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
@@ -169,9 +177,9 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
 
 @sqlite
 def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(stage, monkeypatch) -> None:
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: stage.dispatcher)
+    passes.run_tasks_with(monkeypatch, stage.dispatcher)
     stage.catalog.register("zimg", "gpu", f"{refused_url()}/generate", 1, stage.now)
-    reconcile.refresh_fleet(stage.dispatcher, "zimg")
+    rebuild.refresh_fleet(stage.dispatcher, "zimg")
     stage.submit(id="first")
     task = stage.start()
     end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
@@ -189,7 +197,7 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
 def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
     with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
-        reconcile.refresh_fleet(stage.dispatcher, "zimg")
+        rebuild.refresh_fleet(stage.dispatcher, "zimg")
         server.hold("first")
         job_id, task = stage.submit(id="first"), stage.start()
         watching = Watching(stage, task)

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.maintenance import reconcile
+from routing.maintenance import deadlines
 from routing.progress import ProgressCommands
 from routing.queue.leases import Lease, Leases, Renewal
 from routing.queue.queues import Offer
@@ -39,6 +39,7 @@ from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.patient_io import RetryingIo
 from tasks.worker.worker import Worker
 from tasks.worker.worker_run import WorkerRun
+from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import decided, end_in_order, hand_back
 from tests.support.stage import LEASE_MS, SECOND, Stage
@@ -237,7 +238,7 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
     assert stage.room.taken() == {}, "its lease is not left to expire"
     assert stage.offered() == [], "and not at once again"
     stage.later(SECOND)
-    reconcile.sweep(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
 
@@ -419,8 +420,8 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
         assert getattr(worker, begin)(offer) is None
 
     stage.later(LEASE_MS)
-    reconcile.reap(stage.dispatcher)
-    reconcile.sweep(stage.dispatcher)
+    passes.reap(stage.dispatcher)
+    passes.sweep(stage.dispatcher)
     again = stage.start("w2")
     assert (again.run.job.id, again.lease.server, again.run.remote_id) == (job_id, "gpu", "r-1")
 
@@ -474,7 +475,7 @@ def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes
     monkeypatch.setattr(stage.store, "start_write", slow)
     task = worker.start(offer)
     assert task is not None
-    assert reconcile.reap(stage.dispatcher) == 0
+    assert passes.reap(stage.dispatcher) == 0
     assert (stage.job(job_id).state, stage.job(job_id).crashes) == (State.RUNNING, 0)
 
 
@@ -815,7 +816,7 @@ def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
     with _redis_away(monkeypatch):
         stage.settle(task, OutcomeKind.BUSY, retry_after_s=0)
     stage.later(LEASE_MS)
-    assert reconcile.reap(stage.dispatcher) == 1
+    assert passes.reap(stage.dispatcher) == 1
     again = stage.start("w2")
 
     worker.heartbeat.beat()
@@ -897,7 +898,7 @@ def _expired(stage: Stage, job_id: str) -> None:
     with pytest.MonkeyPatch.context() as away:
         away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
         stage.later(5 * SECOND)
-        assert reconcile.expire_deadlines(stage.dispatcher) == 1
+        assert deadlines.expire_deadlines(stage.dispatcher) == 1
 
 
 @pytest.mark.parametrize("missed", [_canceled, _expired])

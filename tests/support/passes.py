@@ -1,0 +1,99 @@
+"""Maintenance as the tasks call it.  Each dispatcher has its own sweeper, reaper and checks, as each process has."""
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from routing.dispatch.dispatcher import Dispatcher
+from routing.maintenance import invariants
+from routing.maintenance.invariants import Finding
+from routing.maintenance.reaper import Reaper, RenewalGrace
+from routing.maintenance.restore_leases import MissingLeases
+from routing.maintenance.server_checks import ServerChecks
+from routing.maintenance.server_report import ServerReport
+from routing.maintenance.sweep import Sweeper
+from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.jobs.values import Job
+from slotkeeper.process_locks import ProcessLocks
+from tasks import maintenance
+
+
+class Maintenance:
+    """What a maintenance process has."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.sweeper, self.reaper, self.checks = Sweeper(dispatcher), Reaper(dispatcher), ServerChecks(dispatcher)
+        self.missing = MissingLeases(dispatcher, self.reaper.state)
+
+
+_OF: WeakKeyDictionary[Dispatcher, Maintenance] = WeakKeyDictionary()
+
+
+def of(dispatcher: Dispatcher) -> Maintenance:
+    """Return the maintenance of this dispatcher's process."""
+    if dispatcher not in _OF:
+        _OF[dispatcher] = Maintenance(dispatcher)
+    return _OF[dispatcher]
+
+
+def sweep(dispatcher: Dispatcher) -> int:
+    return of(dispatcher).sweeper.sweep()
+
+
+def reconcile(dispatcher: Dispatcher) -> int:
+    return of(dispatcher).sweeper.reconcile()
+
+
+def reap(dispatcher: Dispatcher, grace: RenewalGrace | None = None) -> int:
+    reaper = of(dispatcher).reaper
+    reaper._grace = grace
+    return reaper.reap()
+
+
+def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes: ProcessLocks) -> int:
+    return of(dispatcher).reaper.reap_dead_workers(workers, lifetimes)
+
+
+def restore_missed(dispatcher: Dispatcher, *, may_reap: bool = True) -> int:
+    return of(dispatcher).missing.restore(may_reap=may_reap)
+
+
+def apply_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:
+    of(dispatcher).checks.apply_health(reports)
+
+
+def apply_reports(dispatcher: Dispatcher, reports: Mapping[str, ServerReport], *, may_reap: bool = True) -> int:
+    return of(dispatcher).checks.apply_reports(reports, may_reap=may_reap)
+
+
+def servers_to_check_now(dispatcher: Dispatcher) -> set[str]:
+    return of(dispatcher).checks.servers_to_check_now()
+
+
+def find_stale_runs(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> list[Job]:
+    return of(dispatcher).checks.find_stale_runs(reports)
+
+
+def end_stale_runs(dispatcher: Dispatcher, before: Sequence[Job], reports: Mapping[str, ServerReport]) -> int:
+    return of(dispatcher).checks.end_stale_runs(before, reports)
+
+
+def note_running(dispatcher: Dispatcher, row: QuarantinedSlot) -> None:
+    of(dispatcher).checks.note_running(row)
+
+
+def find_violations(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> set[Finding]:
+    parts = of(dispatcher)
+    return invariants.find_violations(dispatcher, parts.checks, parts.reaper.state, reports)
+
+
+def run_tasks_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
+    """Let the tasks of tasks.maintenance use this dispatcher, until the test ends."""
+    parts = of(dispatcher)
+    monkeypatch.setattr(maintenance, "dispatcher", lambda: dispatcher)
+    monkeypatch.setattr(maintenance, "_sweeper", lambda: parts.sweeper)
+    monkeypatch.setattr(maintenance, "_reaper", lambda: parts.reaper)
+    monkeypatch.setattr(maintenance, "_missing_leases", lambda: parts.missing)
+    monkeypatch.setattr(maintenance, "_checks", lambda: parts.checks)

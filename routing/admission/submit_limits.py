@@ -272,7 +272,9 @@ def _deadline_check(
     request: AdmissionRequest, context: LimitContext, index: int, job: NewJob, ttl_ms: int
 ) -> RedisCheck[JobStatus]:
     model = context.catalog.resolve(job.model)
-    as_last = QueuedJob(job.id, 0, job.model, job.priority, job.tenant, request.now_ms, job.constraints)
+    as_last = QueuedJob(
+        job.id, 0, job.model, job.priority, job.tenant, request.now_ms, job.constraints, job.deadline_ms or 0
+    )
 
     def judge(status: JobStatus) -> None:
         position = status.position

@@ -139,7 +139,16 @@ class Dispatcher:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
             return Receipt(accepted, known.queued, notice)
-        queued = QueuedJob(job.id, accepted.seq, job.model, job.priority, job.tenant, now_ms, job.constraints)
+        queued = QueuedJob(
+            job.id,
+            accepted.seq,
+            job.model,
+            job.priority,
+            job.tenant,
+            now_ms,
+            job.constraints,
+            job.deadline_ms or 0,
+        )
         return Receipt(accepted, queued, notice)
 
     def enqueue(self, jobs: Sequence[QueuedJob], *, new: bool = False) -> dict[str, Position]:

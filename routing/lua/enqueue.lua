@@ -4,7 +4,8 @@
     offering: {prefix: text, limit: int, capacity: int, offer_ms: int, claimant: text, lease_ms: int}
       see lib/offers
     with_position: flag      return also where the first of the jobs stands
-    entries: [{lane: text, job: {constraints: text, seq: int, id: text, created_ms: int}}]
+    entries: [{lane: text, job: {constraints: text, seq: int, id: text, created_ms: int, deadline_ms: int}}]
+      deadline_ms   0: none
   Returns
     added: int
     offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int,
@@ -36,7 +37,8 @@ local function add_entries()
     else
       lanes[name] = lanes[name] or { lane = parse_lane(name), constraints = job.constraints, members = {} }
       local members = lanes[name].members
-      members[#members + 1], members[#members + 2] = job.seq, lane_member(job.id, job.created_ms)
+      members[#members + 1] = score_in_lane(lanes[name].lane.model, job)
+      members[#members + 1] = lane_member(job.id, job.created_ms)
     end
   end
   for _, batch in pairs(lanes) do
@@ -55,7 +57,6 @@ local offers = make_offers(offering, now_ms())
 flush_hashes()
 local ahead, run_ms
 if with_position then
-  local first = entries[1]
-  ahead, run_ms = position_of(parse_lane(first.lane), first.job.id, first.job.created_ms)
+  ahead, run_ms = position_of(parse_lane(entries[1].lane), entries[1].job)
 end
 return { added, offers, ahead or false, run_ms or false }

@@ -1,7 +1,7 @@
 --[[ job_status: where a job stands, and what of its tenant is in its way.
   Keys: classes, groups, lanes, rules, leases, tags, stats, held
   Takes
-    job: {id: text, created_ms: int}, lane: text
+    job: {id: text, created_ms: int, deadline_ms: int}, lane: text      deadline_ms 0: none
     as_last: flag             of a job that would come in now
   Returns
     location: "waiting" | "offered" | "absent"
@@ -15,7 +15,7 @@
 -- @include lib/position
 
 local waiting, before = parse_lane(lane), {}
-local member, ahead, run_ms = lane_member(job.id, job.created_ms), position_of(waiting, job.id, job.created_ms, as_last)
+local member, ahead, run_ms = lane_member(job.id, job.created_ms), position_of(waiting, job, as_last)
 local location = ahead and "waiting" or redis.call("EXISTS", lease_key(job.id)) == 1 and "offered" or "absent"
 local rank = redis.call("ZRANK", lane_key(waiting.name), member) or 0
 if rank > 0 then before = redis.call("ZRANGE", lane_key(waiting.name), math.max(rank - 5, 0), rank - 1) end

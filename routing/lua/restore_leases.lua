@@ -3,7 +3,8 @@
   Takes
     lease_ms: int
     leases: [{lease: {job_id: text, name: text, owner: text, slot: text},
-              lane: text, job: {constraints: text, seq: int, created_ms: int}}]
+              lane: text, job: {constraints: text, seq: int, created_ms: int, deadline_ms: int}}]
+      deadline_ms   0: none
       owner ""      an open offer of a queued job that is to be resumed in that slot; skipped if another holds it
   Returns
     restored: int
@@ -32,8 +33,8 @@ for _, lost in ipairs(leases) do
     update_open_offers(lease.job_id, lease.owner)
     restored = restored + 1
   elseif not waits and not is_slot_taken and not present then
-    write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints, job.seq,
-      job.created_ms, 0, 0, now, now + lease_ms)
+    write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints,
+      score_in_lane(lane.model, job), job.created_ms, 0, 0, now, now + lease_ms)
     redis.call("ZREM", FREE, lease.slot)
     redis.call("ZREM", COOLING, lease.slot)
     restored = restored + 1

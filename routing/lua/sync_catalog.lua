@@ -10,7 +10,8 @@
     newest: int         version that the fleet has
       foreign: the queue was filled from another database; it is closed until it is filled from this one
   A slot that holds a lease keeps it until it is released
-  A queue with waiting jobs of a model that was removed from the fleet is closed, and filled again from the database
+  A queue with waiting jobs of a model that was removed from the fleet, or whose policy orders lanes differently, is
+  closed, and filled again from the database
   Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
   that other kinds of servers may run need new groups
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
@@ -80,6 +81,13 @@ local function forget_model(model)
     redis.call("HDEL", stats, "run_ms:" .. model)
     if redis.call("HGET", stats, "loaded") == model then redis.call("HDEL", stats, "loaded") end
   end
+end
+
+-- Return whether the jobs of a model have other scores in their lanes under its new policy.
+local function changes_scores(old, new)
+  if old == "" or new == "" then return false end
+  local before, after = policy_called(first_word(old, "")), policy_called(first_word(new, ""))
+  return before ~= after and (before.lane_score or after.lane_score) ~= nil
 end
 
 -- A rule's text changes from `old` to `new`; "": there is none.
@@ -153,7 +161,12 @@ for rule, text in pairs(rules) do
   redis.call("HSET", RULES, rule, text)
   changed[rule] = changed[rule] or ""
 end
-for rule, old in pairs(changed) do apply_change(rule, old, rules[rule] or "") end
+local needs_other_scores = false
+for rule, old in pairs(changed) do
+  local new = rules[rule] or ""
+  apply_change(rule, old, new)
+  needs_other_scores = needs_other_scores or (string.match(rule, "^model ") and changes_scores(old, new))
+end
 if next(changed) then
   for _, account in ipairs(redis.call("HKEYS", LANES)) do -- of all with waiting jobs
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")
@@ -163,7 +176,7 @@ if next(changed) then
   end
 end
 flush_hashes()
-if has_jobs_of_removed_models(changed) then
+if has_jobs_of_removed_models(changed) or needs_other_scores then
   redis.call("HDEL", META, "epoch")
   redis.call("HSET", META, "lost", "1")
 end

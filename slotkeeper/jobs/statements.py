@@ -56,6 +56,7 @@ QUEUED_JOB_COLUMNS = (
     jobs.c.tenant,
     jobs.c.created_ms,
     jobs.c.constraints.label("constraints"),
+    jobs.c.deadline_ms,
 )
 REQUEUING_STATES = frozenset({State.QUEUED, State.DELAYED, State.DEAD})
 """Where a job may run again.  After a run, a job whose cancellation was requested gets none of these states."""
@@ -65,7 +66,7 @@ _MOVED_COLUMNS = (
     *(
         jobs.c[name]
         for name in (
-            *("attempt", "failures", "crashes", "deadline_ms", "remote_id", "sent_ms", "started_ms"),
+            *("attempt", "failures", "crashes", "remote_id", "sent_ms", "started_ms"),
             *("cancel_requested_ms", "callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
         )
     ),

@@ -461,7 +461,16 @@ def _event_data(error: JobError | None, due_ms: int | None = None, now_ms: int =
 
 
 def _queued_job(row: Row) -> QueuedJob:
-    return QueuedJob(row.id, row.seq, row.model, row.priority, row.tenant, row.created_ms, row.constraints)
+    return QueuedJob(
+        row.id,
+        row.seq,
+        row.model,
+        row.priority,
+        row.tenant,
+        row.created_ms,
+        row.constraints,
+        row.deadline_ms or 0,
+    )
 
 
 def _job_status(row: Row) -> JobStatus:

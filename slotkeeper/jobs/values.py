@@ -69,6 +69,7 @@ class QueuedJob:
     tenant: str
     created_ms: int = 0
     constraints: str = ""
+    deadline_ms: int = 0  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,16 @@ class Job:
     @property
     def queued(self) -> QueuedJob:
         """The fields that the queue in Redis uses."""
-        return QueuedJob(self.id, self.seq, self.model, self.priority, self.tenant, self.created_ms, self.constraints)
+        return QueuedJob(
+            self.id,
+            self.seq,
+            self.model,
+            self.priority,
+            self.tenant,
+            self.created_ms,
+            self.constraints,
+            self.deadline_ms or 0,
+        )
 
     @property
     def attempts(self) -> int:

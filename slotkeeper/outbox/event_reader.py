@@ -9,7 +9,7 @@ means the same in every process: all events up to it have been seen.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -237,7 +237,7 @@ def list_queued_between(database: Database, after: int, last: int, limit: int = 
         return []
     with database.read() as connection:
         rows = _QUEUED.fetch_all(connection, {"p_after": after, "p_last": last, "p_limit": limit})
-        return [(event, QueuedJob(*job)) for event, *job in rows]
+        return [(event, replace(QueuedJob(*job), deadline_ms=job[-1] or 0)) for event, *job in rows]
 
 
 def _read_rows(connection: Connection, query: CompiledStatement, after: int, limit: int, **more: Any) -> Sequence[Row]:

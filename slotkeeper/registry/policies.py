@@ -74,6 +74,14 @@ POLICIES = {
             "no longer; each step counts {step_s:g} s.",
         ),
         Policy(
+            "edf",
+            "the job with the earliest deadline (`ttl`), then those without one; of equal ones, the job that was "
+            "accepted first",
+            _never,
+            "A job with a deadline waits for the work whose deadline is earlier; one without a deadline waits for as "
+            "long as work with one keeps coming.",
+        ),
+        Policy(
             "fair",
             "the tenant that has had the least slot time for its weight, and its most urgent job",
             _never,

@@ -343,6 +343,15 @@ def test_every_fragment_that_is_included_is_used(name):
             )
 
 
+@every_script
+def test_a_function_stays_below_luas_limit_of_200_local_variables(name):
+    """With some to spare, for policies to come.  The names outside of functions count."""
+    text = "".join(re.sub(r"--[^\n]*", "", LIBRARY.read_fragment(one)) for one in included(name))
+    lines = re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", text, re.MULTILINE)
+    names = [found for line in lines for found in line.split(", ")]
+    assert len(names) <= 185, f"{name} has {len(names)}"
+
+
 def test_no_script_ever_scans_or_reads_a_random_member():
     for name in LIBRARY.script_names():
         forbidden = {"KEYS", "SCAN", "ZSCAN", "HSCAN", "RANDOMKEY", "SRANDMEMBER", "ZRANDMEMBER", "FLUSHALL", "FLUSHDB"}

@@ -64,16 +64,19 @@ class Job:
     tenant: str = "default"
     created: int = START_MS
     constraints: str = ""
+    deadline: int = 0
 
     @property
     def lane(self) -> str:
         return lanes.lane_name(
-            QueuedJob(self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints)
+            QueuedJob(
+                self.id, self.seq, self.model, self.priority, self.tenant, self.created, self.constraints, self.deadline
+            )
         )
 
     @property
     def args(self) -> list[Any]:
-        return [self.lane, self.constraints, self.seq, self.id, self.created]
+        return [self.lane, self.constraints, self.seq, self.id, self.created, self.deadline]
 
 
 a = Job
@@ -295,7 +298,9 @@ class Room:
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:
         """Each: job, lease, owner, slot."""
         args = [
-            arg for job, *held in leases for arg in (job.id, *held, job.lane, job.constraints, job.seq, job.created)
+            arg
+            for job, *held in leases
+            for arg in (job.id, *held, job.lane, job.constraints, job.seq, job.created, job.deadline)
         ]
         return self.run("restore_leases", LEASE_MS, *args)
 
@@ -304,7 +309,7 @@ class Room:
 
     def position(self, job: Job) -> list[Any]:
         """Place and, of one that waits, jobs ahead."""
-        place, ahead, *_ = self.run("job_status", job.id, job.created, job.lane, 0)
+        place, ahead, *_ = self.run("job_status", job.id, job.created, job.deadline, job.lane, 0)
         return [place, ahead] if place == "waiting" else [place]
 
     def cool_down(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:

@@ -4,9 +4,6 @@
 -- @include lib/hash_cache
 -- @include lib/keys
 
--- INFO costs too much for each offer, so its answer is used for so long.  A master that is demoted and promoted again
--- within this time cannot have been filled by another process in between.
-local ASKED_AGAIN_MS = 100
 local known_replication_id, asked_ms = "", -1
 
 -- Return the replication id, which changes whenever another process, or another copy of the data, answers; "": this
@@ -16,9 +13,10 @@ local function replication_id()
   return type(info) == "string" and string.match(info, "master_replid:(%w+)") or ""
 end
 
--- The same, as it was a moment ago.
+-- The same, at most 100 ms old: INFO costs too much for each offer.  A master that is demoted and promoted again within
+-- this time cannot have been filled by another process in between.
 local function recent_replication_id(now)
-  if asked_ms < 0 or now < asked_ms or now >= asked_ms + ASKED_AGAIN_MS then
+  if asked_ms < 0 or now < asked_ms or now >= asked_ms + 100 then
     known_replication_id, asked_ms = replication_id(), now
   end
   return known_replication_id

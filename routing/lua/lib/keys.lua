@@ -22,13 +22,12 @@ local function model_of(name) return string.match(name, "|([^|]*)$") end
 -- given with all of its digits.
 local function integer_text(number) return string.format("%.0f", number) end
 
--- Return a function that caches the results of `parse` for the latest texts, also across calls.
-local MAX_MEMOIZED = 256
+-- Return a function that caches the results of `parse` for the latest 256 texts, also across calls.
 local function memoize(parse)
   local cached, count = {}, 0
   return function(text)
     if not cached[text] then
-      if count == MAX_MEMOIZED then cached, count = {}, 0 end
+      if count == 256 then cached, count = {}, 0 end
       cached[text], count = parse(text), count + 1
     end
     return cached[text]

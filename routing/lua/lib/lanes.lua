@@ -22,18 +22,18 @@ local function unregister_lane(lane)
   if redis.call("EXISTS", class_key(lane.class)) == 0 then drop_class(lane.class) else rank_class(lane.class) end
 end
 
-local function lane_order_key(lane, member, seq)
+local function lane_order_key(lane, member, score)
   local rules, policy = rules_of(lane.model), policy_of(lane.model)
   if tenant_blocked_by(lane.tenant, lane.account, rules) then return BLOCKED end
   if policy.account_key then return policy.account_key(lane) end
   local _, created = parse_lane_member(member)
-  return policy.head_key(lane.priority, tonumber(seq), created, rules)
+  return policy.head_key(lane.priority, tonumber(score), created, rules)
 end
 
 local function key_text(key) return key == BLOCKED and "+inf" or string.format("%.17g", key) end
 
--- Set a lane's place in its class by the job at its head; remove an empty lane.  `head`: member and seq of that job, if
--- they are known; an empty table: there is none.
+-- Set a lane's place in its class by the job at its head; remove an empty lane.  `head`: member and score of that job,
+-- if they are known; an empty table: there is none.
 local function reindex(lane, constraints, head)
   head = head or redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
   if not head[1] then
@@ -88,7 +88,7 @@ local function add_waiting(lane, change)
   if policy.forget then policy.forget(lane.model) end
 end
 
--- Put jobs into a lane: seq and member of each.  Returns how many were not there yet.  The caller reindexes the lane.
+-- Put jobs into a lane: score and member of each.  Returns how many were not there yet.  The caller reindexes the lane.
 local function add_to_lane(lane, ...)
   local added = redis.call("ZADD", lane_key(lane.name), ...)
   if added > 0 then add_waiting(lane, added) end

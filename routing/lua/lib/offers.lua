@@ -4,8 +4,6 @@
 -- @include lib/server_stats
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane: candidates for a probe
-local READ_AT_ONCE = 64 -- free slots
-local CHOICES = 16 -- eligible servers that are compared, those that have been free longest
 
 -- Return server -> how many of its free slots are not offered, as it has so many leases without a slot (SLOT-1).
 local function excess_by_server()
@@ -24,9 +22,10 @@ end
 -- Return whether there were more free slots.
 local function read_more(servers)
   if servers.whole then return false end
-  local slots = redis.call("ZRANGE", FREE, servers.read, servers.read + READ_AT_ONCE - 1)
+  local read_at_once = 64
+  local slots = redis.call("ZRANGE", FREE, servers.read, servers.read + read_at_once - 1)
   local by_name, excess = servers.by_name, servers.excess
-  servers.read, servers.whole = servers.read + #slots, #slots < READ_AT_ONCE
+  servers.read, servers.whole = servers.read + #slots, #slots < read_at_once
   for _, slot in ipairs(slots) do
     local name = server_of(slot)
     if by_name[name] == nil then
@@ -64,11 +63,21 @@ local function has_free_slot(servers)
   return servers.left > 0
 end
 
--- Return the rank of a model's next job among those of other models: by priority, then by acceptance.
-local function turn_of(lane, model, now)
+-- Return the rank of a model's next job among those of other models: by priority, then by acceptance.  `by_time`: by
+-- the time of acceptance, as scores of another meaning cannot be compared.
+local function turn_of(lane, model, by_time, now)
   local own, policy = parse_lane(lane.name).priority, policy_of(model.name)
   local priority = policy.priority_among_models(own, lane.key, model.rules, now)
-  return priority * PRIORITY_STEP + tonumber(redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")[2])
+  local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
+  local accepted = by_time and select(2, parse_lane_member(head[1])) or tonumber(head[2])
+  return priority * PRIORITY_STEP + accepted
+end
+
+local function has_other_scores(models)
+  for _, model in ipairs(models) do
+    if policy_of(model.name).lane_score then return true end
+  end
+  return false
 end
 
 local function is_lane_before(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end
@@ -90,9 +99,10 @@ local function next_of_models(groups, now)
       table.insert(by_name[model].lanes, lane)
     end
   end
+  local by_time = #models > 1 and has_other_scores(models)
   for _, model in ipairs(models) do
     if #model.lanes > 1 then table.sort(model.lanes, is_lane_before) end
-    model.turn = #models > 1 and turn_of(model.lanes[1], model, now)
+    model.turn = #models > 1 and turn_of(model.lanes[1], model, by_time, now)
   end
   if #models > 1 then table.sort(models, function(a, b) return a.turn < b.turn end) end
   return models, by_name
@@ -119,12 +129,13 @@ local function prefers_loaded_model(server, model, by_name, now)
   return now - tonumber(fields[passing]) < model.rules.affinity
 end
 
--- Return the best server for a lane's job; and whether one was left out because the job would be a repeated probe.
+-- Return the best server for a lane's job, of up to 16 eligible ones that have been free longest; and whether one was
+-- left out because the job would be a repeated probe.
 -- `again`: repeated probes are allowed.
 local function best_server(servers, model, lane, by_name, now, again)
   local best, lowest, seen, left_out = nil, nil, 0, false
   local n, server = 1, nth_server(servers, 1)
-  while server and seen < CHOICES do
+  while server and seen < 16 do
     local entry = server.entry
     local fits = server.slots[server.next] and serves(entry, model.name)
       and meets_constraints(lane.constraints, entry, model.name)

@@ -60,11 +60,11 @@ end
 
 -- Where keys are of accounts, count the jobs of the same account, and the turns of other accounts before that one's,
 -- each at most as many as it has jobs.
-local function count_by_account(waiting, seq, rules, policy)
+local function count_by_account(waiting, score, rules, policy)
   local own = 0
   for _, lane in ipairs(lanes_within(waiting)) do
     if lane.priority < waiting.priority then own = own + redis.call("ZCARD", lane_key(lane.name)) end
-    if lane.priority == waiting.priority then own = own + count_accepted_before(lane, seq) end
+    if lane.priority == waiting.priority then own = own + count_accepted_before(lane, score) end
   end
   local turn = policy.account_key(waiting) + own * policy.account_step(waiting.account, rules)
   local jobs, turns, others = {}, {}, 0
@@ -81,18 +81,18 @@ local function count_by_account(waiting, seq, rules, policy)
 end
 
 -- Count the jobs that come before one of the lane `waiting`.
-local function count_ahead(waiting, seq, created)
+local function count_ahead(waiting, score, created)
   local rules, policy = rules_of(waiting.model), policy_of(waiting.model)
-  if policy.account_key then return count_by_account(waiting, seq, rules, policy) end
-  local key = policy.head_key(waiting.priority, tonumber(seq), created, rules)
+  if policy.account_key then return count_by_account(waiting, score, rules, policy) end
+  local key = policy.head_key(waiting.priority, tonumber(score), created, rules)
   local others, own = 0, 0
   for _, found in ipairs(lanes_before(waiting, key)) do
-    others = others + policy.count_before(found[1], waiting, seq, key, rules) * found[2]
+    others = others + policy.count_before(found[1], waiting, score, key, rules) * found[2]
   end
   -- The lanes of a blocked account have no place in the order, but are in the way of each other.
   if tenant_blocked_by(waiting.tenant, waiting.account, rules) then
     for _, lane in ipairs(lanes_within(waiting)) do
-      own = own + policy.count_before(lane, waiting, seq, key, rules)
+      own = own + policy.count_before(lane, waiting, score, key, rules)
     end
   end
   return own + math.floor(others + 0.5)
@@ -100,10 +100,14 @@ end
 
 -- Return how many jobs come before one that waits, or, `as_last`, before one that would be enqueued now; nil: it does
 -- not wait.  Second result: mean slot time of the model's runs in ms; false: unknown.
-local function position_of(lane, job, created, as_last)
-  local seq = as_last and integer_text(PRIORITY_STEP - 1)
-    or redis.call("ZSCORE", lane_key(lane.name), lane_member(job, created))
-  if not seq then return nil end
+local function position_of(lane, job, as_last)
+  local score
+  if as_last then
+    score = integer_text(score_in_lane(lane.model, { seq = PRIORITY_STEP - 1, deadline_ms = job.deadline_ms }))
+  else
+    score = redis.call("ZSCORE", lane_key(lane.name), lane_member(job.id, job.created_ms))
+  end
+  if not score then return nil end
   local run_ms = math.floor(get_number(stats_key("model", lane.model), "run_ms"))
-  return count_ahead(lane, seq, tonumber(created)), run_ms > 0 and run_ms
+  return count_ahead(lane, score, job.created_ms), run_ms > 0 and run_ms
 end

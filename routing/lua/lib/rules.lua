@@ -2,7 +2,6 @@
 -- @include lib/hash_cache
 -- @include lib/keys
 
-local NO_RULES = "- 0 online 0 0 0"
 local rules_read = {}
 
 -- Read all that is configured for an account, with one command.
@@ -18,7 +17,7 @@ local parse_rules = memoize(function(text)
 end)
 
 local function rules_of(model)
-  local rules = rules_read[model] or parse_rules(get_field(RULES, "model " .. model) or NO_RULES)
+  local rules = rules_read[model] or parse_rules(get_field(RULES, "model " .. model) or "- 0 online 0 0 0")
   rules_read[model] = rules
   return rules
 end

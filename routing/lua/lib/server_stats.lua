@@ -3,9 +3,7 @@
 -- all processes share it.
 -- @include lib/slots
 
-local HALF_LIFE_MS = 60000 -- of a failure's weight in the penalty
 local SMOOTHING = 0.1 -- share of the latest run in the failure rate
-local RATE_RUNS = 20 -- runs before a rate means anything
 local REMEMBERED = 100 -- jobs that failed
 
 local function breaker_of(stats)
@@ -35,7 +33,8 @@ end
 local function penalty(stats, now)
   local fields = load_hash(stats)
   if not fields.penalty then return 0 end
-  return tonumber(fields.penalty) * 0.5 ^ ((now - tonumber(fields.penalty_at)) / HALF_LIFE_MS)
+  local half_life_ms = 60000
+  return tonumber(fields.penalty) * 0.5 ^ ((now - tonumber(fields.penalty_at)) / half_life_ms)
 end
 
 -- The latest REMEMBERED jobs whose last run there failed, by time; the field `failing` has their number.
@@ -79,7 +78,8 @@ local function record_failure(stats, job, now, settings, is_proof, in_a_row)
     if fields.probe == job then open_breaker(stats, now, settings, is_proof, "probe") end
   elseif is_proof then
     local streak = increment_field(stats, "streak", 1)
-    local often = tonumber(fields.runs or 0) >= RATE_RUNS and tonumber(fields.rate or 0) >= settings.breaker_rate
+    local means_something = tonumber(fields.runs or 0) >= 20
+    local often = means_something and tonumber(fields.rate or 0) >= settings.breaker_rate
     local why = streak >= (in_a_row or settings.breaker_failures) and "failures"
       or (often and streak > 1 and not in_a_row and "rate")
     if why then open_breaker(stats, now, settings, true, why) end

@@ -1,7 +1,10 @@
 """What every policy owes (the same tests for each), and what each promises beyond that."""
 
+import itertools
+import math
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -22,10 +25,17 @@ def _with_policies_of_tests(monkeypatch):
 
 
 def mixed(count: int, seed: int = 1, tenants: int = 5) -> list[Job]:
-    """Jobs of all priorities and several tenants, one accepted every 100 ms."""
-    draw = random.Random(seed)
+    """Jobs of all priorities and several tenants, some with a deadline, one accepted every 100 ms."""
+    draw, deadlines = random.Random(seed), random.Random(seed)
     return [
-        a(f"j{seq}", seq, draw.randint(1, 9), tenant=f"t{draw.randrange(tenants)}", created=START_MS + 100 * seq)
+        a(
+            f"j{seq}",
+            seq,
+            draw.randint(1, 9),
+            tenant=f"t{draw.randrange(tenants)}",
+            created=START_MS + 100 * seq,
+            deadline=deadlines.choice((0, START_MS + 1000 * deadlines.randint(1, 50))),
+        )
         for seq in range(1, count + 1)
     ]
 
@@ -48,7 +58,8 @@ def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(room, 
     place = {job: n for n, job in enumerate(drained)}
     for lane in {job.lane for job in jobs}:
         inside = [job for job in jobs if job.lane == lane]
-        assert sorted(inside, key=lambda job: place[job.id]) == inside
+        expected = sorted(inside, key=by_deadline) if policy == "edf" else inside
+        assert sorted(inside, key=lambda job: place[job.id]) == expected
     assert room.lanes() == [] and room.run("queue_counts")[4] == []
 
 
@@ -116,7 +127,8 @@ def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(ro
     jobs = mixed(150)
     room.configure(policy=old)
     room.enqueue(*jobs)
-    room.configure(policy=new).with_slots(1)
+    room.configure(policy=new).begin()
+    room.with_slots(1).enqueue(*jobs, limit=0)  # A policy that orders lanes differently has the queue filled again.
     fresh = Room(client, "zimg", prefix="fresh").configure(policy=new)
     fresh.enqueue(*jobs)
     fresh.with_slots(1)
@@ -126,6 +138,55 @@ def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(ro
         assert Counter(by_tenant(jobs, drained)[:50]) == Counter(by_tenant(jobs, fresh.drain())[:50])
     else:
         assert drained == fresh.drain()
+
+
+def by_deadline(job: Job) -> tuple[float, int]:
+    """The order of edf."""
+    return job.deadline // 100 if job.deadline else math.inf, job.seq
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_edf_offers_the_earliest_deadline_first_whatever_came_when(room, seed):
+    kinds = itertools.cycle(("", "gpu=A100"))
+    jobs = [replace(job, constraints=next(kinds)) for job in mixed(300, seed)]
+    room.configure(policy="edf")
+    shuffled = random.Random(seed).sample(jobs, len(jobs))
+    for start in range(0, len(jobs), 50):
+        room.enqueue(*shuffled[start : start + 50])
+    room.with_servers(Server("gpu", 1, attributes={"gpu": "A100"}))
+    assert room.drain() == ids(sorted(jobs, key=by_deadline))
+
+
+def test_under_edf_a_job_that_comes_back_goes_before_later_deadlines(room):
+    first, second = (a(name, n, deadline=START_MS + 1000 * n) for n, name in ((1, "first"), (2, "second")))
+    room.configure(policy="edf").with_slots(1)
+    (offer,) = room.enqueue(second)
+    assert room.enqueue(first, a("last", 3)) == []
+    _, (following,) = room.release(offer, "", return_to_lane=True)
+    assert (following.job, room.waiting()) == ("first", ["second", "last"])
+
+
+def test_under_edf_a_lease_that_was_restored_goes_back_to_its_place(room):
+    jobs = [a(f"j{n}", n, deadline=START_MS + 10_000 - 1000 * n) for n in range(1, 4)]
+    room.configure(policy="edf").with_slots(1)
+    room.restore((jobs[1], "l1", "w1", "gpu-slot0"))
+    room.enqueue(jobs[0], jobs[2])
+    held = Offered("j2", "l1", "gpu-slot0", "gpu", "zimg", 0, "")
+    room.release(held, "w1", return_to_lane=True, limit=0)
+    assert room.drain() == ["j3", "j2", "j1"]
+
+
+def test_models_of_other_policies_take_turns_with_edf_by_priority_and_time(room):
+    room.configure("zimg", policy="edf").configure("flux", policy="priority")
+    room.with_servers(Server("gpu", 1, models=("zimg", "flux")))
+    waiting = [
+        a("z1", 1, model="zimg", created=START_MS + 1, deadline=START_MS + 60_000),
+        a("f2", 2, model="flux", created=START_MS + 2),
+        a("z3", 3, model="zimg", created=START_MS + 3, deadline=START_MS + 1000),
+        a("f4", 4, 1, model="flux", created=START_MS + 4),
+    ]
+    room.enqueue(*waiting, limit=0)
+    assert room.drain() == ["f4", "f2", "z3", "z1"]
 
 
 def by_tenant(jobs: list[Job], order: list[str]) -> list[str]:

@@ -4,9 +4,6 @@
 -- @include lib/policy
 local fair = new_policy("fair")
 
-local LOOK_SHARE, LOOKED_AT_ONCE = 0.125, 32 -- of the offers; tags
-local GOLDEN = 0.6180339887498949
-
 local tags_read = {}
 
 -- Return the virtual time of a model: the start tag of the job that was offered last.
@@ -37,11 +34,12 @@ end
 -- Delete tags of tenants that hold no slot and are not ahead of the virtual time.  One offer in eight looks at some of
 -- them, at a place that the offer's number chooses, so that tenants that hold slots do not hide the others.
 local function forget_tags(model, number)
-  if number * GOLDEN % 1 >= LOOK_SHARE then return end
+  local golden, looked_at_once = 0.6180339887498949, 32
+  if number * golden % 1 >= 0.125 then return end
   local behind = redis.call("ZCOUNT", tags_key(model), "-inf", string.format("(%.17g", virtual_time(model)))
   if behind == 0 then return end
   local first = number * 7919 % behind
-  local tenants, accounts, idle = redis.call("ZRANGE", tags_key(model), first, first + LOOKED_AT_ONCE - 1), {}, {}
+  local tenants, accounts, idle = redis.call("ZRANGE", tags_key(model), first, first + looked_at_once - 1), {}, {}
   for i, tenant in ipairs(tenants) do accounts[i] = tenant .. "|" .. model end
   load_fields(HELD, unpack(accounts))
   for i, account in ipairs(accounts) do

@@ -22,9 +22,8 @@ from app.job_answers import (
 )
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
-from routing.queries import job_list, short_ids
+from routing.queries import explain, job_list, short_ids
 from routing.queries.attempts import attempts
-from routing.queries.explain import explain_job_state
 from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
@@ -100,7 +99,7 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
-    found = explain_job_state(dispatcher(), job)
+    found = explain.explain_job(dispatcher(), job)
     return ExplanationView.build(
         found,
         job_id=job.id,

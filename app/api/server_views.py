@@ -27,7 +27,7 @@ from routing.admission.submission import check_name
 from routing.maintenance import decommission as upkeep
 from routing.maintenance import quarantined_slots
 from routing.queries import server_status as insight
-from routing.queries.idle import explain_idle_server
+from routing.queries.explain import explain_idle_server
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
@@ -100,7 +100,7 @@ def list_servers() -> dict[str, Any]:
         fleets = None
     servers, withheld = (
         sorted(found.servers.values(), key=lambda server: server.name),
-        quarantine.list_by_server(dispatcher().store.database),
+        quarantine.list_by_server(database()),
     )
     return ServerList.build(servers=[_listed(server, standings, withheld) for server in servers], fleets=fleets)
 
@@ -131,7 +131,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     dispatcher().slots.reset_breaker(known.fleet, "server", known.name)
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.reset", server=known.name))
     refresh_redis(known.fleet)
-    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(dispatcher().store.database))
+    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
 
 
 @api.post(
@@ -145,11 +145,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
     runs one of them, its slot then has two jobs.
     """
     known = known_server(path.server)
-    rows = [
-        row.slot
-        for row in quarantine.list_by_server(dispatcher().store.database)[known.name]
-        if body.slot in (None, row.slot)
-    ]
+    rows = [row.slot for row in quarantine.list_by_server(database())[known.name] if body.slot in (None, row.slot)]
     if not rows:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
         raise Conflict(
@@ -157,7 +153,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
         )
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=rows))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
-    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(dispatcher().store.database))
+    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
 
 
 @api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problem_responses(404)})

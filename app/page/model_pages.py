@@ -14,7 +14,7 @@ from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
 from app.schemas.job_schemas import ModelPath
 from routing.queries import model_overview as at_a_glance
-from routing.queries.explain import explain_job_state
+from routing.queries.explain import explain_job
 from routing.queries.model_status import read_lanes
 from slotkeeper.clock import now_ms
 
@@ -51,4 +51,4 @@ def change_model(model: str) -> Any:
 def _next(job_id: str) -> Any:
     """Explain why the next job has not started; None: it has been deleted."""
     job = dispatcher().store.get(job_id)
-    return job and explain_job_state(dispatcher(), job)
+    return job and explain_job(dispatcher(), job)

@@ -11,7 +11,7 @@ from flask import Response, request
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.page import layout
-from routing.queries.explain import failed
+from routing.queries.explain import breaker_reason
 from routing.queries.job_timeline import format_duration
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
@@ -55,7 +55,7 @@ def _templates() -> Environment:
         "segment": segment,
         "sentence": sentence,
         "json_preview": json_preview,
-        "failed": failed,
+        "breaker_reason": breaker_reason,
     }
     made.globals |= {"asset": asset, "here": here}
     return made

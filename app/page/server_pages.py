@@ -11,7 +11,7 @@ from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
 from app.schemas.job_schemas import ServerPath
 from routing.queries import model_overview as at_a_glance
-from routing.queries.idle import explain_idle_server
+from routing.queries.explain import explain_idle_server
 from slotkeeper.errors import NotFound
 from tasks.services import workers
 

@@ -9,13 +9,13 @@ from app.job_answers import seconds
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
 from app.schemas.job_schemas import AdminStateName
 from routing.queries import server_status as insight
-from routing.queries.explain import quarantine_sentence
+from routing.queries.explain import describe_quarantine
 from routing.queries.model_status import ModelLoad
-from routing.queries.overtaking import PRIORITIES, longest_overtaking_s, longest_wait
 from routing.queue.fleets import QueueCounts
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog as registered
 from slotkeeper.registry.model_config import ConfigSource, ModelConfig, parse_overrides, resolve_inherited
+from slotkeeper.registry.policies import PRIORITIES, longest_overtaking_s, longest_wait
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.tenants import SecretRotation, Tenant
 from slotkeeper.registry.values import AdminState, Server, TenantState
@@ -124,7 +124,7 @@ class QuarantinedSlotView(ResponseSchema, source=QuarantinedSlot):
     reason: str = Field(description="What ended the run here: `timed_out`, `canceled`, `deadline_passed`, …")
     since: Time
     until: Time = Field(description="The longest; before, as soon as the server's report no longer shows the run.")
-    sentence: Annotated[str, From(quarantine_sentence)]
+    sentence: Annotated[str, From(describe_quarantine)]
 
 
 class ServerDetail(ServerView):

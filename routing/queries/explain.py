@@ -1,9 +1,9 @@
-"""Why a job stands where it stands: in one sentence, and in structure.
+"""Explain why a job waits, and why a server gets no jobs.
 
-It looks at the record first, then at the room: the record says whether the job waits at all, the room for what.
+The database says whether a job waits at all.  Redis says which slots, limits and breakers the job waits for.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,34 +13,46 @@ from redis.exceptions import RedisError
 
 from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
-from routing.queries import server_status
-from routing.queries.overtaking import longest_overtaking_s
+from routing.queries import job_list, server_status
+from routing.queries.model_status import ModelLoad, read_model_load
 from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
-from routing.queries.server_status import ServerStatus
+from routing.queries.server_status import ServerStatus, slot_use
 from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
+from routing.queue.slots import server_of_slot
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from slotkeeper.redis.scripts import Command
-from slotkeeper.registry.snapshot import CatalogSnapshot
-from slotkeeper.registry.values import STOPPED_STATES, Server
+from slotkeeper.registry.policies import longest_overtaking_s
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
+from slotkeeper.registry.values import STOPPED_STATES, Server, TenantState
 
-# Of a server or model, by what opened its breaker.
-_FAILED = {
+_MAX_JOBS = 100  # waiting jobs of a model that the check of a server reads
+# Codes of waits that end without a change by an operator or a server, so that a start can be estimated.
+_TEMPORARY = {"turn", "slots_busy", "slot_withheld"}
+# While the job has one of these blockers, other jobs are running or starting.
+_PROGRESSING = {"turn", "slots_busy"}
+_BREAKER_REASONS = {
     "failures": "failed several runs in a row",
     "rate": "failed most of its latest runs",
     "probe": "failed the trial run after its breaker was open",
 }
-# What passes by itself, so that a start can be estimated.
-_IN_LINE = {"turn", "slots_busy", "slot_withheld"}
-_MOVES = {"turn", "slots_busy"}  # while jobs run, the line moves
+_QUARANTINE_REASONS = {
+    "timed_out": "timed out",
+    "canceled": "was canceled",
+    "deadline_passed": "passed its deadline",
+    "server_lost": "was lost",
+    "connection_lost": "lost its connection",
+    "worker_lost": "lost its worker",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """One thing that a job waits for.  `code` is stable; `until_ms`: when it may be over, ms since the epoch."""
+    """One cause for which a job waits.  `code` is stable; `until_ms`: when it may be over, ms since the epoch."""
 
     code: str
     sentence: str
@@ -50,10 +62,11 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`sentence` sums `waits_for` up.  `ahead`: jobs of its model that come first; None: it does not wait in line.
+    """Why a job waits.  `sentence` sums `waits_for` up.
 
-    `before`: those of its own tenant and priority that come just before it, at most five, the nearest last.
-    `servers`: each server of its model, and what keeps it from taking this job now ("": nothing does).
+    `ahead`: number of jobs of its model that come before it; None: it has no place in the queue.
+    `before`: the jobs of the same tenant and priority directly before it, at most five, the nearest last.
+    `servers`: for each server of its model, why the server cannot take this job now; "": it can.
     """
 
     sentence: str
@@ -66,248 +79,343 @@ class Explanation:
     estimate: StartEstimate | None = None
 
 
-def explain_job_state(dispatcher: Dispatcher, job: Job) -> Explanation:
-    """Where the job stands and what it waits for.  Redis away: the record's part, which says so."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A server of the job's model, and why it cannot take the job now; "": it can."""
+
+    server: Server
+    status: ServerStatus | None
+    quarantined: Sequence[QuarantinedSlot]
+    blocked_by: str
+
+
+# -- a job -----------------------------------------------------------------------------------------------------
+
+
+def explain_job(dispatcher: Dispatcher, job: Job) -> Explanation:
+    """Return why a job waits, or its state if it does not wait.
+
+    While Redis does not answer, the explanation of a queued job says only that.  Raises DatabaseUnavailable.
+    """
     if job.state is State.DELAYED:
-        return _delayed(job)
+        return _explain_delayed(job)
     if job.state is not State.QUEUED:
-        awaited = _awaited(dispatcher, job)
-        return Explanation("  ".join([_outside(job), *(it.sentence for it in awaited)]), awaited)
+        blockers = _run_waits(dispatcher, job)
+        return Explanation("  ".join([_describe_state(job), *(one.sentence for one in blockers)]), blockers)
     with suppress(RedisError):
-        return dispatcher.queues.call_if_available(lambda: _in_room(dispatcher, job))
+        return dispatcher.queues.call_if_available(lambda: _explain_queued(dispatcher, job))
     return _waiting_for(Blocker("redis_away", "Redis does not answer; the job is safe in the database"))
 
 
-def _in_room(dispatcher: Dispatcher, job: Job) -> Explanation:
-    """Of a queued job.  Raises redis errors."""
-    model = dispatcher.catalog.resolve(job.model)
-    queues, fleet = dispatcher.queues, model.fleet
-    commands: list[Command[Any]] = [
-        queues.job_status_command(fleet, job.queued),
-        queues.model_status_command(fleet, job.model),
-    ]
-    facts, status = queues.run_all(commands)
-    if facts.location == "offered":
-        sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
-        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, OFFERED))
-    if facts.location != "waiting":
-        sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
-        return _waiting_for(Blocker("not_in_room", sentence))
-    standings = server_status.read_servers(dispatcher.slots, fleet)
-    catalog = dispatcher.catalog.get()
-    withheld = quarantine.list_by_server(dispatcher.store.database)
-    hindrances = {
-        it.name: _hindrance(job, it, standings.get(it.name), len(withheld.get(it.name, ())))
-        for it in _servers(catalog, job)
-    }
-    found = [*_general(job, facts, status, catalog), *_placement(job, catalog, hindrances, standings, withheld, facts)]
-    if not found:
-        found = [_turn(facts)]
-    position = Position(facts.ahead, facts.run_ms or None)
-    codes = {it.code for it in found}
-    estimate = estimate_start(catalog, job.queued, position) if codes <= _IN_LINE and codes & _MOVES else None
-    return Explanation(
-        _sum_up(found),
-        tuple(found),
-        facts.ahead,
-        facts.jobs_before,
-        model.config.policy,
-        longest_overtaking_s(job.priority, model.config),
-        hindrances,
-        estimate,
-    )
+def breaker_reason(why: str) -> str:
+    """Return in words why a breaker opened.  `why`: as in ServerStatus.open_why."""
+    return _BREAKER_REASONS.get(why, _BREAKER_REASONS["failures"])
 
 
-def _waiting_for(*blockers: Blocker) -> Explanation:
-    return Explanation(_sum_up(blockers), blockers)
-
-
-def _delayed(job: Job) -> Explanation:
+def _explain_delayed(job: Job) -> Explanation:
     if job.failures:
-        said = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
-        failed = f"attempt {job.attempts} failed ({said}), and it returns to its place for the next"
-        return _waiting_for(Blocker("retry", failed, until_ms=job.due_ms))
+        error = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
+        sentence = f"attempt {job.attempts} failed ({error}), and it returns to its place for the next"
+        return _waiting_for(Blocker("retry", sentence, until_ms=job.due_ms))
     return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
 
 
-def _outside(job: Job) -> str:
-    """Of a job that waits for nothing."""
+def _describe_state(job: Job) -> str:
+    """Return the state of a job that runs or has ended, as a sentence."""
     if job.state is State.RUNNING:
         canceling = ", and a cancel is requested" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
     return f"It has ended: {job.state}, because of {job.why}."
 
 
-def _awaited(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
-    """Return what a run waits for beside its server's answer, as its worker says."""
+def _run_waits(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
+    """Return the cause for which a run waits, apart from its server's response, as its worker reports it."""
     if job.state is State.RUNNING and job.slot is not None:
         with suppress(RedisError):
-            known_job, sentence = ProcessList(dispatcher.slots.scripts).read_awaits().get(job.slot, ("", ""))
-            if known_job == job.id:
+            job_id, sentence = ProcessList(dispatcher.slots.scripts).read_awaits().get(job.slot, ("", ""))
+            # The worker's report may be older than this run.
+            if job_id == job.id:
                 return (Blocker("run_waits", sentence, job.slot),)
     return ()
 
 
-def _servers(catalog: CatalogSnapshot, job: Job) -> list[Any]:
-    return [it for it in catalog.servers.values() if job.model in it.endpoints]
+def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
+    """Return why a queued job waits.  Raises redis errors and DatabaseUnavailable."""
+    model, queues = dispatcher.catalog.resolve(job.model), dispatcher.queues
+    commands: list[Command[Any]] = [
+        queues.job_status_command(model.fleet, job.queued),
+        queues.model_status_command(model.fleet, job.model),
+    ]
+    status, model_status = queues.run_all(commands)
+    if status.location == "offered":
+        sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
+        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, OFFERED))
+    if status.location != "waiting":
+        sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
+        return _waiting_for(Blocker("not_in_room", sentence))
+    candidates, catalog = _list_candidates(dispatcher, job, model.fleet), dispatcher.catalog.get()
+    blockers = [*_tenant_and_model(job, status, model_status, catalog), *_servers(job, candidates, status.ahead)]
+    if not blockers:
+        blockers = [_turn(status.ahead)]
+    codes = {blocker.code for blocker in blockers}
+    position = Position(status.ahead, status.run_ms or None)
+    can_estimate = codes <= _TEMPORARY and codes & _PROGRESSING
+    return Explanation(
+        _sum_up(blockers),
+        tuple(blockers),
+        status.ahead,
+        status.jobs_before,
+        model.config.policy,
+        longest_overtaking_s(job.priority, model.config),
+        {candidate.server.name: candidate.blocked_by for candidate in candidates},
+        estimate_start(catalog, job.queued, position) if can_estimate else None,
+    )
 
 
-def _general(job: Job, facts: JobStatus, status: ModelStatus, catalog: CatalogSnapshot) -> list[Blocker]:
-    """What holds up every job of its tenant or model."""
-    found = []
-    if facts.blocked_by == "tenant_slots":
-        found.append(
-            Blocker("tenant_slots", f"its tenant holds {_count(facts.held, 'slot')} and may hold no more", job.tenant)
-        )
-    elif facts.blocked_by:
-        found.append(
-            Blocker("tenant_paused", stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
-        )
-    if status.state in STOPPED_STATES:
-        found.append(Blocker("model_paused", stopped("model", job.model, catalog.models.get(job.model)), job.model))
-    if status.breaker == "open":
-        found.append(breaker_open(job.model, status.open_why, status.open_until_ms))
-    elif status.breaker == "probing":
-        found.append(
-            Blocker(
-                "model_probing", f"one trial job is running on model {job.model!r}, whose breaker was open", job.model
-            )
-        )
-    return found
+def _list_candidates(dispatcher: Dispatcher, job: Job, fleet: str) -> list[_Candidate]:
+    """Return all servers of the job's model.  Raises redis errors and DatabaseUnavailable."""
+    statuses = server_status.read_servers(dispatcher.slots, fleet)
+    quarantined = quarantine.list_by_server(dispatcher.store.database)
+    candidates = []
+    for server in dispatcher.catalog.get().servers.values():
+        if job.model in server.endpoints:
+            status, slots = statuses.get(server.name), quarantined.get(server.name, ())
+            candidates.append(_Candidate(server, status, slots, _blocked_by(job, server, status, len(slots))))
+    return candidates
 
 
-def breaker_open(name: str, why: str, until_ms: int) -> Blocker:
-    """That a model's breaker is open; `why`: what opened it."""
-    return Blocker("model_breaker_open", f"model {name!r} {failed(why)} and its breaker is open", name, until_ms)
-
-
-def failed(why: str) -> str:
-    """What opened a breaker, in words."""
-    return _FAILED.get(why, _FAILED["failures"])
-
-
-def stopped(kind: str, name: str, it: Any) -> str:
-    """That a server, model or tenant does not take part, as a sentence: how, by whom and why."""
-    if it is None:
-        return f"{kind} {name!r} is paused"
-    by = f" by {it.changed_by}" if it.changed_by else ""
-    because = f" ({it.reason})" if it.reason else ""
-    return f"{kind} {name!r} is {it.state}{by}{because}"
-
-
-def _hindrance(job: Job, server: Server, standing: ServerStatus | None, withheld: int) -> str:
-    """What keeps a server from taking this job now; "": nothing does."""
+def _blocked_by(job: Job, server: Server, status: ServerStatus | None, quarantined: int) -> str:
+    """Return why a server cannot take this job now; "": it can."""
     if unmet := constraints.unmet_conditions(job.constraints, server, job.model):
         return f"does not meet {', '.join(unmet)}"
     if server.state != "online":
-        return stopped("server", server.name, server).split(" is ", 1)[1]
-    if standing is None:
+        return _stopped("server", server.name, server).split(" is ", 1)[1]
+    if status is None:
         return "not in Redis yet"
-    return server_status.blocked_by(standing, withheld)
+    return server_status.blocked_by(status, quarantined)
 
 
-def _placement(
-    job: Job,
-    catalog: CatalogSnapshot,
-    hindrances: Mapping[str, str],
-    standings: Mapping[str, ServerStatus],
-    withheld: Mapping[str, Sequence[QuarantinedSlot]],
-    facts: JobStatus,
-) -> list[Blocker]:
-    """What keeps all servers of its model from taking it; nothing, if one could."""
-    if not hindrances:
+def _tenant_and_model(
+    job: Job, status: JobStatus, model_status: ModelStatus, catalog: CatalogSnapshot
+) -> Iterator[Blocker]:
+    """Yield the blockers that hold for all jobs of the tenant or of the model."""
+    if status.blocked_by == "tenant_slots":
+        sentence = f"its tenant holds {_count(status.held, 'slot')} and may hold no more"
+        yield Blocker("tenant_slots", sentence, job.tenant)
+    elif status.blocked_by:
+        yield Blocker("tenant_paused", _stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
+    if model_status.state in STOPPED_STATES:
+        yield Blocker("model_paused", _stopped("model", job.model, catalog.models.get(job.model)), job.model)
+    if model_status.breaker == "open":
+        yield _model_breaker_open(job.model, model_status.open_why, model_status.open_until_ms)
+    elif model_status.breaker == "probing":
+        sentence = f"one trial job is running on model {job.model!r}, whose breaker was open"
+        yield Blocker("model_probing", sentence, job.model)
+
+
+def _servers(job: Job, candidates: Sequence[_Candidate], ahead: int) -> list[Blocker]:
+    """Return why no server of the model can take the job; nothing if one can."""
+    if not candidates:
         return [Blocker("no_server", f"no server serves model {job.model!r}; POST /admin/register adds one", job.model)]
-    if "" in hindrances.values():
+    if not all(candidate.blocked_by for candidate in candidates):
         return []
-    eligible = {name for name in hindrances if constraints.meets(job.constraints, catalog.servers[name], job.model)}
+    eligible = [one for one in candidates if constraints.meets(job.constraints, one.server, job.model)]
     if not eligible:
         return [Blocker("constraints_unmet", constraints.no_server_message(job.model, job.constraints), job.model)]
-    others = [name for name in sorted(eligible) if hindrances[name] not in ("busy", "withheld")]
-    found = [of_server(name, hindrances[name], standings.get(name)) for name in others]
-    busy = [name for name in eligible if hindrances[name] == "busy"]
-    taken = sum(
-        server_status.slot_use(catalog.servers[name].state, standings[name], len(withheld.get(name, ()))).running
-        for name in busy
+    eligible.sort(key=lambda one: one.server.name)
+    in_use = [one for one in eligible if one.blocked_by in ("busy", "withheld")]
+    running = sum(
+        slot_use(one.server.state, one.status, len(one.quarantined)).running
+        for one in in_use
+        if one.blocked_by == "busy" and one.status is not None
     )
-    if taken:
-        found.insert(0, _busy(taken, facts.ahead))
-    return found + _withheld(job, sorted(eligible.difference(others)), withheld)
-
-
-def _busy(taken: int, ahead: int) -> Blocker:
-    slots = f"all {taken} slots that could run it are" if taken > 1 else "the slot that could run it is"
-    behind = f", and {_before(ahead)}" if ahead else ", and it is next"
-    return Blocker("slots_busy", f"{slots} taken{behind}")
-
-
-def _withheld(job: Job, servers: Iterable[str], slots: Mapping[str, Sequence[QuarantinedSlot]]) -> list[Blocker]:
-    """Slots that no run of ours holds any more."""
     return [
-        Blocker("slot_withheld", quarantine_sentence(row, named=row.tenant == job.tenant), row.slot)
-        for server in servers
-        for row in slots.get(server, ())
+        *([_slots_busy(running, ahead)] if running else ()),
+        *(_server_blocker(one.server.name, one.blocked_by, one.status) for one in eligible if one not in in_use),
+        *(_quarantine_blocker(slot, job.tenant) for one in in_use for slot in one.quarantined),
     ]
 
 
-def of_server(name: str, hindrance: str, standing: ServerStatus | None) -> Blocker:
-    """What keeps a server from taking jobs; `hindrance` in the words of Explanation.servers."""
-    if hindrance == "breaker open" and standing is not None:
-        sentence = f"server {name!r} {failed(standing.open_why)} and its breaker is open"
-        return Blocker("server_breaker_open", sentence, name, standing.open_until_ms)
-    if hindrance == "away" and standing is not None:
-        since = f"server {name!r} could not be reached since {_moment(standing.away_since_ms)}"
-        sentence = f"{since}; its slots are in cooldown" if standing.cooldown_until_ms else since
-        return Blocker("server_away", sentence, name, standing.cooldown_until_ms or None)
-    if hindrance == "in cooldown" and standing is not None:
-        sentence = f"server {name!r} reported that it is busy, so its slots are in cooldown"
-        return Blocker("server_cooling", sentence, name, standing.cooldown_until_ms)
-    return Blocker("server_unavailable", f"server {name!r} is {hindrance}", name)
+def _slots_busy(running: int, ahead: int) -> Blocker:
+    slots = f"all {running} slots that could run it are" if running > 1 else "the slot that could run it is"
+    rank = f", and {_jobs_before(ahead)}" if ahead else ", and it is next"
+    return Blocker("slots_busy", f"{slots} taken{rank}")
 
 
-def _turn(facts: JobStatus) -> Blocker:
-    return Blocker("turn", _before(facts.ahead) if facts.ahead else "it is next, and is being offered a slot")
+def _turn(ahead: int) -> Blocker:
+    return Blocker("turn", _jobs_before(ahead) if ahead else "it is next, and is being offered a slot")
 
 
-def _before(ahead: int) -> str:
-    return f"{_count(ahead, 'job')} of its model {'come' if ahead > 1 else 'comes'} before it"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _waiting_for(*blockers: Blocker) -> Explanation:
+    return Explanation(_sum_up(blockers), blockers)
 
 
 def _sum_up(blockers: Sequence[Blocker]) -> str:
-    said = [it.sentence if it.until_ms is None else f"{it.sentence} until {_moment(it.until_ms)}" for it in blockers]
-    return f"It waits: {'; '.join(said)}."
+    parts = [
+        one.sentence if one.until_ms is None else f"{one.sentence} until {_rounded_up(one.until_ms)}"
+        for one in blockers
+    ]
+    return f"It waits: {'; '.join(parts)}."
 
 
-def _moment(at_ms: int) -> str:
-    """To the second, rounded up: by then it is over."""
-    return f"{datetime.fromtimestamp(-(-at_ms // 1000), UTC):%Y-%m-%dT%H:%M:%SZ}"
+# -- a server --------------------------------------------------------------------------------------------------
 
 
-def quarantine_sentence(row: QuarantinedSlot, *, named: bool = True) -> str:
-    """For people: why the slot is withheld, and what would end that.  `named`: they may know which job it is."""
-    whose = f"job {row.job_id!r}" if named else "another tenant's job"
-    how = _HOW.get(row.reason, "ended")
-    told = "tells by its status that it has ended, " if row.remote_id is not None else ""
+def explain_idle_server(dispatcher: Dispatcher, workers: WorkerCapacity, server: Server) -> tuple[Blocker, ...]:
+    """Return why a server gets no jobs, the most lasting cause first; nothing: it gets each job that comes.
+
+    While Redis does not answer, the causes from the database stay and one is added.  Raises DatabaseUnavailable.
+    """
+    catalog = dispatcher.catalog.get()
+    blockers = [*_from_catalog(server, catalog), *_misconfigured(dispatcher, server)]
+    try:
+        return (
+            *blockers,
+            *dispatcher.queues.call_if_available(lambda: [*_from_redis(dispatcher, workers, server, catalog)]),
+        )
+    except RedisError:
+        sentence = "Redis does not answer, so no job is offered; jobs are safe in the database"
+        return (*blockers, Blocker("redis_away", sentence))
+
+
+def _from_catalog(server: Server, catalog: CatalogSnapshot) -> Iterator[Blocker]:
+    if server.state != "online":
+        yield Blocker("server_paused", _stopped("server", server.name, server), server.name)
+    if not server.endpoints:
+        yield Blocker("no_model", "it serves no model; register one", server.name)
+    for name in sorted(server.endpoints):
+        model = catalog.models.get(name)
+        if model is not None and model.state in STOPPED_STATES:
+            yield Blocker("model_paused", _stopped("model", name, model), name)
+
+
+def _misconfigured(dispatcher: Dispatcher, server: Server) -> Iterator[Blocker]:
+    """Yield the models with a delayed job whose last attempt failed because of the configuration."""
+    for name in sorted(server.endpoints):
+        delayed = job_list.find_jobs(dispatcher.store.database, state=State.DELAYED, model=name, limit=_MAX_JOBS)
+        job = next((job for job in delayed if job.error_code == "misconfigured"), None)
+        if job is not None:
+            sentence = f"model {name!r}, or the address of its server, is misconfigured: {job.error_message}"
+            yield Blocker("misconfigured", sentence, name)
+
+
+def _from_redis(
+    dispatcher: Dispatcher, workers: WorkerCapacity, server: Server, catalog: CatalogSnapshot
+) -> Iterator[Blocker]:
+    """Yield the causes that Redis knows.  Raises redis errors and DatabaseUnavailable."""
+    status = server_status.read_servers(dispatcher.slots, server.fleet).get(server.name)
+    if status is None:
+        yield Blocker("not_in_room", "it is not in Redis yet; the next sweep adds it", server.name)
+        return
+    yield from _slots_in_use(dispatcher, server, status)
+    loads = {name: read_model_load(dispatcher, catalog.models[name]) for name in sorted(server.endpoints)}
+    for name, load in loads.items():
+        if load.breaker == "open":
+            yield _model_breaker_open(name, load.open_why, load.open_until_ms)
+    yield from _waiting_jobs(dispatcher, server, loads)
+    if workers.read_total() == 0:
+        yield Blocker("no_worker", "no live worker has a free place: none is running, or all are full")
+
+
+def _slots_in_use(dispatcher: Dispatcher, server: Server, status: ServerStatus) -> Iterator[Blocker]:
+    if status.breaker == "open":
+        yield _server_blocker(server.name, "breaker open", status)
+    elif status.breaker == "probing":
+        yield Blocker("server_probing", "one trial job is running there, since its breaker was open", server.name)
+    if status.away_since_ms or status.cooling:
+        yield _server_blocker(server.name, "away" if status.away_since_ms else "in cooldown", status)
+    quarantined = quarantine.list_by_server(dispatcher.store.database).get(server.name, ())
+    use = slot_use(server.state, status, len(quarantined))
+    if use.running and not status.free:
+        yield Blocker("slots_busy", f"none of its {server.slots} slots is free: {use.running} run jobs", server.name)
+    for slot, (job_id, sentence) in ProcessList(dispatcher.slots.scripts).read_awaits().items():
+        if server_of_slot(slot) == server.name:
+            yield Blocker("run_waits", f"job {job_id} on {slot}: {sentence}", slot)
+    for row in quarantined:
+        yield _quarantine_blocker(row, row.tenant)
+
+
+def _waiting_jobs(dispatcher: Dispatcher, server: Server, loads: Mapping[str, ModelLoad]) -> Iterator[Blocker]:
+    waiting = [name for name, load in loads.items() if load.waiting]
+    if not waiting:
+        yield Blocker("nothing_waits", "no job waits for a model that it serves")
+    for name in waiting:
+        jobs = dispatcher.store.list_queued([name], limit=_MAX_JOBS)
+        unmet = [constraints.unmet_conditions(job.constraints, server, name) for job in jobs]
+        if unmet and all(unmet):
+            required = ", ".join(sorted({condition for conditions in unmet for condition in conditions}))
+            sentence = f"the waiting jobs of model {name!r} require what it does not declare: {required}"
+            yield Blocker("constraints_unmet", sentence, name)
+
+
+# -- sentences about a server, a model or a slot ---------------------------------------------------------------
+
+
+def describe_quarantine(slot: QuarantinedSlot, *, name_job: bool = True) -> str:
+    """Return why a slot is quarantined and what ends that, for users.
+
+    `name_job`: False hides the job's id, for a reader of another tenant.
+    """
+    job = f"job {slot.job_id!r}" if name_job else "another tenant's job"
+    ended = _QUARANTINE_REASONS.get(slot.reason, "ended")
+    # Only a server that gave the run an id can be asked for the run's status.
+    by_status = "tells by its status that it has ended, " if slot.remote_id is not None else ""
     return (
-        f"slot {row.slot} is withheld: {whose} {how} here at {_moment_before(row.since_ms)}, and its server may still "
-        "run it; "
-        f"the slot is used again when the server answers the request, {told}no longer reports the run, or was "
-        f"restarted, and at {_moment_before(row.until_ms)} at the latest"
+        f"slot {slot.slot} is withheld: {job} {ended} here at {_rounded_down(slot.since_ms)}, and its server may still "
+        f"run it; the slot is used again when the server answers the request, {by_status}no longer reports the run, or "
+        f"was restarted, and at {_rounded_down(slot.until_ms)} at the latest"
     )
 
 
-def _moment_before(at_ms: int) -> str:
-    return f"{datetime.fromtimestamp(at_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+def _quarantine_blocker(slot: QuarantinedSlot, reader_tenant: str) -> Blocker:
+    return Blocker("slot_withheld", describe_quarantine(slot, name_job=slot.tenant == reader_tenant), slot.slot)
 
 
-_HOW = {
-    "timed_out": "timed out",
-    "canceled": "was canceled",
-    "deadline_passed": "passed its deadline",
-    "server_lost": "was lost",
-    "connection_lost": "lost its connection",
-    "worker_lost": "lost its worker",
-}
+def _server_blocker(name: str, blocked_by: str, status: ServerStatus | None) -> Blocker:
+    """Return why a server takes no jobs.  `blocked_by`: in the words of Explanation.servers."""
+    if blocked_by == "breaker open" and status is not None:
+        sentence = f"server {name!r} {breaker_reason(status.open_why)} and its breaker is open"
+        return Blocker("server_breaker_open", sentence, name, status.open_until_ms)
+    if blocked_by == "away" and status is not None:
+        since = f"server {name!r} could not be reached since {_rounded_up(status.away_since_ms)}"
+        sentence = f"{since}; its slots are in cooldown" if status.cooldown_until_ms else since
+        return Blocker("server_away", sentence, name, status.cooldown_until_ms or None)
+    if blocked_by == "in cooldown" and status is not None:
+        sentence = f"server {name!r} reported that it is busy, so its slots are in cooldown"
+        return Blocker("server_cooling", sentence, name, status.cooldown_until_ms)
+    return Blocker("server_unavailable", f"server {name!r} is {blocked_by}", name)
+
+
+def _model_breaker_open(name: str, why: str, until_ms: int) -> Blocker:
+    sentence = f"model {name!r} {breaker_reason(why)} and its breaker is open"
+    return Blocker("model_breaker_open", sentence, name, until_ms)
+
+
+def _stopped(kind: str, name: str, entry: Server | Model | TenantState | None) -> str:
+    """Return a sentence with the state of a server, model or tenant, the operator who set it, and the reason."""
+    if entry is None:
+        return f"{kind} {name!r} is paused"
+    by = f" by {entry.changed_by}" if entry.changed_by else ""
+    reason = f" ({entry.reason})" if entry.reason else ""
+    return f"{kind} {name!r} is {entry.state}{by}{reason}"
+
+
+def _jobs_before(ahead: int) -> str:
+    return f"{_count(ahead, 'job')} of its model {'come' if ahead > 1 else 'comes'} before it"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _rounded_up(at_ms: int) -> str:
+    """Return a time to the second, rounded up, so that the wait is over by then."""
+    return _time(-(-at_ms // 1000))
+
+
+def _rounded_down(at_ms: int) -> str:
+    return _time(at_ms // 1000)
+
+
+def _time(at_s: int) -> str:
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -5,10 +5,25 @@ A policy is a row of this table and a file `routing/lua/lib/policies/<name>.lua`
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT
+
+PRIORITIES = range(1, PRIORITY_LEAST_URGENT + 1)
 
 Overtaking = Callable[[int, float], float | None]
 """(priority, seconds that one step of priority is worth) -> for how many seconds after its acceptance a job can be
 overtaken by jobs that are accepted later; None: without limit."""
+
+
+class PolicyConfig(Protocol):
+    """The fields of a model's configuration that concern its policy.  The configuration imports this module."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def tier_head_start(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,19 @@ POLICIES = {
         ),
     )
 }
+
+
+def longest_overtaking_s(priority: int, config: PolicyConfig) -> float | None:
+    """Return for how many seconds after its acceptance a job of this priority can be overtaken by later jobs.
+
+    The policy can make the job wait for the work that is accepted until then.  None: without limit.
+    """
+    return POLICIES[config.policy].longest_overtaking_s(priority, config.tier_head_start)
+
+
+def longest_wait(config: PolicyConfig, priority: int = PRIORITY_DEFAULT) -> str:
+    """Return the longest wait that the policy can cause for a job of this priority, as a sentence."""
+    return POLICIES[config.policy].describe_wait(priority, config.tier_head_start)
 
 
 def list_names() -> str:

@@ -75,9 +75,8 @@ def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says(
         "from slotkeeper.registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda at, step_s: None, 'Mine {priority}.')\n"
         "from app.schemas.job_schemas import ConfigBody as Body\n"
-        "from routing.queries.overtaking import longest_wait\n"
         "field = Body.model_json_schema()['properties']['policy']\n"
-        "print(longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
+        "print(policies.longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["Mine", "5.", "mine", "True"]

@@ -19,7 +19,7 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import OnPostponed
 from routing.maintenance import rebuild
 from routing.maintenance.server_report import ServerReport
-from routing.queries.explain import explain_job_state
+from routing.queries.explain import explain_job
 from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
@@ -108,7 +108,7 @@ class Stage:
 
     def explained(self, job_id: str) -> str:
         """Why a job stands where it stands."""
-        return explain_job_state(self.dispatcher, self.job(job_id)).sentence
+        return explain_job(self.dispatcher, self.job(job_id)).sentence
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 

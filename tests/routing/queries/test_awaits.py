@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.queries.idle import explain_idle_server
+from routing.queries.explain import explain_idle_server
 from routing.queries.process_list import ProcessList
 from routing.queue.worker_capacity import WorkerCapacity
 from tests.support.stage import Stage

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from routing.queries.overtaking import longest_overtaking_s
 from slotkeeper.registry.model_config import ModelConfig
-from slotkeeper.registry.policies import POLICIES
+from slotkeeper.registry.policies import POLICIES, longest_overtaking_s
 from tests.routing.queue import policies
 from tests.support.room import LEASE_MS, START_MS, Job, Offered, Room, Server, a, a_config
 

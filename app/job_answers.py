@@ -7,7 +7,7 @@ from pydantic import Field
 
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time
 from routing.admission.constraints import decode_constraints
-from routing.queries import attempts, explain
+from routing.queries import explain, job_timeline
 from routing.queries.positions import QueuePosition, StartEstimate
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
@@ -211,7 +211,7 @@ class JobList(ResponseSchema):
     next_cursor: str | None = Field(description="null: this was the last page.")
 
 
-class AttemptView(ResponseSchema, source=attempts.Attempt):
+class AttemptView(ResponseSchema, source=job_timeline.Attempt):
     attempt: int
     server: str | None
     slot: str | None

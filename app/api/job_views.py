@@ -23,7 +23,7 @@ from app.job_answers import (
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import explain, job_list, short_ids
-from routing.queries.attempts import attempts
+from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
@@ -86,7 +86,7 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
 def list_attempts(path: JobPath) -> dict[str, Any]:
     """List the attempts of a job with their outcomes, the oldest first."""
     job = visible_job(path.job_id)
-    found = attempts(dispatcher().store.list_events(job.id))
+    found = attempts_of(dispatcher().store.list_events(job.id))
     return AttemptList.build(job_id=job.id, attempts=[AttemptView.build(it) for it in found])
 
 

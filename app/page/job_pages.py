@@ -29,7 +29,7 @@ _NARROWEST = 3
 class Bar:
     """A phase on the timeline.  `x` and `width`: in thousandths of the timeline."""
 
-    span: Phase
+    phase: Phase
     x: float
     width: float
     lasted_ms: int
@@ -69,7 +69,7 @@ def job(job_id: str) -> Any:
         life=life,
         result=None if known.result is None else json_preview(shortened(result, files)),
         files=files,
-        parts_of=[(part, life.total_ms(part, now)) for part in PhaseKind],
+        parts_of=[(kind, life.total_ms(kind, now)) for kind in PhaseKind],
         bars=_bars(life, now),
         has_ended=known.state in FINAL_STATES,
         is_dead=known.state is State.DEAD,
@@ -135,12 +135,12 @@ def _shown(event: Event) -> dict[str, Any]:
 
 
 def _bars(life: Timeline, now_ms: int) -> list[Bar]:
-    """Each span as wide as it lasted, but none too narrow to be seen."""
-    lasted = [span.lasted_ms(now_ms) for span in life.spans]
+    """Return a bar for each phase, as wide as the phase lasted, but wide enough to be seen."""
+    lasted = [phase.lasted_ms(now_ms) for phase in life.phases]
     shown = [max(_NARROWEST, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]
     scale = _WIDTH / max(1.0, sum(shown))
     bars, x = [], 0.0
-    for span, ms, width in zip(life.spans, lasted, shown, strict=True):
-        bars.append(Bar(span, round(x, 1), round(width * scale, 1), ms))
+    for phase, ms, width in zip(life.phases, lasted, shown, strict=True):
+        bars.append(Bar(phase, round(x, 1), round(width * scale, 1), ms))
         x += width * scale
     return bars

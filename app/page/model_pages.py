@@ -13,8 +13,8 @@ from app.page.overview_pages import last_hour
 from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
 from app.schemas.job_schemas import ModelPath
-from routing.queries import model_overview as at_a_glance
 from routing.queries.explain import explain_job
+from routing.queries.model_overview import read_overview, read_slots
 from routing.queries.model_status import read_lanes
 from slotkeeper.clock import now_ms
 
@@ -26,8 +26,8 @@ def model(model: str) -> Any:
     known = dispatcher().catalog.get().models[model]
     running = dispatcher().store.list_running()
     lanes, all_of_them = read_lanes(dispatcher(), known)
-    at_present = at_a_glance.read_overview(dispatcher(), last_hour(), [known], running, now)[model]
-    slots = at_a_glance.slots_of(list(dispatcher().catalog.get().servers.values()), running, dispatcher())
+    at_present = read_overview(dispatcher(), last_hour(), [known], running, now)[model]
+    slots = read_slots(dispatcher(), list(dispatcher().catalog.get().servers.values()), running)
     servers = [server for server in servers_api.list_servers()["servers"] if model in server["models"]]
     return render_page(
         "model.html",

@@ -14,9 +14,8 @@ from app.context import dispatcher
 from app.page import plots
 from app.page.login import page_view
 from app.page.rendering import KINDS, content, render_page
-from routing.queries import model_overview as at_a_glance
-from routing.queries.last_hour import LastHourUsage
-from routing.queries.model_overview import ModelOverview, SlotState
+from routing.queries import model_overview
+from routing.queries.model_overview import LastHourUsage, ModelOverview, SlotState
 from slotkeeper.clock import now_ms
 from tasks.services import database
 
@@ -68,8 +67,8 @@ def overview() -> Any:
 def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[ModelCard]:
     catalog, now, running = dispatcher().catalog.get(), now_ms(), dispatcher().store.list_running()
     known = [catalog.models[model["model"]] for model in shown if model["model"] in catalog.models]
-    found = at_a_glance.read_overview(dispatcher(), last_hour(), known, running, now)
-    slots = at_a_glance.slots_of(list(catalog.servers.values()), running, dispatcher())
+    found = model_overview.read_overview(dispatcher(), last_hour(), known, running, now)
+    slots = model_overview.read_slots(dispatcher(), list(catalog.servers.values()), running)
     by_name = {server["server"]: server for server in servers}
     return [
         ModelCard(

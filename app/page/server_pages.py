@@ -10,8 +10,8 @@ from app.page.login import page_view
 from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
 from app.schemas.job_schemas import ServerPath
-from routing.queries import model_overview as at_a_glance
 from routing.queries.explain import explain_idle_server
+from routing.queries.model_overview import read_slots
 from slotkeeper.errors import NotFound
 from tasks.services import workers
 
@@ -32,7 +32,7 @@ def server(server: str) -> Any:
     known = dispatcher().catalog.get().servers.get(server)
     if answer is None or known is None:
         raise NotFound("There is no such server.", server=server)
-    slots = at_a_glance.slots_of([known], dispatcher().store.list_running(), dispatcher())[server]
+    slots = read_slots(dispatcher(), [known], dispatcher().store.list_running())[server]
     asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
     return render_page(
         "server.html",

@@ -1,7 +1,7 @@
 """Events: one row for each transition, in its transaction (JOB-2).
 
 The table is an outbox: relays read it in order of `id`.  A job's attempts are read from it, too
-(routing/queries/attempts.py), so that no fact stands in two places.
+(routing/queries/job_timeline.py), so that no fact stands in two places.
 """
 
 from typing import Any, Protocol

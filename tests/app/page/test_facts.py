@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from routing.queries import job_timeline, last_hour, looks
+from routing.queries import job_timeline, model_overview
 from routing.queries.job_timeline import PhaseKind
-from routing.queries.last_hour import LastHourUsage
-from slotkeeper.jobs.states import Reason, State
+from routing.queries.model_overview import MINUTE_MS, MINUTES, LastHourUsage
+from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job, JobError
 from slotkeeper.registry.model_config import ModelConfig
@@ -18,7 +18,7 @@ from slotkeeper.registry.values import Server
 from tests.support.builders import SECOND, T0, a_queued_job, a_start
 from tests.support.ends import store_end
 
-MINUTE = looks.MINUTE_MS
+MINUTE = MINUTE_MS
 FIRST = T0 - T0 % MINUTE
 
 
@@ -70,14 +70,6 @@ def test_a_limit_that_was_not_reached_is_not_blamed(store: JobStore) -> None:
     assert "tenant" not in _told(store, job, _catalog(tenant_slots=1)).sentence
 
 
-def test_a_wait_behind_failures_is_told(store: JobStore) -> None:
-    failed = a_queued_job(store, now_ms=T0)
-    _run(store, failed.id, 0, 1, why=Reason.RETRIES_EXHAUSTED)
-    job = _ran(store, 10, 11, at=T0 + SECOND)
-    said = _told(store, job, _catalog()).sentence
-    assert "behind a breaker or a cooldown: a run of its model had failed on gpu1" in said
-
-
 def test_retries_are_told_with_what_they_cost(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     for attempt in range(2):
@@ -86,7 +78,7 @@ def test_retries_are_told_with_what_they_cost(store: JobStore) -> None:
     _run(store, job.id, 8, 9)
     told = _told(store, job, _catalog())
     assert "it was retried twice, which cost 8.0 s (oom on gpu1)" in told.sentence
-    assert [span.part for span in told.spans] == [PhaseKind.WAITED, PhaseKind.RAN, PhaseKind.DELAYED] * 2 + [
+    assert [phase.kind for phase in told.phases] == [PhaseKind.WAITED, PhaseKind.RAN, PhaseKind.DELAYED] * 2 + [
         PhaseKind.WAITED,
         PhaseKind.RAN,
     ]
@@ -107,7 +99,7 @@ def test_a_job_that_has_not_ended_is_told_so_far(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     told = _told(store, job, _catalog())
     assert told.sentence.startswith("So far it has taken 16 min 40 s: it waited for")
-    assert told.spans[-1].to_ms is None
+    assert told.phases[-1].to_ms is None
 
 
 # -- the last hour -----------------------------------------------------------------------------------------------
@@ -115,7 +107,7 @@ def test_a_job_that_has_not_ended_is_told_so_far(store: JobStore) -> None:
 
 def _minutes(hour: LastHourUsage, now_ms: int) -> Mapping[int, tuple[int, int]]:
     """Minute, counted from FIRST, -> (jobs that ended, slot time in seconds), of those with anything."""
-    begins = [now_ms - now_ms % MINUTE - n * MINUTE for n in range(last_hour.MINUTES, 0, -1)]
+    begins = [now_ms - now_ms % MINUTE - n * MINUTE for n in range(MINUTES, 0, -1)]
     found = zip(begins, hour.of("zimg", now_ms), strict=True)
     return {(at - FIRST) // MINUTE: (it.ended, it.busy_ms // 1000) for at, it in found if it.ended or it.busy_ms}
 
@@ -131,8 +123,8 @@ def test_slot_time_falls_to_the_minutes_in_which_it_was_used(store: JobStore) ->
 
 def test_a_minute_is_read_once_and_forgotten_after_an_hour(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    real = looks.of_minute
-    monkeypatch.setattr(looks, "of_minute", lambda database, at: (asked.append(at), real(database, at))[1])
+    real = model_overview._read_minute
+    monkeypatch.setattr(model_overview, "_read_minute", lambda database, at: (asked.append(at), real(database, at))[1])
     hour = LastHourUsage(store.database, lambda: 0.0)
     hour.read_missing(FIRST)
     hour.read_missing(FIRST + 1)
@@ -160,18 +152,22 @@ def test_a_minute_is_read_by_the_index_of_ends(store: JobStore) -> None:
     if store.database.engine.dialect.name != "sqlite":
         pytest.skip("PostgreSQL reads a table this small without its index")
     with store.database.read() as connection:
-        query = looks._ENDED.compile(connection.engine)
+        query = model_overview._ENDED.compile(connection.engine)
         plan = connection.execute(text(f"EXPLAIN QUERY PLAN {query}".replace("?", "1")), {}).all()
     assert any("ix_jobs_finished" in str(row) for row in plan), plan
 
 
-def test_the_oldest_of_each_model_is_found(store: JobStore) -> None:
+def test_the_oldest_queued_job_of_each_model_is_found(store: JobStore) -> None:
     a_queued_job(store, now_ms=T0)
     a_queued_job(store, now_ms=T0 + 1)
     a_queued_job(store, now_ms=T0 + 2, model="flux")
-    assert looks.oldest_queued(store.database, ["zimg", "flux", "idle"]) == {"zimg": T0, "flux": T0 + 2}
+    oldest = model_overview._read_oldest_queued(store.database, ["zimg", "flux", "idle"])
+    assert oldest == {"zimg": T0, "flux": T0 + 2}
 
 
-def test_who_waits_is_not_counted_as_running(store: JobStore) -> None:
-    job = a_queued_job(store, now_ms=T0)
-    assert [it.state for it in looks.around(store.database, job.seq, 10)] == [State.QUEUED]
+def test_a_neighbour_that_has_not_started_has_no_run(store: JobStore) -> None:
+    job = _ran(store, 0, 1)
+    a_queued_job(store, now_ms=T0)
+    other = _ran(store, 1, 2)
+    (run,) = job_timeline.load_neighbours(store.database, job, T0)
+    assert (run.from_ms, run.to_ms) == (T0 + SECOND, T0 + 2 * SECOND) and other.id != job.id

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from routing.queries import job_list
-from routing.queries.attempts import attempts
+from routing.queries.job_timeline import attempts_of
 from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, TRANSITIONS, Budget, Reason, State
@@ -461,7 +461,7 @@ def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
     store_end(store, job.id, first.attempt, Reason.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
     store.promote_due(T0 + 3)
     a_start(store, job.id, server="gpu2", now_ms=T0 + 4)
-    done, under_way = attempts(store.list_events(job.id))
+    done, under_way = attempts_of(store.list_events(job.id))
     assert (done.attempt, done.server, done.slot, done.started_ms, done.ended_ms) == (
         1,
         "gpu1",

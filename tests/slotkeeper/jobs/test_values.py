@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from routing.queries.attempts import attempts
+from routing.queries.job_timeline import attempts_of
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import jobs
@@ -64,12 +64,12 @@ def test_ids_are_uuids_of_version_seven():
 
 
 def test_a_job_that_has_not_started_has_no_attempts():
-    assert attempts([]) == []
-    assert attempts([_event("job.delayed", 0), _event("job.enqueued", 0), _event("job.canceled", 0)]) == []
+    assert attempts_of([]) == []
+    assert attempts_of([_event("job.delayed", 0), _event("job.enqueued", 0), _event("job.canceled", 0)]) == []
 
 
 def test_an_attempt_under_way_has_no_end():
-    (attempt,) = attempts(
+    (attempt,) = attempts_of(
         [_event("job.enqueued", 0), _event("job.started", 1, T0 + 1, server="gpu1", slot="gpu1-slot0")]
     )
     assert (attempt.attempt, attempt.server, attempt.slot, attempt.started_ms) == (1, "gpu1", "gpu1-slot0", T0 + 1)
@@ -85,11 +85,11 @@ def test_an_attempt_ends_with_the_event_that_follows_its_start():
         _event("job.started", 2, T0 + 4),
         _event("job.completed", 2, T0 + 5, why="finished"),
     ]
-    first, second = attempts(trail)
+    first, second = attempts_of(trail)
     assert (first.ended_ms, first.outcome, first.error) == (T0 + 2, "server_error", error)
     assert (second.attempt, second.ended_ms, second.outcome, second.error) == (2, T0 + 5, "finished", None)
 
 
 def test_a_start_after_a_start_is_another_attempt():
-    first, second = attempts([_event("job.started", 1), _event("job.started", 2)])
+    first, second = attempts_of([_event("job.started", 1), _event("job.started", 2)])
     assert (first.attempt, first.ended_ms, second.attempt) == (1, None, 2)

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import task_runs
-from routing.queries import gauges, job_counters, model_overview, process_counters, standings
+from routing.queries import gauges, job_counters, model_overview, process_counters
 from routing.queries.job_counters import MAX_MODEL_LABELS, OTHER_MODELS, JobCounters
 from routing.queries.process_counters import HANDED_ON, REFUSED, ProcessCounters
 from routing.queries.process_list import Process, ProcessList
@@ -107,14 +107,14 @@ class MetricsCollector(Collector):
 
     def _pending(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        webhooks = standings.count_pending_webhooks(database, now_ms())
+        webhooks = gauges.count_pending_webhooks(database, now_ms())
         yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are pending.", webhooks.pending)
         help_text = "By how much the oldest message that is due is late."
         yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, webhooks.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
-        withheld = standings.count_quarantined_slots(database)
+        withheld = gauges.count_quarantined_slots(database)
         named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in withheld.items():

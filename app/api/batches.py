@@ -9,8 +9,8 @@ from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas.base import From, ResponseSchema, Time
 from app.schemas.cursors import BATCH, batch_filter
-from routing.queries import batches
-from routing.queries.batches import Batch
+from routing.queries import job_list
+from routing.queries.job_list import Batch
 from slotkeeper.errors import Conflict, JobNotFound, NotFound
 from slotkeeper.jobs.states import State
 from tasks.services import database
@@ -65,7 +65,7 @@ class BatchCancelResult(ResponseSchema):
 def list_batches(query: BatchQuery) -> dict[str, Any]:
     """List batches, the newest first, with how far each has come."""
     before = batch_filter(query.cursor, "cursor")
-    found = batches.newest_batches(database(), _whose(), before, query.limit)
+    found = job_list.newest_batches(database(), _whose(), before, query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
     return BatchList.build(batches=[BatchView.build(it) for it in found], next_cursor=cursor)
 
@@ -82,7 +82,7 @@ def cancel_batch(path: BatchPath) -> dict[str, Any]:
     batch = _own(path.batch)
     if batch.ended == batch.jobs:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    ended = [_canceled(job_id) for job_id in batches.unfinished_jobs(database(), batch.id, _whose())]
+    ended = [_canceled(job_id) for job_id in job_list.unfinished_jobs(database(), batch.id, _whose())]
     canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
     return BatchCancelResult.build(batch=batch.id, canceled=canceled, canceling=canceling)
 
@@ -97,7 +97,7 @@ def _canceled(job_id: str) -> State | None:
 
 def _own(batch: str) -> Batch:
     """Return a batch by those of its jobs that this request's tenant may see.  Raises NotFound: there are none."""
-    found = batches.look(database(), [batch], _whose()) if batch.isprintable() else []
+    found = job_list.read_batches(database(), [batch], _whose()) if batch.isprintable() else []
     if not found:
         raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch)
     return found[0]

@@ -13,7 +13,7 @@ from app.auth.access import metrics_access
 from app.context import dispatcher
 from app.schemas.base import ResponseSchema
 from app.schemas.job_schemas import ModelPath
-from routing.queries import standings
+from routing.queries import gauges
 from slotkeeper.errors import NotFound
 
 api = blueprint("figures", "Operation")
@@ -50,7 +50,7 @@ def stats(path: ModelPath) -> dict[str, Any]:
     database, waiting = dispatcher().store.database, None
     with suppress(RedisError):
         waiting = queue_counts([model.fleet]).get(model.fleet)
-    queued, running = standings.count_model_work(database, model.name, known=waiting is not None)
+    queued, running = gauges.count_model_work(database, model.name, count_queued=waiting is None)
     if waiting is not None:
         queued = waiting.waiting.get(model.name, 0)
     slots = catalog.count_slots(model.name)

@@ -250,7 +250,7 @@ def remove_tenant(name: str, yes: bool) -> None:
 
 def _format_holdings(name: str) -> str:
     """Return the jobs and webhooks of a tenant as words."""
-    from routing.queries.holdings import count_tenant_holdings
+    from routing.queries.job_list import count_tenant_holdings
     from tasks.services import database
 
     holdings = count_tenant_holdings(database(), name)

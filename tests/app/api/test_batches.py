@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from routing.queries import batches, job_list
+from routing.queries import job_list
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import new_job_id
@@ -146,16 +146,18 @@ def _batch_of(store: JobStore, jobs: int, tenant: str = "acme") -> str:
 def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: JobStore) -> None:
     name = new_job_id()
     dead = an_ended_job(store, State.DEAD, batch=name)
-    (shown,) = batches.newest_batches(store.database, None, None, 10)
+    (shown,) = job_list.newest_batches(store.database, None, None, 10)
     assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.DEAD: 1}, T0)
     assert retention.delete_dead_job(store.database, dead.id)
-    assert batches.newest_batches(store.database, None, None, 10) == batches.look(store.database, [name]) == []
+    assert (
+        job_list.newest_batches(store.database, None, None, 10) == job_list.read_batches(store.database, [name]) == []
+    )
 
 
 def test_who_comes_alone_is_in_no_batch(store: JobStore) -> None:
     name = _batch_of(store, 2)
     a_start(store, a_queued_job(store).id)
-    (shown,) = batches.newest_batches(store.database, None, None, 10)
+    (shown,) = job_list.newest_batches(store.database, None, None, 10)
     assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.QUEUED: 2}, None)
 
 
@@ -167,9 +169,9 @@ def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
     store.submit([a_job() for _ in range(4000)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
     with plans_of(store) as plans:
-        batches.newest_batches(store.database, None, None, 20)
-        batches.newest_batches(store.database, "acme", name, 20)
-        batches.unfinished_jobs(store.database, name)
+        job_list.newest_batches(store.database, None, None, 20)
+        job_list.newest_batches(store.database, "acme", name, 20)
+        job_list.unfinished_jobs(store.database, name)
         job_list.find_jobs(store.database, batch=name, tenant="acme", limit=50)
     assert len(plans) == 6
     of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"

@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "a batch of the same name shows another tenant's jobs",
-        "routing.queries.batches:look",
+        "routing.queries.job_list:read_batches",
         always("tenant is None"),
         kills=["test_two_tenants_that_name_the_same_batch_share_nothing"],
         breaks="authorization",
@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "a cancel of a batch includes another tenant's jobs",
-        "routing.queries.batches:unfinished_jobs",
+        "routing.queries.job_list:unfinished_jobs",
         drop("active = active.where(jobs.c.tenant == tenant)"),
         kills=["test_two_tenants_that_name_the_same_batch_share_nothing"],
         breaks="authorization",

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
-from routing.queries import holdings
+from routing.queries import job_list
 from slotkeeper.audit import AuditFilter, find_entries
 from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, NotFound
@@ -71,7 +71,7 @@ def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> Non
     for tenant in ("acme", "acme", "other"):
         a_queued_job(store, tenant=tenant)
     an_ended_job(store, State.COMPLETED, tenant="acme")
-    assert holdings.count_tenant_holdings(store.database, "acme") == holdings.Holdings({State.QUEUED: 2}, 0)
+    assert job_list.count_tenant_holdings(store.database, "acme") == job_list.Holdings({State.QUEUED: 2}, 0)
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

@@ -93,14 +93,14 @@ class MetricsCollector(Collector):
             "From when a job came into its queue, or back, to its start.",
             _BY_PRIORITY,
             job_counters.WAIT_BUCKETS_S,
-            {labels: (it.parts, it.sum_s) for labels, it in found.waits.items()},
+            {labels: (it.buckets, it.sum_s) for labels, it in found.waits.items()},
         )
         yield _histogram(
             "slotkeeper_run_seconds",
             "From an attempt's start to its end.",
             ["model"],
             job_counters.WAIT_BUCKETS_S,
-            {labels: (it.parts, it.sum_s) for labels, it in found.runs.items()},
+            {labels: (it.buckets, it.sum_s) for labels, it in found.runs.items()},
         )
         lag_s = job_counters.counting_lag_ms(database, now_ms()) / 1000
         yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
@@ -188,7 +188,7 @@ class MetricsCollector(Collector):
         )
 
     def _living(self) -> Iterator[Metric]:
-        found = [it for it in self._processes.read_all() if it.lives]
+        found = [it for it in self._processes.read_all() if it.is_alive]
         roles = Counter(it.role for it in found)
         yield _gauge("slotkeeper_processes", "Processes that are alive, by role.", ["role"], roles.items())
         workers = [it for it in found if it.role == "worker"]

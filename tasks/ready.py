@@ -36,7 +36,7 @@ def readiness_problem(role: str) -> str | None:
         problem = maintenance_problem(scripts) if role == "maintenance" else None
     except RedisError:
         return "Redis does not answer."
-    lives = [it for it in found if it.lives]
+    lives = [it for it in found if it.is_alive]
     if not lives:
         return f"No process {role} of this host has reported lately that it is alive."
     if problem is not None:
@@ -70,7 +70,7 @@ def worker_problem(it: Process) -> str | None:
 def workers_problem(found: Sequence[Process]) -> str | None:
     """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
     workers = [it for it in found if it.role == "worker"]
-    lives = [it for it in workers if it.lives]
+    lives = [it for it in workers if it.is_alive]
     if not lives:
         return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
     if all(worker_problem(it) for it in lives):
@@ -83,4 +83,4 @@ def workers_problem(found: Sequence[Process]) -> str | None:
 def processes_with_other_secret(found: Sequence[Process]) -> list[Process]:
     """Return the living processes that have another secret than this one: each refuses what the other has signed."""
     own = fingerprints()
-    return [it for it in found if it.lives and it.facts.get("secret", own[0]) not in own]
+    return [it for it in found if it.is_alive and it.facts.get("secret", own[0]) not in own]

@@ -27,7 +27,7 @@ class ProcessView(ResponseSchema, source=Process):
     pid: Annotated[int | None, _said("pid")]
     version: Annotated[str | None, _said("version")]
     since: Annotated[Time | None, From(lambda it: iso_time(it.facts.get("since_ms")))]
-    lives: bool
+    lives: Annotated[bool, From("is_alive")]
     silent_s: Annotated[float, From(lambda it: it.age_ms / 1000)]
     log_lines_dropped: Annotated[int | None, _said("log_lines_dropped")]
     runs: Annotated[int | None, _said("runs")]

@@ -308,7 +308,7 @@ def workers() -> Iterator[Finding]:
     from tasks.ready import worker_problem
     from tasks.services import processes
 
-    alive = [process for process in processes().read_all() if process.lives]
+    alive = [process for process in processes().read_all() if process.is_alive]
     found = [process for process in alive if process.role == "worker"]
     problems = [problem for worker in found if (problem := worker_problem(worker)) is not None]
     versions = sorted({str(process.facts.get("version")) for process in alive})
@@ -424,7 +424,7 @@ def logs() -> Iterator[Finding]:
     """Check that no process has dropped lines of its log because its reader is too slow."""
     from tasks.services import processes
 
-    alive = [process for process in processes().read_all() if process.lives]
+    alive = [process for process in processes().read_all() if process.is_alive]
     dropped = {process.name: process.facts.get("log_lines_dropped", 0) for process in alive}
     if behind := {name: lines for name, lines in dropped.items() if lines}:
         named = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))

@@ -1,7 +1,8 @@
-"""What has happened, counted from the outbox: starts, waits, runs and ends, as sums that only grow.
+"""Count what has happened, from the events in the outbox: starts, waits, runs and ends, as sums that only grow.
 
-Each event is counted once, whoever counts and dies: the sums stand in the record, and the transaction that raises them
-also notes up to which event they go.  No job waits for it: maintenance reads on every few seconds.
+Each event is counted once, even if the counting process dies: the sums are stored in the database, and the transaction
+that raises them also stores the id of the last counted event.  Maintenance counts new events every few seconds, so no
+job waits for it.
 """
 
 from bisect import bisect_left
@@ -21,157 +22,190 @@ from slotkeeper.jobs.tables import events
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
-"""Upper bounds of the parts of a histogram, but for the last, which has none."""
+"""Upper bounds of the buckets of a histogram; the last bucket, above them, has none."""
 MAX_MODEL_LABELS = 100
 OTHER_MODELS = "other"
-"""Stands for all models beyond the first MOST_MODELS that were counted."""
+"""The label of all models after the first MAX_MODEL_LABELS."""
 
-_SEEN, _PREFIX, _BAR = "figures.seen", "figure|", "|"
-_AT_ONCE = 2000
+# Names of rows in the table `counters`.
+_POSITION_NAME, _PREFIX, _SEPARATOR = "figures.seen", "figure|", "|"
+_EVENTS_AT_ONCE = 2000
+_JOBS_AT_ONCE = 500
 _STARTED, _QUEUED = EVENT_TYPES[State.RUNNING], EVENT_TYPES[State.QUEUED]
-_ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}
-_TRAIL = tuple(EVENT_TYPES.values())
-_COUNTED = select(counters.c.name, counters.c.value).where(counters.c.name.startswith(_PREFIX, autoescape=True))
-_POSITION = select(counters.c.value).where(counters.c.name == _SEEN)
-_BEFORE = (
+_FINAL_STATES_BY_TYPE = {EVENT_TYPES[state]: state for state in FINAL_STATES}
+_TRANSITIONS = tuple(EVENT_TYPES.values())
+_SUMS = select(counters.c.name, counters.c.value).where(counters.c.name.startswith(_PREFIX, autoescape=True))
+_POSITION = select(counters.c.value).where(counters.c.name == _POSITION_NAME)
+_EARLIER_TRANSITIONS = (
     select(events.c.id, events.c.job_id, events.c.type, events.c.at_ms)
-    .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.type.in_(_TRAIL))
+    .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.type.in_(_TRANSITIONS))
     .where(events.c.id <= bindparam("p_until"))
     .order_by(events.c.id)
 )
-_JOBS_AT_ONCE = 500
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 
 @dataclass(slots=True)
 class Histogram:
-    """`parts`: how many lie in each, not summed up; one more than there are bounds.  `sum_s`: of all values."""
+    """`buckets`: number of values in each bucket, not cumulated.  `sum_s`: of all values."""
 
-    parts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS_S) + 1))
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS_S) + 1))
     sum_s: float = 0.0
 
 
 @dataclass(slots=True)
 class JobCounters:
-    """Sums since the record was made, by the labels named."""
+    """Sums since the database was created, by labels."""
 
     accepted: dict[tuple[str], int] = field(default_factory=dict)
     """(model)"""
     ended: dict[tuple[str, str], int] = field(default_factory=dict)
     """(model, final state)"""
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(model, reason), of those that have ended"""
+    """(model, reason) of attempts that have ended"""
     waits: dict[tuple[str, str], Histogram] = field(default_factory=dict)
-    """(model, priority): from when a job came into its queue, or back, to its start"""
+    """(model, priority): from each time when a job enters its queue to the next start"""
     runs: dict[tuple[str], Histogram] = field(default_factory=dict)
-    """(model): from a start to its end"""
+    """(model): from each start to the end of the run"""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """The end of a job.  `ran_ms`: how long its last run took; None: it ended while it was waiting."""
+    """The end of a job.  `ran_ms`: duration of its last run; None: it ended while it was waiting."""
 
     entry: OutboxEvent
     state: State
     ran_ms: int | None
 
 
-Ended: TypeAlias = Callable[[EndedJob], object]
+OnEnded: TypeAlias = Callable[[EndedJob], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Transition:
+    type: str
+    at_ms: int
 
 
 class EventCounter:
-    """Counts on from where the record says.  For one thread."""
+    """Counts new events.  For one thread."""
 
-    def __init__(self, database: Database, ended: Ended = lambda end: None) -> None:
-        """`ended`: is told of each job that has ended, once its end is counted; not at all, if we die in between."""
+    def __init__(self, database: Database, on_ended: OnEnded = lambda end: None) -> None:
+        """`on_ended`: called for each job that has ended, once, after its end was counted.
+
+        If the process dies between the two, the call is lost.
+        """
         self._database = database
-        self._ended = ended
-        self._tail = EventReader(database)
+        self._on_ended = on_ended
+        self._reader = EventReader(database)
 
     def count_new_events(self) -> int:
-        """Count some of what has happened since; answers how many events, 0: there is nothing new.
+        """Count the next events, and return how many were counted; 0: there are none.
 
         Raises DatabaseUnavailable.
         """
         before = self._position()
-        self._tail.position = before
-        entries = self._tail.read(_AT_ONCE)
-        if not entries and self._tail.position == before:
+        self._reader.position = before
+        entries = self._reader.read(_EVENTS_AT_ONCE)
+        if not entries and self._reader.position == before:
             return 0
-        sums, ends = self._sums(entries)
-        after = self._tail.position
-        if not self._database.write(lambda tx: _note(tx, before, after, sums)):
+        sums, ends = self._sum_up(entries)
+        after = self._reader.position
+        if not self._database.write(lambda tx: _add_to_sums(tx, before, after, sums)):
             return 0
         for end in ends:
-            self._ended(end)
+            self._on_ended(end)
         return len(entries)
 
     def _position(self) -> int:
+        """Return the id of the last counted event."""
         with self._database.read() as connection:
-            found = connection.execute(_POSITION).scalar()
-        if found is None:
-            self._database.write(_begin)
-        return found or 0
+            position = connection.execute(_POSITION).scalar()
+        if position is None:
+            self._database.write(_insert_position)
+        return position or 0
 
-    def _sums(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[EndedJob]]:
+    def _sum_up(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[EndedJob]]:
+        """Return what these events add to the sums, and the ends among them."""
         with self._database.read() as connection:
-            named = _Names(connection)
-            last = _before(connection, entries)
+            labels = _ModelLabels(connection)
+            last = _read_earlier_transitions(connection, entries)
         sums: Counter[str] = Counter()
         ends = []
         for entry in entries:
-            before = last.get(entry.event.job_id)
-            _add(sums, entry, named.of(entry.model), before)
-            if entry.event.type in _ENDS:
-                ran_ms = entry.event.at_ms - before[1] if before and before[0] == _STARTED else None
-                ends.append(EndedJob(entry, _ENDS[entry.event.type], ran_ms))
-            if entry.event.type in _TRAIL:
-                last[entry.event.job_id] = entry.event.type, entry.event.at_ms
+            event, before, label = entry.event, last.get(entry.event.job_id), labels.label_of(entry.model)
+            if event.type not in _TRANSITIONS:
+                continue
+            _count_transition(sums, entry, label, before)
+            if event.type in _FINAL_STATES_BY_TYPE:
+                ran_ms = event.at_ms - before.at_ms if before and before.type == _STARTED else None
+                ends.append(EndedJob(entry, _FINAL_STATES_BY_TYPE[event.type], ran_ms))
+            last[event.job_id] = _Transition(event.type, event.at_ms)
         return sums, ends
 
 
-class _Names:
-    """Under which name a model is counted: whoever came first keeps its own, so that no sum ever falls."""
+class _ModelLabels:
+    """The labels of models.  The first models keep their names, so that no sum ever becomes smaller."""
 
     def __init__(self, connection: Connection) -> None:
-        rows = connection.execute(_COUNTED).scalars()
-        self._known = {name.split(_BAR)[2] for name in rows}
+        names = connection.execute(_SUMS).scalars()
+        self._models = {name.split(_SEPARATOR)[2] for name in names}
 
-    def of(self, model: str) -> str:
-        if model not in self._known and len(self._known) >= MAX_MODEL_LABELS:
+    def label_of(self, model: str) -> str:
+        if model not in self._models and len(self._models) >= MAX_MODEL_LABELS:
             return OTHER_MODELS
-        self._known.add(model)
+        self._models.add(model)
         return model
 
 
-def _before(connection: Connection, entries: Sequence[OutboxEvent]) -> dict[str, tuple[str, int]]:
-    """Job -> type and time of its last transition before these."""
+def read_counters(database: Database) -> JobCounters:
+    """Return the sums.  Raises DatabaseUnavailable."""
+    with database.read() as connection:
+        rows = connection.execute(_SUMS).all()
+    return _counters_from_rows((row.name.split(_SEPARATOR)[1:], row.value) for row in rows)
+
+
+def counting_lag_ms(database: Database, now_ms: int) -> int:
+    """Return the age of the oldest event that is not counted; 0: all are.  Raises DatabaseUnavailable."""
+    first = select(events.c.at_ms).where(events.c.id > bindparam("p_after")).order_by(events.c.id).limit(1)
+    with database.read() as connection:
+        position = connection.execute(_POSITION).scalar() or 0
+        at_ms = connection.execute(first, {"p_after": position}).scalar()
+    return max(now_ms - at_ms, 0) if at_ms is not None else 0
+
+
+# -- counting --------------------------------------------------------------------------------------------------
+
+
+def _read_earlier_transitions(connection: Connection, entries: Sequence[OutboxEvent]) -> dict[str, _Transition]:
+    """Return job id -> the last transition before these events."""
     if not entries:
         return {}
-    first = entries[0].event.id
-    jobs = sorted({it.event.job_id for it in entries if it.event.attempt or it.event.type != _QUEUED})
-    found: dict[str, tuple[str, int]] = {}
-    for start in range(0, len(jobs), _JOBS_AT_ONCE):
-        some = {"p_jobs": jobs[start : start + _JOBS_AT_ONCE], "p_until": first - 1}
-        found |= {row.job_id: (row.type, row.at_ms) for row in connection.execute(_BEFORE, some)}
-    return found
+    until = entries[0].event.id - 1
+    # The event with which a job is accepted has no earlier one.
+    job_ids = sorted({entry.event.job_id for entry in entries if entry.event.attempt or entry.event.type != _QUEUED})
+    last: dict[str, _Transition] = {}
+    for start in range(0, len(job_ids), _JOBS_AT_ONCE):
+        params = {"p_jobs": job_ids[start : start + _JOBS_AT_ONCE], "p_until": until}
+        rows = connection.execute(_EARLIER_TRANSITIONS, params)
+        last |= {row.job_id: _Transition(row.type, row.at_ms) for row in rows}
+    return last
 
 
-def _add(sums: Counter[str], entry: OutboxEvent, model: str, last: tuple[str, int] | None) -> None:
-    """What one event changes; `last`: what the job's transition before it was, and when."""
-    event, before = entry.event, last[0] if last else ""
-    since_ms = max(event.at_ms - last[1], 0) if last else 0
-    if event.type not in _TRAIL:
-        return
-    if last is None and not event.attempt:
+def _count_transition(sums: Counter[str], entry: OutboxEvent, model: str, before: _Transition | None) -> None:
+    """Add a transition to the sums.  `before`: the job's last transition before it."""
+    event = entry.event
+    type_before = before.type if before else ""
+    lasted_ms = max(event.at_ms - before.at_ms, 0) if before else 0
+    if before is None and not event.attempt:
         sums[_name("accepted", model)] += 1
-    if event.type == _STARTED and before == _QUEUED:
-        _observe(sums, since_ms, "wait", model, str(entry.priority))
-    if before == _STARTED and event.type != _STARTED:
+    if event.type == _STARTED and type_before == _QUEUED:
+        _observe(sums, lasted_ms, "wait", model, str(entry.priority))
+    if type_before == _STARTED and event.type != _STARTED:
         sums[_name("attempt", model, str(event.data.get("why", "")))] += 1
-        _observe(sums, since_ms, "run", model)
-    if event.type in _ENDS:
-        sums[_name("ended", model, _ENDS[event.type])] += 1
+        _observe(sums, lasted_ms, "run", model)
+    if event.type in _FINAL_STATES_BY_TYPE:
+        sums[_name("ended", model, _FINAL_STATES_BY_TYPE[event.type])] += 1
 
 
 def _observe(sums: Counter[str], value_ms: int, *labels: str) -> None:
@@ -180,64 +214,50 @@ def _observe(sums: Counter[str], value_ms: int, *labels: str) -> None:
 
 
 def _name(*labels: str) -> str:
-    return _PREFIX + _BAR.join(labels)
+    return _PREFIX + _SEPARATOR.join(labels)
 
 
-def _begin(tx: Transaction) -> None:
+# -- SQL -------------------------------------------------------------------------------------------------------
+
+
+def _insert_position(tx: Transaction) -> None:
     statement = _INSERT[tx.connection.dialect.name](counters).on_conflict_do_nothing()
-    tx.connection.execute(statement, {"name": _SEEN, "value": 0})
+    tx.connection.execute(statement, {"name": _POSITION_NAME, "value": 0})
 
 
-def _note(tx: Transaction, before: int, after: int, sums: Mapping[str, int]) -> bool:
-    """Raise the sums; False: somebody else has counted these events meanwhile."""
-    moved = update(counters).where(counters.c.name == _SEEN, counters.c.value == before).values(value=after)
-    if tx.connection.execute(moved).rowcount == 0:
+def _add_to_sums(tx: Transaction, before: int, after: int, sums: Mapping[str, int]) -> bool:
+    """Raise the sums and move the position.  Returns False if another process has counted these events."""
+    move = update(counters).where(counters.c.name == _POSITION_NAME, counters.c.value == before).values(value=after)
+    if tx.connection.execute(move).rowcount == 0:
         return False
     if sums:
         new = _INSERT[tx.connection.dialect.name](counters)
-        added = new.on_conflict_do_update(
+        upsert = new.on_conflict_do_update(
             index_elements=["name"], set_={"value": counters.c.value + new.excluded.value}
         )
-        rows = [{"name": name, "value": value} for name, value in sorted(sums.items())]
-        tx.connection.execute(added, rows)
+        tx.connection.execute(upsert, [{"name": name, "value": value} for name, value in sorted(sums.items())])
     return True
 
 
-def read_counters(database: Database) -> JobCounters:
-    """The sums as they stand.  Raises DatabaseUnavailable."""
-    with database.read() as connection:
-        rows = connection.execute(_COUNTED).all()
-    return _history((row.name.split(_BAR)[1:], row.value) for row in rows)
-
-
-def _history(rows: Iterable[tuple[list[str], int]]) -> JobCounters:
-    found = JobCounters()
-    for (what, model, *rest), value in rows:
-        match what:
+def _counters_from_rows(rows: Iterable[tuple[list[str], int]]) -> JobCounters:
+    result = JobCounters()
+    for (kind, model, *labels), value in rows:
+        match kind:
             case "accepted":
-                found.accepted[(model,)] = value
+                result.accepted[(model,)] = value
             case "ended":
-                found.ended[(model, rest[0])] = value
+                result.ended[(model, labels[0])] = value
             case "attempt":
-                found.attempts[(model, rest[0])] = value
+                result.attempts[(model, labels[0])] = value
             case "wait":
-                _fill(found.waits.setdefault((model, rest[0]), Histogram()), rest[1], value)
+                _fill(result.waits.setdefault((model, labels[0]), Histogram()), labels[1], value)
             case "run":
-                _fill(found.runs.setdefault((model,), Histogram()), rest[0], value)
-    return found
+                _fill(result.runs.setdefault((model,), Histogram()), labels[0], value)
+    return result
 
 
-def _fill(histogram: Histogram, part: str, value: int) -> None:
-    if part == "ms":
+def _fill(histogram: Histogram, bucket: str, value: int) -> None:
+    if bucket == "ms":
         histogram.sum_s = value / 1000
     else:
-        histogram.parts[int(part)] = value
-
-
-def counting_lag_ms(database: Database, now_ms: int) -> int:
-    """How long ago the oldest event happened that is not counted yet; 0: all are."""
-    first = select(events.c.at_ms).where(events.c.id > bindparam("p_after")).order_by(events.c.id).limit(1)
-    with database.read() as connection:
-        position = connection.execute(_POSITION).scalar() or 0
-        at_ms = connection.execute(first, {"p_after": position}).scalar()
-    return max(now_ms - at_ms, 0) if at_ms is not None else 0
+        histogram.buckets[int(bucket)] = value

@@ -1,6 +1,6 @@
-"""How each server of a fleet stands in its room: slots, breaker, and what it is compared by.
+"""Read the status of a fleet's servers from Redis: slots, breaker and score.
 
-Redis errors pass through.
+All functions that read raise redis errors.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from slotkeeper.redis.scripts import Command, log_failures
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The parts by which servers are compared for a model, each 0 or about that at its best; the lowest total wins."""
+    """The score of a server for a model: the lowest total gets the next job.  Each part is at least 0."""
 
     load: float
     failures: float
@@ -24,13 +24,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """A server as the offers see it.  Times in ms since the epoch, 0: none.
+    """The status of a server, as the scripts that make offers use it.  Times in ms since the epoch, 0: none.
 
-    `taken`: slots with a lease, those that are withheld among them.  `cooldown_until_ms`: when the first slot in
-    cooldown is offered again.  `away_since_ms`: since when it could not be reached.
-    `breaker`: closed, open, half_open, probing.  `open_until_ms`: when its next probe is due.  `open_why`: what opened
-    it: runs that failed one after another ("failures"), too many of them ("rate"), the last probe ("probe"); "": it is
-    closed.  `opened`: how often in a row.  `loaded`: the model that it ran last.
+    `taken`: slots with a lease, including quarantined slots.  `cooldown_until_ms`: when the first slot in cooldown is
+    offered again.  `away_since_ms`: since when the server could not be reached.
+    `breaker`: closed, open, half_open, probing.  `open_until_ms`: when its next probe is due.
+    `open_why`: why the breaker opened: several runs failed in a row ("failures"), too large a share of them failed
+    ("rate"), or the last probe failed ("probe"); "": the breaker is closed.
+    `opened`: how often in a row.  `loaded`: the model that the server ran last.
     """
 
     server: str
@@ -48,60 +49,60 @@ class ServerStatus:
     scores: dict[str, Score]
 
 
-def blocked_by(standing: ServerStatus, withheld: int) -> str:
-    """Return what keeps a server's slots from the next job, for people; "": one is free.
-
-    `withheld`: how many of its slots are.
-    """
-    if standing.breaker in ("open", "probing"):
-        return "breaker open" if standing.breaker == "open" else "being tried by one job"
-    if standing.free:
-        return ""
-    if standing.away_since_ms:
-        return "away"
-    if standing.taken > withheld:
-        return "busy"
-    return "withheld" if withheld else "in cooldown"
-
-
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """What a server's slots are used for at this moment.
+    """Counts of a server's slots.
 
-    `running`: slots that hold a run.  `withheld`: slots that a run which has ended here may still use.  `free`: slots
-    that the next job can have; 0 while anything keeps the whole server from it.  `hindrance`: what does, for people.
+    `running`: slots with a run.  `quarantined`: slots whose run has ended here, but perhaps not on the server.
+    `free`: slots that the next job can get; 0 while the whole server is blocked.  `blocked_by`: why, for users.
     """
 
     running: int
-    withheld: int
+    quarantined: int
     free: int
     blocked_by: str
 
 
-def slot_use(state: str, standing: ServerStatus, withheld: int) -> SlotUse:
-    """Count a server's slots; `state`: as an operator has set it.  All who show slots count them here."""
-    word = blocked_by(standing, withheld) if state == "online" else state
-    return SlotUse(max(standing.taken - withheld, 0), withheld, 0 if word else standing.free, word)
-
-
 class ServerScripts(Protocol):
-    """What lua/ says of servers."""
+    """The script in routing/lua that reads the status of servers."""
 
     def server_status(self, fleet: str) -> Command[list[ServerStatus]]: ...
 
 
 def read_servers(slots: Slots, fleet: str) -> dict[str, ServerStatus]:
-    """How each of a fleet's servers stands."""
-    return {it.server: it for it in slots.scripts.run(_asking(slots, fleet))}
+    """Return server -> status of a fleet's servers."""
+    return {status.server: status for status in slots.scripts.run(_status_command(slots, fleet))}
 
 
 def read_servers_of_fleets(slots: Slots, fleets: Sequence[str]) -> dict[str, dict[str, ServerStatus]]:
-    """The same of several fleets, in few round trips; one that cannot be read is left out."""
-    found, failed = slots.scripts.run_each({fleet: _asking(slots, fleet) for fleet in fleets})
+    """Return fleet -> server -> status, in few round trips.  Leaves out a fleet that cannot be read."""
+    by_fleet, failed = slots.scripts.run_each({fleet: _status_command(slots, fleet) for fleet in fleets})
     log_failures("room_not_read", failed)
-    return {fleet: {it.server: it for it in servers} for fleet, servers in found.items()}
+    return {fleet: {status.server: status for status in statuses} for fleet, statuses in by_fleet.items()}
 
 
-def _asking(slots: Slots, fleet: str) -> Command[list[ServerStatus]]:
+def blocked_by(status: ServerStatus, quarantined: int) -> str:
+    """Return why a server's slots cannot take the next job, for users; "": a slot is free.
+
+    `quarantined`: number of its quarantined slots.
+    """
+    if status.breaker in ("open", "probing"):
+        return "breaker open" if status.breaker == "open" else "being tried by one job"
+    if status.free:
+        return ""
+    if status.away_since_ms:
+        return "away"
+    if status.taken > quarantined:
+        return "busy"
+    return "withheld" if quarantined else "in cooldown"
+
+
+def slot_use(state: str, status: ServerStatus, quarantined: int) -> SlotUse:
+    """Count a server's slots.  `state`: its administrative state.  All views of slots use this function."""
+    blocked = blocked_by(status, quarantined) if state == "online" else state
+    return SlotUse(max(status.taken - quarantined, 0), quarantined, 0 if blocked else status.free, blocked)
+
+
+def _status_command(slots: Slots, fleet: str) -> Command[list[ServerStatus]]:
     scripts: ServerScripts = slots.scripts.bind(ServerScripts)
     return scripts.server_status(fleet)

@@ -1,16 +1,16 @@
-"""A job's life as spans of its trace, told after the fact from its events.
+"""Build the spans of a job's trace from its events, after its end.
 
-    job                  from its acceptance to its end, below what its client named
-      submit             the moment of its acceptance
-      wait               until each start, however often it was postponed meanwhile
-      attempt            from a start to what came of it
-        exchange         what its server was asked and answered
-        settle           the moment of its end
-      webhook            from its end until its callback URL was told
-      job                a dead job that is revived: from there to its next end
+    job                  from acceptance to the end; its parent is the span that the client names
+      submit             the moment of acceptance
+      wait               until a start, including all delays before it
+      attempt            from a start to the end of the run
+        exchange         the request to the server and its response
+        settle           the moment at which the end was stored
+      webhook            from the end to the delivery to the callback URL
+      job                of a dead job that was revived: from then to the next end
 
-Their ids follow from job, kind and number (slotkeeper/trace_context.py): told twice, or by another process, they are
-the same. What has not ended is not told yet, so none is ever told otherwise than before.
+The ids of spans are computed from the job, the kind and the number (slotkeeper/trace_context.py), so a span that is
+sent twice, or by two processes, is the same.  A span is built only after its end, so it never changes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,15 +27,15 @@ JOB, SUBMIT, WAIT, ATTEMPT, EXCHANGE, SETTLE, WEBHOOK = (
     *("job", "submit", "wait", "attempt", "exchange", "settle", "webhook"),
 )
 _STATES = {name: state for state, name in EVENT_TYPES.items()}
-_WAITS = frozenset({State.QUEUED, State.DELAYED})
-_GOOD = frozenset({State.COMPLETED, State.CANCELED})
-_MOST = 200
-"""Transitions of which a job's spans are told; of more the first and the last, so that no job's trace is endless."""
+_WAITING_STATES = frozenset({State.QUEUED, State.DELAYED})
+_GOOD_STATES = frozenset({State.COMPLETED, State.CANCELED})
+# Of more transitions the first and the last are used, so that no trace grows without limit.
+_MAX_TRANSITIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Times in ms since the epoch.  `parent`: "": none."""
+    """A span.  `parent` "": it has none.  Times in ms since the epoch."""
 
     trace: str
     id: str
@@ -47,31 +47,35 @@ class TraceSpan:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def job_spans(trail: JobTimeline) -> list[TraceSpan]:
-    """All of each of its lives that has ended, but for webhooks; none, if the client's trace is not wanted."""
-    if not _is_wanted(trail):
+def job_spans(timeline: JobTimeline) -> list[TraceSpan]:
+    """Return the spans of a job up to its last end, without webhooks; nothing if the client's trace is not sampled."""
+    if not _is_sampled(timeline):
         return []
-    return [span for n, life in enumerate(_lives(trail.transitions)) for span in _of_life(trail, n, life)]
+    return [
+        span
+        for number, life in enumerate(_split_into_lives(timeline.transitions))
+        for span in _life_spans(timeline, number, life)
+    ]
 
 
-def webhook_spans(trail: JobTimeline) -> list[TraceSpan]:
-    """That its callback URL was told, once for each end."""
-    if not _is_wanted(trail):
+def webhook_spans(timeline: JobTimeline) -> list[TraceSpan]:
+    """Return a span for each delivery to the callback URL; nothing if the client's trace is not sampled."""
+    if not _is_sampled(timeline):
         return []
-    return [_of_webhook(trail, delivery) for delivery in trail.deliveries]
+    return [_webhook_span(timeline, delivery) for delivery in timeline.deliveries]
 
 
-def webhook(message_id: str) -> str:
-    """The kind of a webhook's span: a job that was revived has several."""
+def webhook_span_kind(message_id: str) -> str:
+    """Return the kind from which the id of a webhook's span is computed: a job that was revived has several."""
     return f"{WEBHOOK}/{message_id}"
 
 
-def _is_wanted(trail: JobTimeline) -> bool:
-    return find_trace(trail.job_id, trail.traceparent).sampled
+def _is_sampled(timeline: JobTimeline) -> bool:
+    return find_trace(timeline.job_id, timeline.traceparent).sampled
 
 
-def _lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
-    """From its acceptance, or from where it was revived, to an end."""
+def _split_into_lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
+    """Yield the transitions up to each end; those after the last end are left out."""
     life: list[Event] = []
     for event in transitions:
         life.append(event)
@@ -80,64 +84,74 @@ def _lives(transitions: Sequence[Event]) -> Iterator[list[Event]]:
             life = []
 
 
-def _of_life(trail: JobTimeline, n: int, life: list[Event]) -> Iterator[TraceSpan]:
-    trace, first, last = find_trace(trail.job_id, trail.traceparent), life[0], life[-1]
-    id_, root = make_span_id(trail.job_id, JOB, n), make_span_id(trail.job_id, JOB)
+def _life_spans(timeline: JobTimeline, number: int, life: list[Event]) -> Iterator[TraceSpan]:
+    trace, first, last = find_trace(timeline.job_id, timeline.traceparent), life[0], life[-1]
+    id_, first_id = make_span_id(timeline.job_id, JOB, number), make_span_id(timeline.job_id, JOB)
     state = _STATES[last.type]
     facts = {
-        "job_id": trail.job_id,
-        "tenant": trail.tenant,
-        "model": trail.model,
+        "job_id": timeline.job_id,
+        "tenant": timeline.tenant,
+        "model": timeline.model,
         "state": state.value,
         "why": last.data.get("why"),
         "attempts": last.attempt,
     }
-    yield TraceSpan(
-        trace.id, id_, root if n else trace.parent, JOB, first.at_ms, last.at_ms, failed=state not in _GOOD, facts=facts
-    )
-    if n == 0:
-        yield _below(trail, id_, SUBMIT, 0, first.at_ms, first.at_ms)
-    halves = (life,) if len(life) <= _MOST else (life[: _MOST // 2], life[-_MOST // 2 :])
-    for half in halves:
-        yield from _parts(trail, id_, half)
+    parent, failed = first_id if number else trace.parent, state not in _GOOD_STATES
+    yield TraceSpan(trace.id, id_, parent, JOB, first.at_ms, last.at_ms, failed, facts)
+    if number == 0:
+        yield _child_span(timeline, id_, SUBMIT, 0, first.at_ms, first.at_ms)
+    if len(life) <= _MAX_TRANSITIONS:
+        yield from _waits_and_attempts(timeline, id_, life)
+    else:
+        yield from _waits_and_attempts(timeline, id_, life[: _MAX_TRANSITIONS // 2])
+        yield from _waits_and_attempts(timeline, id_, life[-_MAX_TRANSITIONS // 2 :])
 
 
-def _parts(trail: JobTimeline, above: str, transitions: Sequence[Event]) -> Iterator[TraceSpan]:
-    """Waits and attempts in turn."""
-    waits: Event | None = None
-    runs: Event | None = None
+def _waits_and_attempts(timeline: JobTimeline, parent: str, transitions: Sequence[Event]) -> Iterator[TraceSpan]:
+    wait: Event | None = None
+    run: Event | None = None
     for event in transitions:
         state = _STATES[event.type]
-        if runs is not None:
-            yield from _attempt(trail, above, runs, event)
-        if waits is not None and state not in _WAITS:
-            yield _below(trail, above, WAIT, waits.attempt, waits.at_ms, event.at_ms)
-            waits = None
-        runs = event if state is State.RUNNING else None
-        if state in _WAITS and waits is None:
-            waits = event
+        if run is not None:
+            yield from _attempt_spans(timeline, parent, run, event)
+        if wait is not None and state not in _WAITING_STATES:
+            yield _child_span(timeline, parent, WAIT, wait.attempt, wait.at_ms, event.at_ms)
+            wait = None
+        run = event if state is State.RUNNING else None
+        if state in _WAITING_STATES and wait is None:
+            wait = event
 
 
-def _attempt(trail: JobTimeline, above: str, began: Event, ended: Event) -> Iterator[TraceSpan]:
-    n, start, end = began.attempt, began.at_ms, ended.at_ms
-    failed = _STATES[ended.type] not in _GOOD
-    server, id_ = {"server": began.data.get("server")}, make_span_id(trail.job_id, ATTEMPT, n)
-    yield _below(trail, above, ATTEMPT, n, start, end, failed=failed, **server, why=ended.data.get("why"))
-    yield _below(trail, id_, EXCHANGE, n, start, end, failed=failed, **server)
-    yield _below(trail, id_, SETTLE, n, end, end)
+def _attempt_spans(timeline: JobTimeline, parent: str, began: Event, ended: Event) -> Iterator[TraceSpan]:
+    number, start, end = began.attempt, began.at_ms, ended.at_ms
+    failed = _STATES[ended.type] not in _GOOD_STATES
+    server, id_ = {"server": began.data.get("server")}, make_span_id(timeline.job_id, ATTEMPT, number)
+    why = ended.data.get("why")
+    yield _child_span(timeline, parent, ATTEMPT, number, start, end, failed=failed, **server, why=why)
+    yield _child_span(timeline, id_, EXCHANGE, number, start, end, failed=failed, **server)
+    yield _child_span(timeline, id_, SETTLE, number, end, end)
 
 
-def _of_webhook(trail: JobTimeline, it: CallbackDelivery) -> TraceSpan:
-    trace, above = find_trace(trail.job_id, trail.traceparent), make_span_id(trail.job_id, JOB)
-    id_ = make_span_id(trail.job_id, webhook(it.id))
-    return TraceSpan(
-        trace.id, id_, above, WEBHOOK, it.ended_ms, max(it.ended_ms, it.delivered_ms), facts={"tries": it.tries}
-    )
+def _webhook_span(timeline: JobTimeline, delivery: CallbackDelivery) -> TraceSpan:
+    trace, parent = find_trace(timeline.job_id, timeline.traceparent), make_span_id(timeline.job_id, JOB)
+    id_ = make_span_id(timeline.job_id, webhook_span_kind(delivery.id))
+    end_ms = max(delivery.ended_ms, delivery.delivered_ms)
+    return TraceSpan(trace.id, id_, parent, WEBHOOK, delivery.ended_ms, end_ms, facts={"tries": delivery.tries})
 
 
-def _below(
-    trail: JobTimeline, above: str, name: str, n: int, start_ms: int, end_ms: int, *, failed: bool = False, **facts: Any
+def _child_span(
+    timeline: JobTimeline,
+    parent: str,
+    name: str,
+    number: int,
+    start_ms: int,
+    end_ms: int,
+    *,
+    failed: bool = False,
+    **facts: Any,
 ) -> TraceSpan:
-    trace, id_ = find_trace(trail.job_id, trail.traceparent).id, make_span_id(trail.job_id, name, n)
-    told = {"attempt": n} | facts if n else facts
-    return TraceSpan(trace, id_, above, name, start_ms, max(start_ms, end_ms), failed, told)
+    """Return a span below `parent`.  `number`: of the attempt; 0: it belongs to none."""
+    trace = find_trace(timeline.job_id, timeline.traceparent).id
+    id_ = make_span_id(timeline.job_id, name, number)
+    all_facts = {"attempt": number} | facts if number else facts
+    return TraceSpan(trace, id_, parent, name, start_ms, max(start_ms, end_ms), failed, all_facts)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from routing.queries.trace_spans import JOB, webhook
+from routing.queries.trace_spans import JOB, webhook_span_kind
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
@@ -195,7 +195,7 @@ class MessageDelivery:
         if (job := self._store.get(message.job_id)) is None:
             return None
         receiver = subscription_of_job(job)
-        trace = tracing.told(job.id, job.traceparent, webhook(message.id))
+        trace = tracing.told(job.id, job.traceparent, webhook_span_kind(message.id))
         return receiver, message_body(message, job_end_data(message, job), template_of(receiver)), trace
 
     def _note(self, message: Message, receiver: Subscription, answered: DeliveryResult) -> None:

@@ -77,14 +77,14 @@ def _at(api: Api, now_ms: int) -> ProcessList:
 def test_who_says_nothing_is_taken_for_dead_and_then_forgotten(api: Api) -> None:
     _at(api, 1_000_000).report("worker@a/1", {"role": "worker", "host": "a"})
     (found,) = _at(api, 1_000_000 + process_list.DEAD_AFTER_MS - 1).read_all()
-    assert found.lives
+    assert found.is_alive
     (found,) = _at(api, 1_000_000 + process_list.DEAD_AFTER_MS).read_all()
-    assert not found.lives
+    assert not found.is_alive
     assert _at(api, 1_000_001 + process_list.SHOWN_MS).read_all() == []
 
 
 def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_list, "MOST", 2)
+    monkeypatch.setattr(process_list, "MAX_PROCESSES", 2)
     said = _at(api, 1_000_000)
     for n in range(4):
         said.report(f"web@a/{n}", {"role": "web", "host": "a"})

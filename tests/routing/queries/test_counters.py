@@ -35,8 +35,8 @@ def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, sto
     assert found.accepted == {("zimg",): 1}
     assert found.ended == {("zimg", "completed"): 1}
     assert found.attempts == {("zimg", "finished"): 1}
-    assert (found.waits[("zimg", "2")].parts, found.waits[("zimg", "2")].sum_s) == (_part(3), 3.0)
-    assert (found.runs[("zimg",)].parts, found.runs[("zimg",)].sum_s) == (_part(20), 20.0)
+    assert (found.waits[("zimg", "2")].buckets, found.waits[("zimg", "2")].sum_s) == (_part(3), 3.0)
+    assert (found.runs[("zimg",)].buckets, found.runs[("zimg",)].sum_s) == (_part(20), 20.0)
 
 
 def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: JobStore) -> None:

@@ -24,7 +24,7 @@ _FREE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("standing", "withheld", "word"),
+    ("status", "quarantined", "word"),
     [
         ({}, 1, ""),
         ({"breaker": "open"}, 0, "breaker open"),
@@ -38,12 +38,14 @@ _FREE: dict[str, Any] = {
         ({"free": 0, "taken": 0, "cooling": 2}, 0, "in cooldown"),
     ],
 )
-def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, Any], withheld: int, word: str) -> None:
-    assert blocked_by(ServerStatus(**_FREE | standing), withheld) == word
+def test_a_server_is_free_busy_quarantined_away_or_in_cooldown(
+    status: dict[str, Any], quarantined: int, word: str
+) -> None:
+    assert blocked_by(ServerStatus(**_FREE | status), quarantined) == word
 
 
 @pytest.mark.parametrize(
-    ("state", "standing", "withheld", "use"),
+    ("state", "status", "quarantined", "use"),
     [
         ("online", {}, 0, SlotUse(1, 0, 1, "")),
         ("online", {"free": 0, "taken": 2}, 1, SlotUse(1, 1, 0, "busy")),
@@ -53,6 +55,6 @@ def test_a_server_is_free_busy_withheld_away_or_in_cooldown(standing: dict[str, 
     ],
 )
 def test_a_slot_that_the_next_job_cannot_have_is_not_free(
-    state: str, standing: dict[str, Any], withheld: int, use: SlotUse
+    state: str, status: dict[str, Any], quarantined: int, use: SlotUse
 ) -> None:
-    assert slot_use(state, ServerStatus(**_FREE | standing), withheld) == use
+    assert slot_use(state, ServerStatus(**_FREE | status), quarantined) == use

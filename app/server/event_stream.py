@@ -150,4 +150,4 @@ class EventStream:
         return said
 
     def _progress(self, said: ProgressEntry) -> bytes:
-        return b"id: %d-%d-%d\nevent: progress\ndata: %b\n\n" % (self._cursor, *said.place, said.text)
+        return b"id: %d-%d-%d\nevent: progress\ndata: %b\n\n" % (self._cursor, *said.id, said.text)

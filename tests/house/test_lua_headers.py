@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from routing.admission.submit_limits import LimitScripts
-from routing.progress import SaidScripts
+from routing.progress import ProgressScripts
 from routing.queries.process_list import ProcessScripts
 from routing.queries.server_status import ServerScripts
 from routing.queue.fleets import FleetScripts
@@ -126,7 +126,7 @@ def test_a_header_names_the_keys_that_its_script_touches(name):
 DECLARED = (
     *(LeaseScripts, ProcessScripts, LimitScripts, QueueScripts, FleetScripts, ServerScripts, SlotScripts),
     WorkerScripts,
-    *(SaidScripts, StreamScripts),
+    *(ProgressScripts, StreamScripts),
 )
 
 

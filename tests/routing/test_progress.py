@@ -37,7 +37,7 @@ def scripts(valkey: Valkey) -> Iterator[Scripts]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BATCH_S", "_UNWATCHED_S", "_EACH_S", "_AFTER_FAILURE_S"):
         monkeypatch.setattr(saying, name, 0.0)
-    monkeypatch.setattr("routing.progress._AGAIN_S", 0.01)
+    monkeypatch.setattr("routing.progress._RECONNECT_S", 0.01)
 
 
 def say(scripts: Scripts, text: str, place: EntryId, kept: int = 100) -> int:

@@ -1,4 +1,4 @@
-"""What has happened is counted once, however many count and wherever they die."""
+"""Each event is counted once, however many processes count, and wherever they die."""
 
 import pytest
 
@@ -14,17 +14,17 @@ from tests.support.ends import store_end
 
 
 def _counted(database: Database) -> job_counters.JobCounters:
-    historian = EventCounter(database)
-    while historian.count_new_events():
+    counter = EventCounter(database)
+    while counter.count_new_events():
         pass
     return job_counters.read_counters(database)
 
 
-def _part(seconds: float) -> list[int]:
-    """A histogram with one value."""
-    parts = [0] * (len(WAIT_BUCKETS_S) + 1)
-    parts[next(n for n, bound in enumerate((*WAIT_BUCKETS_S, float("inf"))) if seconds <= bound)] = 1
-    return parts
+def _buckets(seconds: float) -> list[int]:
+    """Return the buckets of a histogram with one value."""
+    buckets = [0] * (len(WAIT_BUCKETS_S) + 1)
+    buckets[next(n for n, bound in enumerate((*WAIT_BUCKETS_S, float("inf"))) if seconds <= bound)] = 1
+    return buckets
 
 
 def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, store: JobStore) -> None:
@@ -35,8 +35,8 @@ def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, sto
     assert found.accepted == {("zimg",): 1}
     assert found.ended == {("zimg", "completed"): 1}
     assert found.attempts == {("zimg", "finished"): 1}
-    assert (found.waits[("zimg", "2")].buckets, found.waits[("zimg", "2")].sum_s) == (_part(3), 3.0)
-    assert (found.runs[("zimg",)].buckets, found.runs[("zimg",)].sum_s) == (_part(20), 20.0)
+    assert (found.waits[("zimg", "2")].buckets, found.waits[("zimg", "2")].sum_s) == (_buckets(3), 3.0)
+    assert (found.runs[("zimg",)].buckets, found.runs[("zimg",)].sum_s) == (_buckets(20), 20.0)
 
 
 def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: JobStore) -> None:

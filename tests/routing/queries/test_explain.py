@@ -1,4 +1,4 @@
-"""What a run waits for beside its server's answer, as its worker reports it."""
+"""The causes for which a run waits, apart from its server's response, as its worker reports them."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def _report(stage: Stage, job_id: str) -> None:
     ProcessList(stage.dispatcher.slots.scripts).report("worker@a/1", facts)
 
 
-def test_explain_says_what_the_worker_says(stage: Stage) -> None:
+def test_explain_shows_the_cause_that_the_worker_reports(stage: Stage) -> None:
     stage.register()
     job_id = stage.submit()
     stage.start()
@@ -26,7 +26,7 @@ def test_explain_says_what_the_worker_says(stage: Stage) -> None:
     assert stage.explained(job_id) == f"It runs on gpu-slot0, attempt 1.  {SENTENCE}"
 
 
-def test_what_was_said_of_the_slots_last_run_is_not_said_of_the_next(stage: Stage) -> None:
+def test_a_report_about_the_last_run_of_a_slot_does_not_concern_the_next(stage: Stage) -> None:
     stage.register()
     job_id = stage.submit()
     stage.start()
@@ -43,5 +43,7 @@ def test_a_check_of_the_server_names_the_run(stage: Stage) -> None:
     _report(stage, job_id)
     catalog = stage.dispatcher.catalog.get()
     found = {name: explain_idle_server(stage.dispatcher, workers, catalog.servers[name]) for name in ("gpu", "other")}
-    sentences = {name: [it.sentence for it in those if it.code == "run_waits"] for name, those in found.items()}
+    sentences = {
+        name: [one.sentence for one in blockers if one.code == "run_waits"] for name, blockers in found.items()
+    }
     assert sentences == {"gpu": [f"job {job_id} on gpu-slot0: {SENTENCE}"], "other": []}

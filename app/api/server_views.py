@@ -26,7 +26,7 @@ from routing.admission.constraints import parse_attributes, parse_model_attribut
 from routing.admission.submission import check_name
 from routing.maintenance import decommission as upkeep
 from routing.maintenance import quarantined_slots
-from routing.queries import server_status as insight
+from routing.queries import server_status
 from routing.queries.explain import explain_idle_server
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
@@ -92,7 +92,7 @@ def list_servers() -> dict[str, Any]:
     lists slots whose run has ended here while the server may still be running it.
     """
     found = dispatcher().catalog.refresh()
-    standings: Mapping[str, insight.ServerStatus] = {}
+    standings: Mapping[str, server_status.ServerStatus] = {}
     try:
         fleets = [FleetView.build(depths, fleet=name) for name, depths in queue_counts(found.fleets()).items()]
         standings = read_server_status(found.fleets())
@@ -205,10 +205,10 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
 
 
 def _listed(
-    it: Server, standings: Mapping[str, insight.ServerStatus], withheld: Mapping[str, Sequence[QuarantinedSlot]]
+    it: Server, standings: Mapping[str, server_status.ServerStatus], withheld: Mapping[str, Sequence[QuarantinedSlot]]
 ) -> dict[str, Any]:
     standing, slots = standings.get(it.name), withheld.get(it.name, ())
-    use = standing and insight.slot_use(it.state, standing, len(slots))
+    use = standing and server_status.slot_use(it.state, standing, len(slots))
     return ServerDetail.build(
         it,
         status=standing and ServerStatusView.build(standing),

@@ -8,7 +8,7 @@ from pydantic import Field
 from app.job_answers import seconds
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
 from app.schemas.job_schemas import AdminStateName
-from routing.queries import server_status as insight
+from routing.queries import server_status
 from routing.queries.explain import describe_quarantine
 from routing.queries.model_status import ModelLoad
 from routing.queue.fleets import QueueCounts
@@ -84,7 +84,7 @@ class ServerView(StateView, source=Server):
     created_at: Time
 
 
-class ServerScore(ResponseSchema, source=insight.Score):
+class ServerScore(ResponseSchema, source=server_status.Score):
     """What a server is chosen by: of those with a free slot, that with the lowest total."""
 
     load: float = Field(description="Taken slots, as a share of all.")
@@ -94,7 +94,7 @@ class ServerScore(ResponseSchema, source=insight.Score):
     total: float = Field(description="1 and all of these, over the server's weight.")
 
 
-class ServerStatusView(ResponseSchema, source=insight.ServerStatus):
+class ServerStatusView(ResponseSchema, source=server_status.ServerStatus):
     """How a server stands in the waiting room at this moment."""
 
     free: int = Field(description="Slots without a lease and not in cooldown, also where a breaker is open.")

@@ -1,4 +1,4 @@
-"""What servers say while they are at it, between workers and those who watch, over a real Redis."""
+"""Progress of runs, from workers to subscriptions, over a real Redis."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -40,8 +40,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("routing.progress._RECONNECT_S", 0.01)
 
 
-def say(scripts: Scripts, text: str, place: EntryId, kept: int = 100) -> int:
-    return scripts.run(ProgressCommands(scripts).publish_command("j", place, text, kept))
+def publish(scripts: Scripts, text: str, entry_id: EntryId, kept: int = 100) -> int:
+    return scripts.run(ProgressCommands(scripts).publish_command("j", entry_id, text, kept))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -50,149 +50,149 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def watched(
+def receive(
     scripts: Scripts,
     act: Callable[[ProgressFollower, list[bytes], Callable[[], bool]], Any],
-    place: EntryId = FIRST_ENTRY,
+    entry_id: EntryId = FIRST_ENTRY,
 ) -> list[bytes]:
-    """What somebody hears who watches while `act` goes on."""
-    heard: list[bytes] = []
+    """Return the texts that a subscription receives while `act` runs."""
+    received: list[bytes] = []
 
     async def whole() -> None:
-        watching = ProgressFollower(scripts)
-        watcher = Subscription("j", place, lambda said: heard.append(said.text))
-        watching.subscribe(watcher)
-        await until(lambda: watcher.buffered is None)
+        follower = ProgressFollower(scripts)
+        subscription = Subscription("j", entry_id, lambda entry: received.append(entry.text))
+        follower.subscribe(subscription)
+        await until(lambda: subscription.buffered is None)
         try:
-            await act(watching, heard, lambda: watcher.buffered is None)
+            await act(follower, received, lambda: subscription.buffered is None)
         finally:
-            watching.stop()
+            follower.stop()
 
     asyncio.run(whole())
-    return heard
+    return received
 
 
-def test_who_watches_hears_what_was_said_before_and_what_is_said_then(scripts):
-    say(scripts, "a", EntryId(1, 5))
+def test_a_subscription_receives_the_stored_entries_then_the_new_ones(scripts):
+    publish(scripts, "a", EntryId(1, 5))
 
-    async def act(_watching, heard, _reads) -> None:
-        await until(lambda: heard == [b"a"])
-        assert await asyncio.to_thread(say, scripts, "b", EntryId(1, 6)) == 1
-        await until(lambda: len(heard) == 2)
+    async def act(_follower, received, _reads) -> None:
+        await until(lambda: received == [b"a"])
+        assert await asyncio.to_thread(publish, scripts, "b", EntryId(1, 6)) == 1
+        await until(lambda: len(received) == 2)
 
-    assert watched(scripts, act) == [b"a", b"b"]
+    assert receive(scripts, act) == [b"a", b"b"]
 
 
-def test_who_comes_again_hears_what_it_has_not_heard_and_nothing_twice(scripts):
+def test_a_subscription_receives_only_entries_after_its_last_id(scripts):
     for ms in (5, 6, 7):
-        say(scripts, f"{ms}", EntryId(1, ms))
+        publish(scripts, f"{ms}", EntryId(1, ms))
 
-    async def act(_watching, heard, _reads) -> None:
-        await until(lambda: len(heard) == 2)
+    async def act(_follower, received, _reads) -> None:
+        await until(lambda: len(received) == 2)
 
-    assert watched(scripts, act, EntryId(1, 5)) == [b"6", b"7"]
-
-
-def test_a_later_attempt_comes_behind_an_earlier_one_which_says_nothing_any_more(scripts):
-    say(scripts, "old", EntryId(1, 900))
-    assert say(scripts, "new", EntryId(2, 5)) == 0
-    assert say(scripts, "a zombie's", EntryId(1, 901)) == -1
-
-    async def act(_watching, heard, _reads) -> None:
-        await until(lambda: len(heard) == 2)
-
-    assert watched(scripts, act) == [b"old", b"new"]
+    assert receive(scripts, act, EntryId(1, 5)) == [b"6", b"7"]
 
 
-def test_only_the_last_of_it_is_kept(scripts):
+def test_entries_of_an_earlier_attempt_are_refused_after_those_of_a_later_one(scripts):
+    publish(scripts, "old", EntryId(1, 900))
+    assert publish(scripts, "new", EntryId(2, 5)) == 0
+    assert publish(scripts, "a zombie's", EntryId(1, 901)) == -1
+
+    async def act(_follower, received, _reads) -> None:
+        await until(lambda: len(received) == 2)
+
+    assert receive(scripts, act) == [b"old", b"new"]
+
+
+def test_a_stream_keeps_only_the_last_entries(scripts):
     for ms in range(5):
-        say(scripts, f"{ms}", EntryId(1, ms + 1), kept=2)
+        publish(scripts, f"{ms}", EntryId(1, ms + 1), kept=2)
     assert scripts.redis.xlen("slotkeeper:said:j") == 2
     assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 600_000
 
 
-def test_what_is_said_is_kept_for_a_moment_after_the_end(scripts):
-    say(scripts, "a", EntryId(1, 1))
+def test_a_stream_expires_soon_after_the_end_of_its_job(scripts):
+    publish(scripts, "a", EntryId(1, 1))
     scripts.run(ProgressCommands(scripts).end_command("j"))
     assert 0 < scripts.redis.pttl("slotkeeper:said:j") <= 30_000
 
 
-def test_a_watcher_goes_on_when_redis_has_been_away(tmp_path):
+def test_a_subscription_continues_after_an_outage_of_redis(tmp_path):
     with Valkey(tmp_path / "valkey", appendonly=True) as valkey:
         scripts = make_scripts(connect(valkey.url, 3.0), Keys("slotkeeper"))
 
-        async def act(_watching, heard, reads) -> None:
+        async def act(_follower, received, reads) -> None:
             await asyncio.to_thread(valkey.kill)
             await until(lambda: not reads())
             await asyncio.to_thread(valkey.start)
             await until(reads)
-            await asyncio.to_thread(say, scripts, "back", EntryId(1, 9))
-            await until(lambda: heard == [b"back"])
+            await asyncio.to_thread(publish, scripts, "back", EntryId(1, 9))
+            await until(lambda: received == [b"back"])
 
-        assert watched(scripts, act) == [b"back"]
+        assert receive(scripts, act) == [b"back"]
 
 
-def test_who_begins_to_watch_while_another_has_redis_connected_to_hears_too(scripts):
-    heard: list[bytes] = []
+def test_a_subscription_that_begins_during_the_connect_receives_entries_too(scripts):
+    received: list[bytes] = []
 
     async def whole() -> None:
-        watching = ProgressFollower(scripts)
+        follower = ProgressFollower(scripts)
         first, second = (
-            Subscription(job_id, FIRST_ENTRY, lambda said: heard.append(said.text)) for job_id in ("i", "j")
+            Subscription(job_id, FIRST_ENTRY, lambda entry: received.append(entry.text)) for job_id in ("i", "j")
         )
-        watching.subscribe(first)
+        follower.subscribe(first)
         await asyncio.sleep(0)
-        assert watching._channel is None
-        watching.subscribe(second)
+        assert follower._channel is None
+        follower.subscribe(second)
         try:
             await until(lambda: first.buffered is None and second.buffered is None)
-            assert await asyncio.to_thread(say, scripts, "a", EntryId(1, 1)) == 1
-            await until(lambda: heard == [b"a"])
+            assert await asyncio.to_thread(publish, scripts, "a", EntryId(1, 1)) == 1
+            await until(lambda: received == [b"a"])
         finally:
-            watching.stop()
+            follower.stop()
 
     asyncio.run(whole())
 
 
-def test_what_is_left_is_heard_before_the_end_is_told(scripts):
-    say(scripts, "a", EntryId(1, 1))
-    heard: list[bytes] = []
+def test_the_remaining_entries_are_delivered_before_the_end_is_reported(scripts):
+    publish(scripts, "a", EntryId(1, 1))
+    received: list[bytes] = []
 
     async def whole() -> None:
-        watching = ProgressFollower(scripts)
-        watcher = Subscription("j", FIRST_ENTRY, lambda said: heard.append(said.text))
-        watching.finish(watcher, lambda: heard.append(b"the end"))
-        await until(lambda: len(heard) == 2)
+        follower = ProgressFollower(scripts)
+        subscription = Subscription("j", FIRST_ENTRY, lambda entry: received.append(entry.text))
+        follower.finish(subscription, lambda: received.append(b"the end"))
+        await until(lambda: len(received) == 2)
 
     asyncio.run(whole())
-    assert heard == [b"a", b"the end"]
+    assert received == [b"a", b"the end"]
 
 
-def test_the_end_is_told_where_redis_is_away():
-    heard: list[str] = []
+def test_the_end_is_reported_while_redis_is_away():
+    received: list[str] = []
 
     async def whole() -> None:
-        watching = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
-        watching.finish(Subscription("j", FIRST_ENTRY, lambda _: None), lambda: heard.append("the end"))
-        await until(lambda: bool(heard))
+        follower = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+        follower.finish(Subscription("j", FIRST_ENTRY, lambda _: None), lambda: received.append("the end"))
+        await until(lambda: bool(received))
 
     asyncio.run(whole())
 
 
-def test_what_is_said_while_the_past_is_read_waits_for_it():
-    heard: list[bytes] = []
-    watcher = Subscription("j", FIRST_ENTRY, lambda said: heard.append(said.text), buffered=[])
-    watcher.deliver(ProgressEntry(EntryId(1, 3), b"c"))
-    watcher.deliver_backlog([ProgressEntry(EntryId(1, 1), b"a"), ProgressEntry(EntryId(1, 3), b"c")])
-    watcher.deliver(ProgressEntry(EntryId(1, 4), b"d"))
-    assert heard == [b"a", b"c", b"d"]
+def test_new_entries_wait_until_the_backlog_was_delivered():
+    received: list[bytes] = []
+    subscription = Subscription("j", FIRST_ENTRY, lambda entry: received.append(entry.text), buffered=[])
+    subscription.deliver(ProgressEntry(EntryId(1, 3), b"c"))
+    subscription.deliver_backlog([ProgressEntry(EntryId(1, 1), b"a"), ProgressEntry(EntryId(1, 3), b"c")])
+    subscription.deliver(ProgressEntry(EntryId(1, 4), b"d"))
+    assert received == [b"a", b"c", b"d"]
 
 
-def test_places_grow_also_when_the_clock_is_set_back(monkeypatch):
-    clock = EntryIds(3)
-    first = clock.next()
+def test_entry_ids_grow_also_when_the_clock_is_set_back(monkeypatch):
+    ids = EntryIds(3)
+    first = ids.next()
     monkeypatch.setattr("routing.progress.time.time_ns", lambda: 0)
-    assert clock.next() == EntryId(3, first.ms + 1)
+    assert ids.next() == EntryId(3, first.ms + 1)
 
 
 # -- the worker's side -----------------------------------------------------------------------------------------

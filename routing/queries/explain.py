@@ -153,8 +153,12 @@ def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
     if status.location != "waiting":
         sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
         return _waiting_for(Blocker("not_in_room", sentence))
-    candidates, catalog = _list_candidates(dispatcher, job, model.fleet), dispatcher.catalog.get()
-    blockers = [*_tenant_and_model(job, status, model_status, catalog), *_servers(job, candidates, status.ahead)]
+    catalog = dispatcher.catalog.get()
+    candidates = _list_candidates(dispatcher, catalog, job, model.fleet)
+    blockers = [
+        *_blockers_of_tenant_and_model(job, status, model_status, catalog),
+        *_blockers_of_servers(job, candidates, status.ahead),
+    ]
     if not blockers:
         blockers = [_turn(status.ahead)]
     codes = {blocker.code for blocker in blockers}
@@ -172,12 +176,12 @@ def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
     )
 
 
-def _list_candidates(dispatcher: Dispatcher, job: Job, fleet: str) -> list[_Candidate]:
+def _list_candidates(dispatcher: Dispatcher, catalog: CatalogSnapshot, job: Job, fleet: str) -> list[_Candidate]:
     """Return all servers of the job's model.  Raises redis errors and DatabaseUnavailable."""
     statuses = server_status.read_servers(dispatcher.slots, fleet)
     quarantined = quarantine.list_by_server(dispatcher.store.database)
     candidates = []
-    for server in dispatcher.catalog.get().servers.values():
+    for server in catalog.servers.values():
         if job.model in server.endpoints:
             status, slots = statuses.get(server.name), quarantined.get(server.name, ())
             candidates.append(_Candidate(server, status, slots, _blocked_by(job, server, status, len(slots))))
@@ -195,7 +199,7 @@ def _blocked_by(job: Job, server: Server, status: ServerStatus | None, quarantin
     return server_status.blocked_by(status, quarantined)
 
 
-def _tenant_and_model(
+def _blockers_of_tenant_and_model(
     job: Job, status: JobStatus, model_status: ModelStatus, catalog: CatalogSnapshot
 ) -> Iterator[Blocker]:
     """Yield the blockers that hold for all jobs of the tenant or of the model."""
@@ -213,7 +217,7 @@ def _tenant_and_model(
         yield Blocker("model_probing", sentence, job.model)
 
 
-def _servers(job: Job, candidates: Sequence[_Candidate], ahead: int) -> list[Blocker]:
+def _blockers_of_servers(job: Job, candidates: Sequence[_Candidate], ahead: int) -> list[Blocker]:
     """Return why no server of the model can take the job; nothing if one can."""
     if not candidates:
         return [Blocker("no_server", f"no server serves model {job.model!r}; POST /admin/register adds one", job.model)]

@@ -1,4 +1,4 @@
-"""What waits for a model, lane by lane, and its load."""
+"""Show the waiting jobs of a model, lane by lane, and the model's load."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ _MAX_LANES = 50
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What waits for a model at this moment.
+    """The load of a model at one moment.  `waiting`: jobs of all tenants in its queue.
 
     `run_ms`: mean slot time of the model's latest runs; `work_ms`: how long the waiting jobs keep its slots busy.
     None: unknown.  `limit`: jobs that may wait, of each tenant if the policy is by tenant; None: any number.
     `breaker`: closed, open, half_open or probing; open until `open_until_ms`, ms since the epoch (0: it is closed),
-    because of `open_why`, as for servers (routing/queries/server_status.py: ServerStatus).
+    because of `open_why`, as for servers, see routing/queries/server_status.py: ServerStatus.
     """
 
     waiting: int
@@ -36,11 +36,11 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """Jobs that are alike in tenant, priority and constraints.
+    """The waiting jobs of a model with the same tenant, priority and constraints.  `first`: the next of them.
 
     `waiting`: how many of the first thousand jobs of the model are in this lane.  `ahead`: jobs of the model that come
-    before its first; None: unknown.  `blocked_by`: what of its tenant is in its way, "": nothing.  `held`: slots that
-    its tenant holds.
+    before `first`; None: unknown.  `blocked_by`: why the tenant cannot start another job, a code; "": it can.
+    `held`: slots that the tenant holds; None: unknown.
     """
 
     first: QueuedJob
@@ -67,7 +67,11 @@ def read_model_load(dispatcher: Dispatcher, model: Model) -> ModelLoad:
 
 
 def read_lanes(dispatcher: Dispatcher, model: Model) -> tuple[list[LaneStatus], bool]:
-    """Return lanes, the next in turn first, and whether they hold all waiting jobs.  Raises DatabaseUnavailable."""
+    """Return the lanes of a model, the next in turn first, and whether they hold all waiting jobs.
+
+    Reads at most 1,000 jobs and 50 lanes.  While Redis does not answer, `ahead` and `held` are unknown.  Raises
+    DatabaseUnavailable.
+    """
     waiting = dispatcher.store.list_queued([model.name], limit=_MAX_JOBS)
     by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
     for job in waiting:

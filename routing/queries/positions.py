@@ -1,8 +1,8 @@
-"""A queued job's position, and an estimate of its start.
+"""Return a queued job's position in the queue, and estimate its start.
 
 The estimate is plain arithmetic: (jobs of its model before it + 1) × mean slot time of the model's latest runs / slots.
-It knows nothing of priorities that come later or of how long single runs take.  Both come from Redis; while Redis does
-not answer they are unknown.
+It does not consider jobs that are accepted later and overtake this one, or that single runs differ in length.  Position
+and mean come from Redis; while Redis does not answer they are unknown.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class StartEstimate:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Where a job stands.  `position`: 1 is next; None: it does not wait in line, or Redis does not answer.
+    """A job's position.  `position`: 1 is next; None: the job has no place in the queue, or Redis does not answer.
 
     `offered`: it has a slot and is being started.
     """
@@ -43,7 +43,7 @@ class QueuePosition:
 
 
 def read_position(dispatcher: Dispatcher, job: QueuedJob) -> QueuePosition:
-    """Return where a queued job stands, with one call to Redis; nothing if Redis does not answer."""
+    """Return a queued job's position, with one call to Redis; an empty one if Redis does not answer."""
     queues, fleet = dispatcher.queues, dispatcher.catalog.resolve(job.model).fleet
     try:
         found = queues.call_if_available(lambda: queues.job_status(fleet, job))
@@ -53,7 +53,7 @@ def read_position(dispatcher: Dispatcher, job: QueuedJob) -> QueuePosition:
 
 
 def queue_position(dispatcher: Dispatcher, job: QueuedJob, position: Position | None) -> QueuePosition:
-    """Return where a job stands whose position Redis has just returned; None: it has not answered."""
+    """Return a job's position from the response of Redis; None: Redis does not answer."""
     if position is None:
         return QueuePosition()
     estimate = estimate_start(dispatcher.catalog.get(), job, position)
@@ -61,7 +61,7 @@ def queue_position(dispatcher: Dispatcher, job: QueuedJob, position: Position | 
 
 
 def estimate_start(catalog: CatalogSnapshot, job: QueuedJob, position: Position) -> StartEstimate | None:
-    """Return when a waiting job should start; None: it cannot as things stand, or no run of its model was measured."""
+    """Return when a waiting job should start; None: it cannot start at present, or no run of its model was measured."""
     if position.offered:
         return StartEstimate(0, 0, None, None)
     slots = _count_usable_slots(catalog, job)
@@ -70,7 +70,7 @@ def estimate_start(catalog: CatalogSnapshot, job: QueuedJob, position: Position)
 
 
 def _count_usable_slots(catalog: CatalogSnapshot, job: QueuedJob) -> int:
-    """Count the slots of the job's model; 0: the model or tenant is stopped, or no online server suits the job."""
+    """Count the slots of the job's model; 0: model or tenant is stopped, or no online server meets its constraints."""
     for owner in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
         if owner is not None and owner.state in STOPPED_STATES:
             return 0

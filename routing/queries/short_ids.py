@@ -1,4 +1,4 @@
-"""Short ids: find a job by the beginning of its id, or by its last 8 characters, which the page shows."""
+"""Find a job by the beginning of its id, or by its last 8 characters, which the page shows."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SHAPE = re.compile("[0-9a-f-]{8,35}")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Ids that match a short id, at most 5; more: there are others."""
+    """Ids that match a short id, at most 5.  `more`: there are others."""
 
     ids: tuple[str, ...]
     more: bool = False

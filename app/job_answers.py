@@ -7,6 +7,7 @@ from pydantic import Field
 
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time
 from routing.admission.constraints import decode_constraints
+from routing.admission.labels import decode_labels
 from routing.queries import explain, job_timeline
 from routing.queries.positions import QueuePosition, StartEstimate
 from slotkeeper.jobs import ledger
@@ -124,6 +125,7 @@ class JobView(ResponseSchema, source=Job):
     why: str = Field(description="Of its last transition.")
     priority: int
     constraints: Annotated[dict[str, Any], From(lambda it: decode_constraints(it.constraints))]
+    labels: Annotated[dict[str, str], From(lambda job: decode_labels(job.labels))]
     tenant: str
     batch: str | None = Field(description="The batch that it came in; null: it came alone.")
     attempts: int = Field(description="Runs that a server took up.")

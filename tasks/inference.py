@@ -6,7 +6,6 @@ What a worker receives is a wake-up for an offer, with the job's id as the task'
 without this code carries no offer; the worker that gets it submits the job in its stead.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -150,7 +149,7 @@ def _not_callable_message() -> str:
     bind=True,
     base=InferTask,
     name=offer_messages.TASK,
-    __signature__=inspect.signature(call_options.infer),
+    __signature__=call_options.signature(),
 )
 @_described_by(call_options.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:

@@ -4,11 +4,13 @@ Nothing that is asked for is passed over in silence: an argument or option is ho
 sentence that says what to do instead.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import Any
 
+from routing.admission.job_request import REQUEST_FIELDS, JobRequest
 from routing.admission.submission import Submission
 from slotkeeper.errors import InvalidJob
 from tasks import offer_messages
@@ -21,8 +23,10 @@ _EARLIER = (
 )
 _MODEL_OR_PAYLOAD = "its model or payload; let a task of your own make the payload, or leave what comes earlier out"
 
-_POSITIONS = ("model", "payload", "callback_url")
-_ARGUMENTS = frozenset({*_POSITIONS, "constraints", "tenant", "idempotency_key", "traceparent"})
+_POSITIONS = tuple(name for name, given in REQUEST_FIELDS.items() if given.celery == "argument")
+_REQUESTED = frozenset(name for name, given in REQUEST_FIELDS.items() if given.celery is not None)
+_BESIDE = frozenset({"tenant", "idempotency_key", "traceparent"})  # what a REST request has in its headers
+_ARGUMENTS = _REQUESTED | _BESIDE
 _OURS = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
 _CELERYS = frozenset({"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"})
 # How a canvas tells its parts what they belong to.
@@ -45,22 +49,13 @@ _REFUSED = {
 }
 
 
-def infer(
-    model: str,
-    payload: dict[str, Any] | None = None,
-    callback_url: str | None = None,
-    *,
-    constraints: Mapping[str, Any] | None = None,
-    tenant: str | None = None,
-    idempotency_key: str | None = None,
-    traceparent: str | None = None,
-) -> Any:
+def infer(model: str, payload: dict[str, Any] | None = None, callback_url: str | None = None, **options: Any) -> Any:
     """Submit a job: `infer.delay(model, payload)`; its result is that of the inference server.
 
         infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
         infer.apply_async(("zimg", {"prompt": "soon"}), priority=1, expires=60, constraints={"gpu": "A100"})
 
-    `callback_url`, `constraints`, `tenant`, `idempotency_key` and `traceparent` (by default the environment's
+    `callback_url`, `constraints`, `labels`, `tenant`, `idempotency_key` and `traceparent` (by default the environment's
     TRACEPARENT) may be given as arguments, or as options of apply_async and of signatures,
     `infer.s(…).set(tenant="acme")`.  Further options: `priority` (1 most urgent … 9),
     `countdown`, `eta`, `expires`, `task_id` (the job's id), `link`, `link_error`, `ignore_result`.  Any other is
@@ -73,6 +68,16 @@ def infer(
     """
 
 
+def signature() -> inspect.Signature:
+    """Return the signature of `infer`, with all its arguments."""
+    kinds, names = inspect.Parameter, sorted(_ARGUMENTS.difference(_POSITIONS))
+    positional = [
+        kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if name == "model" else None)
+        for name in _POSITIONS
+    ]
+    return inspect.Signature([*positional, *(kinds(name, kinds.KEYWORD_ONLY, default=None) for name in names)])
+
+
 def read_submission(
     job_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Submission:
@@ -80,21 +85,22 @@ def read_submission(
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(given)
     _check_successors(given)
-    asked = _arguments(args, kwargs) | _shared_arguments(kwargs, given)
+    found = _arguments(args, kwargs) | _shared_arguments(kwargs, given)
     ttl_s, expires_ms = _read_time("expires", given.get("expires"))
     delay_s, not_before_ms = _read_time("eta", given.get("eta"))
     if given.get("countdown"):
         delay_s, not_before_ms = given["countdown"], None
+    requested = {name: value for name, value in found.items() if name in _REQUESTED}
+    beside = {name: value for name, value in found.items() if name in _BESIDE}
     return Submission(
+        # prepare_job checks the values.
+        JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),
         id=job_id,
-        priority=given.get("priority"),
-        ttl_s=ttl_s,
         expires_ms=expires_ms,
-        delay_s=delay_s,
         not_before_ms=not_before_ms,
         source="task",
         envelope=_envelope(given),
-        **asked,
+        **beside,
     )
 
 

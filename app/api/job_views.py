@@ -20,7 +20,7 @@ from app.job_answers import (
     estimated_start_s,
     queue_position,
 )
-from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, model_filter
+from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import explain, job_list, short_ids
 from routing.queries.job_timeline import attempts_of
@@ -56,6 +56,7 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
         model=model_filter(query.model),
         tenant=None if mine.admin else mine.name,
         batch=batch_filter(query.batch),
+        labels=[label_filter(label) for label in query.label],
         before_seq=decode_job_cursor(query.cursor),
         limit=query.limit,
     )

@@ -79,21 +79,18 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     return BatchReceipt.build(batch=known_as, accepted=accepted, jobs=jobs), 202
 
 
-def submission(body: SubmitBody, whose: Tenant, key: str | None, trace: str | None) -> Submission:
-    """What the body asks for.  Raises InvalidJob for a moment that is none."""
-    delay_s, not_before_ms = moment(body.not_before)
+def submission(
+    body: SubmitBody, tenant: Tenant, key: str | None, traceparent: str | None, batch: str | None = None
+) -> Submission:
+    """Return the submission of a body.  Raises InvalidJob for a time that is none."""
+    _, not_before_ms = moment(body.not_before)
     return Submission(
-        model=body.model,
-        payload=body.payload,
-        callback_url=body.callback_url,
-        priority=body.priority,
-        tenant=whose.name,
-        ttl_s=body.ttl,
-        constraints=body.constraints,
-        delay_s=delay_s,
-        not_before_ms=not_before_ms,
+        body,
+        tenant=tenant.name,
         idempotency_key=key,
-        traceparent=trace,
+        traceparent=traceparent,
+        batch=batch,
+        not_before_ms=not_before_ms,
     )
 
 

@@ -29,6 +29,17 @@ def read_constraints(texts: Iterable[str]) -> dict[str, Any]:
     return read
 
 
+def read_labels(texts: Iterable[str]) -> dict[str, str]:
+    """Return labels `team=search` as the API takes them.  Raises UsageError."""
+    labels: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or name in labels:
+            raise click.UsageError(f"--label {text!r}: write each name once, as NAME=VALUE.")
+        labels[name] = value
+    return labels
+
+
 def read_attributes(texts: Iterable[str]) -> dict[str, Any]:
     """`gpu=A100`, `memory=80`, `labels=fast,testnet`, as the API takes them.  Raises UsageError."""
     read: dict[str, Any] = {}

@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from app.cli.arguments import read_constraints
 from app.cli.output import (
     age,
     api_client,
@@ -26,6 +25,7 @@ from app.cli.output import (
     print_table,
     read_json,
 )
+from app.cli.request_options import RequestCommand, read_request
 from app.cli.results import output_option, save_result, without_files
 from app.terminal import console, echo, escape_line
 from slotkeeper import trace_context
@@ -43,19 +43,9 @@ _BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f
 _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
-@click.command()
+@click.command(cls=RequestCommand)
 @click.argument("model")
 @click.argument("payload", default="{}")
-@click.option("--priority", type=click.IntRange(1, 9), help="1 is the most urgent.  [default: 5]")
-@click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds after which the job expires.")
-@click.option(
-    "--constraint",
-    "constraints",
-    metavar="CONDITION",
-    multiple=True,
-    help="Condition on the server's attributes; repeat it.",
-)
-@click.option("--callback-url", metavar="URL", help="URL that receives a signed POST when the job ends.")
 @click.option(
     "--count", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Number of jobs to submit."
 )
@@ -63,16 +53,7 @@ _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requ
 @output_option
 @json_option
 def submit(
-    model: str,
-    payload: str,
-    priority: int | None,
-    ttl: float | None,
-    constraints: tuple[str, ...],
-    callback_url: str | None,
-    count: int,
-    wait: bool,
-    output: Path | None,
-    as_json: bool,
+    model: str, payload: str, count: int, wait: bool, output: Path | None, as_json: bool, **requested: Any
 ) -> None:
     """Submit a job for MODEL.
 
@@ -86,10 +67,7 @@ def submit(
     """
     if output is not None and (not wait or count > 1):
         raise click.UsageError("--output saves the result of one ended job: give --wait, and leave --count out.")
-    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD")}
-    wishes: Job = {"priority": priority, "ttl": ttl, "callback_url": callback_url}
-    wishes["constraints"] = read_constraints(constraints) or None
-    body |= {name: value for name, value in wishes.items() if value is not None}
+    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD"), **read_request(requested)}
     jobs = _submit(body, count)
     for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
         echo(notice, err=True)
@@ -349,13 +327,15 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 @click.option("--status", type=click.Choice(_STATES))
 @click.option("--model")
 @click.option("--batch", help="Only jobs of this batch.")
+@click.option("--label", metavar="NAME=VALUE", multiple=True, help="Only jobs with this label; repeat it.")
 @limit_option
 @json_option
-def list_jobs(status: str | None, model: str | None, batch: str | None, limit: int, as_json: bool) -> None:
+def list_jobs(
+    status: str | None, model: str | None, batch: str | None, label: tuple[str, ...], limit: int, as_json: bool
+) -> None:
     """List jobs, the newest first."""
-    print_jobs(
-        list(api_client().iter_pages("/queue/jobs", "jobs", limit, status=status, model=model, batch=batch)), as_json
-    )
+    filters = {"status": status, "model": model, "batch": batch, "label": list(label) or None}
+    print_jobs(list(api_client().iter_pages("/queue/jobs", "jobs", limit, **filters)), as_json)
 
 
 def print_jobs(jobs: list[Job], as_json: bool) -> None:

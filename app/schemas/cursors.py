@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from routing.admission.labels import label_text
 from routing.admission.submission import check_name
 from routing.progress import FIRST_ENTRY, EntryId
 from slotkeeper.errors import InvalidRequest
@@ -62,6 +63,14 @@ def parse_progress_id(after: str | None) -> tuple[int | None, EntryId]:
 def model_filter(model: str | None) -> str | None:
     """The model that a list is limited to.  Raises InvalidRequest for what can be no model's name."""
     return None if model is None else check_name(model)
+
+
+def label_filter(label: str) -> str:
+    """Return the text of a label, given as `NAME=VALUE`.  Raises InvalidRequest, InvalidJob."""
+    name, separator, value = label.partition("=")
+    if not separator:
+        raise InvalidRequest("label", "label must be NAME=VALUE, such as team=search")
+    return label_text(name, value)
 
 
 def batch_filter(batch: str | None, field: str = "batch") -> str | None:

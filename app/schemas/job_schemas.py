@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_va
 from app.api.openapi import Schema
 from app.schemas.cursors import BATCH, CURSOR
 from routing.admission.constraints import VALUE_PATTERN
-from routing.admission.submission import MODEL_PATTERN
+from routing.admission.job_request import MODEL_PATTERN, JobRequest
+from routing.admission.labels import MAX_LABELS
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
@@ -20,17 +21,6 @@ from tasks.servers import from_shorthand
 
 AdminStateName = Literal["online", "paused", "draining", "frozen"]
 
-_Priority = Annotated[
-    Any,
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "boolean"}, {"type": "null"}]}),
-]
-_Seconds = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]})]
-_When = Annotated[
-    Any,
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number", "minimum": 0}, {"type": "null"}]}
-    ),
-]
 _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
 MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
 _VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
@@ -42,32 +32,6 @@ _One: dict[str, Any] = {
         {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
     ]
 }
-_Constraints = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "maxProperties": 20,
-                    "additionalProperties": {
-                        "anyOf": [
-                            *_One["anyOf"],
-                            {"type": "array", "items": _One, "minItems": 1, "maxItems": 50},
-                            {
-                                "type": "object",
-                                "properties": {"min": {"type": "number"}, "max": {"type": "number"}},
-                                "additionalProperties": False,
-                                "minProperties": 1,
-                            },
-                        ]
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
 _Attributes = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -114,23 +78,8 @@ def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
 # -- jobs --------------------------------------------------------------------------------------------------
 
 
-class SubmitBody(BodySchema):
+class SubmitBody(JobRequest, BodySchema):
     """A job."""
-
-    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
-    payload: _Object = Field(description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}])
-    callback_url: str | None = Field(
-        None, description="The address that receives a signed POST when the job has ended."
-    )
-    priority: _Priority = Field(None, description="1 (most urgent) to 9; true is 1; 5 if not given.")
-    constraints: _Constraints = Field(
-        None,
-        description="What its server must declare: a value, a list of alternatives, or a range.  "
-        "`model_version` and `runtime` are those of the model's own registration.",
-        examples=[{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}],
-    )
-    ttl: _Seconds = Field(None, description="Seconds from now after which the job expires.")
-    not_before: _When = Field(None, description="ISO 8601 with its zone, or seconds from now.")
 
 
 class BatchItem(SubmitBody):
@@ -164,6 +113,12 @@ class ListQuery(Schema):
     status: State | None = None
     model: str | None = Field(None, json_schema_extra=MODEL_NAME)
     batch: str | None = Field(None, json_schema_extra={"pattern": f"^{BATCH}$"})
+    label: list[str] = Field(
+        [],
+        max_length=MAX_LABELS,
+        description="`NAME=VALUE`: only jobs with this label; again: with this one, too.",
+        examples=[["team=search"]],
+    )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(
         None, max_length=20, description="next_cursor of the page before.", json_schema_extra=_CURSOR

@@ -1,21 +1,22 @@
-"""A request for a job, checked against what its model allows, made into a job that can be accepted."""
+"""A request for a job, validated against its model and turned into a NewJob."""
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from routing.admission.constraints import encode_constraints
+from routing.admission.job_request import MODEL_PATTERN, REQUEST_FIELDS, JobRequest
+from routing.admission.labels import encode_labels
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
-MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
 _MODEL = re.compile(MODEL_PATTERN)
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_KEY_LENGTH = 255
@@ -23,40 +24,32 @@ _LONGEST_WAIT_S = 366 * 86_400
 _DEEPEST = 64  # levels of a payload
 
 UrlCheck = Callable[[str], str | None]
+"""Returns why a URL may not be called; None: it may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a client asked for, by whichever door.
+    """A request, and what its interface knows beside it.
 
-    `constraints`: what its server must declare, see routing/admission/constraints.py.
-    `priority`: 1 (most urgent) … 9, True for 1, None or False for the default.  `ttl_s`, `delay_s`: from now.
-    `expires_ms`, `not_before_ms`: instead of them, where the client named a moment.
-    `traceparent`: of the trace that it belongs to; one that is not well-formed counts for none.
-    `batch`: the name under which it can be found with those that came with it.
-    `id`: chosen by the client (Celery's task id), else one is made.
+    `expires_ms`, `not_before_ms`: in place of the request's `ttl` and `not_before`, where the client named a time (ms).
+    `id`: chosen by the client (Celery's task id); None: a new one.  `batch`: the name of the batch.  `traceparent`: of
+    the trace that it belongs to; one that is not well-formed is ignored.
     """
 
-    model: str
-    payload: Any
-    callback_url: str | None = None
-    priority: int | bool | None = None
+    request: JobRequest
     tenant: str = "default"
-    ttl_s: float | None = None
-    expires_ms: int | None = None
-    constraints: Mapping[str, Any] | None = None
-    delay_s: float | None = None
-    not_before_ms: int | None = None
-    idempotency_key: str | None = None
-    id: str | None = None
     source: str = "rest"
-    envelope: str | None = None
+    id: str | None = None
+    idempotency_key: str | None = None
     traceparent: str | None = None
     batch: str | None = None
+    envelope: str | None = None
+    expires_ms: int | None = None
+    not_before_ms: int | None = None
 
 
 def check_name(name: str, field: str = "model") -> str:
-    """Raises InvalidJob unless `name` can name a model, a server or a queue."""
+    """Return the name.  Raises InvalidJob unless it can name a model, a server or a queue."""
     if not isinstance(name, str) or not _MODEL.fullmatch(name):
         raise InvalidJob(
             field, f"{field} must be 1 to 128 letters, digits or . _ / : @ + - and begin with a letter or digit"
@@ -66,7 +59,7 @@ def check_name(name: str, field: str = "model") -> str:
 
 @dataclass(slots=True)
 class error_index:
-    """A refusal of one job of many says which it is, counted from 0."""
+    """Add the index of a job, counted from 0, to a refusal of one job of many."""
 
     index: int
 
@@ -78,40 +71,42 @@ class error_index:
             error.facts["index"] = self.index
 
 
-def prepare_job(asked: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
-    """The job to accept.  Raises InvalidJob, which names the field and the remedy; nothing is stored then."""
-    payload = encode_payload(asked.payload, model.config.max_payload_bytes)
-    if asked.callback_url is not None:
-        problem = check_url(asked.callback_url)
+def prepare_job(submission: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
+    """Return the job to accept.  Raises InvalidJob, which names the field and the remedy."""
+    request = submission.request
+    payload = encode_payload(request.payload, model.config.max_payload_bytes)
+    if request.callback_url is not None:
+        problem = check_url(request.callback_url)
         if problem:
             raise InvalidJob("callback_url", f"callback_url: {problem}")
-    delay_s = _seconds("not_before", _from_now_s(asked.delay_s, asked.not_before_ms, now_ms))
-    ttl_s = _seconds("ttl", _from_now_s(asked.ttl_s, asked.expires_ms, now_ms))
+    delay_s = _seconds("not_before", _from_now_s(request.not_before, submission.not_before_ms, now_ms))
+    ttl_s = _seconds("ttl", _from_now_s(request.ttl, submission.expires_ms, now_ms))
     if ttl_s is None:
         ttl_s = model.config.default_ttl
     if ttl_s is not None and delay_s and ttl_s <= delay_s:
         raise InvalidJob("ttl", "ttl ends before not_before: the job would expire before it may start")
     return NewJob(
-        id=_job_id(asked.id),
+        id=_job_id(submission.id),
         model=model.name,
         payload=payload,
-        priority=_priority(asked.priority),
-        tenant=asked.tenant,
-        callback_url=asked.callback_url,
+        priority=_priority(request.priority),
+        tenant=submission.tenant,
+        callback_url=request.callback_url,
         not_before_ms=now_ms + round(delay_s * 1000) if delay_s else None,
         deadline_ms=now_ms + round(ttl_s * 1000) if ttl_s is not None else None,
-        idempotency_key=check_idempotency_key(asked.idempotency_key),
-        fingerprint=_fingerprint(asked, payload) if asked.idempotency_key else "",
-        source=asked.source,
-        envelope=asked.envelope,
-        constraints=encode_constraints(asked.constraints),
-        traceparent=trace_context.parse_traceparent(asked.traceparent),
-        batch=asked.batch,
+        idempotency_key=check_idempotency_key(submission.idempotency_key),
+        fingerprint=_fingerprint(submission, payload) if submission.idempotency_key else "",
+        source=submission.source,
+        envelope=submission.envelope,
+        constraints=encode_constraints(request.constraints),
+        labels=encode_labels(request.labels),
+        traceparent=trace_context.parse_traceparent(submission.traceparent),
+        batch=submission.batch,
     )
 
 
 def encode_payload(payload: Any, limit: int) -> str:
-    """Compact JSON.  Raises InvalidJob for what JSON cannot hold, a NUL, or more than `limit` bytes."""
+    """Return compact JSON.  Raises InvalidJob for what JSON cannot hold, a NUL, or more than `limit` bytes."""
     if not isinstance(payload, dict):
         raise InvalidJob("payload", "payload must be a JSON object")
     try:
@@ -132,7 +127,7 @@ def encode_payload(payload: Any, limit: int) -> str:
 
 
 def _may_be_unfit(encoded: bytes) -> bool:
-    """Whether it pays to look at each value: most payloads hold nothing that an unfit one is written as."""
+    """Return whether each value has to be checked: most payloads have nothing that an unfit one is written as."""
     brackets = encoded.count(b"{") + encoded.count(b"[")
     return brackets > _DEEPEST or b"null" in encoded or b"\\u0000" in encoded
 
@@ -185,25 +180,25 @@ def _job_id(wanted: str | None) -> str:
 
 
 def check_idempotency_key(key: str | None, longest: int = MAX_KEY_LENGTH) -> str | None:
-    """Raises InvalidJob unless there is none, or one that can be shown on one line."""
+    """Return the key.  Raises InvalidJob unless it is None, or can be shown on one line."""
     if key is not None and (not 1 <= len(key) <= longest or not re.fullmatch(PRINTABLE_PATTERN, key)):
         raise InvalidJob("Idempotency-Key", f"Idempotency-Key must be 1 to {longest} printable characters")
     return key
 
 
-def _fingerprint(asked: Submission, payload: str) -> str:
-    # Moments as they were sent, not how far off they are: that differs when the same request is sent again.
-    parts: list[Any] = [
-        asked.model,
-        payload,
-        asked.callback_url,
-        asked.priority,
-        asked.ttl_s,
-        asked.delay_s,
-        asked.not_before_ms,
-    ]
-    if asked.constraints:
-        parts.append(encode_constraints(asked.constraints))
-    if asked.expires_ms is not None:
-        parts.append(asked.expires_ms)
-    return hashlib.sha256(orjson.dumps(parts)).hexdigest()
+def _fingerprint(submission: Submission, payload: str) -> str:
+    """Return a hash of the fields that are set, so that a new field does not change the fingerprint of old requests.
+
+    Times count as they were sent: how far off they are differs when the same request is sent again.
+    """
+    request = submission.request
+    fields: dict[str, Any] = {name: value for name in REQUEST_FIELDS if (value := getattr(request, name)) is not None}
+    fields["payload"] = payload
+    for name, encode in (("constraints", encode_constraints), ("labels", encode_labels)):
+        if name in fields:
+            fields[name] = encode(fields[name])
+    fields |= {
+        name: value for name in ("expires_ms", "not_before_ms") if (value := getattr(submission, name)) is not None
+    }
+    given = {name: value for name, value in fields.items() if value != ""}
+    return hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -111,7 +111,8 @@ class Dispatcher:
         new = []
         for index, submission in enumerate(submissions):
             with error_index(index):
-                new.append(prepare_job(submission, self.catalog.resolve(submission.model), self._check_url, now))
+                model = self.catalog.resolve(submission.request.model)
+                new.append(prepare_job(submission, model, self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")

@@ -84,14 +84,19 @@ def find_jobs(
     model: str | None = None,
     tenant: str | None = None,
     batch: str | None = None,
+    labels: Sequence[str] = (),
     before_seq: int | None = None,
     limit: int = 50,
 ) -> list[Job]:
     """Return jobs without payload and result, the newest first.
 
-    `before_seq`: the `seq` of the last job of the page before; None: the first page.  Raises DatabaseUnavailable.
+    `labels`: texts of labels (admission/labels.py: label_text) that a job must have.  No index has them, so with a rare
+    label all jobs are read that the other filters leave.  `before_seq`: the `seq` of the last job of the page before;
+    None: the first page.  Raises DatabaseUnavailable.
     """
     query = _newest_jobs(state, model, tenant, batch, before_seq).limit(limit)
+    for label in labels:  # LIKE would ignore case in SQLite.
+        query = query.where(func.replace(jobs.c.labels, label, "") != jobs.c.labels)
     with database.read() as connection:
         return [job_from_row(row) for row in connection.execute(query)]
 

@@ -15,7 +15,7 @@ from slotkeeper.jobs import closed_models, events
 from slotkeeper.jobs.statements import JOB_STATE
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.tables import idempotency_keys, jobs
-from slotkeeper.jobs.values import AcceptedJob, NewJob
+from slotkeeper.jobs.values import SAME_REQUEST_FIELDS, SPEC_FIELDS, AcceptedJob, NewJob
 
 Row: TypeAlias = Any
 
@@ -23,8 +23,7 @@ _THIS_KEY = (idempotency_keys.c.tenant == bindparam("p_tenant")) & (idempotency_
 _FIND_KEY = CompiledStatement(
     select(idempotency_keys.c.job_id, idempotency_keys.c.fingerprint, idempotency_keys.c.expires_ms).where(_THIS_KEY)
 )
-# What makes a request the same: not its times, which are counted from now, for a message may come again much later.
-_REQUEST_FIELDS = ("model", "payload", "tenant", "callback_url", "constraints")
+_REQUEST_FIELDS = ("payload", *SAME_REQUEST_FIELDS)
 _FIND_REQUEST = CompiledStatement(
     select(jobs.c.id, jobs.c.seq, jobs.c.state, *(jobs.c[name].label(name) for name in _REQUEST_FIELDS)).where(
         jobs.c.id == bindparam("p_id")
@@ -40,10 +39,7 @@ _DELETE_KEY = CompiledStatement(
 )
 _INSERT_KEY = CompiledStatement(insert(idempotency_keys), [column.name for column in idempotency_keys.c])
 
-_REQUESTED = (
-    *("id", "model", "priority", "tenant", "deadline_ms", "callback_url", "source", "envelope", "payload"),
-    *("constraints", "traceparent", "batch"),
-)
+_REQUESTED = ("id", "payload", *SPEC_FIELDS)
 _get_requested = attrgetter(*_REQUESTED)
 _INSERT_JOBS = BulkInsert(jobs, unique="id", returning=(jobs.c.id, jobs.c.seq, closed_models.CLOSED_COLUMN))
 

@@ -63,6 +63,7 @@ jobs = Table(
     Column("payload", Text, nullable=False),
     Column("result", Text),
     Column("constraints", Text, nullable=False, server_default=EMPTY_TEXT),  # in routing's canonical text
+    Column("labels", Text, nullable=False, server_default=EMPTY_TEXT),  # in routing's canonical text
     Column("described_by", Text),  # how its run's server is called; see slotkeeper/registry/server_descriptions.py
     Column("traceparent", Text),  # of the trace in which it was submitted; see slotkeeper/trace_context.py
     Column("batch", Text),  # name of the batch in which it was submitted

@@ -3,7 +3,7 @@
 Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import uuid_utils
@@ -18,25 +18,45 @@ def new_job_id() -> str:
     return str(uuid_utils.uuid7())
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
+_SAME_REQUEST = {"same_request": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What was submitted, as it is stored: each field is a column of the table `jobs`.
+
+    The fields with `same_request` make a request the same when its id is used again.  Times are not among them: they
+    are counted from the request, which may be repeated much later.
+    """
+
+    model: str = field(metadata=_SAME_REQUEST)
+    priority: int = PRIORITY_DEFAULT
+    tenant: str = field(default="default", metadata=_SAME_REQUEST)
+    callback_url: str | None = field(default=None, metadata=_SAME_REQUEST)
+    deadline_ms: int | None = None
+    source: str = "rest"
+    envelope: str | None = None  # JSON: Celery's links, chord and chain, which continue after the job's end
+    constraints: str = field(default="", metadata=_SAME_REQUEST)  # in routing's canonical text; empty: any server
+    labels: str = field(default="", metadata=_SAME_REQUEST)  # in routing's canonical text
+    traceparent: str | None = None  # of the client's trace
+    batch: str | None = None  # name of the batch; None: it was submitted alone
+
+
+SPEC_FIELDS = tuple(spec_field.name for spec_field in fields(JobSpec))
+SAME_REQUEST_FIELDS = tuple(
+    spec_field.name for spec_field in fields(JobSpec) if spec_field.metadata.get("same_request")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob(JobSpec):
     """A valid job that has not been accepted yet."""
 
     id: str
-    model: str
     payload: str  # compact JSON
-    priority: int = PRIORITY_DEFAULT
-    tenant: str = "default"
-    callback_url: str | None = None
     not_before_ms: int | None = None
-    deadline_ms: int | None = None
     idempotency_key: str | None = None
     fingerprint: str = ""  # hash of the request, compared when the key is used again
-    source: str = "rest"
-    envelope: str | None = None  # JSON: Celery's links, chord and chain, which continue after the job's end
-    constraints: str = ""  # in routing's canonical text; empty: any server
-    traceparent: str | None = None  # of the client's trace
-    batch: str | None = None  # name of the batch; None: it was submitted alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +144,14 @@ class Run:
     last_error: JobError | None = None  # of the run before; None: this is the first, or the job was revived
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(JobSpec):
     """One row of the table.  payload, result: JSON texts; None: not loaded, or none."""
 
     id: str
     seq: int
-    model: str
     state: State
     why: Reason
-    priority: int
-    tenant: str
     attempt: int
     waits: int
     failures: int
@@ -143,25 +160,18 @@ class Job:
     started_ms: int | None
     finished_ms: int | None
     due_ms: int | None
-    deadline_ms: int | None
     server: str | None
     slot: str | None
     lease: str | None
     remote_id: str | None
     sent_ms: int | None  # of its run
     cancel_requested_ms: int | None
-    callback_url: str | None
-    source: str
     error_code: str | None
     error_message: str | None
-    envelope: str | None = None
     payload: str | None = None
     result: str | None = None
-    constraints: str = ""
     described_by: str | None = None  # of its run
     sent_to: str | None = None  # of its run
-    traceparent: str | None = None
-    batch: str | None = None
 
     @property
     def error(self) -> JobError | None:

@@ -122,7 +122,7 @@ def test_only_a_finite_number_is_a_number(name, wrong):
         ({"weights": {"acme": NAN}}, "finite number"),
         ({"tenant_slots": 0}, "greater than or equal to 1"),
         ({"capacity": -1}, "greater than or equal to 0"),
-        ({"policy": "lifo"}, "'fifo', 'priority', 'aging' or 'fair'"),
+        ({"policy": "lifo"}, "'fifo', 'priority', 'aging', 'edf' or 'fair'"),
         ({"unmatched": "ignore"}, "'accept' or 'refuse'"),
         ({"weights": {f"t{n}": 1 for n in range(10_001)}}, "at most 10000 items"),
     ],

@@ -45,12 +45,12 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import callbacks, services
+    from tasks import callbacks, maintenance, services
     from tasks.security import keyring
 
     if services.database.created:
         services.database().close()
-    for cached in vars(services).values():
+    for cached in [*vars(services).values(), *vars(maintenance).values()]:
         if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()

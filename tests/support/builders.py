@@ -11,6 +11,8 @@ from typing import Any
 
 from sqlalchemy import Table, func, select
 
+from routing.admission.job_request import REQUEST_FIELDS, JobRequest
+from routing.admission.submission import Submission
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -35,6 +37,14 @@ _ENDED_BY = {
 def a_job(**changes: Any) -> NewJob:
     """A job that has not been submitted."""
     return replace(NewJob(id=new_job_id(), model="zimg", payload='{"prompt":"a cat"}'), **changes)
+
+
+def a_submission(**fields: Any) -> Submission:
+    """A submission by the fields of its request, `ttl_s`, `delay_s`, and those that stand beside it."""
+    named = {"ttl": fields.pop("ttl_s", None), "not_before": fields.pop("delay_s", None)}
+    beside = {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}
+    requested = {name: value for name, value in fields.items() if name in REQUEST_FIELDS}
+    return Submission(JobRequest.model_construct(**requested | named), **beside)
 
 
 def a_queued_job(store: JobStore, *, now_ms: int = T0, **changes: Any) -> Job:

@@ -34,7 +34,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.tenants import Tenant
-from tests.support.builders import T0
+from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
 from tests.support.room import FRAGMENTS, Room
@@ -144,7 +144,7 @@ class Stage:
         return [receipt.accepted.id for receipt in self.dispatcher.submit(asked, tenant)]
 
     def a(self, model: str = "zimg", **changes: Any) -> Submission:
-        return Submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))
+        return a_submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))
 
     def start(self, owner: str = "w1") -> ActiveRun:
         """A worker takes the oldest wake-up."""

@@ -14,6 +14,7 @@ from celery import chain, signature
 from celery.canvas import Signature
 from kombu.utils import json
 
+from routing.admission.job_request import REQUEST_FIELDS
 from routing.admission.submission import Submission, prepare_job
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
@@ -55,18 +56,18 @@ def _refused(*args: Any, **asked: Any) -> InvalidJob:
 )
 def test_model_and_payload_are_given_by_position_or_by_name(args, kwargs):
     asked = _read(*args, kwargs=kwargs)
-    assert (asked.model, asked.payload) == ("zimg", PROMPT)
+    assert (asked.request.model, asked.request.payload) == ("zimg", PROMPT)
 
 
 def test_a_payload_may_be_left_out():
-    assert _read("zimg").payload == {}
+    assert _read("zimg").request.payload == {}
 
 
-@pytest.mark.parametrize("name", ["callback_url", "constraints", "tenant", "idempotency_key"])
+@pytest.mark.parametrize("name", ["callback_url", "constraints", "labels", "tenant", "idempotency_key"])
 def test_what_is_ours_may_be_an_argument_or_an_option(name):
-    value = {"gpu": "A100"} if name == "constraints" else "https://acme"
-    by_argument, by_option = _read("zimg", kwargs={name: value}), _read("zimg", **{name: value})
-    assert getattr(by_argument, name) == getattr(by_option, name) == value
+    value = {"gpu": "A100"} if name in ("constraints", "labels") else "https://acme"
+    for asked in (_read("zimg", kwargs={name: value}), _read("zimg", **{name: value})):
+        assert getattr(asked.request if name in REQUEST_FIELDS else asked, name) == value
 
 
 def test_what_is_given_twice_must_be_the_same():
@@ -126,12 +127,17 @@ def test_options_that_say_nothing_else_than_what_is_are_taken():
 
 def test_times_are_seconds_or_moments():
     asked = _read("zimg", expires=60, countdown=5)
-    assert (asked.ttl_s, asked.delay_s, asked.expires_ms, asked.not_before_ms) == (60, 5, None, None)
+    assert (asked.request.ttl, asked.request.not_before, asked.expires_ms, asked.not_before_ms) == (60, 5, None, None)
     soon = datetime.now(UTC) + timedelta(seconds=60)
     moment_ms = round(soon.timestamp() * 1000)
     for when in (soon, soon.replace(tzinfo=None), soon.isoformat()):
         asked = _read("zimg", expires=when, eta=when)
-        assert (asked.ttl_s, asked.delay_s, asked.expires_ms, asked.not_before_ms) == (None, None, moment_ms, moment_ms)
+        assert (asked.request.ttl, asked.request.not_before, asked.expires_ms, asked.not_before_ms) == (
+            None,
+            None,
+            moment_ms,
+            moment_ms,
+        )
 
 
 def test_a_call_that_names_a_moment_is_the_same_request_when_it_is_sent_again() -> None:

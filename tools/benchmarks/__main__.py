@@ -18,12 +18,13 @@ _FEED = """
 import sys
 from slotkeeper.clock import now_ms
 from routing.maintenance.rebuild import refresh_fleet
+from routing.admission.job_request import JobRequest
 from routing.admission.submission import Submission
 from tasks.services import catalog, dispatcher
 jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 catalog().configure("bench", {}, now_ms())
 for start in range(0, jobs, 500):
-    batch = [Submission("bench", {"seconds": seconds}) for _ in range(min(500, jobs - start))]
+    batch = [Submission(JobRequest(model="bench", payload={"seconds": seconds})) for _ in range(min(500, jobs - start))]
     dispatcher().submit(batch)
 for server in servers:
     name, url, slots = server.split(",")

@@ -108,7 +108,7 @@ def _play(where: str, jobs: int) -> None:
 
 def _acts(database: Database, store: JobStore) -> None:
     def submit() -> str:
-        return store.submit([NewJob(new_job_id(), "model-1", "{}", tenant="tenant-1")], now_ms())[0].id
+        return store.submit([NewJob(id=new_job_id(), model="model-1", payload="{}", tenant="tenant-1")], now_ms())[0].id
 
     def run() -> None:
         job = submit()
@@ -143,7 +143,7 @@ def _crowd(url: str, database: Database, store: JobStore) -> None:
     other.start()
     took = []
     while other.is_alive():
-        took.append(_timed(lambda: store.submit([NewJob(new_job_id(), "model-2", "{}")], now_ms())))
+        took.append(_timed(lambda: store.submit([NewJob(id=new_job_id(), model="model-2", payload="{}")], now_ms())))
         time.sleep(0.002)
     other.join()
     took.sort()

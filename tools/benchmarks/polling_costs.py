@@ -27,6 +27,7 @@ _FEED = """
 import sys
 from slotkeeper.clock import now_ms
 from routing.maintenance.rebuild import refresh_fleet
+from routing.admission.job_request import JobRequest
 from routing.admission.submission import Submission
 from tasks.services import catalog, dispatcher
 model, jobs, every_s, endpoint = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -34,7 +35,8 @@ catalog().configure(model, {"poll_interval": every_s, "max_poll_time": 36_000}, 
 catalog().register(model, model, endpoint, jobs, now_ms())
 refresh_fleet(dispatcher(), model)
 for start in range(0, jobs, 500):
-    dispatcher().submit([Submission(model, {"n": n}) for n in range(start, min(start + 500, jobs))])
+    batch = [JobRequest(model=model, payload={"n": n}) for n in range(start, min(start + 500, jobs))]
+    dispatcher().submit([Submission(request) for request in batch])
 """
 _LEASES = """
 import json

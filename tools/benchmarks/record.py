@@ -69,7 +69,7 @@ def _play(where: str, times: int) -> None:
             assert store.database.commit(store.settle_write(ids[n], runs[n].attempt, Reason.FINISHED, 3, result="{}"))
 
         _measure("a transaction of nothing", lambda _: store.database.write(lambda tx: None), times)
-        _measure("submit", lambda n: store.submit([NewJob(ids[n], "bench", _PAYLOAD)], 1), times)
+        _measure("submit", lambda n: store.submit([NewJob(id=ids[n], model="bench", payload=_PAYLOAD)], 1), times)
         _measure("start", start, times)
         _measure("settle", settle, times)
         _measure("state of a job", lambda n: store.get_state(ids[n]), times)

@@ -61,7 +61,7 @@ def an_end(api: Api, tenant: str = "default", **fields: Any) -> str:
     """A job that has been canceled."""
 
     job = new_job_id()
-    api.dispatcher.store.submit([NewJob(job, "zimg", "{}", tenant=tenant, **fields)], now_ms())
+    api.dispatcher.store.submit([NewJob(id=job, model="zimg", payload="{}", tenant=tenant, **fields)], now_ms())
     api.dispatcher.store.cancel_waiting(job, now_ms())
     return job
 
@@ -437,7 +437,7 @@ def test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told(api, sendi
     webhook, job = add(api)["webhook"], new_job_id()
     api.register()
     store = api.dispatcher.store
-    store.submit([NewJob(job, "zimg", "{}")], now_ms())
+    store.submit([NewJob(id=job, model="zimg", payload="{}")], now_ms())
     run = store_start(store, job, "gpu1", "gpu1/0", "lease", now_ms())
     assert run is not None
     store_end(store, job, run.attempt, Reason.RETRIES_EXHAUSTED, now_ms())

@@ -137,6 +137,17 @@ def test_without_constraints_none_are_sent(api: HTTPServer) -> None:
     assert "constraints" not in seen[0].get_json()
 
 
+def test_labels_go_with_the_job_and_select_jobs_of_the_list(api: HTTPServer) -> None:
+    seen = answers(api, "POST", "/queue/submit", RECEIPT)
+    assert run("submit", "zimg", "--label", "team=search", "--label", "note=a=b").exit_code == 0
+    assert seen[0].get_json()["labels"] == {"team": "search", "note": "a=b"}
+    seen = answers(api, "GET", "/queue/jobs", {"jobs": [], "next_cursor": None})
+    assert run("jobs", "--label", "team=search", "--label", "run=7").exit_code == 0
+    assert seen[0].args.getlist("label") == ["team=search", "run=7"]
+    for wrong in (["--label", "team"], ["--label", "a=1", "--label", "a=2"]):
+        assert run("submit", "zimg", *wrong).exit_code == 2
+
+
 def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
     done = run("submit", "zimg", "--constraint", "memory>40")
     assert (done.exit_code, api.log) == (2, [])

@@ -6,11 +6,12 @@ from typing import Any
 import orjson
 import pytest
 
-from routing.admission.submission import Submission, check_name, encode_payload, prepare_job
+from routing.admission.submission import check_name, encode_payload, prepare_job
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model
+from tests.support.builders import a_submission
 
 NOW = 1_800_000_000_000
 DAY_S = 86_400
@@ -21,7 +22,7 @@ def model(**config: Any) -> Model:
 
 
 def prepared(config: dict[str, Any] | None = None, **asked: Any) -> NewJob:
-    request = Submission(**({"model": "zimg", "payload": {"prompt": "a cat"}} | asked))
+    request = a_submission(**({"model": "zimg", "payload": {"prompt": "a cat"}} | asked))
     return prepare_job(request, model(**(config or {})), lambda url: "not allowed" if "inside" in url else None, NOW)
 
 
@@ -206,8 +207,10 @@ def fingerprint(**asked: Any) -> str:
 
 
 def test_the_same_request_has_the_same_fingerprint_at_any_time_and_under_any_id():
-    one = prepare_job(Submission("zimg", {"a": 1}, idempotency_key="k"), model(), lambda _: None, NOW)
-    two = prepare_job(Submission("zimg", {"a": 1}, idempotency_key="k", id="x"), model(), lambda _: None, NOW + 9999)
+    one = prepare_job(a_submission(model="zimg", payload={"a": 1}, idempotency_key="k"), model(), lambda _: None, NOW)
+    two = prepare_job(
+        a_submission(model="zimg", payload={"a": 1}, idempotency_key="k", id="x"), model(), lambda _: None, NOW + 9999
+    )
     assert one.fingerprint == two.fingerprint
 
 
@@ -220,7 +223,7 @@ def test_another_request_has_another_fingerprint(other):
 
 
 def test_a_moment_is_part_of_the_fingerprint_and_how_far_off_it_is_is_not():
-    asked = Submission("zimg", {}, idempotency_key="k", not_before_ms=NOW + 60_000)
+    asked = a_submission(model="zimg", payload={}, idempotency_key="k", not_before_ms=NOW + 60_000)
     prints = {prepare_job(asked, model(), lambda _: None, now).fingerprint for now in (NOW, NOW + 5)}
     assert len(prints) == 1
     assert fingerprint(not_before_ms=NOW + 1) != fingerprint(not_before_ms=NOW + 2)

@@ -35,7 +35,6 @@ import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
 import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
-from routing.admission.submission import Submission
 from routing.dispatch.outcome import Outcome
 from routing.maintenance import quarantined_slots, rebuild, server_report
 from routing.queries import job_list
@@ -62,6 +61,7 @@ from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
 from tests.support import passes
+from tests.support.builders import a_submission
 from tests.support.starts import begin_run
 from tests.support.untold import untold_events
 
@@ -310,7 +310,7 @@ class Life:
     def _leave_something_old(self) -> None:
         """A job that ended longer ago than anything is kept."""
         store, then = self.dispatcher.store, now_ms() - _LONG_AGO_MS
-        store.submit([NewJob(f"{self.name}-old", SYNC, "{}")], then)
+        store.submit([NewJob(id=f"{self.name}-old", model=SYNC, payload="{}")], then)
         store.cancel_waiting(f"{self.name}-old", then)
 
     # -- the rest --------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Life:
             following = infer.si(wish["model"], wish["payload"]).set(task_id=wish["next"])
             infer.apply_async((wish["model"], wish["payload"]), task_id=wish["id"], chain=[following])
         else:
-            self.dispatcher.submit([Submission(**wish)])
+            self.dispatcher.submit([a_submission(**wish)])
         self._note("told", {"id": wish["id"]})
 
     def _note(self, file: str, line: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def _deliveries(database: Database, receivers: Receivers) -> DeliveryLoop:
 
 def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
-    store.submit([NewJob(name, "zimg", "{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
+    store.submit([NewJob(id=name, model="zimg", payload="{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
     store.cancel_waiting(name, now)
     return name
 

@@ -86,7 +86,7 @@ def _add(database: Database, name: str, tenant: str = "default", max_per_s: floa
 
 def _end(store: JobStore, name: str, tenant: str = "default") -> str:
     now = now_ms() - 1000
-    store.submit([NewJob(name, "zimg", "{}", tenant=tenant)], now)
+    store.submit([NewJob(id=name, model="zimg", payload="{}", tenant=tenant)], now)
     store.cancel_waiting(name, now)
     return name
 
@@ -274,7 +274,7 @@ def test_a_receiver_is_told_of_the_trace_of_what_it_is_told_about(database, stor
     given = f"00-{'a' * 32}-{'b' * 16}-01"
     _add(database, "good")
     for name, traceparent in (("traced", given), ("untraced", None)):
-        store.submit([NewJob(name, "zimg", "{}", traceparent=traceparent)], now_ms())
+        store.submit([NewJob(id=name, model="zimg", payload="{}", traceparent=traceparent)], now_ms())
         store.cancel_waiting(name, now_ms())
     _until(deliveries, lambda: len(outside.told) == 2, "both ends are told")
     traces = {job: trace for (_, job, _), trace in zip(outside.told, outside.traces, strict=True)}

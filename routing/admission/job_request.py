@@ -1,0 +1,142 @@
+"""Each field that a client may give for a job, declared once.
+
+The REST body, Celery's arguments and the options of the command line follow from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from routing.admission.constraints import VALUE_PATTERN
+from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
+
+MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """How a field of a JobRequest is given elsewhere than in a REST body.
+
+    celery: "argument": by position or by name; "option": by name, also in apply_async; None: Celery has an option of
+    its own for it.  option, metavar, help: of the command line; option "": the command has an argument for it, or none.
+    """
+
+    celery: Literal["argument", "option"] | None = None
+    option: str = ""
+    metavar: str | None = None
+    help: str = ""
+
+
+_Priority = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "boolean"}, {"type": "null"}]}),
+]
+_Seconds = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]})]
+_Moment = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number", "minimum": 0}, {"type": "null"}]}
+    ),
+]
+_Object = Annotated[Any, WithJsonSchema({"type": "object"})]
+_CONSTRAINT_VALUE: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
+        {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
+    ]
+}
+_Constraints = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "maxProperties": 20,
+                    "additionalProperties": {
+                        "anyOf": [
+                            *_CONSTRAINT_VALUE["anyOf"],
+                            {"type": "array", "items": _CONSTRAINT_VALUE, "minItems": 1, "maxItems": 50},
+                            {
+                                "type": "object",
+                                "properties": {"min": {"type": "number"}, "max": {"type": "number"}},
+                                "additionalProperties": False,
+                                "minProperties": 1,
+                            },
+                        ]
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Labels = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "maxProperties": MAX_LABELS,
+                    "propertyNames": {"pattern": f"^{LABEL_PATTERN}$"},
+                    "additionalProperties": {"type": "string", "maxLength": MAX_LABEL_LENGTH},
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class JobRequest(BaseModel):
+    """What a client may ask for: the body of a submit, the arguments of Celery's `infer`, the options of the commands.
+
+    `prepare_job` checks the values.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: Annotated[str, Given("argument")] = Field(
+        max_length=128, examples=["zimg"], json_schema_extra={"pattern": f"^{MODEL_PATTERN}$"}
+    )
+    payload: Annotated[_Object, Given("argument")] = Field(
+        description="What the inference server gets, as it is.", examples=[{"prompt": "a sunset"}]
+    )
+    callback_url: Annotated[
+        str | None,
+        Given("argument", "--callback-url", "URL", "URL that receives a signed POST when the job ends."),
+    ] = Field(None, description="The address that receives a signed POST when the job has ended.")
+    priority: Annotated[_Priority, Given(None, "--priority", help="1 is the most urgent.  [default: 5]")] = Field(
+        None, description="1 (most urgent) to 9; true is 1; 5 if not given."
+    )
+    constraints: Annotated[
+        _Constraints,
+        Given("option", "--constraint", "CONDITION", "Condition on the server's attributes; repeat it."),
+    ] = Field(
+        None,
+        description="What its server must declare: a value, a list of alternatives, or a range.  "
+        "`model_version` and `runtime` are those of the model's own registration.",
+        examples=[{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}],
+    )
+    labels: Annotated[
+        _Labels, Given("option", "--label", "NAME=VALUE", "Label by which jobs are found again; repeat it.")
+    ] = Field(
+        None,
+        description="Names and texts by which the client finds its jobs again; they change nothing.",
+        examples=[{"team": "search", "run": "7"}],
+    )
+    ttl: Annotated[_Seconds, Given(None, "--ttl", help="Seconds after which the job expires.")] = Field(
+        None, description="Seconds from now after which the job expires."
+    )
+    not_before: Annotated[_Moment, Given(None)] = Field(
+        None, description="ISO 8601 with its zone, or seconds from now."
+    )
+
+
+REQUEST_FIELDS: Mapping[str, Given] = {
+    name: next(mark for mark in info.metadata if isinstance(mark, Given))
+    for name, info in JobRequest.model_fields.items()
+}

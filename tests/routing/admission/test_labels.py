@@ -1,0 +1,42 @@
+"""Labels: what a client may write on its jobs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routing.admission.labels import decode_labels, encode_labels, label_text
+from slotkeeper.errors import InvalidJob
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,20}", fullmatch=True)
+VALUES = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=20))
+def test_labels_are_read_as_they_were_given_and_each_is_found(labels):
+    text = encode_labels(labels)
+    assert decode_labels(text) == labels
+    assert all(label_text(name, value) in text for name, value in labels.items())
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=5), NAMES, VALUES)
+def test_a_label_that_was_not_given_is_not_found(labels, name, value):
+    assert (label_text(name, value) in encode_labels(labels)) == (labels.get(name) == value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([], "an object of names and texts"),
+        ([1], "an object of at most 20"),
+        ({f"n{n}": "" for n in range(21)}, "at most 20"),
+        ({"": "x"}, "a name is 1 to 63"),
+        ({"a=b": "x"}, "a name is 1 to 63"),
+        ({"a": 7}, "labels.a: a value is a text"),
+        ({"a": "x" * 129}, "labels.a: a value is a text"),
+        ({"a": "x\ny"}, "labels.a: a value is a text"),
+    ],
+)
+def test_other_labels_are_refused_by_name(labels, says):
+    with pytest.raises(InvalidJob, match=says) as refused:
+        encode_labels(labels)
+    assert refused.value.field == "labels"

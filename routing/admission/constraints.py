@@ -96,18 +96,21 @@ def parse_model_attributes(**declared: str | None) -> dict[str, str | float]:
 
 
 def meets(constraints: str, server: Server, model: str) -> bool:
-    """Whether jobs of `model` with these constraints may run there.  What it does not declare it does not meet."""
+    """Return whether jobs of `model` with these constraints may run on the server.
+
+    A server that does not declare an attribute does not meet a condition on it.
+    """
     return not unmet_conditions(constraints, server, model)
 
 
 def unmet_conditions(constraints: str, server: Server, model: str) -> list[str]:
-    """The conditions that the server does not meet."""
+    """Return the conditions that the server does not meet."""
     return [line for line in constraints.splitlines() if not _is_met(line, server, model)]
 
 
 def eligible_servers(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
-    """The servers that serve the model and meet the constraints, in whatever state they are."""
-    return [it for it in servers if model in it.endpoints and meets(constraints, it, model)]
+    """Return the servers that serve the model and meet the constraints, in whatever state they are."""
+    return [each for each in servers if model in each.endpoints and meets(constraints, each, model)]
 
 
 def _is_met(condition: str, server: Server, model: str) -> bool:

@@ -77,7 +77,7 @@ class LimitScripts(Protocol):
 
 
 class LimitContext:
-    """What limits read: the catalog, the queues, the settings, and scripts of their own."""
+    """What limits read: the catalog, the queues, the settings, and the scripts that count."""
 
     def __init__(self, catalog: CatalogCache, queues: Queues, settings: RoutingSettings) -> None:
         self.catalog, self.queues, self.settings = catalog, queues, settings
@@ -219,7 +219,7 @@ def retry_after_s(over: int, slots: int, run_ms: float | None) -> int:
 
 
 def check_constraints(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[ConstraintCounts]]:
-    """Limit how many different constraints wait: each may be a group of its own, and an offer reads all groups."""
+    """Limit how many different constraints wait: each may need another group, and an offer reads all groups."""
     for (name, tenant), jobs in request.by_account.items():
         wanted = {job.constraints for job in jobs if job.constraints}
         if wanted:

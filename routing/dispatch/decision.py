@@ -31,7 +31,7 @@ _NUMBERS = re.compile(r"[0-9]+")
 
 
 class Decision(NamedTuple):
-    """How a run ends: the transition of its job, and what becomes of its slot.
+    """How a run ends: the transition of its job, and what happens to its slot.
 
     The slot is released with a cooldown of `cooldown_ms`.  Instead, if the job is queued again and `resume_in_slot`, it
     is offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
@@ -51,7 +51,7 @@ class Decision(NamedTuple):
 
     @property
     def to(self) -> State:
-        """The state that it leads to, unless the job shall be canceled."""
+        """The state that it leads to, unless the job is to be canceled."""
         return find_edge(State.RUNNING, self.reason).to
 
 
@@ -68,7 +68,7 @@ def decide(
 ) -> Decision:
     """Return how a run ends that came to `outcome`.
 
-    canceling: the job shall be canceled.  server_keeps_result: the server still has a result that was read.
+    canceling: the job is to be canceled.  server_keeps_result: the server still has a result that was read.
     retry_delay_ms: how long the job waits until it may start again, for SERVER_ERROR.
     """
     if isinstance(outcome, StopReason):

@@ -187,7 +187,7 @@ class Dispatcher:
     # -- offers and ends -------------------------------------------------------------------------------------
 
     def publish_offers(self, offers: Sequence[Offer], new: Sequence[QueuedJob] = ()) -> None:
-        """Wake workers for open offers.  new: jobs that have just been accepted, some of which may be offered."""
+        """Wake workers for open offers.  new: jobs that have just been accepted; some may be in the offers."""
         by_id = {job.id: job for job in new}
         for offer in offers:
             try:

@@ -18,7 +18,7 @@ class OutcomeKind(StrEnum):
     FAILED = "failed"  # the request itself is wrong, or its result cannot be kept: final, no retry
     RETRY = "retry"  # the server answered with an error or nonsense: costs one retry
     BUSY = "busy"  # no free slot there: costs nothing
-    CANCELED = "canceled"  # the server gave the job up because it was told to
+    CANCELED = "canceled"  # the server canceled the job on request
     LOST = "lost"  # the server does not know the job (any more)
     UNKNOWN = "unknown"  # sent, but no answer came: it may be running, the slot must be held
     UNREACHABLE = "unreachable"  # certainly not sent: costs the job nothing, the server a cooldown

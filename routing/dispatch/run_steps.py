@@ -237,7 +237,7 @@ class RunSteps:
         return self._dispatcher.publish_unclaimed(released.offers, claimant)
 
     async def give_up(self, lease: Lease, attempt: int | None = None, claimant: str = "") -> Offer | None:
-        """Give up a lease under which no run goes on; the database says what becomes of its slot and its job.
+        """Give up a lease under which no run goes on; the database decides what happens to its slot and its job.
 
         attempt: of the run that had the lease; None: the job's latest.  Returns as `free`.
         Raises DatabaseUnavailable.
@@ -300,7 +300,7 @@ def blocking_steps(dispatcher: Dispatcher) -> RunSteps:
 def end_run(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
-    The end is stored first, also for a finished run: nobody would repeat the store.  Raises DatabaseUnavailable.
+    The end is stored first, also for a finished run, because no retry of it follows.  Raises DatabaseUnavailable.
     """
     steps = blocking_steps(dispatcher)
     moved = run_blocking(steps.store(active, decision))

@@ -6,6 +6,7 @@
   Returns
     answer: "open" | "ready" | "cleared"      open: it is left as it is; ready: nothing had to be deleted
   Several processes may begin; once it is ready, none deletes what another has filled meanwhile
+  Called by routing/queue/fleets.py: Fleets.begin_rebuild
   Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/epoch
 

@@ -9,6 +9,7 @@
       lost        it has expired and was taken, or Redis was emptied and is not filled yet
   Writes only on "held"
   A worker that was suspended calls it before it starts a job or sends a request
+  Called by routing/queue/leases.py: Leases.check_command
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1, SLOT-1 ]]
 -- @include lib/epoch
 -- @include lib/leases

@@ -9,6 +9,7 @@
               changes_model: flag} | None
       None: it is gone, another's, or the caller's already
   Writes only if it was open
+  Called by routing/queue/leases.py: Leases.claim_command
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1 ]]
 -- @include lib/epoch
 -- @include lib/leases

@@ -7,6 +7,7 @@
     open_ms: int      longest time for which a breaker is open
   Returns
     moved: int        how many times were too far ahead
+  Called by routing/queue/fleets.py: Fleets.clamp_times
   Clock Redis TIME    Cost O(log n + what is moved + servers models) ]]
 -- @include lib/keys
 -- @include lib/now_ms

@@ -5,6 +5,7 @@
   Returns
     answer: "closed" | "changed"
   Writes only on "closed"
+  Called by routing/queue/fleets.py: Fleets.close
   Cost O(1)    Upholds ORDER-1 ]]
 -- @include lib/keys
 

@@ -8,6 +8,7 @@
   Returns
     cooldown_ms: int
     moved: int        slots; 0 for a server that is not registered
+  Called by routing/queue/slots.py: Slots.cool_down_command, routing/queue/slots.py: Slots.end_cooldowns
   Clock Redis TIME    Cost O(log n) a slot of the server ]]
 -- @include lib/now_ms
 -- @include lib/slots

@@ -6,6 +6,7 @@
   Returns
     own: int, all_tenants: int      different ones, of the account and of the fleet
   Writes nothing
+  Called by routing/admission/submit_limits.py: LimitContext.count_constraints_command
   Cost O(lanes of the account + classes given) ]]
 -- @include lib/keys
 

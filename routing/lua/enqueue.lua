@@ -14,6 +14,7 @@
     run_ms: int | None  mean slot time of the model's latest runs; None: unknown
   Idempotent: a job that waits already stays as it is; one that holds a lease goes to its place when that is released
   Refused when Redis is full
+  Called by routing/queue/queues.py: Queues.enqueue_command
   Clock Redis TIME    Cost O(log n) a job, and that of job_status for a position    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/offers

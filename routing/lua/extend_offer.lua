@@ -7,6 +7,7 @@
     answer: "kept" | "closed" | "lost"
       closed: its server, model or tenant starts nothing now      lost: it is not an open offer
   Writes only on "kept"
+  Called by routing/queue/leases.py: Leases.extend_offer
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/leases
 -- @include lib/now_ms

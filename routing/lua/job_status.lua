@@ -11,6 +11,7 @@
     held: int                 slots that its account holds
     jobs_before: [text]       up to five jobs of its own lane that come just before it, the next one last
   Writes nothing
+  Called by routing/queue/queues.py: Queues.job_status_command
   Cost O(lanes before it log n), of about 512 lanes ]]
 -- @include lib/position
 

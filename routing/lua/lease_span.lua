@@ -3,6 +3,7 @@
   Returns
     now_ms: int, first_ms: int, last_ms: int      0 for both if there is none
   Writes nothing
+  Called by routing/queue/fleets.py: Fleets.lease_spans
   Clock Redis TIME    Cost O(log leases) ]]
 -- @include lib/keys
 -- @include lib/now_ms

@@ -7,6 +7,7 @@
     leases: [{lease: {job_id: text, name: text, owner: text, slot: text}, left_ms: int}]
       left_ms   until it expires; below 0: since then
   Writes nothing
+  Called by routing/queue/leases.py: Leases.list_expired, routing/queue/leases.py: Leases.list_all
   Clock Redis TIME    Cost O(leases returned) ]]
 -- @include lib/keys
 -- @include lib/now_ms

@@ -9,6 +9,7 @@
     state: text             of the model: online, draining, paused, frozen
     breaker: "closed" | "open" | "half_open" | "probing", open_until_ms: int, open_why: text      of the model
   Writes nothing
+  Called by routing/queue/queues.py: Queues.model_status_command
   Clock Redis TIME    Cost O(1) ]]
 -- @include lib/now_ms
 -- @include lib/rules

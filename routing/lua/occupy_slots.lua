@@ -6,6 +6,7 @@
     cooldown_ms: int
   Returns
     cooling: int      how many of its slots are in cooldown for that
+  Called by routing/queue/slots.py: Slots.mark_used_by_others
   Clock Redis TIME    Cost O(slots log slots)    Upholds SLOT-1 ]]
 -- @include lib/keys
 -- @include lib/now_ms

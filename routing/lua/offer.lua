@@ -6,6 +6,7 @@
   Returns
     offers: [{job_id: text, lease: text, slot: text, server: text, model: text, number: int,
               owner: text, changes_model: flag}]
+  Called by routing/queue/queues.py: Queues.offer_command
   Clock Redis TIME    Cost O(offers (groups + free slots + log n))    Upholds SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/offers

@@ -6,6 +6,7 @@
     answer: "opened" | "open" | "lost"
       open: another process has opened it      lost: Redis has lost what was filled since begin_rebuild
   Writes only on "opened"
+  Called by routing/queue/fleets.py: Fleets.open
   Cost O(1)    Upholds ORDER-1 ]]
 -- @include lib/epoch
 

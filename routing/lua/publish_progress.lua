@@ -8,6 +8,7 @@
   Returns
     subscribers: int  -1: a later entry is there already, so this one was neither added nor published
   Refused when Redis is full
+  Called by routing/progress.py: ProgressCommands.publish_command, routing/progress.py: ProgressCommands.end_command
   Cost O(1) ]]
 
 if entry == "" then

@@ -4,6 +4,7 @@
     is_open: flag, free: int, cooling: int, taken: int
     waiting: {text: int}      jobs by model; models without any are left out
   Writes nothing
+  Called by routing/queue/fleets.py: Fleets.counts
   Cost O(models) ]]
 -- @include lib/epoch
 

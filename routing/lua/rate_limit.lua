@@ -8,6 +8,7 @@
     wait_ms: int            until they would be admitted; 0: they are
   Writes only when admitted
   Refused when Redis is full
+  Called by routing/admission/submit_limits.py: LimitContext.rate_limit_command
   Clock Redis TIME    Cost O(1) ]]
 -- @include lib/now_ms
 

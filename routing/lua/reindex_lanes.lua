@@ -5,6 +5,7 @@
   Returns
     left: int       accounts and classes that remain; call it again until there are none
   Jobs keep their places inside their lanes
+  Called by routing/queue/slots.py: Slots._reindex_lanes
   Cost O(limit log lanes)    Upholds ORDER-1, SLOT-2 ]]
 -- @include lib/lanes
 

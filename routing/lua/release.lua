@@ -23,6 +23,7 @@
                          owner: text, changes_model: flag}]}]
       released      0: the lease is another's, and left as it is; offers are made all the same
   Joins releases
+  Called by routing/queue/leases.py: Leases.release_command
   Clock Redis TIME    Cost O(releases × (log n + groups + free slots))    Upholds LEASE-4, SLOT-2 ]]
 -- @include lib/now_ms
 -- @include lib/offers

@@ -10,6 +10,7 @@
       cancel   renewed, and the job shall be canceled
       unknown  Redis was emptied, or has lost its last moments, and is not filled yet
   If Redis knows of fewer offers than it had made in that epoch, the queue is closed until it is filled again
+  Called by routing/queue/leases.py: Leases.renew
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-4 ]]
 -- @include lib/epoch
 -- @include lib/leases

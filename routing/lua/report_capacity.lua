@@ -6,6 +6,7 @@
     ttl_ms: int
   Returns
     total: int        of all reports that still count; the others are deleted
+  Called by routing/queue/worker_capacity.py: WorkerCapacity._command
   Clock Redis TIME    Cost O(workers) ]]
 -- @include lib/now_ms
 

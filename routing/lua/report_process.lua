@@ -7,6 +7,7 @@
     most: int         processes that are kept; if there are more, a new one is not
   Returns
     processes: [{process: text, age_ms: int, facts: text}]      whose reports are kept
+  Called by routing/queries/process_list.py: ProcessList._run
   Clock Redis TIME    Cost O(processes) ]]
 -- @include lib/now_ms
 

@@ -5,6 +5,7 @@
     name: text
   Returns
     moved: int      how many slots were in cooldown
+  Called by routing/queue/slots.py: Slots.reset_breaker
   Clock Redis TIME    Cost O(slots log slots) ]]
 -- @include lib/now_ms
 -- @include lib/slots

@@ -11,6 +11,7 @@
   A job that waits in an open queue, or has a lease, is left as it is; but until the queue is open, a run's lease
   replaces an open offer of the same slot
   If another job holds the slot, a run's lease is displaced, see lib/leases
+  Called by routing/queue/leases.py: Leases.restore
   Clock Redis TIME    Cost O(jobs log leases)    Upholds LEASE-1, SLOT-1 ]]
 -- @include lib/epoch
 -- @include lib/leases

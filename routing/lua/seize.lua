@@ -9,6 +9,7 @@
   Returns
     answer: "seized" | "lost"
   Writes only on "seized"
+  Called by routing/queue/leases.py: Leases.seize
   Clock Redis TIME    Cost O(log leases)    Upholds LEASE-1, LEASE-4 ]]
 -- @include lib/leases
 -- @include lib/now_ms

@@ -13,6 +13,7 @@
                  another (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0
                  or empty: it is closed
   Writes nothing
+  Called by routing/queries/server_status.py: _status_command
   Clock Redis TIME    Cost O(slots + servers models) ]]
 -- @include lib/now_ms
 -- @include lib/server_stats

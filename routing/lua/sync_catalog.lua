@@ -14,6 +14,7 @@
   closed, and filled again from the database
   Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
   that other kinds of servers may run need new groups
+  Called by routing/queue/slots.py: Slots.sync_command
   Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/epoch
 -- @include lib/now_ms

@@ -6,6 +6,7 @@
     answer: "withdrawn" | "freed" | "asked" | "absent"
       freed: it had an open offer, whose slot is free now      asked: the holder of its lease reads the mark (renew)
   Writes nothing on "absent"
+  Called by routing/queue/queues.py: Queues.withdraw
   Clock Redis TIME    Cost O(log n) ]]
 -- @include lib/leases
 -- @include lib/now_ms

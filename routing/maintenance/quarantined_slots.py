@@ -2,8 +2,7 @@
 
 A slot is quarantined after its run was ended here while the server may still run it.  No other job starts there until
 the server's report no longer shows the run, or the longest time is over.  The database has the quarantined slots
-(slotkeeper.jobs.quarantine).  In Redis each has a lease of its own, with a name that no job can have, which maintenance
-renews.
+(slotkeeper.jobs.quarantine).  In Redis each has a lease under a name that no job can have, and maintenance renews it.
 """
 
 from collections import defaultdict
@@ -185,7 +184,7 @@ def _process_ended_ms(state: ReportState, server: str, report: ServerReport) -> 
 
 
 def _is_over_by_count(dispatcher: Dispatcher, report: ServerReport, row: QuarantinedSlot, jobs: Sequence[Job]) -> bool:
-    """Return whether a server that only counts has reported no more runs than ours, for longer than else explained."""
+    """Return whether a server that only counts has long enough reported no more runs than jobs run there."""
     if report.job_ids is not None or not report.shows_runs:
         return False
     now = now_ms()

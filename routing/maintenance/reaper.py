@@ -15,7 +15,7 @@ from routing.maintenance import quarantined_slots, restore_leases
 from routing.maintenance.pass_state import ReaperState
 from routing.queue.fleets import LeaseSpan, isolate_errors
 from routing.queue.leases import QUARANTINE_OWNER, Lease
-from routing.queue.worker_capacity import WorkerCapacity, was_told_to_stop
+from routing.queue.worker_capacity import WorkerCapacity, is_stopping
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.states import Reason, State
@@ -30,7 +30,7 @@ REPORTED_AFTER = 6
 _REAPER = "reaper"
 _AT_ONCE = 8
 _PAUSED_S = 2.5  # The reaper runs twice a second; without a pass for so long, Redis or beat was away.
-_CLOCK_SET_S = 0.5  # Redis' clock and ours drift apart by more only if one of them was set.
+_CLOCK_SET_S = 0.5  # Two clocks drift apart by more only if one of them was set.
 
 
 class RenewalGrace:
@@ -115,7 +115,7 @@ class Reaper:
             return 0
         dispatcher = self._dispatcher
         for owner in dead:
-            if not was_told_to_stop(dispatcher.leases.scripts, owner):
+            if not is_stopping(dispatcher.leases.scripts, owner):
                 workers.remove(owner)
         fleets = dispatcher.catalog.get().fleets()
         counts = dispatcher.fleets.counts(fleets)
@@ -209,10 +209,10 @@ def _end_lost_run(dispatcher: Dispatcher, seized: Lease, job: Job, how: str) -> 
 
     In another slot it could run twice at once.  In this one, another worker continues to poll, or repeats the call: the
     server joins it to the run, answers from memory, or says that it is busy, and then the job returns to its lane.  A
-    worker that was told to stop, and ended before it had handed the job over, costs the job nothing.
+    worker that was stopping, and ended before it had handed the job over, costs the job nothing.
     """
     active, config = active_run_of(dispatcher, job), dispatcher.catalog.resolve(job.model).config
-    if active is not None and was_told_to_stop(dispatcher.leases.scripts, active.lease.owner):
+    if active is not None and is_stopping(dispatcher.leases.scripts, active.lease.owner):
         decision = decide(active.run, StopReason.STOPPED, config, dispatcher.settings, now_ms(), canceling=False)
     else:
         decision = Decision(

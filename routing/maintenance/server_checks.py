@@ -149,7 +149,7 @@ class ServerChecks:
     ) -> int:
         """Return how many of the server's slots others use, at most all.
 
-        jobs: of ours that run there.  A job of ours that had just ended when the server was asked, or has ended since,
+        jobs: that run there.  A job that had just ended when the server was asked, or has ended since,
         is not the work of others.
         """
         expected = [*_expected_runs(jobs, report), *quarantined_slots.expected_runs(rows, report)]

@@ -2,7 +2,7 @@
 
 match         both have the job
 stale lease   we hold a lease, and the server does not have the job: free it, unless the lease is too young
-unknown run   the server runs something without a lease: a job of ours whose lease was lost and whose slot stays taken,
+unknown run   the server runs something without a lease: a job whose lease was lost and whose slot stays taken,
               or the work of others: so many fewer slots can be offered
 silence       the server does not say: nothing is freed
 """
@@ -57,7 +57,7 @@ def run_names(job_id: str, attempt: int, remote_id: str | None) -> frozenset[str
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`unknown_runs`: ids that the server runs without a lease of ours; `unaccounted`: how many such runs."""
+    """`unknown_runs`: ids that the server runs without a lease; `unaccounted`: how many such runs."""
 
     stale: tuple[str, ...] = ()
     unknown_runs: tuple[str, ...] = ()

@@ -212,7 +212,7 @@ class Sweeper:
 
 
 def short_queues(dispatcher: Dispatcher, catalog: CatalogSnapshot) -> set[str]:
-    """Return fleets of which the database has more queued jobs than wait or are offered in Redis at this moment."""
+    """Return fleets of which the database has more queued jobs than Redis has waiting or offered now."""
     queued = ledger.queued_by_model(dispatcher.store.database)
     stored = {fleet: sum(queued[model] for model in catalog.models_of(fleet)) for fleet in catalog.fleets()}
     counts = dispatcher.fleets.counts([fleet for fleet, count in stored.items() if count])

@@ -104,5 +104,5 @@ def slot_use(state: str, status: ServerStatus, quarantined: int) -> SlotUse:
 
 
 def _status_command(slots: Slots, fleet: str) -> Command[list[ServerStatus]]:
-    scripts: ServerScripts = slots.scripts.bind(ServerScripts)
-    return scripts.server_status(fleet)
+    lua: ServerScripts = slots.scripts.bind(ServerScripts)
+    return lua.server_status(fleet)

@@ -39,14 +39,14 @@ class Renewal(StrEnum):
     """Result of a renewal."""
 
     RENEWED = "renewed"
-    CANCEL = "cancel"  # renewed, and the job shall be canceled
+    CANCEL = "cancel"  # renewed, and the job is to be canceled
     LOST = "lost"
     UNKNOWN = "unknown"  # Redis was emptied, or lost its last moments, and is not filled yet: carry on
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease.  `owner`: who holds it; "": an offer that no worker has claimed."""
+    """A lease.  `owner`: the worker that holds it; "": an offer that no worker has claimed."""
 
     fleet: str
     job_id: str
@@ -167,7 +167,7 @@ class Leases:
         self._last_renewal: dict[str, tuple[str, int]] = {}
 
     def open_pipeline(self, loop: asyncio.AbstractEventLoop) -> Pipeline:
-        """Return a pipeline by which one event loop sends the commands of leases."""
+        """Return a pipeline in which one event loop sends the commands of leases."""
         return Pipeline(loop, self.scripts, self._settings.redis_timeout_s)
 
     # -- of the holder ---------------------------------------------------------------------------------------

@@ -241,8 +241,8 @@ class Queues:
     def withdraw(self, fleet: str, jobs: Sequence[QueuedJob]) -> list[WithdrawResult]:
         """Take jobs out of the queue, in few round trips.
 
-        Returns for each "withdrawn"; "freed": its open offer is gone, too; "asked": the holder of its lease will be
-        told to cancel it; "absent".
+        Returns for each "withdrawn"; "freed": its open offer is gone, too; "asked": the next
+        renewal of its lease returns CANCEL; "absent".
         """
         return self.scripts.run_all([self._lua.withdraw(fleet, job=job, lane=lanes.lane_name(job)) for job in jobs])
 

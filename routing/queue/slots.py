@@ -182,7 +182,7 @@ def _rules(fleet: str, catalog: CatalogSnapshot) -> dict[str, str]:
 
 
 def model_rules(model: Model) -> dict[str, str]:
-    """Return a model's rules, and those of tenants that have a weight or a limit of their own."""
+    """Return a model's rules, and those of tenants with a special weight or limit."""
     config = model.config
     step_ms, affinity_ms = round(config.tier_head_start * 1000), round(config.affinity * 1000)
     rules = {

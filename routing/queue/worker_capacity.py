@@ -18,7 +18,7 @@ _REPORT_TTL_MS = 3_500  # Two reports in a row may be lost.
 _LEAVES, _STOPS = -1, -2
 _STOPPING_TTL_MS = 3_600_000  # The worker's runs are resumed or given up long before.
 _CACHE_S = 0.5
-_EMPTY_CACHE_S = 0.02  # A worker that has just come, or has just ended a run, shall not wait for work.
+_EMPTY_CACHE_S = 0.02  # A worker that has just come, or has just ended a run, must not wait for work.
 
 
 def unlimited() -> int:
@@ -52,7 +52,7 @@ class WorkerCapacity:
         self._call(worker, _LEAVES)
 
     def report_stopping(self, worker: str) -> None:
-        """Report that `worker` was told to stop: it accepts no run, and those that it cannot end cost nothing."""
+        """Report that `worker` is stopping: it accepts no run, and those that it cannot end cost nothing."""
         self._call(worker, _STOPS, _STOPPING_TTL_MS)
 
     def total(self) -> int:
@@ -93,7 +93,7 @@ class WorkerCapacity:
         return total
 
 
-def was_told_to_stop(scripts: Scripts, worker: str) -> bool:
-    """Return whether this worker reported that it was told to stop.  Raises redis errors."""
+def is_stopping(scripts: Scripts, worker: str) -> bool:
+    """Return whether this worker reported that it is stopping.  Raises redis errors."""
     report: Any = scripts.redis.hget(scripts.keys.workers(), worker)
     return report is not None and report.startswith(b"stopping ")

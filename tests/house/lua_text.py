@@ -1,9 +1,12 @@
 """The texts of scripts, for the tests that read them."""
 
+import ast
 import re
+from collections import defaultdict
 from functools import cache
 
 from routing.scripts import LIBRARY
+from tests.house.tree import name_of, python_files, syntax_tree
 
 FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
 
@@ -39,3 +42,25 @@ def called_functions(name: str) -> str:
         reached |= fresh
         text += "".join(f"{functions[f]}\n" for f in fresh)
     return text
+
+
+@cache
+def callers() -> dict[str, list[str]]:
+    """Return script -> where the product calls it, as `routing/queue/leases.py: Leases.claim_command`."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in python_files():
+        for scope in syntax_tree(path).body:
+            for function in scope.body if isinstance(scope, ast.ClassDef) else [scope]:
+                if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    name = f"{scope.name}.{function.name}" if isinstance(scope, ast.ClassDef) else function.name
+                    for script in sorted({_called_script(node) for node in ast.walk(function)} - {""}):
+                        found[script].append(f"{name_of(path)}: {name}")
+    return found
+
+
+def _called_script(node: ast.AST) -> str:
+    """Return X of a call `lua.X(...)` or `self._lua.X(...)`, otherwise ""."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if ast.unparse(node.func.value) in ("lua", "self._lua"):
+            return node.func.attr
+    return ""

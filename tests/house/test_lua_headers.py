@@ -27,7 +27,7 @@ from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
 from tasks.relay.sinks.event_stream import StreamScripts
-from tests.house.lua_text import body, called_functions, header, included
+from tests.house.lua_text import body, called_functions, callers, header, included
 from tests.house.rule import for_each
 
 # Every other command counts as writing.
@@ -119,6 +119,14 @@ def test_a_header_names_the_keys_that_its_script_touches(name):
         assert f"\n  Keys: {touched}\n" in header(name), f"{name}.lua touches {touched}"
     else:
         assert "KEYS[1]" in body(name)
+
+
+@every_script
+def test_a_header_names_the_functions_that_call_its_script(name):
+    assert callers()[name], "no function calls it"
+    entry = re.search(r"\n  Called by (.*?)\n  \S", header(name), re.DOTALL)
+    named = re.sub(r"\s+", " ", entry[1]) if entry else "nothing"
+    assert named == ", ".join(callers()[name]), f"{name}.lua is called by {', '.join(callers()[name])}"
 
 
 # -- what Python calls them with -------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ class EventStream:
     def __init__(self, scripts: Scripts, cap: int) -> None:
         """`cap`: it keeps so many events, or a few more."""
         self._scripts, self._cap = scripts, cap
-        self._acts: StreamScripts = scripts.bind(StreamScripts)
+        self._lua: StreamScripts = scripts.bind(StreamScripts)
         self.key = scripts.keys.events()
 
     def add(self, last: int, events: Sequence[Entry]) -> int:
         """Add events behind `last`; answers what it ends with: if that is not theirs, nothing was added."""
-        return self._scripts.run(self._acts.relay(self.key, last=last, cap=self._cap, events=events))
+        return self._scripts.run(self._lua.relay(self.key, last=last, cap=self._cap, events=events))
 
     def last(self) -> Entry | None:
         """What it ends with; None: it has had none.  An empty body: that has been removed."""

@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "a worker that was told to stop and killed charges its jobs",
         "routing.maintenance.reaper:_end_lost_run",
-        never("was_told_to_stop"),
+        never("is_stopping"),
         kills=[
             "test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_killed",
             "test_a_silent_worker_that_was_told_to_stop_charges_nothing",

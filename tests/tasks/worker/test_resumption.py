@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from routing.queue.worker_capacity import was_told_to_stop
+from routing.queue.worker_capacity import is_stopping
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from tasks.servers import Description, Health, HealthKind
@@ -182,8 +182,8 @@ def test_a_run_that_cannot_be_resumed_has_the_grace_time(stage, server, worker) 
 
 def test_a_worker_tells_redis_that_it_was_told_to_stop_until_it_has_ended(stage, server, worker) -> None:
     scripts = stage.dispatcher.leases.scripts
-    assert not was_told_to_stop(scripts, worker.owner)
+    assert not is_stopping(scripts, worker.owner)
     worker.drain()
-    assert was_told_to_stop(scripts, worker.owner)
+    assert is_stopping(scripts, worker.owner)
     worker.drain_and_close()
-    eventually(lambda: not was_told_to_stop(scripts, worker.owner))
+    eventually(lambda: not is_stopping(scripts, worker.owner))

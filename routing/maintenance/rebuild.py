@@ -100,12 +100,12 @@ def end(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
 
 
 def fill(dispatcher: Dispatcher, fleet: str) -> int:
-    """Enqueue all queued jobs of a fleet that are missing in Redis, and return how many are queued."""
-    models, seq, filled = dispatcher.catalog.get().models_of(fleet), 0, 0
+    """Enqueue all queued jobs of a fleet that are missing in Redis, and return how many were."""
+    models, seq, missing = dispatcher.catalog.get().models_of(fleet), 0, 0
     while batch := dispatcher.store.list_queued(models, seq, JOBS_AT_ONCE):
-        enqueue_missing(dispatcher, fleet, batch)
-        seq, filled = batch[-1].seq, filled + len(batch)
-    return filled
+        missing += enqueue_missing(dispatcher, fleet, batch)
+        seq = batch[-1].seq
+    return missing
 
 
 def enqueue_missing(dispatcher: Dispatcher, fleet: str, jobs: Sequence[QueuedJob]) -> int:

@@ -19,15 +19,6 @@ _GRACE_MS = 2_000
 """For so long a run may have released its slot before its end is stored; after that it needs a lease."""
 
 
-def restore_missing(dispatcher: Dispatcher) -> int:
-    """Give each running job its lease again if Redis has none, and return how many had none.
-
-    A living worker renews it and continues; otherwise it expires and is reaped.  So a run always ends, whichever job
-    holds its slot by now.
-    """
-    return _restore(dispatcher, _without_lease(dispatcher, _stored_leases(dispatcher)), dispatcher.settings.lease_ms)
-
-
 def restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
     """Write all leases of running jobs of these fleets, whose queues are being rebuilt."""
     for fleet, runs in _stored_leases(dispatcher).items():

@@ -9,7 +9,7 @@ import structlog
 from redis.exceptions import OutOfMemoryError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import rebuild, restore_leases
+from routing.maintenance import rebuild
 from routing.maintenance.pass_state import Shortfall, SweepState
 from routing.queue.fleets import QueueCounts, isolate_errors
 from routing.queue.leases import QUARANTINE_OWNER
@@ -56,21 +56,21 @@ class Sweeper:
         return self._offer_all(catalog)
 
     def reconcile(self) -> int:
-        """Fill every queue from the database, restore leases, remove unknown fleets; return how many jobs and leases.
+        """Fill queues that count fewer jobs than the database, remove unknown fleets; return how many jobs were added.
 
-        What it does beyond the sweep is needed only if the sweep has missed something (QUEUE-1).
+        The sweep waits for a second count, and pauses after it has filled a queue in vain; this does neither (QUEUE-1).
         """
-        dispatcher = self._dispatcher
-        fleets = dispatcher.catalog.refresh().fleets()
-        found, counts = restore_leases.restore_missing(dispatcher), dispatcher.fleets.counts(fleets)
-        for fleet in rebuild.with_queued_jobs(dispatcher, [fleet for fleet, count in counts.items() if count.is_open]):
+        dispatcher, found = self._dispatcher, 0
+        catalog = dispatcher.catalog.refresh()
+        for fleet, count in dispatcher.fleets.counts(catalog.fleets()).items():
+            if not count.is_open:
+                with isolate_errors("reconcile", fleet=fleet):
+                    found += rebuild.rebuild_queue(dispatcher, fleet)
+        for fleet in sorted(short_queues(dispatcher, catalog)):
             with isolate_errors("reconcile", fleet=fleet):
                 found += rebuild.fill(dispatcher, fleet)
                 crash_at("reconcile_filled")
                 dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
-        for fleet in [fleet for fleet, count in counts.items() if not count.is_open]:
-            with isolate_errors("reconcile", fleet=fleet):
-                found += rebuild.rebuild_queue(dispatcher, fleet)
         for fleet in dispatcher.fleets.remove_unknown(dispatcher.catalog.refresh().fleets()):
             log.info("queue_removed", fleet=fleet)
         return found

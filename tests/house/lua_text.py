@@ -60,7 +60,7 @@ def callers() -> dict[str, list[str]]:
 
 def _called_script(node: ast.AST) -> str:
     """Return X of a call `lua.X(...)` or `self._lua.X(...)`, otherwise ""."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if ast.unparse(node.func.value) in ("lua", "self._lua"):
-            return node.func.attr
-    return ""
+    found = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(found, ast.Attribute):
+        return ""
+    return found.attr if ast.unparse(found.value) in ("lua", "self._lua") else ""

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.maintenance import invariants
+from routing.maintenance import invariants, restore_leases
 from routing.maintenance.invariants import Finding
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
@@ -18,6 +18,7 @@ from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import Job
 from slotkeeper.process_locks import ProcessLocks
 from tasks import maintenance
+from tests.support.stage import Stage
 
 
 class Maintenance:
@@ -58,6 +59,13 @@ def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes
 
 def restore_missed(dispatcher: Dispatcher, *, may_reap: bool = True) -> int:
     return of(dispatcher).missing.restore(may_reap=may_reap)
+
+
+def restore_missing(stage: Stage) -> int:
+    """Restore leases that Redis has lost: the first pass notes them, and one after the time of grace writes them."""
+    restore_missed(stage.dispatcher)
+    stage.later(restore_leases._GRACE_MS)
+    return restore_missed(stage.dispatcher)
 
 
 def apply_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:

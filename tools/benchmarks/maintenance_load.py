@@ -47,7 +47,7 @@ SELECT printf('crowd-%08d', i), 'crowd', 'queued', 'submitted', 5, 'default', ?,
 """
 _HOOKED = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
-INSERT INTO jobs (id, model, state, why, tier, tenant, attempt, created_ms, source, payload, callback_url)
+INSERT INTO jobs (id, model, state, why, priority, tenant, attempt, created_ms, source, payload, callback_url)
 SELECT printf('owed-%08d', i), 'crowd', 'completed', 'finished', 5, 'default', 1, ?, 'rest', '{}',
        printf('http://127.1.%d.%d:%d/', i % 300 / 250, 1 + i % 300 % 250, ?) FROM n
 """

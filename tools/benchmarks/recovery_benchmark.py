@@ -128,6 +128,7 @@ def flush(jobs: int) -> None:
         _say(f"flush       {jobs:,} waiting jobs: all back in {took_s:.1f} s, {how}")
         idle_ms = _timed(sweeper.sweep) * 1000
         _say(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
+        _say(f"            a reconcile that finds nothing to do: {_timed(sweeper.reconcile) * 1000:.0f} ms")
 
 
 def _timed(act: Callable[[], object]) -> float:

@@ -206,14 +206,14 @@ MUTANTS = [
     Mutant(
         "a waiting job that the queue lost stays lost",
         "routing.maintenance.sweep:Sweeper.reconcile",
-        drop("found += rebuild.fill(dispatcher, fleet)"),
+        swap("short_queues(dispatcher, catalog)", "()"),
         kills=["test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a lease that Redis lost stays lost",
-        "routing.maintenance.sweep:Sweeper.reconcile",
-        swap("restore_leases.restore_missing(dispatcher)", "0"),
+        "routing.maintenance.restore_leases:MissingLeases.restore",
+        swap("now - since[run.lease] >= _GRACE_MS", "False"),
         kills=["test_a_running_job_whose_lease_is_lost_gets_it_back"],
         breaks="LEASE-1",
     ),

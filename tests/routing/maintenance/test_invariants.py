@@ -75,7 +75,7 @@ def test_a_running_job_without_a_lease_is_found_until_it_has_one_again(busy):
     busy.redis.zrem(busy.room.key("leases"), "j0")
     busy.redis.hdel(busy.room.key("slots"), "gpu-slot0")
     assert look(busy) == {Finding(Check.RUN, "j0")}
-    passes.reconcile(busy.dispatcher)
+    passes.restore_missing(busy)
     assert look(busy) == set()
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from sqlalchemy import event
 
 from routing.dispatch.outcome import OutcomeKind
-from routing.maintenance import deadlines, quarantined_slots, restore_leases
+from routing.maintenance import deadlines, quarantined_slots
 from routing.maintenance.server_report import ServerReport
 from routing.queries import job_list
 from routing.queue import queues
@@ -153,7 +153,6 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
     "sweep": lambda stage: passes.sweep(stage.dispatcher),
     "reap": lambda stage: passes.reap(stage.dispatcher),
     "keep": lambda stage: quarantined_slots.sync_leases(stage.dispatcher),
-    "restore": lambda stage: restore_leases.restore_missing(stage.dispatcher),
     "restore missed": lambda stage: passes.restore_missed(stage.dispatcher),
     "urgent": lambda stage: passes.servers_to_check_now(stage.dispatcher),
     "health": lambda stage: passes.apply_health(stage.dispatcher, _reports(stage)),

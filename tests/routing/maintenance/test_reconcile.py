@@ -441,9 +441,9 @@ def test_a_running_job_whose_lease_is_lost_gets_it_back(stage, fleets_job):
     stage.redis.delete(stage.room.key(f"leases:{job_id}"))
     stage.redis.zrem(stage.room.key("leases"), job_id)
     stage.redis.hdel(stage.room.key("slots"), task.lease.slot)
-    assert passes.reconcile(stage.dispatcher) == 1
+    assert passes.restore_missing(stage) == 1
     assert stage.renewal(task) is Renewal.RENEWED
-    assert passes.reconcile(stage.dispatcher) == 0
+    assert passes.restore_missing(stage) == 0
 
 
 # -- reconcile, sweep ------------------------------------------------------------------------------------------
@@ -471,8 +471,16 @@ def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_plac
     lost = stage.job(ids[2])
     stage.dispatcher.queues.withdraw("zimg", [lost.queued])
     assert stage.room.waiting() == [ids[1], ids[3]]
-    passes.reconcile(stage.dispatcher)
+    assert passes.reconcile(stage.dispatcher) == 1
     assert stage.room.waiting() == ids[1:]
+
+
+def test_reconcile_reads_no_queued_jobs_of_a_queue_that_is_complete(stage, monkeypatch):
+    stage.register()
+    for _ in range(3):
+        stage.submit()
+    monkeypatch.delattr(JobStore, "list_queued")
+    assert passes.reconcile(stage.dispatcher) == 0
 
 
 def test_slot_2_the_sweep_offers_what_was_missed(stage):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from routing.maintenance import rebuild, sweep
+from routing.maintenance import rebuild
 from slotkeeper.jobs.values import QueuedJob
 from tests.support import passes
 from tests.support.stack import eventually
@@ -52,7 +52,7 @@ def test_a_full_redis_stops_neither_takeovers_nor_resumed_servers_nor_new_worker
 def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "_CHUNK", 2)
+    monkeypatch.setattr(rebuild, "JOBS_AT_ONCE", 2)
     stage.register()
     ids = [stage.submit() for _ in range(5)]
     stage.offered()

@@ -52,8 +52,6 @@ _ALL = os.environ.get("SLOTKEEPER_ALL_PAIRS") == "1"
 pytestmark = pytest.mark.timeout(3600 if _ALL else 300)
 _EVERY_PAIR = list(product(POINTS, POINTS))
 PAIRS = _EVERY_PAIR if _ALL else sorted(random.Random(_SEED).sample(_EVERY_PAIR, _SAMPLE))
-# Passed at each turn of the loop, so how often depends on the time that things take.
-_BY_TIME = {"reconcile_filled": 3}
 
 
 class Cases:
@@ -275,7 +273,7 @@ def test_a_death_at_any_later_passing_of_a_point_loses_and_doubles_nothing(cases
     whole, _ = cases.ask(("",)).result()
     passings: list[Case] = []
     for point, times in sorted(whole.passed.items()):
-        passings += [(f"{point}:{n}",) for n in range(2, min(times, _BY_TIME.get(point, times)) + 1)]
+        passings += [(f"{point}:{n}",) for n in range(2, times + 1)]
     assert len(passings) > _SAMPLE
     chosen = passings if _ALL else random.Random(_SEED).sample(passings, _SAMPLE)
     ends = {case: future.result() for case, future in [(case, cases.ask(case)) for case in chosen]}

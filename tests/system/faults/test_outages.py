@@ -169,7 +169,7 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
 def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit(
     stage: Stage, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "_AWAY_S", 60.0)
+    monkeypatch.setattr(queues, "_PAUSE_S", 60.0)
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
     asked = []
@@ -192,7 +192,7 @@ def test_redis_is_asked_after_the_disk_has_the_job(stage: Stage, monkeypatch: py
     monkeypatch.setattr(stage.database._group._writer, "sync", lambda: (steps.append("disk"), sync()))
     monkeypatch.setattr(scripts, "run", lambda command: steps.append(command.target.script) or run(command))
     (receipt,) = stage.dispatcher.submit([stage.a()])
-    assert steps == ["disk", "enter"]
+    assert steps == ["disk", "enqueue"]
     assert receipt.position is not None and receipt.position.ahead == 0
 
 

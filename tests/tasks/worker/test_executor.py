@@ -82,7 +82,7 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
         run(stage)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
     if what == "settle_write":  # Its slot was passed on, so its lease comes back from the record.
-        assert restore_leases.restore_missing(stage.dispatcher) == 1
+        assert passes.restore_missing(stage) == 1
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
@@ -387,8 +387,7 @@ def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker,
 
 
 @pytest.mark.parametrize("busy", [False, True])
-@pytest.mark.parametrize("how", ["at once", "missed for a while"])
-def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy, how):
+def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy):
     stage.register()
     first = stage.submit()
     stage.start("dead")
@@ -397,14 +396,10 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
         stage.submit()
         other = stage.start("w2")
         assert other.lease.slot == stage.job(first).slot
-    if how == "at once":
-        assert [restore_leases.restore_missing(stage.dispatcher) for _ in range(2)] == [1, 0]
-        lasts_ms = LEASE_MS
-    else:
-        assert passes.restore_missed(stage.dispatcher) == 0
-        stage.later(restore_leases._GRACE_MS)
-        assert [passes.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
-        lasts_ms = SETTINGS.renew_every_ms * 9 // 4
+    assert passes.restore_missed(stage.dispatcher) == 0
+    stage.later(restore_leases._GRACE_MS)
+    assert [passes.restore_missed(stage.dispatcher) for _ in range(2)] == [1, 0]
+    lasts_ms = SETTINGS.renew_every_ms * 9 // 4
     if busy:
         assert stage.renewal(other) is Renewal.RENEWED
     stage.later(lasts_ms - 1)
@@ -460,7 +455,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
         return restore(*args)
 
     monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
-    restore_leases.restore_missing(stage.dispatcher)
+    passes.restore_missing(stage)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 

@@ -91,7 +91,7 @@ def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
     job = stage.job(job_id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
     assert stage.room.taken() == {}
-    assert passes.reconcile(stage.dispatcher) == 1
+    assert passes.restore_missing(stage) == 1
     assert stage.room.lease_of(job_id)["lease"] == "newer"
 
 

@@ -11,7 +11,6 @@ from redis.exceptions import ConnectionError as Broken
 from routing.dispatch.dispatcher import active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
-from routing.maintenance import restore_leases
 from routing.queue.leases import Lease
 from slotkeeper.jobs.states import State
 from tasks.servers import Health
@@ -125,7 +124,7 @@ def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
         assert active is not None
         free(stage.dispatcher, active.lease, return_to_lane=False)
         stage.start("w2")
-        assert restore_leases.restore_missing(stage.dispatcher) == 1
+        assert passes.restore_missing(stage) == 1
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
     run(stage)

@@ -12,7 +12,7 @@ from routing.dispatch.decision import decide
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import RunSteps
-from routing.maintenance import deadlines, quarantined_slots, restore_leases
+from routing.maintenance import deadlines, quarantined_slots
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from routing.queue.leases import QUARANTINE_OWNER, Renewal
 from slotkeeper.clock import now_ms
@@ -464,7 +464,7 @@ def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
     task = stage.start()
     stage.later(5 * SECOND)
     deadlines.expire_deadlines(stage.dispatcher)
-    assert quarantined_slots.sync_leases(stage.dispatcher) == restore_leases.restore_missing(stage.dispatcher) == 0
+    assert quarantined_slots.sync_leases(stage.dispatcher) == passes.restore_missed(stage.dispatcher) == 0
     assert stage.renewal(task) is Renewal.CANCEL
 
 

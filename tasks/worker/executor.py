@@ -134,6 +134,8 @@ class Executor:
             elif offer.owner != self._owner:
                 requested_at_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
+                if claimed is not None:
+                    taken.offer = claimed  # A message does not carry all of it.
             own = None if claimed is None else await self._start(claimed, taken, requested_at_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
             if self._discard(taken):

@@ -299,7 +299,7 @@ class Life:
 
     def _lose_from_room(self, job_id: str) -> None:
         waiting = [job for job in self.dispatcher.store.list_queued([SYNC]) if job.id == job_id]
-        self.dispatcher.queues.withdraw(SYNC, waiting[0])
+        self.dispatcher.queues.withdraw(SYNC, waiting)
 
     def _empty_redis(self) -> None:
         with self.dispatcher.store.database.read() as connection:

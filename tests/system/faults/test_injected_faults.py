@@ -258,7 +258,7 @@ def _asked(api: Api, for_: tuple[str, str, str | None, Any]) -> bool:
 
 def test_a_policy_is_another_one_and_then_that_of_before(stack: Cluster, api: Api) -> None:
     mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.POLICY))
-    assert api.asked[-1][2]["policy"] in ("fifo", "aging", "fair")
+    assert api.asked[-1][2]["policy"] in ("fifo", "aging", "edf", "fair")
     mend()
     assert "policy" not in api.asked[-1][2]
 

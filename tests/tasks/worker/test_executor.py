@@ -21,8 +21,11 @@ from slotkeeper import json_text, large_json
 from slotkeeper.db import Write
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
+from tasks import offer_messages
 from tasks.inference import infer
 from tasks.servers import SPOOL_AFTER_BYTES
+from tasks.servers.call import Call
+from tasks.servers.description import Description
 from tasks.worker import inquiry, patient_io, server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.patient_io import RetryingIo
@@ -764,3 +767,24 @@ def test_a_deadline_is_the_reason_of_its_end_whatever_the_last_exchange_was(stag
     job = run(stage)
     assert (job.state, job.error_code) == (State.EXPIRED, "deadline_passed")
     assert "no connection" in (job.error_message or "")
+
+
+def test_the_server_of_a_job_whose_offer_came_by_a_message_is_told_whether_its_model_changes(
+    stage, worker, server, monkeypatch
+):
+    stage.register()
+    server.description = Description.model_validate({"submit": {"path": "/run?swap={{run/swap}}"}})
+    told = []
+
+    async def submit(call: Call) -> Outcome:
+        told.append(call.swap)
+        return DONE
+
+    monkeypatch.setattr(server, "submit", submit)
+    for _ in range(2):
+        stage.submit()
+        offer = stage.told.offers.pop(0)
+        message = offer_messages.build_message(offer, 0)
+        worker.executor.run_open_offer(offer_messages.read_offer(offer.job_id, [offer.model], message.headers))
+        assert worker.engine.wait_until_idle(20)
+    assert told == [True, False]

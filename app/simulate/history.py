@@ -27,6 +27,7 @@ class PastJob:
     created_ms: int
     started_ms: int | None
     finished_ms: int | None
+    deadline_ms: int | None
     state: State
 
 

@@ -40,7 +40,10 @@ def arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
     found = []
     for at, tenant, model in merge(_steady(plan, rate), _bursts(plan), key=lambda it: it[0]):
         name, who, priority = model or mix.draw(chance), tenant or tenants.draw(chance), priorities.draw(chance)
-        found.append(Arrival(BEGIN_MS + int(at * 1000), name, run_ms(models[name], lengths), who, priority))
+        at_ms, within_ms = BEGIN_MS + int(at * 1000), round(models[name].deadline * 1000)
+        deadline_ms = at_ms + within_ms if within_ms else 0
+        ran_ms = run_ms(models[name], lengths)
+        found.append(Arrival(at_ms, name, ran_ms, who, priority, deadline_ms=deadline_ms))
     return found
 
 

@@ -47,6 +47,8 @@ class ModelPlan(_Part):
     spread: float = Field(1.0, ge=0, le=20)
     """Standard deviation of the run times, as a multiple of their mean."""
     shape: Literal["lognormal", "exponential"] = "lognormal"
+    deadline: Span = 0.0
+    """How long after its arrival a job's deadline is; 0: it has none."""
     config: dict[str, Any] = {}
     """As PUT /admin/model-configs takes it."""
 

@@ -61,6 +61,8 @@ class Summary:
     """Jobs whose run an outage broke off."""
     swaps: int
     """How often a server went on with another model."""
+    late: int
+    """Jobs that started after their deadline, or never."""
     models: Mapping[str, Waits]
     priorities: Mapping[int, Waits]
     tenants: Mapping[str, Waits]
@@ -98,6 +100,7 @@ def summarize(outcome: Outcome) -> Summary:
         jain([got / due for got, due in entitlement(outcome).values()]),
         sum(job.lost_ms > 0 for job in jobs),
         swaps(jobs),
+        sum(job.is_late for job in jobs),
         _grouped(jobs, late, lambda job: job.model),
         _grouped(jobs, late, lambda job: job.priority),
         _grouped(jobs, late, lambda job: classes[job.tenant]),

@@ -76,7 +76,17 @@ def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorde
         ran = _ran_ms(row)
         if ran is None:
             ran, drawn = chance.choice(measured[row.model] or [_UNKNOWN_MS]), drawn + 1
-        found.append(Arrival(row.created_ms, row.model, ran, row.tenant, row.priority, row.constraints))
+        found.append(
+            Arrival(
+                row.created_ms,
+                row.model,
+                ran,
+                row.tenant,
+                row.priority,
+                row.constraints,
+                deadline_ms=row.deadline_ms or 0,
+            )
+        )
     return Recorded(found, catalog, drawn, len(rows) - len(known))
 
 

@@ -16,7 +16,10 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1; `constraints`: in text form."""
+    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1; `constraints`: in text form.
+
+    `deadline_ms`: as `at_ms`; 0: none.  No job expires in a simulation: one that starts later is counted as late.
+    """
 
     at_ms: int
     model: str
@@ -24,6 +27,7 @@ class Arrival:
     tenant: str = "default"
     priority: int = PRIORITY_DEFAULT
     constraints: str = ""
+    deadline_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,12 @@ class Job:
     slot: str
     turn: int
     lost_ms: int = 0
+    deadline_ms: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it started after its deadline, or never."""
+        return self.deadline_ms > 0 and (self.start_ms is None or self.start_ms > self.deadline_ms)
 
     @property
     def wait_ms(self) -> int | None:

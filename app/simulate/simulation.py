@@ -92,7 +92,14 @@ def _joined(outages: Sequence[Outage]) -> list[Outage]:
 
 def _waiting(number: int, arrival: Arrival) -> QueuedJob:
     return QueuedJob(
-        str(number), number, arrival.model, arrival.priority, arrival.tenant, arrival.at_ms, arrival.constraints
+        str(number),
+        number,
+        arrival.model,
+        arrival.priority,
+        arrival.tenant,
+        arrival.at_ms,
+        arrival.constraints,
+        deadline_ms=arrival.deadline_ms,
     )
 
 
@@ -110,6 +117,7 @@ def _job(number: int, arrival: Arrival, runs: Sequence[RunRecord]) -> Job:
         last.slot if last else "",
         last.turn if last else 0,
         lost,
+        arrival.deadline_ms,
     )
 
 

@@ -133,6 +133,8 @@ def _remarks(found: Sequence[Summary]) -> Iterator[str]:
             yield f"{figures.name}: {figures.broken:,} jobs ran again, for an outage broke off their first run."
         if figures.swaps:
             yield f"{figures.name}: servers changed their model {figures.swaps:,} times."
+        if figures.late:
+            yield f"{figures.name}: {figures.late:,} jobs did not start before their deadline."
 
 
 def _table(titles: Sequence[str]) -> "Table":

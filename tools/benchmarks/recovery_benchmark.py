@@ -123,12 +123,18 @@ def flush(jobs: int) -> None:
         for _ in range(3):  # as maintenance that has been running for a while
             sweeper.sweep()
         valkey.flush()
-        took_s = _timed(sweeper.sweep)
+        took_s = _timed(lambda: _sweep_until_filled(sweeper))
         how = "in order" if _in_order(dispatcher, valkey) else "OUT OF ORDER"
         _say(f"flush       {jobs:,} waiting jobs: all back in {took_s:.1f} s, {how}")
         idle_ms = _timed(sweeper.sweep) * 1000
         _say(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
         _say(f"            a reconcile that finds nothing to do: {_timed(sweeper.reconcile) * 1000:.0f} ms")
+
+
+def _sweep_until_filled(sweeper: Sweeper) -> None:
+    sweeper.sweep()
+    while sweeper.state.rebuilding or sweeper.state.filling:
+        sweeper.sweep()
 
 
 def _timed(act: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ from statistics import mean, pstdev
 import pytest
 
 from app.simulate import load
-from app.simulate.load_plan import Plan, read
+from app.simulate.load_plan import ModelPlan, Plan, read
 from app.simulate.scenario import SimulationError
 
 HOUR_MS = 3_600_000
@@ -145,3 +145,11 @@ def test_a_file_that_is_wrong_is_refused_with_its_name_and_the_field(tmp_path, t
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(SimulationError, match="cannot be read"):
         read(tmp_path / "load.toml", {})
+
+
+def test_jobs_of_a_model_have_its_deadline():
+    found = load.arrivals(plan(duration=3600, models=[ModelPlan(name="chat", deadline=90), ModelPlan(name="batch")]))
+    assert {(job.model, job.deadline_ms and job.deadline_ms - job.at_ms) for job in found} == {
+        ("chat", 90_000),
+        ("batch", 0),
+    }

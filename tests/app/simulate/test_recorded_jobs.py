@@ -20,7 +20,7 @@ STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})
 def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
     job = a_job_in(store, state, model="flux", priority=2, tenant="acme", constraints="gpu=A100")
     finished_ms = None if state is State.RUNNING else T0
-    told = PastJob("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, state)
+    told = PastJob("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, None, state)
     assert list(history.read(store.database, T0, T0 + 1)) == [told]
     assert job.state is state
 

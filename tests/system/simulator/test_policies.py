@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from app.simulate import Arrival, Job, Scenario, jain
+from app.simulate import Arrival, Job, Scenario, jain, summarize
 from app.simulate.outcome_statistics import percentile, slot_seconds
 from tests.app.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, at, poisson
 
@@ -124,3 +124,10 @@ def test_fair_a_quiet_tenant_does_not_feel_how_long_anothers_backlog_is(play):
     small, large = (quiet_p99_s(play(beside_a_backlog(backlog, 200)).jobs) for backlog in (200, 5_000))
     assert large == pytest.approx(small, rel=0.1)
     assert large < 2
+
+
+@pytest.mark.parametrize(("policy", "late"), [("fifo", 1), ("edf", 0)])
+def test_with_edf_jobs_start_by_their_deadlines_of_which_one_is_late_in_order_of_arrival(play, policy, late):
+    arrivals = [at(0), *(at(1, deadline_ms=T0 + within_s * SECOND) for within_s in (32, 22, 12))]
+    outcome = play(a_scenario(arrivals, a_catalog(policy=policy)))
+    assert summarize(outcome).late == late

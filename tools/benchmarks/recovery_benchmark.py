@@ -103,25 +103,26 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
 
 def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
     """Whether the record's queued jobs are all there, each in its lane, in order of acceptance."""
+    keys = dispatcher.queues.scripts.keys
     with valkey.client() as redis:
-        room = [
-            (int(lane.split(b"|")[0]), int(seq), job.decode())
-            for lane in redis.zrange("bench:{zimg}:lanes", 0, -1)
-            for job, seq in redis.zrange(b"bench:{zimg}:lanes:" + lane, 0, -1, withscores=True)
+        queued = [
+            (int(lane.rpartition(b":")[2].split(b"|")[0]), int(seq), member.partition(b"@")[0].decode())
+            for lane in redis.scan_iter(f"{keys.fleet_key('zimg', 'lanes')}:[1-9]|*")
+            for member, seq in redis.zrange(lane, 0, -1, withscores=True)
         ]
-        offered = {job.decode() for job in redis.hvals("bench:{zimg}:slots")}
+        offered = {job.decode() for job in redis.hvals(keys.fleet_key("zimg", "slots"))}
     recorded, seq = [], 0
     while batch := dispatcher.store.list_queued(["zimg"], seq, 10_000):
         recorded += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
         seq = batch[-1].seq
-    return room == sorted(recorded)
+    return sorted(queued) == sorted(recorded)
 
 
 def flush(jobs: int) -> None:
     with _record(jobs) as database, _dispatcher(database, 1) as (dispatcher, valkey):
         sweeper = Sweeper(dispatcher)
         for _ in range(3):  # as maintenance that has been running for a while
-            sweeper.sweep()
+            _sweep_until_filled(sweeper)
         valkey.flush()
         took_s = _timed(lambda: _sweep_until_filled(sweeper))
         how = "in order" if _in_order(dispatcher, valkey) else "OUT OF ORDER"

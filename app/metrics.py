@@ -93,14 +93,14 @@ class MetricsCollector(Collector):
             "From when a job came into its queue, or back, to its start.",
             _BY_PRIORITY,
             job_counters.WAIT_BUCKETS_S,
-            {labels: (it.buckets, it.sum_s) for labels, it in found.waits.items()},
+            {labels: (each.buckets, each.sum_s) for labels, each in found.waits.items()},
         )
         yield _histogram(
             "slotkeeper_run_seconds",
             "From an attempt's start to its end.",
             ["model"],
             job_counters.WAIT_BUCKETS_S,
-            {labels: (it.buckets, it.sum_s) for labels, it in found.runs.items()},
+            {labels: (each.buckets, each.sum_s) for labels, each in found.runs.items()},
         )
         lag_s = job_counters.counting_lag_ms(database, now_ms()) / 1000
         yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
@@ -114,10 +114,10 @@ class MetricsCollector(Collector):
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
-        withheld = gauges.count_quarantined_slots(database)
+        quarantined = gauges.count_quarantined_slots(database)
         named = _named(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
-        for (model, reason), count in withheld.items():
+        for (model, reason), count in quarantined.items():
             by_model[(named(model), reason)] += count
         help_text = "Slots that are quarantined, because their server may still run a job that has ended."
         yield _gauge("slotkeeper_slots_withheld", help_text, ["model", "reason"], by_model.items())
@@ -188,10 +188,10 @@ class MetricsCollector(Collector):
         )
 
     def _living(self) -> Iterator[Metric]:
-        found = [it for it in self._processes.read_all() if it.is_alive]
-        roles = Counter(it.role for it in found)
+        found = [process for process in self._processes.read_all() if process.is_alive]
+        roles = Counter(process.role for process in found)
         yield _gauge("slotkeeper_processes", "Processes that are alive, by role.", ["role"], roles.items())
-        workers = [it for it in found if it.role == "worker"]
+        workers = [process for process in found if process.role == "worker"]
         help_text = "Runs that workers have in flight."
         yield _gauge("slotkeeper_worker_runs", help_text, ["host"], _by_host(workers, "runs").items())
         help_text = "Runs that workers may have in flight."

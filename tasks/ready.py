@@ -32,11 +32,15 @@ def readiness_problem(role: str) -> str | None:
     settings = RoutingSettings()
     scripts = make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
-        found = [it for it in ProcessList(scripts).read_all() if it.role == role and it.host == socket.gethostname()]
+        found = [
+            process
+            for process in ProcessList(scripts).read_all()
+            if process.role == role and process.host == socket.gethostname()
+        ]
         problem = maintenance_problem(scripts) if role == "maintenance" else None
     except RedisError:
         return "Redis does not answer."
-    lives = [it for it in found if it.is_alive]
+    lives = [process for process in found if process.is_alive]
     if not lives:
         return f"No process {role} of this host has reported lately that it is alive."
     if problem is not None:
@@ -54,26 +58,26 @@ def maintenance_problem(scripts: Scripts) -> str | None:
     return None
 
 
-def worker_problem(it: Process) -> str | None:
+def worker_problem(process: Process) -> str | None:
     """Why a process is not ready."""
-    if it.role != "worker":
+    if process.role != "worker":
         return None
-    if not it.facts.get("takes", True):
-        return f"{it.name} takes no more jobs: it is about to end."
-    if it.canary_age_ms is None:
-        return f"No canary has come through {it.name} yet."
-    if it.canary_age_ms > _CANARY_MS:
-        return f"No canary has come through {it.name} for {it.canary_age_ms / 1000:.0f} s."
+    if not process.facts.get("takes", True):
+        return f"{process.name} takes no more jobs: it is about to end."
+    if process.canary_age_ms is None:
+        return f"No canary has come through {process.name} yet."
+    if process.canary_age_ms > _CANARY_MS:
+        return f"No canary has come through {process.name} for {process.canary_age_ms / 1000:.0f} s."
     return None
 
 
 def workers_problem(found: Sequence[Process]) -> str | None:
     """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
-    workers = [it for it in found if it.role == "worker"]
-    lives = [it for it in workers if it.is_alive]
+    workers = [process for process in found if process.role == "worker"]
+    lives = [process for process in workers if process.is_alive]
     if not lives:
         return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
-    if all(worker_problem(it) for it in lives):
+    if all(worker_problem(process) for process in lives):
         return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
     if silent := len(workers) - len(lives):
         return f"{silent} of {len(workers)} workers are silent.  `slotkeeper processes` names them."
@@ -83,4 +87,4 @@ def workers_problem(found: Sequence[Process]) -> str | None:
 def processes_with_other_secret(found: Sequence[Process]) -> list[Process]:
     """Return the living processes that have another secret than this one: each refuses what the other has signed."""
     own = fingerprints()
-    return [it for it in found if it.is_alive and it.facts.get("secret", own[0]) not in own]
+    return [process for process in found if process.is_alive and process.facts.get("secret", own[0]) not in own]

@@ -92,17 +92,17 @@ def list_servers() -> dict[str, Any]:
     lists slots whose run has ended here while the server may still be running it.
     """
     found = dispatcher().catalog.refresh()
-    standings: Mapping[str, server_status.ServerStatus] = {}
+    statuses: Mapping[str, server_status.ServerStatus] = {}
     try:
         fleets = [FleetView.build(depths, fleet=name) for name, depths in queue_counts(found.fleets()).items()]
-        standings = read_server_status(found.fleets())
+        statuses = read_server_status(found.fleets())
     except RedisError:
         fleets = None
     servers, withheld = (
         sorted(found.servers.values(), key=lambda server: server.name),
         quarantine.list_by_server(database()),
     )
-    return ServerList.build(servers=[_listed(server, standings, withheld) for server in servers], fleets=fleets)
+    return ServerList.build(servers=[_listed(server, statuses, withheld) for server in servers], fleets=fleets)
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problem_responses(400, 404, 413, 415, 422)})
@@ -199,19 +199,21 @@ def keep_server(path: ServerPath) -> dict[str, Any]:
 
 
 def _overrides(body: RegisterBody) -> dict[str, Any] | None:
-    """What is said of how it is spoken to for this model; None: nothing, and it stays as it was."""
+    """Return the preset and description that the body names; None: neither, and both stay as they were."""
     given = {name: getattr(body, name) for name in ("preset", "description") if name in body.model_fields_set}
     return {name: value for name, value in given.items() if value is not None} if given else None
 
 
 def _listed(
-    it: Server, standings: Mapping[str, server_status.ServerStatus], withheld: Mapping[str, Sequence[QuarantinedSlot]]
+    server: Server,
+    statuses: Mapping[str, server_status.ServerStatus],
+    withheld: Mapping[str, Sequence[QuarantinedSlot]],
 ) -> dict[str, Any]:
-    standing, slots = standings.get(it.name), withheld.get(it.name, ())
-    use = standing and server_status.slot_use(it.state, standing, len(slots))
+    status, slots = statuses.get(server.name), withheld.get(server.name, ())
+    use = status and server_status.slot_use(server.state, status, len(slots))
     return ServerDetail.build(
-        it,
-        status=standing and ServerStatusView.build(standing),
+        server,
+        status=status and ServerStatusView.build(status),
         quarantined=[QuarantinedSlotView.build(slot) for slot in slots],
         running=use and use.running,
         free=use and use.free,

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_va
 
 from app.api.openapi import Schema
 from app.schemas.cursors import BATCH, CURSOR
-from routing.admission.constraints import VALUE_PATTERN
+from routing.admission.constraints import VALUE_PATTERN, VALUE_SCHEMA
 from routing.admission.job_request import MODEL_PATTERN, JobRequest
 from routing.admission.labels import MAX_LABELS
 from slotkeeper.jobs.states import State
@@ -25,13 +25,6 @@ _REASON: Any = Field(None, max_length=500, description="Why; shown wherever the 
 MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
 _VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
-_Object = Annotated[Any, WithJsonSchema({"type": "object"})]
-_One: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
-        {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
-    ]
-}
 _Attributes = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -39,7 +32,10 @@ _Attributes = Annotated[
             "type": "object",
             "maxProperties": 50,
             "additionalProperties": {
-                "anyOf": [*_One["anyOf"], {"type": "array", "items": _One, "minItems": 1, "maxItems": 50}]
+                "anyOf": [
+                    *VALUE_SCHEMA["anyOf"],
+                    {"type": "array", "items": VALUE_SCHEMA, "minItems": 1, "maxItems": 50},
+                ]
             },
         }
     ),

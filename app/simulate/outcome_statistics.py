@@ -80,7 +80,7 @@ def summarize(outcome: Outcome) -> Summary:
     window_s = max(scenario.end_ms - scenario.begin_ms, 1) / 1000
     servers = [server for server in scenario.catalog.servers.values() if server.state == "online"]
     slots = sum(server.slots for server in servers)
-    late = overtaken(jobs)
+    overtakings = overtaken(jobs)
     ended = sum(job.end_ms is not None and job.end_ms <= scenario.end_ms for job in jobs)
     served = slot_seconds(jobs, scenario.begin_ms, scenario.end_ms, by=lambda job: "")
     away = sum(
@@ -94,16 +94,16 @@ def summarize(outcome: Outcome) -> Summary:
         scenario.name,
         window_s / 3600,
         slots,
-        _waits(jobs, late),
+        _waits(jobs, overtakings),
         sum(served.values()) / max(slots * window_s - away, 0.001),
         ended / window_s * 3600,
         jain([got / due for got, due in entitlement(outcome).values()]),
         sum(job.lost_ms > 0 for job in jobs),
         swaps(jobs),
         sum(job.is_late for job in jobs),
-        _grouped(jobs, late, lambda job: job.model),
-        _grouped(jobs, late, lambda job: job.priority),
-        _grouped(jobs, late, lambda job: classes[job.tenant]),
+        _grouped(jobs, overtakings, lambda job: job.model),
+        _grouped(jobs, overtakings, lambda job: job.priority),
+        _grouped(jobs, overtakings, lambda job: classes[job.tenant]),
         _series(outcome, slots),
     )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from routing.admission.constraints import VALUE_PATTERN
+from routing.admission.constraints import VALUE_SCHEMA
 from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
 
 MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
@@ -41,12 +41,6 @@ _Moment = Annotated[
     ),
 ]
 _Object = Annotated[Any, WithJsonSchema({"type": "object"})]
-_CONSTRAINT_VALUE: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
-        {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
-    ]
-}
 _Constraints = Annotated[
     Any,
     WithJsonSchema(
@@ -57,8 +51,8 @@ _Constraints = Annotated[
                     "maxProperties": 20,
                     "additionalProperties": {
                         "anyOf": [
-                            *_CONSTRAINT_VALUE["anyOf"],
-                            {"type": "array", "items": _CONSTRAINT_VALUE, "minItems": 1, "maxItems": 50},
+                            *VALUE_SCHEMA["anyOf"],
+                            {"type": "array", "items": VALUE_SCHEMA, "minItems": 1, "maxItems": 50},
                             {
                                 "type": "object",
                                 "properties": {"min": {"type": "number"}, "max": {"type": "number"}},

@@ -62,7 +62,7 @@ class ServerCalls:
             if not server_adapters.is_loaded(run.described_by):
                 await self._engine.run_in_thread(server_adapters.load, run.described_by)
             live = self.session_for(own, speech)
-            swap = live is not None and live.description.asks_for_swap and own.taken.offer.changes_model
+            swap = live is not None and live.description.asks_for_swap and own.offer.changes_model
             runner = self._runner(own, live, swap)
             if (since_s := self._handed_on.pop(own.active.lease.name, None)) is not None:
                 self._record_handover_gap(time.monotonic() - since_s)
@@ -111,7 +111,7 @@ class ServerCalls:
             self._rights.is_still_held,
             partial(self._engine.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
             _has_one_slot(catalog, run.server),
-            may_be_at_server=own.taken.offer.is_resumption,
+            may_be_at_server=own.offer.is_resumption,
         )
 
     def _note_remote(self, own: WorkerRun, remote_id: str) -> Awaitable[bool]:

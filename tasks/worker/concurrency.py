@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from routing.queue.queues import Offer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TakenOffer:
     """An offer that this process has taken up, and when (s since 1970).  Each is equal to itself alone."""
 

@@ -134,8 +134,6 @@ class Executor:
             elif offer.owner != self._owner:
                 requested_at_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
-                if claimed is not None:
-                    taken.offer = claimed  # A message does not carry all of it.
             own = None if claimed is None else await self._start(claimed, taken, requested_at_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
             if self._discard(taken):
@@ -175,7 +173,8 @@ class Executor:
         crash_at("start_committed")
         if active is None:
             return None
-        return WorkerRun(active, watch, taken, io, RunSteps(self._dispatcher, io, self._background.retry_release))
+        steps = RunSteps(self._dispatcher, io, self._background.retry_release)
+        return WorkerRun(active, watch, taken, offer, io, steps)
 
     async def _call_and_end(self, own: WorkerRun) -> None:
         """Call the server, and end the run with what came of that."""
@@ -214,7 +213,7 @@ class Executor:
             await self._start_next(lease, None, following, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if own.taken.offer.is_resumption and not own.watch.sent:  # Its server may be at the call of the worker before.
+        if own.offer.is_resumption and not own.watch.sent:  # Its server may be at the call of the worker before.
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.run_steps import RunSteps
+from routing.queue.queues import Offer
 from slotkeeper.jobs.values import Run
 from tasks.worker.concurrency import TakenOffer
 from tasks.worker.heartbeat import LeaseWatch
@@ -16,6 +17,7 @@ class WorkerRun(NamedTuple):
     active: ActiveRun
     watch: LeaseWatch
     taken: TakenOffer
+    offer: Offer  # as it was claimed: a message does not carry all of it
     io: RetryingIo
     steps: RunSteps
 

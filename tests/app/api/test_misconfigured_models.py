@@ -93,7 +93,7 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     worker.heartbeat.end()
     watch = worker.heartbeat.add(task.lease)
     io = RetryingIo(worker.engine, watch)
-    run = WorkerRun(task, watch, TakenOffer(_offer(task)), io, RunSteps(stored.dispatcher, io))
+    run = WorkerRun(task, watch, TakenOffer(_offer(task)), _offer(task), io, RunSteps(stored.dispatcher, io))
     outcome = worker.engine.ask(worker.calls.call(run), 30)
     worker.close()
     assert isinstance(outcome, Outcome)

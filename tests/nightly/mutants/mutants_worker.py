@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "a resumed run that was not sent goes to any server",
         "tasks.worker.executor:Executor._end_run",
-        never("own.taken.offer.is_resumption"),
+        never("own.offer.is_resumption"),
         kills=["test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again"],
         breaks="LEASE-1",
     ),

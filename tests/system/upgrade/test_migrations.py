@@ -28,6 +28,7 @@ from tests.support.builders import a_queued_job, at_once, row_of
 from tests.support.postgres import Postgres
 from tests.system.upgrade.schema import schema_of
 
+_KNOWN, _ = revisions.read_revisions()
 _HEAD = ScriptDirectory.from_config(migrate._config("sqlite:///unused")).get_current_head()
 
 
@@ -251,7 +252,8 @@ def _schema(url: str) -> Any:
 
 def test_going_to_a_schema_that_this_release_does_not_know_is_refused(empty_url, a_later_step):
     migrate.upgrade(empty_url)
-    with pytest.raises(Conflict, match=f"does not know the schema 1234; it knows {_HEAD}, 9999"):
+    known = ", ".join([*sorted(_KNOWN), "9999"])
+    with pytest.raises(Conflict, match=f"does not know the schema 1234; it knows {known}\\."):
         migrate.migrate_to(empty_url, "1234")
     a_later_step()
     with pytest.raises(Conflict, match="install the release that migrated it"):

@@ -12,25 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.stack import RefServer, Stack, eventually
+from tools.benchmarks.stack_calls import call as call_stack
 from tools.benchmarks.submits import measure_submits
-
-_FEED = """
-import sys
-from slotkeeper.clock import now_ms
-from routing.maintenance.rebuild import refresh_fleet
-from routing.admission.job_request import JobRequest
-from routing.admission.submission import Submission
-from tasks.services import catalog, dispatcher
-jobs, seconds, servers = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-catalog().configure("bench", {}, now_ms())
-for start in range(0, jobs, 500):
-    batch = [Submission(JobRequest(model="bench", payload={"seconds": seconds})) for _ in range(min(500, jobs - start))]
-    dispatcher().submit(batch)
-for server in servers:
-    name, url, slots = server.split(",")
-    catalog().register("bench", name, url, int(slots), now_ms())
-refresh_fleet(dispatcher(), "bench")
-"""
 
 
 def _say(text: str) -> None:
@@ -52,7 +35,7 @@ def _run_ours(slots: int, seconds: float, jobs: int, threads: int) -> list[dict[
         stack.beat()
         stack.worker(threads=threads, level="warning")
         eventually(lambda: _responds(stack), "the worker is ready")
-        stack.run([sys.executable, "-c", _FEED, str(jobs), str(seconds), f"bench-server,{server.endpoint},{slots}"])
+        call_stack(stack, "queue_then_serve", "bench", jobs, seconds, server.endpoint, slots)
         eventually(lambda: len(_journal(server)) >= jobs, "all jobs have run", 300, 0.2)
         return _journal(server)
 

@@ -18,40 +18,11 @@ import requests
 from app.up.ports import free_port
 from tests.support.stack import Process, Stack, eventually
 from tools.benchmarks.idle_costs import memory_mib, processor_s
+from tools.benchmarks.stack_calls import call
 
 _POLLED_EVERY_S = 2
 _WARM_UP = 50  # jobs, after which all is loaded that a run needs
 _MOST_WAIT_S = 300
-
-_FEED = """
-import sys
-from slotkeeper.clock import now_ms
-from routing.maintenance.rebuild import refresh_fleet
-from routing.admission.job_request import JobRequest
-from routing.admission.submission import Submission
-from tasks.services import catalog, dispatcher
-model, jobs, every_s, endpoint = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-catalog().configure(model, {"poll_interval": every_s, "max_poll_time": 36_000}, now_ms())
-catalog().register(model, model, endpoint, jobs, now_ms())
-refresh_fleet(dispatcher(), model)
-for start in range(0, jobs, 500):
-    batch = [JobRequest(model=model, payload={"n": n}) for n in range(start, min(start + 500, jobs))]
-    dispatcher().submit([Submission(request) for request in batch])
-"""
-_LEASES = """
-import json
-from tasks.services import dispatcher, leases
-fleets = dispatcher().catalog.get().fleets()
-ages = [age for found in leases().list_all(fleets).values() for _, age in found]
-print(json.dumps([len(ages), max(ages, default=0), dispatcher().settings.lease_ms]))
-"""
-_STATES = """
-import json
-from slotkeeper.jobs.states import State
-from routing.queries import job_list
-from tasks.services import dispatcher
-print(json.dumps({state.value: job_list.count(dispatcher().store.database, state) for state in State}))
-"""
 
 
 class _Server:
@@ -116,8 +87,7 @@ class _Trial:
 
     def feed(self, model: str, jobs: int) -> None:
         before = self.ask("health")["jobs"]
-        words = [model, str(jobs), str(_POLLED_EVERY_S), f"{self.url}/generate"]
-        self.stack.run([sys.executable, "-c", _FEED, *words])
+        call(self.stack, "serve_polled", model, jobs, _POLLED_EVERY_S, f"{self.url}/generate")
         eventually(lambda: self.ask("health")["jobs"] >= before + jobs, "all jobs are running", _MOST_WAIT_S, 0.5)
 
     def end(self) -> None:
@@ -126,12 +96,7 @@ class _Trial:
         self.ask("go-on")
 
     def states(self) -> dict[str, int]:
-        found: dict[str, int] = json.loads(self.stack.run([sys.executable, "-c", _STATES]))
-        return {state: count for state, count in found.items() if count}
-
-    def leases(self) -> list[int]:
-        found: list[int] = json.loads(self.stack.run([sys.executable, "-c", _LEASES]))
-        return found
+        return {state: count for state, count in call(self.stack, "count_states").items() if count}
 
     def measure(self, worker: Process, seconds: float) -> None:
         pid = worker.popen.pid
@@ -139,7 +104,7 @@ class _Trial:
         oldest = 0
         for _ in range(int(seconds / 5)):
             time.sleep(5)
-            held, age, lasts = self.leases()
+            held, age, lasts = call(self.stack, "read_leases")
             oldest = max(oldest, age)
         polls, used_s = self.ask("health")["polls"] - began, processor_s(pid) - began_s
         took_s = time.monotonic() - since_s  # Leases are looked at by a process of its own, which takes its time.

@@ -1,0 +1,65 @@
+"""Feed or read an installation: python -m tools.benchmarks.stack_calls NAME [ARGUMENT ...], with its settings.
+
+NAME is a function of this module; the benchmarks call them by `call`, with `Stack.run`.
+"""
+
+import json
+import sys
+from typing import Any
+
+from routing.admission.job_request import JobRequest
+from routing.admission.submission import Submission
+from routing.maintenance.rebuild import refresh_fleet
+from routing.queries import job_list
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.states import State
+from tasks.services import catalog, dispatcher, leases
+from tests.support.stack import Stack
+
+_AT_ONCE = 500
+
+
+def call(stack: Stack, name: str, *arguments: object) -> Any:
+    """Call a function of this module in a process of its own, with the settings of `stack`; return what it returned."""
+    words = [json.dumps(argument) for argument in arguments]
+    return json.loads(stack.run([sys.executable, "-m", "tools.benchmarks.stack_calls", name, *words]))
+
+
+def queue_then_serve(model: str, jobs: int, seconds: float, url: str, slots: int) -> None:
+    """Submit jobs of so many seconds each, and register a server for them after that."""
+    catalog().configure(model, {}, now_ms())
+    _submit([JobRequest(model=model, payload={"seconds": seconds}) for _ in range(jobs)])
+    catalog().register(model, model, url, slots, now_ms())
+    refresh_fleet(dispatcher(), model)
+
+
+def serve_polled(model: str, jobs: int, poll_interval_s: int, url: str) -> None:
+    """Register a server with a slot for each job, and submit jobs which it is polled for."""
+    catalog().configure(model, {"poll_interval": poll_interval_s, "max_poll_time": 36_000}, now_ms())
+    catalog().register(model, model, url, jobs, now_ms())
+    refresh_fleet(dispatcher(), model)
+    _submit([JobRequest(model=model, payload={"n": n}) for n in range(jobs)])
+
+
+def _submit(requests: list[JobRequest]) -> None:
+    for start in range(0, len(requests), _AT_ONCE):
+        dispatcher().submit([Submission(request) for request in requests[start : start + _AT_ONCE]])
+
+
+def read_leases() -> tuple[int, int, int]:
+    """Return how many leases there are, the age of the oldest (ms), and how long a lease lasts (ms)."""
+    found = leases().list_all(dispatcher().catalog.get().fleets())
+    ages = [age for held in found.values() for _, age in held]
+    return len(ages), max(ages, default=0), dispatcher().settings.lease_ms
+
+
+def count_states() -> dict[str, int]:
+    """Return how many jobs are in each state."""
+    return {state.value: job_list.count(dispatcher().store.database, state) for state in State}
+
+
+_FUNCTIONS = {function.__name__: function for function in (queue_then_serve, serve_polled, read_leases, count_states)}
+
+if __name__ == "__main__":
+    name, *words = sys.argv[1:]
+    json.dump(_FUNCTIONS[name](*map(json.loads, words)), sys.stdout)

@@ -20,7 +20,6 @@ from routing.maintenance.restore_leases import MissingLeases
 from routing.maintenance.server_checks import ServerChecks
 from routing.maintenance.server_report import ServerReport
 from routing.maintenance.sweep import Sweeper
-from routing.queries import job_list
 from routing.queries.job_counters import EventCounter
 from slotkeeper.clock import now_ms
 from slotkeeper.config import StorageSettings
@@ -252,7 +251,7 @@ def count() -> None:
 @_task("scan_dlq")
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
-    dead = job_list.count(dispatcher().store.database, State.DEAD)
+    dead = ledger.count_by_state(database())[State.DEAD]
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())

@@ -101,24 +101,6 @@ def find_jobs(
         return [job_from_row(row) for row in connection.execute(query)]
 
 
-def count(database: Database, state: State) -> int:
-    """Return the number of jobs in a state.  Reads an index entry of each.  Raises DatabaseUnavailable."""
-    query = select(func.count()).select_from(jobs).where(jobs.c.state == state.value)
-    with database.read() as connection:
-        return int(connection.execute(query).scalar_one())
-
-
-def counts(database: Database) -> dict[State, int]:
-    """Return the number of jobs in each state, from the rows.  Raises DatabaseUnavailable.
-
-    Slow with many jobs: ledger.count_by_state returns the same in milliseconds.
-    """
-    query = select(jobs.c.state, func.count()).group_by(jobs.c.state)
-    with database.read() as connection:
-        found = {State(state): number for state, number in connection.execute(query)}
-    return {state: found.get(state, 0) for state in State}
-
-
 def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
     """Count the unfinished jobs and the webhooks of a tenant.  Raises DatabaseUnavailable."""
     active = select(jobs.c.state, func.count().label("jobs")).where(text(ACTIVE_CONDITION), jobs.c.tenant == tenant)

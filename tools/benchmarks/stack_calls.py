@@ -10,9 +10,8 @@ from typing import Any
 from routing.admission.job_request import JobRequest
 from routing.admission.submission import Submission
 from routing.maintenance.rebuild import refresh_fleet
-from routing.queries import job_list
 from slotkeeper.clock import now_ms
-from slotkeeper.jobs.states import State
+from slotkeeper.jobs import ledger
 from tasks.services import catalog, dispatcher, leases
 from tests.support.stack import Stack
 
@@ -55,7 +54,8 @@ def read_leases() -> tuple[int, int, int]:
 
 def count_states() -> dict[str, int]:
     """Return how many jobs are in each state."""
-    return {state.value: job_list.count(dispatcher().store.database, state) for state in State}
+    counts = ledger.count_by_state(dispatcher().store.database)
+    return {state.value: count for state, count in counts.items()}
 
 
 _FUNCTIONS = {function.__name__: function for function in (queue_then_serve, serve_polled, read_leases, count_states)}

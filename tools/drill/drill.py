@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from app.up.errors import Stopped
 from app.up.guardian import Guardian
-from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
@@ -160,7 +159,7 @@ class _Drill:
                 over = self._is_over()
                 now = time.monotonic()
                 try:
-                    counts = job_list.counts(store.database)
+                    counts = ledger.read(store.database).by_state
                     self._look_for_stuck(database)
                 except DatabaseUnavailable:  # It has been killed, and comes back.
                     continue

@@ -123,6 +123,9 @@ def _run(folder: Path, tests: Sequence[str], *, postgres: bool, longest_s: int) 
 def main(words: Sequence[str]) -> int:
     """Try out the mutants whose names contain one of the words, or all; answers the exit code."""
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    if not chosen:
+        sys.stdout.write(f"No mutant has a name that contains {' or '.join(words)}.\n")
+        return 2
     if output := run_unaltered(chosen):
         sys.stdout.write(f"With all guards in place a test fails:\n{output}\n")
         return 2

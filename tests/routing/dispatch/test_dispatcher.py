@@ -9,10 +9,10 @@ from redis.exceptions import ConnectionError
 
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import deadlines
-from routing.queries import job_list
 from routing.queue.leases import Lease, Renewal, new_lease_owner
 from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.registry.tenants import Tenant
 from tests.support import passes
@@ -51,7 +51,7 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     stage.register(3)
     with pytest.raises(error):
         stage.submit_all([stage.a(), stage.a(**asked)])
-    assert sum(job_list.counts(stage.store.database).values()) == 0
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 0
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
@@ -122,7 +122,7 @@ def test_with_the_database_down_nothing_is_half_done(stage, faults):
     with faults("INSERT INTO"), pytest.raises(ZeroDivisionError):
         stage.submit()
     assert stage.room.waiting() == [] and stage.offered() == []
-    assert sum(job_list.counts(stage.store.database).values()) == 0
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 0
 
 
 def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
@@ -132,7 +132,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
     with pytest.raises(TooManyRequests) as refused:
         stage.submit()
     assert refused.value.retry_after_s > 0
-    assert sum(job_list.counts(stage.store.database).values()) == 3
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 3
 
 
 def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
@@ -144,7 +144,7 @@ def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
     assert refused.value.retry_after_s == 0.5
     stage.later(500)
     stage.submit_all([stage.a()], acme)
-    assert sum(job_list.counts(stage.store.database).values()) == 4
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 4
 
 
 def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waiting(stage):
@@ -152,7 +152,7 @@ def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waitin
     acme = Tenant("acme", admin=False, rate_per_s=2, burst=3)
     with pytest.raises(InvalidJob, match="3 at once"):
         stage.submit_all([stage.a() for _ in range(4)], acme)
-    assert sum(job_list.counts(stage.store.database).values()) == 0
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 0
     stage.submit_all([stage.a() for _ in range(3)], acme)  # nothing was spent
 
 

@@ -14,8 +14,8 @@ from sqlalchemy import event
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import deadlines, quarantined_slots
 from routing.maintenance.server_report import ServerReport
-from routing.queries import job_list
 from routing.queue import queues
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
@@ -462,7 +462,7 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
     said = _statements(stage, lambda: deadlines.expire_deadlines(stage.dispatcher))
-    assert job_list.counts(stage.store.database)[State.EXPIRED] == 50
+    assert ledger.read(stage.store.database).by_state[State.EXPIRED] == 50
     assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
 
 

@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
-from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable, IdempotencyConflict
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.events import add_event
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
@@ -267,7 +267,7 @@ def test_a_database_that_cannot_be_opened_is_unavailable(kind, tmp_path):
     store = JobStore(database)
     _is_unavailable(lambda: store.submit([a_job()], T0))
     _is_unavailable(lambda: store.get("j"), reads=True)
-    _is_unavailable(lambda: job_list.counts(database), reads=True)
+    _is_unavailable(lambda: ledger.read(database).by_state, reads=True)
     database.close()
 
 
@@ -305,7 +305,7 @@ def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postg
     store.submit([a_job()], T0)
     postgres.put_out(postgres_url)
     assert len(store.submit([a_job()], T0)) == 1
-    assert job_list.counts(store.database)["queued"] == 2
+    assert ledger.read(store.database).by_state["queued"] == 2
     database.close()
 
 
@@ -325,7 +325,7 @@ def test_when_every_connection_is_taken_the_record_is_unavailable(database, monk
     monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
     taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
     _is_unavailable(lambda: JobStore(database).submit([a_job()], T0))
-    _is_unavailable(lambda: job_list.counts(database), reads=True)
+    _is_unavailable(lambda: ledger.read(database).by_state, reads=True)
     for connection in taken:
         connection.close()
     assert JobStore(database).submit([a_job()], T0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from routing.queries import job_list
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db import Database, commit_outcome
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import events
@@ -259,7 +259,7 @@ _AT_WORST_S = QUICK.turn_s + QUICK.transaction_s + QUICK.inquiry_s
 def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back_all_goes_on(network, far, near):
     for _ in range(3):
         at_once(
-            *[lambda: far.submit([a_job()], T0)] * 4, lambda: job_list.counts(far.database)
+            *[lambda: far.submit([a_job()], T0)] * 4, lambda: ledger.read(far.database).by_state
         )  # Several connections are open.
     network.fall_silent()
     jobs = [a_job() for _ in range(8)]
@@ -272,7 +272,7 @@ def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back
         else:
             assert isinstance(answer, list | CommitUnknown)
     assert far.submit([a_job()], T0)
-    assert job_list.counts(far.database)[State.QUEUED] > 0
+    assert ledger.read(far.database).by_state[State.QUEUED] > 0
 
 
 @postgres

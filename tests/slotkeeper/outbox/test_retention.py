@@ -3,10 +3,10 @@
 import pytest
 from sqlalchemy import event, make_url, select
 
-from routing.queries import job_list
 from slotkeeper.db import Database
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import messages
@@ -37,7 +37,7 @@ def _purged(database: Database) -> dict[State, int]:
 
 
 def test_counts_names_every_state_even_when_no_job_is_in_it(store):
-    assert job_list.counts(store.database) == dict.fromkeys(State, 0)
+    assert ledger.read(store.database).by_state == dict.fromkeys(State, 0)
 
 
 def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
@@ -47,12 +47,12 @@ def test_job_3_the_ledger_balances_at_every_step_of_every_life(database, store):
         for _ in range(2):
             a_job_in(store, state)
             accepted += 1
-            assert sum(job_list.counts(store.database).values()) + sum(_purged(database).values()) == accepted
-    assert set(job_list.counts(store.database).values()) == {2}
+            assert sum(ledger.read(store.database).by_state.values()) + sum(_purged(database).values()) == accepted
+    assert set(ledger.read(store.database).by_state.values()) == {2}
     assert retention.delete_ended_jobs(store.database, T0 + 1, limit=3) == 3
-    assert sum(job_list.counts(store.database).values()) + sum(_purged(database).values()) == accepted
+    assert sum(ledger.read(store.database).by_state.values()) + sum(_purged(database).values()) == accepted
     assert retention.delete_ended_jobs(store.database, T0 + 1) == 7
-    assert sum(job_list.counts(store.database).values()) == 6
+    assert sum(ledger.read(store.database).by_state.values()) == 6
     assert _purged(database) == dict.fromkeys(FINAL_STATES, 2)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from app.up.errors import UpError
 from app.up.ports import free_port
-from routing.queries import job_list
+from slotkeeper.jobs import ledger
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
 from tools.cluster import postgres_server
@@ -167,6 +167,6 @@ def test_when_postgresql_fails_over_no_accepted_job_is_lost_and_each_ends_once(p
         for job_id in clients.accepted:
             job = town.until(job_id, "completed")
             assert (job.failures, job.crashes) == (0, 0)
-        counts = job_list.counts(town.store.database)
+        counts = ledger.read(town.store.database).by_state
         assert counts["completed"] >= len(set(clients.accepted)) == len(clients.accepted)
         assert sum(counts.values()) == counts["completed"]

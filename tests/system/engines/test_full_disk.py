@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from routing.queries import job_list
+from slotkeeper.jobs import ledger
 from tests.support.stack import eventually
 from tests.support.town import Town, started_town
 
@@ -75,5 +75,7 @@ def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_
         jobs = [town.until(job_id, "completed") for job_id in accepted]
         assert {(job.attempts, job.failures, job.crashes) for job in jobs} == {(1, 0, 0)}
         assert sorted(run["job_id"] for run in town.runs(model)) == sorted(accepted), "each ran once"
-        assert sum(job_list.counts(town.store.database).values()) == len(accepted), "a refused submit leaves nothing"
+        assert sum(ledger.read(town.store.database).by_state.values()) == len(accepted), (
+            "a refused submit leaves nothing"
+        )
         assert _submit(town, model, accepted) == 202

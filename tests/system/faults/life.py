@@ -42,7 +42,7 @@ from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict
-from slotkeeper.jobs import notifications
+from slotkeeper.jobs import ledger, notifications
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.values import NewJob
@@ -352,7 +352,8 @@ class Life:
             self.dispatcher.revive(job.id)
 
     def _is_quiet(self) -> bool:
-        standing, room = job_list.counts(self.dispatcher.store.database), self.dispatcher.fleets.counts([SYNC])[SYNC]
+        standing = ledger.read(self.dispatcher.store.database).by_state
+        room = self.dispatcher.fleets.counts([SYNC])[SYNC]
         if (
             any(standing[state] for state in ACTIVE_STATES)
             or room.taken

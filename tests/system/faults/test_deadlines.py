@@ -7,8 +7,8 @@ import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.maintenance import deadlines
-from routing.queries import job_list
 from routing.queue.leases import Renewal
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from tests.support import passes
@@ -119,7 +119,7 @@ def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
 
     assert deadlines.expire_deadlines(stage.dispatcher) == 1_100, "all of them, by the first look"
 
-    assert job_list.counts(stage.store.database)[State.EXPIRED] == 1_100
+    assert ledger.read(stage.store.database).by_state[State.EXPIRED] == 1_100
     assert stage.state(kept) is State.QUEUED
 
 

@@ -21,12 +21,12 @@ from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import task_runs
 from routing.maintenance.reaper import RenewalGrace
 from routing.maintenance.server_report import ServerReport
-from routing.queries import job_list
 from routing.queue import queues
 from routing.queue.leases import Renewal
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable, TooManyRequests
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
@@ -365,7 +365,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
         dispatcher.store.database = stage.database
         hasty.close()
     assert refused.value.retry_after_s
-    assert sum(job_list.counts(stage.store.database).values()) == 0
+    assert sum(ledger.read(stage.store.database).by_state.values()) == 0
     assert stage.room.dump() == before and stage.offered() == []
 
 
@@ -409,7 +409,7 @@ def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Pos
         jobs = [town.until(job_id, "completed") for job_id in (running, waiting)]
         assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0), (1, 0)]
         assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
-        assert sum(job_list.counts(town.store.database).values()) == 2, "a refused submit leaves nothing"
+        assert sum(ledger.read(town.store.database).by_state.values()) == 2, "a refused submit leaves nothing"
     postgres.drop(url)
 
 

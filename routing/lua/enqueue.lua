@@ -12,7 +12,8 @@
               owner: text, changes_model: flag}]
     ahead: int | None   jobs of its model that come before it; None: it holds a lease, or this was not asked for
     run_ms: int | None  mean slot time of the model's latest runs; None: unknown
-  Idempotent: a job that waits already stays as it is; one that holds a lease goes to its place when that is released
+  Idempotent: a job that waits already gets the score of the present policy, which differs only if it came in before
+    sync_catalog; one that holds a lease goes to its place when that is released
   Refused when Redis is full
   Called by routing/queue/queues.py: Queues.enqueue_command
   Clock Redis TIME    Cost O(log n) a job, and that of job_status for a position    Upholds ORDER-1, SLOT-2 ]]
@@ -43,12 +44,9 @@ local function add_entries()
     end
   end
   for _, batch in pairs(lanes) do
-    local more = add_to_lane(batch.lane, unpack(batch.members))
-    if more > 0 then
-      read_rules(batch.lane)
-      reindex(batch.lane, batch.constraints)
-    end
-    added = added + more
+    added = added + add_to_lane(batch.lane, unpack(batch.members))
+    read_rules(batch.lane)
+    reindex(batch.lane, batch.constraints) -- Even if none was added: the score of the first may be another.
   end
   return added
 end

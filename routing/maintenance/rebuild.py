@@ -80,11 +80,11 @@ def begin(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
     begun = dispatcher.fleets.begin_rebuild(fleets, catalog.database_id)
     for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
         log.warning("queue_discarded", fleet=fleet, because="Redis, or the database, is not what it was filled from")
+    sync_catalog(dispatcher, list(begun), catalog)  # Leases and jobs get their scores by its policies.
     restore_leases.restore_leases(dispatcher, begun)
     quarantined_slots.restore_quarantine(dispatcher, begun)
     restore_leases.restore_offers(dispatcher, begun)
     crash_at("rebuild_leases")
-    sync_catalog(dispatcher, list(begun), catalog)
     return list(begun)
 
 

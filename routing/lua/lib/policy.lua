@@ -1,8 +1,8 @@
 -- policy: the interface of a policy, and its defaults.  A policy is a file of lib/policies and a row of
 -- slotkeeper/registry/policies.py; what it leaves out is decided here.  A `lane` is what parse_lane returns.
 --
--- Inside a lane, jobs are in the order of their scores, which never change.  The score of a job is `seq`, the number of
--- its acceptance (ORDER-1), unless the policy has
+-- Inside a lane, jobs are in the order of their scores, which do not change while a policy stays.  The score of a job
+-- is `seq`, the number of its acceptance (ORDER-1), unless the policy has
 --   lane_score(seq, deadline)             the deadline in ms, 0: none; the result is below 2^53
 -- Whose turn it is: the lane with the smallest key is next.  A policy has one of two kinds of keys:
 --   head_key(priority, score, created, rules)   from the job at the lane's head, times in ms; of equal priority it

@@ -18,7 +18,7 @@ from slotkeeper.registry import catalog_removal
 from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
-from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, Stage
+from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, OutcomeKind, Stage
 from tests.support.starts import claim_offer
 
 # -- reap ------------------------------------------------------------------------------------------------------
@@ -263,6 +263,35 @@ def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(sta
     stage.told.offers.clear()  # Redis was the broker, too.
     assert stage.run_all() == [job_id]
     assert (stage.state(job_id), stage.job(job_id).slot) == (State.COMPLETED, task.lease.slot)
+
+
+@pytest.mark.parametrize("refill", ["sweep", "reconcile"])
+def test_a_run_that_ends_after_redis_was_emptied_waits_by_its_deadline(stage, refill):
+    stage.register(1, policy="edf")
+    stage.submit(ttl_s=5000.0)
+    run = stage.start()
+    soon = stage.submit(ttl_s=100.0)
+    stage.lose_redis()
+    getattr(passes, refill)(stage.dispatcher)
+    stage.told.offers.clear()
+    stage.settle(run, OutcomeKind.BUSY)
+    stage.later(60 * SECOND)
+    assert [offer.job_id for offer in stage.dispatcher.queues.offer_all("zimg")] == [soon]
+
+
+@pytest.mark.parametrize("refill", ["sweep", "reconcile"])
+def test_jobs_that_came_into_an_emptied_redis_before_its_policies_wait_by_their_deadlines(stage, refill):
+    stage.register(1, policy="edf")
+    stage.submit(ttl_s=50.0)
+    run = stage.start()
+    stage.lose_redis()
+    late, soon, middle = (
+        stage.submit(ttl_s=ttl_s, tenant=tenant) for ttl_s, tenant in ((5000.0, "a"), (100.0, "b"), (200.0, "c"))
+    )
+    getattr(passes, refill)(stage.dispatcher)
+    stage.told.offers.clear()
+    stage.settle(run)
+    assert stage.run_all() == [soon, middle, late]
 
 
 def test_a_job_that_waits_to_be_resumed_keeps_its_slot_where_redis_has_no_memory_for_the_others(stage, monkeypatch):

@@ -107,7 +107,6 @@ MUTANTS = [
         "routing.queue.fleets:isolate_errors",
         swap("Exception", "ZeroDivisionError", within="except Exception"),
         kills=[
-            "test_a_fleet_whose_room_is_broken_holds_up_no_other",
             "test_a_job_that_cannot_be_reaped_holds_up_no_other",
         ],
         breaks="SLOT-2",
@@ -176,7 +175,6 @@ MUTANTS = [
         swap("dead - running - {lease.owner for lease in theirs}", "dead - running"),
         kills=[
             "test_what_a_killed_worker_sent_last_is_found_by_the_next_look",
-            "test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped",
         ],
         breaks="LEASE-1",
         still="test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing",

@@ -64,7 +64,7 @@ MUTANTS = [
         lua_swap("if leased[n] then", "if leased[n] == 0 then"),
         kills=[
             "test_a_job_that_waits_or_is_offered_is_left_as_it_is",
-            "test_reconcile_leaves_waiting_jobs_where_they_are",
+            "test_a_sweep_leaves_waiting_jobs_where_they_are",
         ],
         breaks="LEASE-1",
     ),

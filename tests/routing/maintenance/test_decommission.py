@@ -142,7 +142,9 @@ def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
     assert upkeep.finish_removals(stage.dispatcher) == []
     second = stage.submit()
     assert stage.start().run.server == "b"
+    stage.submit()
     stage.settle(task)
+    assert stage.offered() == []
     assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["a"]
     assert (stage.state(job_id), stage.job(second).server) == (State.COMPLETED, "b")
 

@@ -1,4 +1,4 @@
---[[ clamp_times: after Redis' clock was set back, end what would last longer than it may.
+--[[ clamp_times: end what would last longer than it may, as Redis' clock was set back.
   Keys: rules, cooling, leases, servers, stats
   Takes
     lease_ms: int     longest duration of a lease or an offer; one that would last longer gets this, so that its holder

@@ -87,7 +87,7 @@ class Reaper:
     def reap(self) -> int:
         """Take back offers that no worker has claimed and leases that no worker has renewed; return how many.
 
-        After Redis' clock was set back, leases that would last too long are shortened.  Raises redis errors.
+        Raises redis errors.
         """
         dispatcher, asked_s = self._dispatcher, time.monotonic()
         try:
@@ -96,10 +96,6 @@ class Reaper:
             if self._grace is not None:
                 self._grace.note_failure()
             raise
-        for fleet, span in spans.items():
-            if span.last_ms > span.now_ms + dispatcher.fleets.longest_lease_ms:
-                with isolate_errors("clamp_times", fleet=fleet):
-                    log.warning("times_clamped", fleet=fleet, how_many=dispatcher.fleets.clamp_times(fleet))
         if self._grace is not None and not self._may_reap(self._grace, asked_s, spans):
             return 0
         return self._reap_expired([fleet for fleet, span in spans.items() if span.has_expired])

@@ -23,7 +23,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 log = structlog.get_logger(__name__)
 
 _READ_S = 1.5  # One sweep reads the database for so long, and leaves the rest to the next.
-_SYNC_EVERY_S = 20.0  # A fleet whose slots are complete gets its catalog again after so long.
+_SYNC_EVERY_S = 20.0  # A fleet gets its catalog, and its times are checked, at least so often.
 # On PostgreSQL a row becomes visible when its transaction commits, which may be after that of a later row.
 _VISIBLE_WITHIN_S = {"postgresql": 10.0}
 _COUNTING_SHARE = 0.05  # of the time, at most, for counting queued jobs
@@ -90,8 +90,11 @@ class Sweeper:
         return made
 
     def _sync_catalog(self, catalog: CatalogSnapshot, counts: Mapping[str, QueueCounts]) -> None:
-        """Bring the catalog to fleets for which it has changed, or whose slots are not those of the catalog."""
-        synced, now = self.state.synced, time.monotonic()
+        """Bring the catalog to fleets for which it has changed, or whose slots are not those of the catalog.
+
+        Now and then also to the others, whose clock may have been set back.
+        """
+        dispatcher, synced, now = self._dispatcher, self.state.synced, time.monotonic()
 
         def is_due(fleet: str, count: QueueCounts) -> bool:
             version, synced_at = synced.get(fleet, (None, 0.0))
@@ -100,7 +103,10 @@ class Sweeper:
             return version != catalog.version or not is_complete or now - synced_at > _SYNC_EVERY_S
 
         due = [fleet for fleet, count in counts.items() if is_due(fleet, count)]
-        rebuild.sync_catalog(self._dispatcher, due, catalog)
+        for fleet, times in dispatcher.fleets.clamp_times(due).items():
+            if times:
+                log.warning("times_clamped", fleet=fleet, how_many=times)
+        rebuild.sync_catalog(dispatcher, due, catalog)
         synced.update(dict.fromkeys(due, (catalog.version, now)))
 
     # -- jobs that were queued and are not in Redis ----------------------------------------------------------

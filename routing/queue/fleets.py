@@ -39,11 +39,10 @@ class QueueCounts:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSpan:
-    """When the first and the last of a fleet's leases expire, ms by Redis' clock; 0: there is none."""
+    """When the first of a fleet's leases expires, ms by Redis' clock; 0: there is none."""
 
     now_ms: int
     first_ms: int
-    last_ms: int
 
     @property
     def has_expired(self) -> bool:
@@ -77,29 +76,26 @@ class Fleets:
         return found
 
     def lease_spans(self, fleets: Sequence[str]) -> dict[str, LeaseSpan]:
-        """Return when the first and last lease expire, of fleets that have some; of one at least, for Redis' time."""
+        """Return when the first lease expires, of fleets that have some; of one at least, for Redis' time."""
         asked = self.scripts.existing("leases", fleets) or fleets[:1]
         found, failed = self.scripts.run_each({fleet: self._lua.lease_span(fleet) for fleet in asked})
         log_failures("lease_span_not_read", failed)
         return found
 
-    @property
-    def longest_lease_ms(self) -> int:
-        """How far ahead a lease or an offer can expire at most."""
-        return max(self._settings.lease_ms, self._settings.offer_ms)
-
-    def clamp_times(self, fleet: str) -> int:
-        """After Redis' clock was set back, end what would last longer than it may; return how many times it was."""
+    def clamp_times(self, fleets: Sequence[str]) -> dict[str, int]:
+        """End what would last longer than it may, as Redis' clock was set back; return how many times that was."""
         settings = self._settings
+        lease_ms = max(settings.lease_ms, settings.offer_ms)
         cooldown_ms = max(settings.busy_cooldown_max_ms, settings.unreachable_cooldown_max_ms, FOREIGN_USE_MS)
-        return self.scripts.run(
-            self._lua.clamp_times(
-                fleet,
-                lease_ms=self.longest_lease_ms,
-                cooldown_ms=cooldown_ms,
-                open_ms=settings.breaker_open_max_ms,
-            )
+        open_ms = settings.breaker_open_max_ms
+        found, failed = self.scripts.run_each(
+            {
+                fleet: self._lua.clamp_times(fleet, lease_ms=lease_ms, cooldown_ms=cooldown_ms, open_ms=open_ms)
+                for fleet in fleets
+            }
         )
+        log_failures("times_not_clamped", failed)
+        return found
 
     def begin_rebuild(self, fleets: Sequence[str], database_id: str) -> dict[str, bool]:
         """Make closed queues ready to be filled from this database.  True: what Redis had was discarded."""

@@ -284,6 +284,7 @@ def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(
     job_id = stage.submit()
     stage.start()
     stage.set_clock(stage.now - 3_600_000)
+    passes.sweep(stage.dispatcher)
     assert passes.reap(stage.dispatcher) == 0
     stage.later(max(LEASE_MS, OFFER_MS))
     assert passes.reap(stage.dispatcher) == 1
@@ -292,14 +293,12 @@ def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(
 
 def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
     stage.register(2)
-    for _ in range(2):
-        stage.submit()
     passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
     stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
     assert stage.free() == 0
     stage.set_clock(stage.now - 3_600_000)
-    assert stage.dispatcher.fleets.clamp_times("zimg") >= 2
     passes.sweep(stage.dispatcher)
+    stage.submit()
     assert stage.offered(), "a slot is tried again"
 
 

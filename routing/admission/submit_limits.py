@@ -6,6 +6,7 @@ each with a function that judges its result, so that the commands of all limits 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -73,7 +74,9 @@ class LimitScripts(Protocol):
     """The scripts of this module."""
 
     def rate_limit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
-    def count_constraints(self, fleet: str, *, account: str, classes: Sequence[str]) -> Command[ConstraintCounts]: ...
+    def count_constraints(
+        self, fleet: str, *, account: str, models: Sequence[str], classes: Sequence[str]
+    ) -> Command[ConstraintCounts]: ...
 
 
 class LimitContext:
@@ -94,7 +97,8 @@ class LimitContext:
     ) -> Command[ConstraintCounts]:
         """Return the command that counts the different constraints that would wait with these."""
         classes = sorted({lanes.class_name(model, one) for one in wanted})
-        return self._lua.count_constraints(fleet, account=lanes.account_name(tenant, model), classes=classes)
+        account, models = lanes.account_name(tenant, model), self.catalog.get().models_of(fleet)
+        return self._lua.count_constraints(fleet, account=account, models=models, classes=classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +166,13 @@ def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[R
 
 def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:
     """Limit how many jobs wait: of a model, or of each of its tenants where its policy separates them."""
+    by_model = Counter(job.model for job in request.jobs)
     for (name, tenant), jobs in request.by_account.items():
         model, slots = context.catalog.resolve(name), context.catalog.get().count_slots(name)
         limit = queue_limit(model.config, slots)
         if limit is not None:
-            yield _capacity_check(context, model, tenant, len(jobs), limit, slots)
+            count = len(jobs) if POLICIES[model.config.policy].is_by_tenant else by_model[name]
+            yield _capacity_check(context, model, tenant, count, limit, slots)
 
 
 def queue_limit(config: ModelConfig, slots: int) -> int | None:
@@ -205,7 +211,8 @@ def _capacity_check(
             waiting=waiting,
         )
 
-    return RedisCheck(context.queues.model_status_command(model.fleet, model.name, tenant), judge)
+    command = context.queues.model_status_command(model.fleet, model.name, tenant, max_free=count)
+    return RedisCheck(command, judge)
 
 
 def retry_after_s(over: int, slots: int, run_ms: float | None) -> int:

@@ -1,23 +1,35 @@
 --[[ model_status: how many jobs of a model wait, and what keeps them from starting.
-  Keys: lanes, rules, free, leases, stats, meta
+  Keys: lanes, rules, free, leases, servers, stats, meta
   Takes
     account: text           "<tenant>|<model>"
+    max_free: int           count free slots up to this number
   Returns
     own: int, all_tenants: int      jobs that wait: of this tenant, of all
     run_ms: int | None      mean slot time of the model's latest runs; None: unknown
-    free: int               free slots of the fleet
+    free: int               free slots of servers that serve the model
     state: text             of the model: online, draining, paused, frozen
     breaker: "closed" | "open" | "half_open" | "probing", open_until_ms: int, open_why: text      of the model
   Writes nothing
   Called by routing/queue/queues.py: Queues.model_status_command
-  Clock Redis TIME    Cost O(1) ]]
+  Clock Redis TIME    Cost O(free slots of the fleet), O(1) if max_free is 0 ]]
+-- @include lib/groups
 -- @include lib/now_ms
 -- @include lib/rules
 -- @include lib/server_stats
+
+local function count_free(model)
+  local found = 0
+  for _, slot in ipairs(max_free > 0 and redis.call("ZRANGE", FREE, 0, -1) or {}) do
+    local entry = online_server(server_of(slot))
+    if entry and serves(entry, model) then found = found + 1 end
+    if found == max_free then return found end
+  end
+  return found
+end
 
 local model = model_of(account)
 local stats = stats_key("model", model)
 local breaker, run_ms = breaker_of(stats), math.ceil(get_number(stats, "run_ms"))
 return { tonumber(redis.call("HGET", LANES, account) or "0"), get_number(META, "waiting:" .. model),
-  run_ms > 0 and run_ms, redis.call("ZCARD", FREE), rules_of(model).state,
+  run_ms > 0 and run_ms, count_free(model), rules_of(model).state,
   breaker_state(breaker, now_ms()), breaker.until_ms, breaker.why }

@@ -128,7 +128,7 @@ class ModelStatus:
     """What waits for a model, and what its jobs wait for, see lua/model_status.lua.
 
     `own`, `all_tenants`: jobs that wait.  `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: free
-    slots of its fleet.
+    slots that can run its jobs, up to the number that was asked for.
     """
 
     own: int
@@ -153,7 +153,7 @@ class QueueScripts(Protocol):
     def offer(self, fleet: str, *, offering: OfferTerms) -> Command[list[Offer]]: ...
     def withdraw(self, fleet: str, *, job: QueuedJob, lane: str) -> Command[WithdrawResult]: ...
     def job_status(self, fleet: str, *, job: QueuedJob, lane: str, as_last: bool) -> Command[JobStatus]: ...
-    def model_status(self, fleet: str, *, account: str) -> Command[ModelStatus]: ...
+    def model_status(self, fleet: str, *, account: str, max_free: int) -> Command[ModelStatus]: ...
 
 
 def offer_terms(settings: RoutingSettings, capacity: int, limit: int, claimant: str = "") -> OfferTerms:
@@ -300,9 +300,14 @@ class Queues:
         """Return the command for where a job stands, or, `as_last`, would stand if it entered now."""
         return self._lua.job_status(fleet, job=job, lane=lanes.lane_name(job), as_last=as_last)
 
-    def model_status_command(self, fleet: str, model: str, tenant: str = "") -> Command[ModelStatus]:
-        """Return the command for what waits for a model; `tenant`: whose jobs are counted apart."""
-        return self._lua.model_status(fleet, account=lanes.account_name(tenant, model))
+    def model_status_command(
+        self, fleet: str, model: str, tenant: str = "", *, max_free: int = 0
+    ) -> Command[ModelStatus]:
+        """Return the command for what waits for a model.
+
+        `tenant`: whose jobs are counted apart.  `max_free`: count the model's free slots up to this number.
+        """
+        return self._lua.model_status(fleet, account=lanes.account_name(tenant, model), max_free=max_free)
 
     def run_all(self, commands: Sequence[Command[T]]) -> list[T]:
         """Run commands in few round trips, and return their results."""

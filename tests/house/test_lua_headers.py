@@ -263,8 +263,10 @@ def test_a_call_is_packed_as_redis_would_have_its_words():
     scripts = make_scripts(Redis(), Keys("test"))
     waiting = scripts.bind(QueueScripts)
     for command in (
-        waiting.model_status("zimg", account="a|zimg"),
-        scripts.bind(LimitScripts).count_constraints("zimg", account="a|zimg", classes=["c|zimg", "d|zimg"]),
+        waiting.model_status("zimg", account="a|zimg", max_free=1),
+        scripts.bind(LimitScripts).count_constraints(
+            "zimg", account="a|zimg", models=["zimg"], classes=["c|zimg", "d|zimg"]
+        ),
     ):
         assert command.packed == hiredis.pack_command(command.words)
 

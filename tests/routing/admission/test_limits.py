@@ -106,6 +106,28 @@ def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
         check(stage, [stage.a()], ACME)
 
 
+def test_only_free_slots_that_can_run_a_model_make_room_for_its_jobs(stage):
+    stage.register(1, server="shared", max_waiting=0)
+    stage.register(1, server="shared", model="flux")
+    stage.register(10, server="large", model="flux")
+    fleet = stage.dispatcher.catalog.get().models["zimg"].fleet
+    stage.redis.set(f"clock:{{{fleet}}}", stage.now)
+    with pytest.raises(InvalidJob, match="2 jobs at once exceed the limit"):
+        check(stage, [stage.a(), stage.a()])
+    stage.submit()
+    with pytest.raises(TooManyRequests, match="configured to hold 0"):
+        check(stage, [stage.a()])
+    check(stage, [stage.a("flux") for _ in range(10)])
+
+
+def test_jobs_of_several_tenants_count_together_where_the_limit_is_of_the_model(stage):
+    stage.register(1, max_waiting=5)
+    stage.submit_all([stage.a() for _ in range(2)])
+    with pytest.raises(InvalidJob, match="20 jobs at once exceed the limit"):
+        check(stage, [stage.a(tenant=f"t{n}") for n in range(20)])
+    check(stage, [stage.a(tenant=f"t{n}") for n in range(4)])
+
+
 def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis(stage, monkeypatch):
     def refuse(request, context):
         raise InvalidJob("jobs", "never")

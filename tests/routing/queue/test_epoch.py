@@ -115,10 +115,10 @@ def test_means_outlive_a_lost_moment_and_not_another_record(room):
     room.run("close_queue", room.version)
     room.open()
     room.sync(*room.servers)
-    assert room.run("model_status", "default|zimg")[2] == 500
+    assert room.run("model_status", "default|zimg", 0)[2] == 500
     assert room.run("sync_catalog", "another record", 1, 0, 0)[0] == "foreign"
     assert room.begin("another record") == "cleared"
-    assert room.run("model_status", "default|zimg")[2] is None
+    assert room.run("model_status", "default|zimg", 0)[2] is None
 
 
 def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(room):

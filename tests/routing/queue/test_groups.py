@@ -2,6 +2,7 @@
 
 import pytest
 
+from routing.admission.submit_limits import LimitScripts
 from routing.queue.lanes import class_name
 from tests.support.room import RECORD, Room, Server, a
 
@@ -113,12 +114,20 @@ def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(room):
 def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room):
     room.with_servers(SMALL)
     room.enqueue(*[asks(f"x{n}", n, 100 + n, "mean") for n in range(1, 9)])
-    assert room.run("model_status", "mean|zimg")[:2] == [8, 8]
+    assert room.run("model_status", "mean|zimg", 0)[:2] == [8, 8]
 
 
 def test_different_constraints_are_counted_once_whoever_has_them(room):
     room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
+    room.enqueue(a("plain", 5, tenant="a"))
     known, new = (class_name("zimg", f"memory>={n}") for n in (3, 4))
-    assert room.run("count_constraints", "a|zimg") == [2, 3]
-    assert room.run("count_constraints", "a|zimg", known) == [3, 3]
-    assert room.run("count_constraints", "a|zimg", known, new, new) == [4, 4]
+    scripts: LimitScripts = room.scripts.bind(LimitScripts)
+
+    def count(*classes: str) -> tuple[int, ...]:
+        return room.scripts.run(
+            scripts.count_constraints(room.fleet, account="a|zimg", models=["flux", "zimg"], classes=classes)
+        )
+
+    assert count() == (2, 3)
+    assert count(known) == (3, 3)
+    assert count(known, new, new) == (4, 4)

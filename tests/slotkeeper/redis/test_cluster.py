@@ -79,8 +79,8 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
     assert room.run("check_lease", one.job, one.lease, "w1", one.slot, 4000) == "held"
     assert room.position(_b("j3", 3)) == ["waiting", 1]
-    assert room.run("model_status", f"default|{FLEET}") == [2, 2, None, 0, "online", "closed", 0, ""]
-    assert room.run("count_constraints", f"default|{FLEET}", f"d1|{FLEET}") == [2, 2]
+    assert room.run("model_status", f"default|{FLEET}", 1) == [2, 2, None, 0, "online", "closed", 0, ""]
+    assert room.run("count_constraints", f"default|{FLEET}", 1, FLEET, f"d1|{FLEET}") == [2, 2]
     assert len(room.run("server_status")) == 1
     assert room.run("queue_counts")[:4] == [1, 0, 0, 2]
     assert room.claim(two) == "claimed"

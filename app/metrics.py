@@ -158,11 +158,11 @@ class MetricsCollector(Collector):
         for it in gauges.read_lane_depths(self._scripts, catalog.fleets()):
             labels = named(it.model), str(it.priority)
             waiting[labels] += it.jobs
-            oldest[labels] = min(oldest.get(labels, it.oldest_ms), it.oldest_ms)
+            oldest[labels] = min(oldest.get(labels, it.first_ms), it.first_ms)
         yield _gauge("slotkeeper_queue_jobs", "Jobs in the queue.", _BY_PRIORITY, waiting.items())
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())
-        help_text = "Age of the first job in the queue."
+        help_text = "Age of the first job in the queue; under edf, of the one with the earliest deadline."
         yield _gauge("slotkeeper_oldest_job_age_seconds", help_text, _BY_PRIORITY, ages)
 
     def _tasks(self) -> Iterator[Metric]:

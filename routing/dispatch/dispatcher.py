@@ -213,7 +213,8 @@ class Dispatcher:
     def longest_usual_ms(self, model: str) -> int:
         """Return after how many ms a run of the model counts as ended where its server cannot be asked.
 
-        Three times what nearly all of its latest runs took, but no longer than the model's runs may take.
+        Three times what nearly all of its latest runs took, at least 10 s, but no longer than `withhold_max_ms` and the
+        `max_poll_time` of the model; if it has had no runs, the smaller of these two.
         Raises DatabaseUnavailable.
         """
         known = self.catalog.get().models.get(model)

@@ -46,7 +46,7 @@ if (found[1] and found[1] ~= id) or found[2] or is_other_database(database_id) t
   delete_members(redis.call("HKEYS", SLOTS), displaced_key)
   delete_stats(is_other_database(database_id))
   redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META,
-    excess_key(), open_key(), accounts_to_reindex_key(), classes_to_regroup_key())
+    excess_key(), open_offers_key(), accounts_to_reindex_key(), classes_to_regroup_key())
   answer = "cleared"
 end
 redis.call("HSET", META, "copy", id, "record", database_id)

@@ -45,7 +45,7 @@ local function add_entries()
   end
   for _, batch in pairs(lanes) do
     added = added + add_to_lane(batch.lane, unpack(batch.members))
-    read_rules(batch.lane)
+    load_rules(batch.lane)
     reindex(batch.lane, batch.constraints) -- Even if none was added: the score of the first may be another.
   end
   return added

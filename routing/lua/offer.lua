@@ -13,7 +13,7 @@
 
 -- Claim the oldest open offer: its message is lost, or no worker had a free place to read it.
 local function claim_oldest(now)
-  local job = redis.call("ZRANGE", open_key(), 0, 0)[1]
+  local job = redis.call("ZRANGE", open_offers_key(), 0, 0)[1]
   if not job or not is_open(now) then return nil end -- the slot may be another's by now
   local lease, owner = read_lease(job), offering.claimant
   redis.call("HSET", lease_key(job), "owner", owner)

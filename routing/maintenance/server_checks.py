@@ -50,7 +50,7 @@ class ServerChecks:
         found = quarantined_slots.servers_to_ask(dispatcher)
         for troubled in dispatcher.slots.list_troubled(catalog.fleets()).values():
             found |= troubled.cooling | troubled.failing
-        found |= {server for server, _ in self._silent_leases(catalog.fleets())}
+        found |= {server for server, _ in self._unrenewed_leases(catalog.fleets())}
         return found & catalog.servers.keys()
 
     def apply_reports(self, reports: Mapping[str, ServerReport], *, may_reap: bool = True) -> int:
@@ -62,7 +62,7 @@ class ServerChecks:
         dispatcher, freed, found = self._dispatcher, 0, self._by_fleet(reports)
         running, quarantined = self._running_by_server(), quarantine.list_by_server(dispatcher.store.database)
         by_location = _by_location(running)
-        silent = self._silent_leases(list(found)) if may_reap else set()
+        silent = self._unrenewed_leases(list(found)) if may_reap else set()
         idle: list[Server] = []
         for fleet, troubled in dispatcher.slots.list_troubled(list(found)).items():
             for server, report in found[fleet]:
@@ -112,7 +112,7 @@ class ServerChecks:
             with isolate_errors("end_cooldowns", fleet=fleet):
                 dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
 
-    def _silent_leases(self, fleets: Sequence[str]) -> set[tuple[str, str]]:
+    def _unrenewed_leases(self, fleets: Sequence[str]) -> set[tuple[str, str]]:
         """Return (server, job) of leases that have missed renewals."""
         silent_ms = 2 * self._dispatcher.settings.renew_every_ms
         return {

@@ -65,7 +65,7 @@ class Explanation:
     """Why a job waits.  `sentence` sums `waits_for` up.
 
     `ahead`: number of jobs of its model that come before it; None: it has no place in the queue.
-    `before`: the jobs of the same tenant and priority directly before it, at most five, the nearest last.
+    `before`: the jobs directly before it in its lane (tenant, priority, constraints), at most five, the nearest last.
     `servers`: for each server of its model, why the server cannot take this job now; "": it can.
     """
 

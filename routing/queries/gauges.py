@@ -31,12 +31,15 @@ _QUEUED = select(func.count()).where(jobs.c.state == State.QUEUED.value, jobs.c.
 
 @dataclass(frozen=True, slots=True)
 class LaneDepth:
-    """Jobs in a lane.  `oldest_ms`: when the first of them was accepted, ms since the epoch."""
+    """Jobs in a lane.  `first_ms`: when the one that is next was accepted, ms since the epoch.
+
+    Under `edf` another may have been accepted before it.
+    """
 
     model: str
     priority: int
     jobs: int
-    oldest_ms: int
+    first_ms: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ class Queues:
     def offer(self, fleet: str, limit: int = 64, claimant: str = "") -> list[Offer]:
         """Offer up to `limit` jobs (SLOT-2).  For very many, call it again, so that Redis serves others in between.
 
-        `claimant`: owns the first offer at once; that is the oldest open one, if there is one.
+        `claimant`: owns one offer at once: the oldest open one, or else the first that is made.
         """
         return self.scripts.run(self.offer_command(fleet, limit, claimant))
 

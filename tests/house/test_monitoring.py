@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.api.figures import ModelStats
+from routing.admission.submit_limits import LIMITS
 
 REPO = Path(__file__).resolve().parents[2]
 MONITORING, KUBERNETES = REPO / "deploy" / "monitoring", REPO / "deploy" / "kubernetes"
@@ -41,6 +42,11 @@ def test_every_metric_that_an_example_names_exists(path: Path) -> None:
 def test_the_page_explains_every_figure_and_no_other() -> None:
     page = PAGE.read_text()
     assert {_PARTS.sub("", name) for name in re.findall(r"`(slotkeeper_[a-z_]+)`", page)} == _told()
+
+
+def test_the_page_names_every_limit_that_refuses_jobs() -> None:
+    (named,) = re.findall(r"refused jobs by limit: ([a-z, ]+) \|", PAGE.read_text())
+    assert set(named.split(", ")) == {limit.name for limit in LIMITS}
 
 
 def test_the_pages_name_every_example() -> None:

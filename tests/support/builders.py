@@ -4,7 +4,7 @@ Times count from T0.  A builder does the real acts, so what it gives is what the
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -134,3 +134,9 @@ def _read(store: JobStore, job_id: str) -> Job:
     job = store.get(job_id)
     assert job is not None
     return job
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return how pydantic lists the values that a field may have."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"

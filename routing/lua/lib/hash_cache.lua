@@ -1,6 +1,8 @@
 -- hash_cache: read each field of a hash once in a call, and write the changed fields at its end, by flush_hashes, with
 -- few commands for each hash.
 
+-- Here as in all files of lib, a variable without a value or with `{}` lasts one call, and one with another value as
+-- long as Redis has the scripts (slotkeeper/redis/script_library.py).
 local hashes = {}
 local whole = {}
 local stored = {}

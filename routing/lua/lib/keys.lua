@@ -12,7 +12,7 @@ local function lease_key(job) return LEASES .. ":" .. job end
 local function tags_key(model) return TAGS .. ":" .. model end
 local function stats_key(kind, name) return STATS .. ":" .. kind .. ":" .. name end
 local function displaced_key(slot) return SLOTS .. ":" .. slot end
-local function open_key() return META .. ":open" end
+local function open_offers_key() return META .. ":open" end
 local function excess_key() return META .. ":excess" end
 local function accounts_to_reindex_key() return META .. ":unsorted" end
 local function classes_to_regroup_key() return META .. ":ungrouped" end

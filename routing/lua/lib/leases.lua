@@ -22,7 +22,11 @@ end
 
 -- An offer is open as long as its lease has no owner.
 local function update_open_offers(job, owner, number)
-  if owner == "" then redis.call("ZADD", open_key(), number, job) else redis.call("ZREM", open_key(), job) end
+  if owner == "" then
+    redis.call("ZADD", open_offers_key(), number, job)
+  else
+    redis.call("ZREM", open_offers_key(), job)
+  end
 end
 
 -- A server has one more, or one fewer, lease without a slot: as many of its free slots are not offered (SLOT-1).
@@ -86,7 +90,7 @@ end
 -- Delete a lease that read_lease has returned.  Returns whether its slot holds no lease now.
 local function delete_lease(lease, now)
   load_fields(META, "epoch", "copy", "offers", "excess", "waiting:" .. lease.lane.model)
-  read_rules(lease.lane)
+  load_rules(lease.lane)
   redis.call("DEL", lease_key(lease.job))
   redis.call("ZREM", LEASES, lease.job)
   if lease.owner == "" then update_open_offers(lease.job, "gone") end

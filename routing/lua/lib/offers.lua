@@ -5,7 +5,8 @@
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane: candidates for a probe
 
--- Return server -> how many of its free slots are not offered, as it has so many leases without a slot (SLOT-1).
+-- Return server -> number of its leases that have no slot of their own.  So many of its free slots are not offered, as
+-- those runs use them (SLOT-1).
 local function excess_by_server()
   if not get_field(META, "excess") then return {} end
   local found, excess = redis.call("HGETALL", excess_key()), {}
@@ -177,7 +178,7 @@ end
 -- the database had lost its first row.  This entry of it is removed, and the next call makes the next offer (LEASE-1).
 local function make_offer(head, servers, server, by_name, prefix, owner, now, lease_ms)
   local lane, job = parse_lane(head.name), head.job
-  read_rules(lane)
+  load_rules(lane)
   local is_new = redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1
   if not is_new then remove_from_lane(lane, head.member, head.following) return end
   local slot, number = take_slot(servers, server), increment_field(META, "offers", 1)
@@ -272,7 +273,7 @@ local function make_offers(offering, now)
     if is_for_claimant then
       made = make_next_offer(groups, servers, prefix, offering.claimant, now, offering.lease_ms)
     else
-      open_left = (open_left or offering.capacity - redis.call("ZCARD", open_key())) - 1
+      open_left = (open_left or offering.capacity - redis.call("ZCARD", open_offers_key())) - 1
       made = open_left >= 0 and make_next_offer(groups, servers, prefix, "", now, offering.offer_ms)
     end
     if not made then break end

@@ -5,7 +5,7 @@
 local rules_read = {}
 
 -- Read all that is configured for an account, with one command.
-local function read_rules(lane)
+local function load_rules(lane)
   load_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
 end
 

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from slotkeeper.jobs.states import Reason, State
+from slotkeeper.registry.policies import POLICIES
 from tests.support import passes
 from tests.support.api import NOTHING, Api, TimedApi
+from tests.support.builders import one_of
 
 MINUTE = 60_000
 
@@ -221,8 +223,8 @@ def test_limits_of_tenants_change_while_it_runs(api: Api) -> None:
 
 # body, field, a word of the reason
 BAD: dict[str, tuple[bytes, str, str]] = {
-    "unknown policy": (b'{"policy":"random"}', "policy", "'fifo', 'priority', 'aging', 'edf' or 'fair'"),
-    "policy is a number": (b'{"policy":1}', "policy", "'fifo', 'priority', 'aging', 'edf' or 'fair'"),
+    "unknown policy": (b'{"policy":"random"}', "policy", one_of(POLICIES)),
+    "policy is a number": (b'{"policy":1}', "policy", one_of(POLICIES)),
     "weight of nothing": (b'{"weights":{"acme":0}}', "weights.acme", "greater than or equal to 0.001"),
     "weight below nothing": (b'{"weights":{"acme":-1}}', "weights.acme", "greater than or equal to 0.001"),
     "weight too large": (b'{"weights":{"acme":1001}}', "weights.acme", "less than or equal to 1000"),

@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "more offers are open than workers have places",
         "lua:lib/offers",
-        lua_swap('(open_left or offering.capacity - redis.call("ZCARD", open_key()))', "(open_left or limit)"),
+        lua_swap('(open_left or offering.capacity - redis.call("ZCARD", open_offers_key()))', "(open_left or limit)"),
         kills=["test_never_more_offers_are_open_than_workers_have_room_for"],
         breaks="ORDER-1",
     ),

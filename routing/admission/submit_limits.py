@@ -194,8 +194,7 @@ def _capacity_check(
     def judge(status: ModelStatus) -> None:
         by_tenant = POLICIES[model.config.policy].is_by_tenant
         waiting = status.own if by_tenant else status.all_tenants
-        # Jobs that start at once do not wait.
-        capacity = limit + (status.free if status.all_tenants == 0 else 0)
+        capacity = limit + status.free  # Jobs that start at once do not wait.
         if waiting + count <= capacity:
             return
         if 1 < count > capacity:  # It would never fit.

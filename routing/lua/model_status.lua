@@ -6,12 +6,12 @@
   Returns
     own: int, all_tenants: int      jobs that wait: of this tenant, of all
     run_ms: int | None      mean slot time of the model's latest runs; None: unknown
-    free: int               free slots of servers that serve the model
+    free: int               free slots of servers that serve the model; 0 while jobs of it wait
     state: text             of the model: online, draining, paused, frozen
     breaker: "closed" | "open" | "half_open" | "probing", open_until_ms: int, open_why: text      of the model
   Writes nothing
   Called by routing/queue/queues.py: Queues.model_status_command
-  Clock Redis TIME    Cost O(free slots of the fleet), O(1) if max_free is 0 ]]
+  Clock Redis TIME    Cost O(free slots of the fleet); O(1) if max_free is 0, or jobs wait ]]
 -- @include lib/groups
 -- @include lib/now_ms
 -- @include lib/rules
@@ -28,8 +28,9 @@ local function count_free(model)
 end
 
 local model = model_of(account)
+local waiting = get_number(META, "waiting:" .. model)
 local stats = stats_key("model", model)
 local breaker, run_ms = breaker_of(stats), math.ceil(get_number(stats, "run_ms"))
-return { tonumber(redis.call("HGET", LANES, account) or "0"), get_number(META, "waiting:" .. model),
-  run_ms > 0 and run_ms, count_free(model), rules_of(model).state,
+return { tonumber(redis.call("HGET", LANES, account) or "0"), waiting,
+  run_ms > 0 and run_ms, waiting == 0 and count_free(model) or 0, rules_of(model).state,
   breaker_state(breaker, now_ms()), breaker.until_ms, breaker.why }

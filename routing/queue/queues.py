@@ -127,8 +127,8 @@ class JobStatus(NamedTuple):
 class ModelStatus:
     """What waits for a model, and what its jobs wait for, see lua/model_status.lua.
 
-    `own`, `all_tenants`: jobs that wait.  `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: free
-    slots that can run its jobs, up to the number that was asked for.
+    `own`, `all_tenants`: jobs that wait.  `run_ms`: mean slot time of its latest runs; None: unknown.  `free`: if
+    none waits, free slots that can run its jobs, up to the number that was asked for.
     """
 
     own: int

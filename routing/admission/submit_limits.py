@@ -166,13 +166,15 @@ def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[R
 
 def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:
     """Limit how many jobs wait: of a model, or of each of its tenants where its policy separates them."""
-    by_model = Counter(job.model for job in request.jobs)
+    counts = Counter[tuple[str, str | None]]()
     for (name, tenant), jobs in request.by_account.items():
+        by_tenant = POLICIES[context.catalog.resolve(name).config.policy].is_by_tenant
+        counts[name, tenant if by_tenant else None] += len(jobs)
+    for (name, whose), count in counts.items():
         model, slots = context.catalog.resolve(name), context.catalog.get().count_slots(name)
         limit = queue_limit(model.config, slots)
         if limit is not None:
-            count = len(jobs) if POLICIES[model.config.policy].is_by_tenant else by_model[name]
-            yield _capacity_check(context, model, tenant, count, limit, slots)
+            yield _capacity_check(context, model, whose, count, limit, slots)
 
 
 def queue_limit(config: ModelConfig, slots: int) -> int | None:
@@ -189,11 +191,12 @@ def queue_limit(config: ModelConfig, slots: int) -> int | None:
 
 
 def _capacity_check(
-    context: LimitContext, model: Model, tenant: str, count: int, limit: int, slots: int
+    context: LimitContext, model: Model, tenant: str | None, count: int, limit: int, slots: int
 ) -> RedisCheck[ModelStatus]:
+    """Return the check of one limit; `tenant` None: it is the model's."""
+
     def judge(status: ModelStatus) -> None:
-        by_tenant = POLICIES[model.config.policy].is_by_tenant
-        waiting = status.own if by_tenant else status.all_tenants
+        waiting = status.all_tenants if tenant is None else status.own
         capacity = limit + status.free  # Jobs that start at once do not wait.
         if waiting + count <= capacity:
             return
@@ -201,7 +204,7 @@ def _capacity_check(
             raise InvalidJob(
                 "jobs", f"{count} jobs at once exceed the limit of model {model.name!r}, which is {limit}; split them."
             )
-        whose = f"jobs of tenant {tenant!r}" if by_tenant else "jobs"
+        whose = "jobs" if tenant is None else f"jobs of tenant {tenant!r}"
         raise TooManyRequests(
             f"{waiting} {whose} wait for model {model.name!r}, and it is configured to hold {limit}; "
             "try again later, or raise capacity or max_waiting at /admin/model-configs.",
@@ -210,7 +213,7 @@ def _capacity_check(
             waiting=waiting,
         )
 
-    command = context.queues.model_status_command(model.fleet, model.name, tenant, max_free=count)
+    command = context.queues.model_status_command(model.fleet, model.name, tenant or "", max_free=count)
     return RedisCheck(command, judge)
 
 

@@ -155,10 +155,10 @@ class MetricsCollector(Collector):
         named = _named(catalog)
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
-        for it in gauges.read_lane_depths(self._scripts, catalog.fleets()):
-            labels = named(it.model), str(it.priority)
-            waiting[labels] += it.jobs
-            oldest[labels] = min(oldest.get(labels, it.first_ms), it.first_ms)
+        for depth in gauges.read_lane_depths(self._scripts, catalog.fleets()):
+            labels = named(depth.model), str(depth.priority)
+            waiting[labels] += depth.jobs
+            oldest[labels] = min(oldest.get(labels, depth.first_ms), depth.first_ms)
         yield _gauge("slotkeeper_queue_jobs", "Jobs in the queue.", _BY_PRIORITY, waiting.items())
         now = now_ms()
         ages = ((labels, max(now - created, 0) / 1000) for labels, created in oldest.items())

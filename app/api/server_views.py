@@ -98,11 +98,9 @@ def list_servers() -> dict[str, Any]:
         statuses = read_server_status(found.fleets())
     except RedisError:
         fleets = None
-    servers, withheld = (
-        sorted(found.servers.values(), key=lambda server: server.name),
-        quarantine.list_by_server(database()),
-    )
-    return ServerList.build(servers=[_listed(server, statuses, withheld) for server in servers], fleets=fleets)
+    servers = sorted(found.servers.values(), key=lambda server: server.name)
+    quarantined = quarantine.list_by_server(database())
+    return ServerList.build(servers=[_listed(server, statuses, quarantined) for server in servers], fleets=fleets)
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problem_responses(400, 404, 413, 415, 422)})
@@ -207,9 +205,9 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
 def _listed(
     server: Server,
     statuses: Mapping[str, server_status.ServerStatus],
-    withheld: Mapping[str, Sequence[QuarantinedSlot]],
+    quarantined: Mapping[str, Sequence[QuarantinedSlot]],
 ) -> dict[str, Any]:
-    status, slots = statuses.get(server.name), withheld.get(server.name, ())
+    status, slots = statuses.get(server.name), quarantined.get(server.name, ())
     use = status and server_status.slot_use(server.state, status, len(slots))
     return ServerDetail.build(
         server,

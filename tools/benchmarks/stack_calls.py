@@ -19,7 +19,7 @@ _AT_ONCE = 500
 
 
 def call(stack: Stack, name: str, *arguments: object) -> Any:
-    """Call a function of this module in a process of its own, with the settings of `stack`; return what it returned."""
+    """Call a function of this module in a new process, with the settings of `stack`; return its result."""
     words = [json.dumps(argument) for argument in arguments]
     return json.loads(stack.run([sys.executable, "-m", "tools.benchmarks.stack_calls", name, *words]))
 

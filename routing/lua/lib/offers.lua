@@ -5,8 +5,8 @@
 
 local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane: candidates for a probe
 
--- Return server -> number of its leases that have no slot of their own.  So many of its free slots are not offered, as
--- those runs use them (SLOT-1).
+-- Return server -> number of its leases whose slot was removed or is held by another lease.  So many of its free slots
+-- are not offered (SLOT-1).
 local function excess_by_server()
   if not get_field(META, "excess") then return {} end
   local found, excess = redis.call("HGETALL", excess_key()), {}

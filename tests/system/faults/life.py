@@ -352,10 +352,10 @@ class Life:
             self.dispatcher.revive(job.id)
 
     def _is_quiet(self) -> bool:
-        standing = ledger.read(self.dispatcher.store.database).by_state
+        by_state = ledger.read(self.dispatcher.store.database).by_state
         room = self.dispatcher.fleets.counts([SYNC])[SYNC]
         if (
-            any(standing[state] for state in ACTIVE_STATES)
+            any(by_state[state] for state in ACTIVE_STATES)
             or room.taken
             or room.waiting
             or self.dispatcher.leases.list_all([SYNC])[SYNC]

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_va
 
 from app.api.openapi import Schema
 from app.schemas.cursors import BATCH, CURSOR
-from routing.admission.constraints import VALUE_PATTERN, VALUE_SCHEMA
+from routing.admission.constraints import CHOICE_SCHEMAS, VALUE_PATTERN
 from routing.admission.job_request import MODEL_PATTERN, JobRequest
 from routing.admission.labels import MAX_LABELS
 from slotkeeper.jobs.states import State
@@ -31,12 +31,7 @@ _Attributes = Annotated[
         {
             "type": "object",
             "maxProperties": 50,
-            "additionalProperties": {
-                "anyOf": [
-                    *VALUE_SCHEMA["anyOf"],
-                    {"type": "array", "items": VALUE_SCHEMA, "minItems": 1, "maxItems": 50},
-                ]
-            },
+            "additionalProperties": {"anyOf": CHOICE_SCHEMAS},
         }
     ),
 ]

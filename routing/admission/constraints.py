@@ -14,15 +14,17 @@ from slotkeeper.registry.values import Server, format_attribute, format_number
 
 NAME_PATTERN = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
 VALUE_PATTERN = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
-VALUE_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
-        {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
-    ]
-}
-"""JSON Schema of one value of an attribute or a condition."""
 _NAME, _VALUE = re.compile(NAME_PATTERN), re.compile(VALUE_PATTERN)
 _MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
+_VALUE_SCHEMAS: list[dict[str, Any]] = [
+    {"type": "string", "pattern": f"^{VALUE_PATTERN}$"},
+    {"type": "number", "exclusiveMinimum": -1e15, "exclusiveMaximum": 1e15},
+]
+CHOICE_SCHEMAS = [
+    *_VALUE_SCHEMAS,
+    {"type": "array", "items": {"anyOf": _VALUE_SCHEMAS}, "minItems": 1, "maxItems": _MOST_CHOICES},
+]
+"""JSON Schemas of an attribute, and of a condition that names values: one value, or several."""
 _BOUNDS = {"min": ">=", "max": "<="}
 _DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")

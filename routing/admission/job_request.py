@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from routing.admission.constraints import VALUE_SCHEMA
+from routing.admission.constraints import CHOICE_SCHEMAS
 from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
 
 MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
@@ -51,8 +51,7 @@ _Constraints = Annotated[
                     "maxProperties": 20,
                     "additionalProperties": {
                         "anyOf": [
-                            *VALUE_SCHEMA["anyOf"],
-                            {"type": "array", "items": VALUE_SCHEMA, "minItems": 1, "maxItems": 50},
+                            *CHOICE_SCHEMAS,
                             {
                                 "type": "object",
                                 "properties": {"min": {"type": "number"}, "max": {"type": "number"}},

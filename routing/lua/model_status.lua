@@ -12,14 +12,13 @@
   Writes nothing
   Called by routing/queue/queues.py: Queues.model_status_command
   Clock Redis TIME    Cost O(free slots of the fleet); O(1) if max_free is 0, or jobs wait ]]
--- @include lib/groups
 -- @include lib/now_ms
 -- @include lib/rules
 -- @include lib/server_stats
 
 local function count_free(model)
   local found = 0
-  for _, slot in ipairs(max_free > 0 and redis.call("ZRANGE", FREE, 0, -1) or {}) do
+  for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
     local entry = online_server(server_of(slot))
     if entry and serves(entry, model) then found = found + 1 end
     if found == max_free then return found end
@@ -28,9 +27,10 @@ local function count_free(model)
 end
 
 local model = model_of(account)
-local waiting = get_number(META, "waiting:" .. model)
+local waiting, free = get_number(META, "waiting:" .. model), 0
+if waiting == 0 and max_free > 0 then free = count_free(model) end
 local stats = stats_key("model", model)
 local breaker, run_ms = breaker_of(stats), math.ceil(get_number(stats, "run_ms"))
 return { tonumber(redis.call("HGET", LANES, account) or "0"), waiting,
-  run_ms > 0 and run_ms, waiting == 0 and count_free(model) or 0, rules_of(model).state,
+  run_ms > 0 and run_ms, free, rules_of(model).state,
   breaker_state(breaker, now_ms()), breaker.until_ms, breaker.why }

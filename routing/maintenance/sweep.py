@@ -90,9 +90,9 @@ class Sweeper:
         return made
 
     def _sync_catalog(self, catalog: CatalogSnapshot, counts: Mapping[str, QueueCounts]) -> None:
-        """Bring the catalog to fleets for which it has changed, or whose slots are not those of the catalog.
+        """Bring the catalog to fleets that may have another; end what lasts too long, as their clock was set back.
 
-        Now and then also to the others, whose clock may have been set back.
+        Due are fleets with an older version or other slots than the catalog, and now and then all the others.
         """
         dispatcher, synced, now = self._dispatcher, self.state.synced, time.monotonic()
 

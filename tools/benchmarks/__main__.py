@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.stack import RefServer, Stack, eventually
-from tools.benchmarks.stack_calls import call as call_stack
+from tools.benchmarks import stack_calls
 from tools.benchmarks.submits import measure_submits
 
 
@@ -35,7 +35,7 @@ def _run_ours(slots: int, seconds: float, jobs: int, threads: int) -> list[dict[
         stack.beat()
         stack.worker(threads=threads, level="warning")
         eventually(lambda: _responds(stack), "the worker is ready")
-        call_stack(stack, "queue_then_serve", "bench", jobs, seconds, server.endpoint, slots)
+        stack_calls.call(stack, "queue_then_serve", "bench", jobs, seconds, server.endpoint, slots)
         eventually(lambda: len(_journal(server)) >= jobs, "all jobs have run", 300, 0.2)
         return _journal(server)
 

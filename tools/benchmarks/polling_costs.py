@@ -17,8 +17,8 @@ import requests
 
 from app.up.ports import free_port
 from tests.support.stack import Process, Stack, eventually
+from tools.benchmarks import stack_calls
 from tools.benchmarks.idle_costs import memory_mib, processor_s
-from tools.benchmarks.stack_calls import call
 
 _POLLED_EVERY_S = 2
 _WARM_UP = 50  # jobs, after which all is loaded that a run needs
@@ -87,7 +87,7 @@ class _Trial:
 
     def feed(self, model: str, jobs: int) -> None:
         before = self.ask("health")["jobs"]
-        call(self.stack, "serve_polled", model, jobs, _POLLED_EVERY_S, f"{self.url}/generate")
+        stack_calls.call(self.stack, "serve_polled", model, jobs, _POLLED_EVERY_S, f"{self.url}/generate")
         eventually(lambda: self.ask("health")["jobs"] >= before + jobs, "all jobs are running", _MOST_WAIT_S, 0.5)
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ class _Trial:
         self.ask("go-on")
 
     def states(self) -> dict[str, int]:
-        return {state: count for state, count in call(self.stack, "count_states").items() if count}
+        return {state: count for state, count in stack_calls.call(self.stack, "count_states").items() if count}
 
     def measure(self, worker: Process, seconds: float) -> None:
         pid = worker.popen.pid
@@ -104,7 +104,7 @@ class _Trial:
         oldest = 0
         for _ in range(int(seconds / 5)):
             time.sleep(5)
-            held, age, lasts = call(self.stack, "read_leases")
+            held, age, lasts = stack_calls.call(self.stack, "read_leases")
             oldest = max(oldest, age)
         polls, used_s = self.ask("health")["polls"] - began, processor_s(pid) - began_s
         took_s = time.monotonic() - since_s  # Leases are looked at by a process of its own, which takes its time.

@@ -4,10 +4,9 @@
 -- that no server can run: such a class is in no group until the registry changes and reindex_lanes looks again.
 -- @include lib/constraints
 -- @include lib/keys
+-- @include lib/slots
 
 local NO_SERVER = "-" -- the kinds of a class that no server can run
-
-local function serves(entry, model) return string.find(entry, "\n" .. model .. "\n", 1, true) ~= nil end
 
 local kinds_read
 

@@ -12,6 +12,7 @@ end
 local slots_in = memoize(function(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end)
 local number_of = memoize(function(slot) return tonumber(string.match(slot, "(%d+)$")) end)
 local function models_in(entry) return string.gmatch(entry, "\n([^@\n][^\n]*)") end
+local function serves(entry, model) return string.find(entry, "\n" .. model .. "\n", 1, true) ~= nil end
 local function serves_several(entry) return string.find(entry, "\n[^@\n][^\n]*\n[^@\n]") ~= nil end
 
 local function is_online_slot(slot)

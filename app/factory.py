@@ -121,7 +121,7 @@ def configure(app: Flask, settings: AppSettings) -> None:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     context.set_context(app.extensions, Context(dispatcher, settings, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
-        dispatcher, services.scripts(), services.processes(), services.tallies()
+        dispatcher, services.scripts(), services.processes(), services.process_counters()
     )
     access.configure_access(app, settings, Tenants(services.database()))
     login.equip(app)

@@ -9,17 +9,17 @@ from tasks import offer_messages
 from tasks.worker.concurrency import TakenOffer
 from tasks.worker.worker import this_worker
 
-_CELERYS: Any = control.active  # type: ignore[attr-defined]
+_celery_active: Any = control.active  # type: ignore[attr-defined]
 
 
 @control.inspect_command(name="active", alias="dump_active")
 def active(state: Any, safe: bool = False, **_: Any) -> list[dict[str, Any]]:
     """List of runs and of other tasks currently being executed."""
     taken = this_worker().concurrency.taken_offers() if this_worker.created else []
-    return [*_CELERYS(state, safe=safe), *(_info(it, state.hostname) for it in taken)]
+    return [*_celery_active(state, safe=safe), *(_run_info(run, state.hostname) for run in taken)]
 
 
-def _info(taken: TakenOffer, hostname: str) -> dict[str, Any]:
+def _run_info(taken: TakenOffer, hostname: str) -> dict[str, Any]:
     """Return the fields that Celery shows of a task's request, and the run's server and slot."""
     offer, queue = taken.offer, offer_messages.queue_name(taken.offer.model)
     return {

@@ -14,22 +14,22 @@ from tasks.results import ResultNotifier
 class CeleryNotifier:
     """Publishes wake-ups, and has Celery's clients told."""
 
-    def __init__(self, store: JobStore, teller: ResultNotifier) -> None:
-        self._store, self._teller = store, teller
+    def __init__(self, store: JobStore, result_notifier: ResultNotifier) -> None:
+        self._store, self._result_notifier = store, result_notifier
 
     def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
-        wake = (
-            partial(self._wake, offer)
+        publish = (
+            partial(self._publish_waiting_job, offer)
             if new is None
             else partial(offer_messages.publish_offer, offer, new.priority, failures=0)
         )
-        publish_queue().put(wake)
+        publish_queue().put(publish)
 
-    def notify_ended(self, moved: Transition) -> None:
-        if moved.notification_id is not None:
-            self._teller.put(ResultNotification(moved.notification_id, moved.job.id))
+    def notify_ended(self, transition: Transition) -> None:
+        if transition.notification_id is not None:
+            self._result_notifier.put(ResultNotification(transition.notification_id, transition.job.id))
 
-    def _wake(self, offer: Offer) -> None:
+    def _publish_waiting_job(self, offer: Offer) -> None:
         """Publish an offer of a job that has waited, and may have run."""
         headers = self._store.get_message_headers(offer.job_id)
         if headers is not None:

@@ -17,34 +17,34 @@ class BackgroundTask:
     `delay_s`: before it begins, so that those who ask meanwhile are served together.
     """
 
-    def __init__(self, name: str, act: Callable[[], object], delay_s: float = 0.0) -> None:
-        self.name, self._act, self._delay_s = name, act, delay_s
-        self._asked = self._at_it = False
+    def __init__(self, name: str, function: Callable[[], object], delay_s: float = 0.0) -> None:
+        self.name, self._function, self._delay_s = name, function, delay_s
+        self._is_requested = self._is_running = False
         self._lock = threading.Lock()
 
     def request(self) -> None:
         """Raises nothing: if no thread can be started now, what was asked for is done when it is asked for again."""
         with self._lock:
-            self._asked = True
-            if self._at_it:
+            self._is_requested = True
+            if self._is_running:
                 return
-            self._at_it = True
+            self._is_running = True
         try:
-            threads.start_vital_thread(self.name, self._work)
+            threads.start_vital_thread(self.name, self._run)
         except RuntimeError as error:
             log.warning("background_work_postponed", what=self.name, error=str(error))
             with self._lock:
-                self._at_it = False
+                self._is_running = False
 
-    def _work(self) -> None:
-        while self._goes_on():
+    def _run(self) -> None:
+        while self._take_request():
             try:
-                self._act()
+                self._function()
             except Exception:
                 log.exception("background_work_failed", what=self.name)
 
-    def _goes_on(self) -> bool:
+    def _take_request(self) -> bool:
         time.sleep(self._delay_s)
         with self._lock:
-            self._at_it, self._asked = self._asked, False
-            return self._at_it
+            self._is_running, self._is_requested = self._is_requested, False
+            return self._is_running

@@ -38,8 +38,8 @@ PERIODS_S = {
 Those that are due together come by one message, and run one after another, the most frequent first.
 """
 
-_MOST_QUEUED = 500
-_COUNT_EVERY_S, _COUNT_FULL_EVERY_S = 30.0, 1.0
+_MAX_QUEUED = 500
+_COUNT_PERIOD_S, _COUNT_PERIOD_IF_FULL_S = 30.0, 1.0
 _STARTED, _STARTED_AT = datetime.now(UTC), time.monotonic()
 
 
@@ -53,12 +53,12 @@ class AlignedSchedule(schedule):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(timedelta(seconds=seconds), nowfun=_steady_now)
-        self._every_s = seconds
+        self._period_s = seconds
 
     def is_due(self, last_run_at: datetime) -> schedstate:
         """Return whether it is due, and in how many seconds it is due next."""
         now_s, last_s = _seconds(self.now()), _seconds(last_run_at)
-        return schedstate(now_s // self._every_s > last_s // self._every_s, self._every_s - now_s % self._every_s)
+        return schedstate(now_s // self._period_s > last_s // self._period_s, self._period_s - now_s % self._period_s)
 
 
 def _seconds(moment: datetime) -> float:
@@ -70,10 +70,10 @@ def beat_entries() -> dict[str, dict[str, Any]]:
 
     No message expires, which would compare two hosts' clocks.
     """
-    before = _STARTED - timedelta(days=1)
+    long_ago = _STARTED - timedelta(days=1)
     return {
-        name: {"task": _TASK, "schedule": AlignedSchedule(every_s), "args": [[name]], "last_run_at": before}
-        for name, every_s in PERIODS_S.items()
+        name: {"task": _TASK, "schedule": AlignedSchedule(period_s), "args": [[name]], "last_run_at": long_ago}
+        for name, period_s in PERIODS_S.items()
     }
 
 
@@ -114,14 +114,14 @@ class Scheduler(beat.Scheduler):
 
     def _has_backlog(self) -> bool:
         now = time.monotonic()
-        if now - self._counted_at >= (_COUNT_FULL_EVERY_S if self._is_full else _COUNT_EVERY_S):
-            self._counted_at, was = now, self._is_full
-            self._is_full = self._queued() > _MOST_QUEUED
-            if self._is_full and not was:
+        if now - self._counted_at >= (_COUNT_PERIOD_IF_FULL_S if self._is_full else _COUNT_PERIOD_S):
+            self._counted_at, was_full = now, self._is_full
+            self._is_full = self._count_queued() > _MAX_QUEUED
+            if self._is_full and not was_full:
                 log.warning("maintenance_overdue", queue=QUEUE)
         return self._is_full
 
-    def _queued(self) -> int:
+    def _count_queued(self) -> int:
         """Return how many messages are in the queue; 0 if there is none yet, or the broker does not say."""
         try:
             channel: Any

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-MOST_OF_HOST = 8  # to a receiver that answers
-_REMEMBERED = 20_000  # receivers
+MAX_PER_HOST = 8  # to a receiver that answers
+_MAX_REMEMBERED_HOSTS = 20_000  # receivers
 
 
 class LimitGroup(Enum):
@@ -31,47 +31,47 @@ class DeliveryLimits:
     def __init__(self) -> None:
         self._hosts: Counter[str] = Counter()
         self._taken: Counter[LimitGroup] = Counter()
-        self._of_tenants: Counter[tuple[str, LimitGroup]] = Counter()
-        self._answers: OrderedDict[str, bool] = OrderedDict()  # receiver -> whether its last try succeeded
+        self._taken_by_tenant: Counter[tuple[str, LimitGroup]] = Counter()
+        self._last_results: OrderedDict[str, bool] = OrderedDict()  # receiver -> whether its last try succeeded
 
     @property
-    def taken(self) -> int:
+    def running(self) -> int:
         return self._taken[LimitGroup.ALL]
 
-    def has_room_for(self, tenant: str) -> bool:
+    def may_send_for(self, tenant: str) -> bool:
         """Whether one more try of this tenant may begin, if its receiver answers."""
-        return self._has_room(tenant, LimitGroup.ALL)
+        return self._has_permit(tenant, LimitGroup.ALL)
 
-    def admits(self, host: str, tenant: str) -> bool:
+    def may_send(self, host: str, tenant: str) -> bool:
         """Whether one more try may begin."""
-        last_try_succeeded = self._answers.get(host)
-        if not all(self._has_room(tenant, part) for part in _parts(last_try_succeeded)):
+        last_try_succeeded = self._last_results.get(host)
+        if not all(self._has_permit(tenant, group) for group in _groups_of(last_try_succeeded)):
             return False
-        return self._hosts[host] < (MOST_OF_HOST if last_try_succeeded else 1)
+        return self._hosts[host] < (MAX_PER_HOST if last_try_succeeded else 1)
 
-    def _has_room(self, tenant: str, part: LimitGroup) -> bool:
-        return self._of_tenants[tenant, part] < MAX_IN_GROUP[part] - self._taken[part]
+    def _has_permit(self, tenant: str, group: LimitGroup) -> bool:
+        return self._taken_by_tenant[tenant, group] < MAX_IN_GROUP[group] - self._taken[group]
 
-    def take(self, host: str, tenant: str) -> "Permit":
+    def acquire(self, host: str, tenant: str) -> "Permit":
         """Begin a try."""
-        berth = Permit(host, tenant, self._answers.get(host))
+        permit = Permit(host, tenant, self._last_results.get(host))
         self._hosts[host] += 1
-        for part in _parts(berth.last_try_succeeded):
-            self._taken[part] += 1
-            self._of_tenants[tenant, part] += 1
-        return berth
+        for group in _groups_of(permit.last_try_succeeded):
+            self._taken[group] += 1
+            self._taken_by_tenant[tenant, group] += 1
+        return permit
 
-    def release(self, berth: "Permit", answered: bool | None) -> None:
-        """End a try; `answered` None: it was not made after all."""
-        _lower(self._hosts, berth.host)
-        for part in _parts(berth.last_try_succeeded):
-            _lower(self._taken, part)
-            _lower(self._of_tenants, (berth.tenant, part))
-        if answered is not None:
-            self._answers[berth.host] = answered
-            self._answers.move_to_end(berth.host)
-            if len(self._answers) > _REMEMBERED:
-                self._answers.popitem(last=False)
+    def release(self, permit: "Permit", succeeded: bool | None) -> None:
+        """End a try; `succeeded` None: it was not made after all."""
+        _decrement(self._hosts, permit.host)
+        for group in _groups_of(permit.last_try_succeeded):
+            _decrement(self._taken, group)
+            _decrement(self._taken_by_tenant, (permit.tenant, group))
+        if succeeded is not None:
+            self._last_results[permit.host] = succeeded
+            self._last_results.move_to_end(permit.host)
+            if len(self._last_results) > _MAX_REMEMBERED_HOSTS:
+                self._last_results.popitem(last=False)
 
 
 class Permit:
@@ -83,7 +83,7 @@ class Permit:
         self.host, self.tenant, self.last_try_succeeded = host, tenant, last_try_succeeded
 
 
-def _parts(last_try_succeeded: bool | None) -> Iterator[LimitGroup]:
+def _groups_of(last_try_succeeded: bool | None) -> Iterator[LimitGroup]:
     yield LimitGroup.ALL
     if not last_try_succeeded:
         yield LimitGroup.UNPROVEN
@@ -91,7 +91,7 @@ def _parts(last_try_succeeded: bool | None) -> Iterator[LimitGroup]:
         yield LimitGroup.FAILING
 
 
-def _lower(counter: Counter[Any], key: Any) -> None:
+def _decrement(counter: Counter[Any], key: Any) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]

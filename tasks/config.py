@@ -39,23 +39,23 @@ class EventSettings(BaseSettings):
 
     @field_validator("to")
     @classmethod
-    def _known(cls, to: str) -> str:
-        for name in _words(to):
+    def _check_sinks(cls, to: str) -> str:
+        for name in _split_list(to):
             if name not in get_args(Sink):
                 raise ValueError(f"{name!r} is no sink; there are {', '.join(get_args(Sink))}")
         return to
 
     @property
     def sinks(self) -> list[str]:
-        return _words(self.to)
+        return _split_list(self.to)
 
     @property
     def durable_sinks(self) -> list[str]:
         """Return the sinks for which an event is kept until they have received it."""
-        return [it for it in self.sinks if it not in ("otlp", "celery")]
+        return [sink for sink in self.sinks if sink not in ("otlp", "celery")]
 
 
-def _words(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return list(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from routing.maintenance.server_report import ServerReport
 from slotkeeper.registry.values import Server
 
-MOST = 256  # servers asked at once
-MOST_SLOW = 160  # of them, those that were slow last time
+MAX_CONCURRENT = 256  # servers asked at once
+MAX_SLOW = 160  # of them, those that were slow last time
 _SLOW_S = 1.0
 
 PendingReports = dict[str, "Future[ServerReport]"]
@@ -23,65 +23,65 @@ PendingReports = dict[str, "Future[ServerReport]"]
 class HealthChecks:
     """Asks by `ask`, in threads of its own that end with their calls."""
 
-    def __init__(self, ask: Callable[[Server], ServerReport]) -> None:
-        self._ask = ask
+    def __init__(self, check: Callable[[Server], ServerReport]) -> None:
+        self._check = check
         self._lock = threading.Lock()
-        self._asked: PendingReports = {}
+        self._pending: PendingReports = {}
         self._waiting: deque[Server] = deque()
         self._slow: set[str] = set()
-        self._under_way: set[str] = set()
+        self._running: set[str] = set()
 
     def start(self, servers: Iterable[Server]) -> PendingReports:
         """Ask these servers, unless that is under way; answers where the report of each will be."""
         wanted = [server for server in servers if server.endpoints]
         with self._lock:
             for server in wanted:
-                if server.name not in self._asked:
-                    self._asked[server.name] = Future()
+                if server.name not in self._pending:
+                    self._pending[server.name] = Future()
                     self._waiting.append(server)
-            found = {server.name: self._asked[server.name] for server in wanted}
-            begun = self._next()
-        self._begin(begun)
-        return found
+            pending = {server.name: self._pending[server.name] for server in wanted}
+            started = self._take_next()
+        self._start_threads(started)
+        return pending
 
-    def _begin(self, servers: Iterable[Server]) -> None:
+    def _start_threads(self, servers: Iterable[Server]) -> None:
         for server in servers:
             try:
-                threading.Thread(target=self._carry_out, args=(server,), name="ask", daemon=True).start()
+                threading.Thread(target=self._check_servers, args=(server,), name="ask", daemon=True).start()
             except RuntimeError as error:  # The system has no thread left; the next round may have one.
                 with self._lock:
-                    self._under_way.discard(server.name)
-                    future = self._asked.pop(server.name)
+                    self._running.discard(server.name)
+                    future = self._pending.pop(server.name)
                 future.set_exception(error)
 
-    def _next(self) -> list[Server]:
+    def _take_next(self) -> list[Server]:
         """Those that may be asked now; the lock is held."""
-        begun, kept = [], deque[Server]()
-        slow = len(self._under_way & self._slow)
-        while self._waiting and len(self._under_way) < MOST:
+        started, kept = [], deque[Server]()
+        slow = len(self._running & self._slow)
+        while self._waiting and len(self._running) < MAX_CONCURRENT:
             server = self._waiting.popleft()
-            if server.name in self._slow and slow >= MOST_SLOW:
+            if server.name in self._slow and slow >= MAX_SLOW:
                 kept.append(server)
                 continue
             slow += server.name in self._slow
-            self._under_way.add(server.name)
-            begun.append(server)
+            self._running.add(server.name)
+            started.append(server)
         self._waiting.extendleft(reversed(kept))
-        return begun
+        return started
 
-    def _carry_out(self, server: Server | None) -> None:
+    def _check_servers(self, server: Server | None) -> None:
         """Ask one server, then those that waited for a thread."""
         while server is not None:
-            began = time.monotonic()
+            started_s = time.monotonic()
             try:
-                report: ServerReport | Exception = self._ask(server)
+                report: ServerReport | Exception = self._check(server)
             except Exception as error:
                 report = error
             with self._lock:
-                (self._slow.add if time.monotonic() - began > _SLOW_S else self._slow.discard)(server.name)
-                self._under_way.discard(server.name)
-                future = self._asked.pop(server.name)
-                begun = self._next()
-            server = begun.pop() if begun else None
-            self._begin(begun)
+                (self._slow.add if time.monotonic() - started_s > _SLOW_S else self._slow.discard)(server.name)
+                self._running.discard(server.name)
+                future = self._pending.pop(server.name)
+                started = self._take_next()
+            server = started.pop() if started else None
+            self._start_threads(started)
             future.set_exception(report) if isinstance(report, Exception) else future.set_result(report)

@@ -31,9 +31,9 @@ from tasks.worker.worker import this_worker
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-_STORE_AGAIN_S = 1.0
-_ADMIT_TRIES = 30
-_OF_TRACES = ("traceparent", "tracestate", "baggage")  # headers that instruments add to any task
+_RETRY_S = 1.0
+_MAX_TRIES = 30
+_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")  # headers that instruments add to any task
 
 
 class InferRequest(Request):
@@ -69,11 +69,11 @@ class InferTask(RetriedTask):
         """Submit a job, see `infer`.  Raises what dispatcher.submit raises.  Answers once the job is recorded."""
         if celery.conf.task_always_eager:  # As Celery does; the body says that it runs in no such process.
             return self.apply(args, kwargs, task_id=task_id, link=link, link_error=link_error, **options)
-        given = {**options, **_parentage(options), "link": link, "link_error": link_error, "shadow": shadow}
-        given |= _trace(kwargs or {}, options)
+        given = {**options, **_parent_ids(options), "link": link, "link_error": link_error, "shadow": shadow}
+        given |= _trace_options(kwargs or {}, options)
         job_id = task_id or new_job_id()
         accepted = _submit(
-            call_options.read_submission(job_id, args or (), kwargs or {}, given), may_be_another=task_id is None
+            call_options.read_submission(job_id, args or (), kwargs or {}, given), accepts_other_id=task_id is None
         )
         result: AsyncResult = AsyncResult(accepted, backend=self.backend, app=celery)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
@@ -81,10 +81,10 @@ class InferTask(RetriedTask):
         return result
 
 
-def _submit(submission: Submission, *, may_be_another: bool = False) -> str:
+def _submit(submission: Submission, *, accepts_other_id: bool = False) -> str:
     """Id of the accepted job.  Raises what dispatcher.submit raises."""
     (receipt,) = dispatcher().submit([submission])
-    if receipt.accepted.id != submission.id and not may_be_another:  # Its client waits for the id that it chose.
+    if receipt.accepted.id != submission.id and not accepts_other_id:  # Its client waits for the id that it chose.
         raise IdempotencyConflict(
             f"This idempotency_key names the job {receipt.accepted.id!r}, which was accepted before; "
             "wait for that one, or use a new key.",
@@ -93,7 +93,7 @@ def _submit(submission: Submission, *, may_be_another: bool = False) -> str:
     return receipt.accepted.id
 
 
-def _parentage(options: dict[str, Any]) -> dict[str, Any]:
+def _parent_ids(options: dict[str, Any]) -> dict[str, Any]:
     """Which task called this one, as Celery's own apply_async would say."""
     parent = celery.current_worker_task
     if parent is None:
@@ -104,7 +104,7 @@ def _parentage(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trace(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _trace_options(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The trace that the caller names, or is at: by its headers, OpenTelemetry, its own task, or its environment.
 
     Of headers only those of traces are taken; others stay, and are refused.
@@ -112,23 +112,23 @@ def _trace(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
     headers = options.get("headers")
     if not isinstance(headers, Mapping):
         headers = {}
-    left = {name: value for name, value in headers.items() if name not in _OF_TRACES}
-    taken = {"headers": left or None} if headers else {}
+    other_headers = {name: value for name, value in headers.items() if name not in _TRACE_HEADERS}
+    taken = {"headers": other_headers or None} if headers else {}
     if "traceparent" in options or "traceparent" in kwargs:
         return taken
     return {
         **taken,
-        "traceparent": headers.get("traceparent") or trace_context.get_current_traceparent() or _trace_of_caller(),
+        "traceparent": headers.get("traceparent") or trace_context.get_current_traceparent() or _caller_traceparent(),
     }
 
 
-def _trace_of_caller() -> str | None:
+def _caller_traceparent() -> str | None:
     """A worker's own environment says nothing of the tasks that run in it."""
     caller = celery.current_worker_task
-    return trace_context.get_process_traceparent() if caller is None else _traceparent(caller.request)
+    return trace_context.get_process_traceparent() if caller is None else _message_traceparent(caller.request)
 
 
-def _described_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _with_docstring_of(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For `help`: who calls the task submits a job, whatever a worker does with its message."""
 
     def describe(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def _not_callable_message() -> str:
     name=offer_messages.TASK,
     __signature__=call_options.signature(),
 )
-@_described_by(call_options.infer)
+@_with_docstring_of(call_options.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
     """Submit the job of a client that could not.  A wake-up is not run by this function, but by the pool (pool.py)."""
     if self.request.called_directly or self.request.is_eager:
@@ -164,11 +164,11 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
 def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
     """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
     request, job_id = self.request, str(self.request.id)
-    if is_revoked(job_id) and not _is_known(job_id):
+    if is_revoked(job_id) and not _job_exists(job_id):
         _retry_while_away(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
         return
     try:
-        submission = call_options.read_submission(job_id, args, kwargs, _options_of(request))
+        submission = call_options.read_submission(job_id, args, kwargs, _options_from_message(request))
         _retry_while_away(lambda: _submit(submission))
     except SlotkeeperError as error:
         _report_refusal(request, error)
@@ -179,29 +179,29 @@ def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
 def _report_refusal(request: Any, refusal: SlotkeeperError) -> None:
     """Tell a bare client why there is no job; a job that is there already has an end of its own."""
     log.warning("bare_message_refused", job_id=request.id, code=refusal.code)  # Its sentence may quote the client.
-    if not _retry_while_away(lambda: _is_known(request.id)):
+    if not _retry_while_away(lambda: _job_exists(request.id)):
         _retry_while_away(lambda: notify_refusal(request, refusal))
 
 
-def _is_known(job_id: str) -> bool:
+def _job_exists(job_id: str) -> bool:
     return dispatcher().store.get_state(job_id) is not None
 
 
-def _retry_while_away(act: Callable[[], T]) -> T:
+def _retry_while_away(function: Callable[[], T]) -> T:
     """Until it is done, the message is the only copy: wait for who is away, then leave it to the broker."""
-    for _ in range(_ADMIT_TRIES):
+    for _ in range(_MAX_TRIES):
         try:
-            return act()
+            return function()
         except UNAVAILABLE:
-            this_worker().heartbeat.wait(_STORE_AGAIN_S)
+            this_worker().heartbeat.wait(_RETRY_S)
     raise Reject("the database is away", requeue=True)
 
 
-def _options_of(request: Any) -> dict[str, Any]:
+def _options_from_message(request: Any) -> dict[str, Any]:
     """What a message says, as options of apply_async."""
     time_limit, soft_time_limit = request.timelimit or (None, None)
     return {
-        "priority": _priority_of(request),
+        "priority": _message_priority(request),
         "expires": request.expires,
         "eta": request.eta,
         "time_limit": time_limit,
@@ -216,18 +216,18 @@ def _options_of(request: Any) -> dict[str, Any]:
         "group_index": request.group_index,
         "root_id": request.root_id,
         "parent_id": request.parent_id,
-        "traceparent": None if "traceparent" in (request.kwargs or {}) else _traceparent(request),
+        "traceparent": None if "traceparent" in (request.kwargs or {}) else _message_traceparent(request),
         "stamped_headers": request.stamped_headers,
         **(request.stamps or {}),
     }
 
 
-def _traceparent(request: Any) -> str | None:
+def _message_traceparent(request: Any) -> str | None:
     """In which trace a message was sent, by its headers."""
     found = (request.headers or {}).get("traceparent")
     return found if isinstance(found, str) else None
 
 
-def _priority_of(request: Any) -> int | None:
+def _message_priority(request: Any) -> int | None:
     priority = (request.delivery_info or {}).get("priority")
     return priority if priority in range(1, 10) else None

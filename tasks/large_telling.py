@@ -6,12 +6,12 @@ import sys
 from tasks import results
 from tasks.services import store
 
-_MOST_MEMORY = 3 << 30  # bytes
+_MAX_MEMORY_BYTES = 3 << 30  # bytes
 
 
 def main() -> int:
     """Raises what `telling.tell` raises."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     job = store().get(sys.argv[1])
     if job is not None:
         try:

@@ -38,7 +38,7 @@ class ProcessReport:
         self.role, self.host = role, socket.gethostname()
         self.name = f"{role}@{self.host}/{os.getpid()}"
         self._processes, self._facts = processes, facts
-        self._same = {
+        self._constant_facts = {
             "role": role,
             "host": self.host,
             "pid": os.getpid(),
@@ -75,8 +75,8 @@ class ProcessReport:
                 make_private_folder(self._file.parent)  # Whoever left last has taken it away.
                 self._file.touch(mode=0o600)
         try:
-            lost = {"log_lines_dropped": logs.count_dropped_lines()}
-            self._processes.report(self.name, self._same | lost | self._facts())
+            dropped = {"log_lines_dropped": logs.count_dropped_lines()}
+            self._processes.report(self.name, self._constant_facts | dropped | self._facts())
         except RedisError as error:
             log.debug("heartbeat_not_written", error=str(error))
         except Exception:  # What it says of itself is wrong; it lives all the same.
@@ -97,6 +97,6 @@ def _version() -> str:
 
 def start_reporting(role: str, processes: ProcessList, facts: Facts = dict) -> ProcessReport:
     """Have this process say from now on that it lives."""
-    made = ProcessReport(role, processes, facts)
-    made.start_reporting()
-    return made
+    report = ProcessReport(role, processes, facts)
+    report.start_reporting()
+    return report

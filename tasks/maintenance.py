@@ -44,22 +44,22 @@ from tasks.retries import decide_end
 from tasks.security import vault
 from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
 from tasks.servers import Call, HealthKind, ServerSession, call_server
-from tasks.services import database, dispatcher, last_runs, lifetimes, result_notifier, scripts, workers
+from tasks.services import database, dispatcher, process_locks, result_notifier, scripts, task_run_recorder, workers
 
 log = structlog.get_logger(__name__)
 
 # An answer that is on its way to the worker when the server is asked has arrived after this.
-_SECOND_LOOK_S = 1.0
+_RECHECK_DELAY_S = 1.0
 # How long deadlines and due jobs are worked on before the next second's turn.
-_KEEP_TIME_S = 0.8
+_KEEP_TIME_LIMIT_S = 0.8
 # How long a round waits for servers; what comes later is heeded by the next.
-_ROUND_S = 1.5
-_GATHER_S = 0.1
-_STATUS_S = 10.0  # for one question about a run
-_REPORTS_S = 3.0
-_PURGE_S = 50.0  # of each minute, while anything is overdue
-_COUNT_S = 4.0
-_TOO_SOON = 0.5  # of a task's period
+_REPORTS_LIMIT_S = 1.5
+_BATCH_DELAY_S = 0.1
+_STATUS_DEADLINE_S = 10.0  # for one question about a run
+_REPORTS_WAIT_S = 3.0
+_PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
+_COUNT_LIMIT_S = 4.0
+_MIN_PERIOD_SHARE = 0.5  # of a task's period
 
 _grace = RenewalGrace()
 
@@ -80,7 +80,7 @@ def _missing_leases() -> MissingLeases:
 
 
 @singleton
-def _checks() -> ServerChecks:
+def _server_checks() -> ServerChecks:
     return ServerChecks(dispatcher())
 
 
@@ -89,31 +89,31 @@ class PeriodicTask:
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.__doc__ = function.__doc__
-        self._name, self._function, self._every_s = name, function, PERIODS_S[name]
+        self._name, self._function, self._period_s = name, function, PERIODS_S[name]
         self._running = threading.Lock()
-        self._began_s = -self._every_s
+        self._started_s = -self._period_s
 
     def __call__(self) -> None:
         """Run it, however soon after the last time, unless it is under way."""
         if not self._running.acquire(blocking=False):
             return
         try:
-            self._began_s = time.monotonic()
+            self._started_s = time.monotonic()
             self._function()
-            last_runs().note(self._name, time.monotonic() - self._began_s)
+            task_run_recorder().note(self._name, time.monotonic() - self._started_s)
         finally:
             self._running.release()
 
     def run_if_due(self) -> None:
         """Run it, unless it is under way or began just now: of messages that have piled up one is enough."""
-        if time.monotonic() - self._began_s >= _TOO_SOON * self._every_s:
+        if time.monotonic() - self._started_s >= _MIN_PERIOD_SHARE * self._period_s:
             self()
 
 
 _periodic: dict[str, PeriodicTask] = {}
 
 
-def _task(name: str) -> Callable[[Callable[[], None]], PeriodicTask]:
+def _periodic_task(name: str) -> Callable[[Callable[[], None]], PeriodicTask]:
     """Decorator of what beat runs under this name."""
 
     def decorate(function: Callable[[], None]) -> PeriodicTask:
@@ -132,39 +132,39 @@ def run(names: Sequence[str]) -> None:
             log.exception("maintenance_failed", task=name)
 
 
-@_task("sweep")
+@_periodic_task("sweep")
 def sweep() -> None:
     """Offer what was missed, and rebuild queues that Redis has lost."""
     _sweeper().sweep()
     task_runs.mark_sweep(scripts())
 
 
-@_task("keep_time")
+@_periodic_task("keep_time")
 def keep_time() -> None:
     """Promote the jobs that are due, and expire those past their deadlines; of very many a batch of each in turn."""
-    until = time.monotonic() + _KEEP_TIME_S
+    until = time.monotonic() + _KEEP_TIME_LIMIT_S
     while deadlines.promote_due_jobs(dispatcher(), 0) + deadlines.expire_deadlines(dispatcher(), 0):
         if time.monotonic() >= until:
             return
 
 
-@_task("reap")
+@_periodic_task("reap")
 def reap() -> None:
     """Take back expired offers and leases; restore leases that runs lack."""
     _reaper().reap()
     _missing_leases().restore(may_reap=not _grace.is_active)
 
 
-@_task("reap_killed")
+@_periodic_task("reap_killed")
 def reap_dead_workers() -> None:
     """Take back the leases of workers whose processes have ended on this machine.
 
     A task of its own, as it asks the file system, which may be slow to answer.
     """
-    _reaper().reap_dead_workers(workers(), lifetimes())
+    _reaper().reap_dead_workers(workers(), process_locks())
 
 
-@_task("watch_runs")
+@_periodic_task("watch_runs")
 def watch_runs() -> None:
     """End runs that exceed their longest time, sync leases of quarantined slots, and finish removals."""
     deadlines.end_overlong_runs(dispatcher(), decide_end)
@@ -172,59 +172,59 @@ def watch_runs() -> None:
     decommission.finish_removals(dispatcher())
 
 
-@_task("check_servers")
+@_periodic_task("check_servers")
 def check_servers() -> None:
     """Ask all servers for their health.
 
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
     """
-    _check(dispatcher().catalog.get().servers)
+    _check_health(dispatcher().catalog.get().servers)
 
 
-@_task("check_urgent_servers")
+@_periodic_task("check_urgent_servers")
 def check_urgent_servers() -> None:
     """Ask the servers that were down, or whose workers went silent, as check_servers does."""
-    _check(_checks().servers_to_check_now())
+    _check_health(_server_checks().servers_to_check_now())
 
 
-def _check(names: Iterable[str]) -> None:
+def _check_health(names: Iterable[str]) -> None:
     global _servers_with_quarantine
     servers, _servers_with_quarantine = (
         dispatcher().catalog.get().servers,
         frozenset(quarantined_slots.servers_to_ask(dispatcher())),
     )
-    _ask_about_runs()
-    for reports in reports_as_they_arrive(_rounds().start(servers[name] for name in names)):
-        _checks().apply_health(reports)
-        _checks().apply_reports(reports, may_reap=not _grace.is_active)
+    _check_quarantined_runs()
+    for reports in reports_as_they_arrive(_health_checks().start(servers[name] for name in names)):
+        _server_checks().apply_health(reports)
+        _server_checks().apply_reports(reports, may_reap=not _grace.is_active)
 
 
-@_task("sync_locks")
+@_periodic_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().catalog.get()
-    suspects = _checks().find_stale_runs(_reports(catalog.servers.values()))
+    suspects = _server_checks().find_stale_runs(_read_reports(catalog.servers.values()))
     if suspects:
-        time.sleep(_SECOND_LOOK_S)
-        again = {job.server for job in suspects}
-        reports = _reports(server for server in catalog.servers.values() if server.name in again)
-        _checks().end_stale_runs(suspects, reports)
+        time.sleep(_RECHECK_DELAY_S)
+        names = {job.server for job in suspects}
+        reports = _read_reports(server for server in catalog.servers.values() if server.name in names)
+        _server_checks().end_stale_runs(suspects, reports)
 
 
-@_task("reconcile")
+@_periodic_task("reconcile")
 def reconcile_all() -> None:
     """Bring back into Redis what only the database has."""
     _sweeper().reconcile()
 
 
-@_task("tell_due")
-def tell_due() -> None:
+@_periodic_task("tell_due")
+def notify_overdue() -> None:
     """Tell Celery's clients of ends that they should have been told of by now."""
     result_notifier().notify_overdue()
 
 
-@_task("publish_task_events")
+@_periodic_task("publish_task_events")
 def publish_task_events() -> None:
     """Publish the task events of jobs that wait or run again, for a Flower that started after they were published."""
     if "celery" not in EventSettings().sinks:
@@ -240,56 +240,58 @@ def _task_event_sink() -> TaskEventSink:
     return TaskEventSink(celery, database())
 
 
-@_task("count")
+@_periodic_task("count")
 def count() -> None:
     """Add what has happened to the figures, and say in the log which jobs have ended."""
-    until = time.monotonic() + _COUNT_S
-    while _historian().count_new_events() and time.monotonic() < until:
+    until = time.monotonic() + _COUNT_LIMIT_S
+    while _event_counter().count_new_events() and time.monotonic() < until:
         pass
 
 
-@_task("scan_dlq")
+@_periodic_task("scan_dlq")
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = ledger.count_by_state(database())[State.DEAD]
-    removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_S)
+    removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
-    vault.seal_anew()
+    vault.reseal_secrets()
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
 @singleton
-def _ageing() -> EventRetention:
+def _event_retention() -> EventRetention:
     return EventRetention(database())
 
 
 def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
     """Those that have come of age, slice by slice, and none that a sink has not got yet."""
-    until, now = time.monotonic() + _PURGE_S, now_ms()
+    until, now = time.monotonic() + _PURGE_LIMIT_S, now_ms()
     events_ms, acts_ms = now - settings.events_retention_s * 1000, now - settings.acts_retention_s * 1000
     last = SinkCursors(database()).find_slowest(sinks)
-    while _ageing().delete_next(events_ms, acts_ms, last) is not None:
+    while _event_retention().delete_next(events_ms, acts_ms, last) is not None:
         if time.monotonic() >= until:
             break
 
 
-@_task("check_invariants")
+@_periodic_task("check_invariants")
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.get().servers.values()
-    findings = invariants.find_violations(dispatcher(), _checks(), _reaper().state, _reports(servers))
+    findings = invariants.find_violations(dispatcher(), _server_checks(), _reaper().state, _read_reports(servers))
     if findings:
-        time.sleep(_SECOND_LOOK_S)
-        findings &= invariants.find_violations(dispatcher(), _checks(), _reaper().state, _reports(servers))
+        time.sleep(_RECHECK_DELAY_S)
+        findings &= invariants.find_violations(dispatcher(), _server_checks(), _reaper().state, _read_reports(servers))
     counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
-    ledger.store_findings(database(), counts, {it.subject: it.check for it in sorted(findings)}, now_ms())
+    ledger.store_findings(
+        database(), counts, {violation.subject: violation.check for violation in sorted(findings)}, now_ms()
+    )
     for finding in sorted(findings):
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
 
 
 @singleton
-def _historian() -> EventCounter:
+def _event_counter() -> EventCounter:
     return EventCounter(database(), log_job_end)
 
 
@@ -297,57 +299,57 @@ def _historian() -> EventCounter:
 
 
 @singleton
-def _rounds() -> HealthChecks:
-    return HealthChecks(_report)
+def _health_checks() -> HealthChecks:
+    return HealthChecks(_read_report)
 
 
-_late: PendingReports = {}
+_late_reports: PendingReports = {}
 
 
-def reports_as_they_arrive(asked: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
+def reports_as_they_arrive(pending: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
     """The reports of these servers, and those that came too late for the last round, some at a time."""
-    for name in list(_late):
-        asked.setdefault(name, _late.pop(name))
-    until = time.monotonic() + _ROUND_S
-    while asked:
-        done, _ = wait(asked.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
+    for name in list(_late_reports):
+        pending.setdefault(name, _late_reports.pop(name))
+    until = time.monotonic() + _REPORTS_LIMIT_S
+    while pending:
+        done, _ = wait(pending.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
         if not done:
-            _late.update(asked)
+            _late_reports.update(pending)
             return
-        wait(asked.values(), _GATHER_S)
-        yield _taken(asked)
+        wait(pending.values(), _BATCH_DELAY_S)
+        yield _take_arrived(pending)
 
 
-def _reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
+def _read_reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
     """Ask all these servers for their health; those that take long are left out."""
-    asked = _rounds().start(servers)
-    wait(asked.values(), _REPORTS_S)
-    return _taken(asked)
+    pending = _health_checks().start(servers)
+    wait(pending.values(), _REPORTS_WAIT_S)
+    return _take_arrived(pending)
 
 
-def _taken(asked: PendingReports) -> Mapping[str, ServerReport]:
+def _take_arrived(pending: PendingReports) -> Mapping[str, ServerReport]:
     """Take out the reports that are there; a server that could not be asked at all has none."""
-    there = {name: asked.pop(name) for name, report in list(asked.items()) if report.done()}
-    for name, report in there.items():
+    arrived = {name: pending.pop(name) for name, report in list(pending.items()) if report.done()}
+    for name, report in arrived.items():
         if (error := report.exception()) is not None:
             log.error("server_not_asked", server=name, error=repr(error))
-    return {name: report.result() for name, report in there.items() if report.exception() is None}
+    return {name: report.result() for name, report in arrived.items() if report.exception() is None}
 
 
-def _report(server: ServerRow) -> ServerReport:
+def _read_report(server: ServerRow) -> ServerReport:
     asked_ms = now_ms()
-    speaker = health_adapter(dispatcher().catalog.get(), server)
-    if speaker is None:
+    adapter = health_adapter(dispatcher().catalog.get(), server)
+    if adapter is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
-    health = call_server(speaker, ServerSession.health)
-    is_awaited = server.name in _servers_with_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
+    health = call_server(adapter, ServerSession.health)
+    has_quarantine = server.name in _servers_with_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,
         endpoints=server.endpoints,
-        connection_refused=is_awaited and refuses_connections(speaker.endpoint),
+        connection_refused=has_quarantine and refuses_connections(adapter.endpoint),
         process_started=health.started,
         is_idle=health.is_idle,
     )
@@ -357,16 +359,18 @@ _servers_with_quarantine: frozenset[str] = frozenset()
 """Servers some of whose slots are withheld, when servers were last asked."""
 
 
-def _ask_about_runs() -> None:
+def _check_quarantined_runs() -> None:
     """Ask for the status of runs whose slots are withheld, where their servers have given them ids."""
     for row in quarantine.list_all(database()):
-        if row.remote_id is not None and (row.job_id, row.attempt) not in _asked_about:
-            _asked_about.add((row.job_id, row.attempt))
+        if row.remote_id is not None and (row.job_id, row.attempt) not in _runs_being_checked:
+            _runs_being_checked.add((row.job_id, row.attempt))
             threading.Thread(target=_check_quarantined_run, args=(row,), name="ask", daemon=True).start()
 
 
-_asked_about: set[tuple[str, int]] = set()
-_ENDED = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST})
+_runs_being_checked: set[tuple[str, int]] = set()
+_END_KINDS = frozenset(
+    {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST}
+)
 
 
 def _check_quarantined_run(row: QuarantinedSlot) -> None:
@@ -376,15 +380,15 @@ def _check_quarantined_run(row: QuarantinedSlot) -> None:
         url = None if server is None else server.endpoints.get(row.model)
         if job is None or url is None or row.remote_id is None:
             return
-        speaker = adapter_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
-        if speaker.description.mode in ("async", "auto"):
-            call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_S)
-            outcome = call_server(speaker, partial(ServerSession.status, call=call, remote_id=row.remote_id))
-            if outcome.kind in _ENDED:
+        adapter = adapter_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
+        if adapter.description.mode in ("async", "auto"):
+            call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
+            outcome = call_server(adapter, partial(ServerSession.status, call=call, remote_id=row.remote_id))
+            if outcome.kind in _END_KINDS:
                 quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
             elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
-                _checks().note_running(row)
+                _server_checks().note_running(row)
     except (Misconfigured, SlotkeeperError) as error:
         log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
     finally:
-        _asked_about.discard((row.job_id, row.attempt))
+        _runs_being_checked.discard((row.job_id, row.attempt))

@@ -17,8 +17,8 @@ from tasks.celery_app import celery
 from tasks.wake_up import OFFER_HEADER
 
 TASK = "infer"
-_OF_MODELS = "gpu."  # begins the names of their queues
-_OFFERED = ("fleet", "lease", "slot", "server", "number")
+_MODEL_PREFIX = "gpu."  # begins the names of their queues
+_OFFER_FIELDS = ("fleet", "lease", "slot", "server", "number")
 
 # What Celery knows of a task beside its arguments, by its names in apply_async.  It waits in the record as JSON.
 _ENVELOPE = (
@@ -37,12 +37,12 @@ _ENVELOPE = (
 
 
 def queue_name(model: str) -> str:
-    return f"{_OF_MODELS}{model}"
+    return f"{_MODEL_PREFIX}{model}"
 
 
 def is_model_queue(queue: str) -> bool:
     """Whether a queue is some model's."""
-    return queue.startswith(_OF_MODELS)
+    return queue.startswith(_MODEL_PREFIX)
 
 
 def pack_envelope(options: Mapping[str, Any]) -> str:
@@ -52,11 +52,13 @@ def pack_envelope(options: Mapping[str, Any]) -> str:
 
 def task_context(job: Job) -> Context:
     """The job as the request of a Celery task: whom its end concerns."""
-    kept = json.loads(job.envelope or "{}")
-    group = kept.pop("group_id", None)
-    trace = tracing.told(job.id, job.traceparent, JOB)  # what follows it is in its trace
+    envelope = json.loads(job.envelope or "{}")
+    group = envelope.pop("group_id", None)
+    trace = tracing.outgoing_traceparent(job.id, job.traceparent, JOB)  # what follows it is in its trace
     headers = {} if trace is None else {"traceparent": trace}
-    return Context(kept, id=job.id, task=TASK, group=group, headers=headers, called_directly=False, delivery_info={})
+    return Context(
+        envelope, id=job.id, task=TASK, group=group, headers=headers, called_directly=False, delivery_info={}
+    )
 
 
 def build_message(offer: Offer, failures: int) -> task_message:
@@ -64,14 +66,14 @@ def build_message(offer: Offer, failures: int) -> task_message:
 
     The task's own end says nothing to anybody: whoever waits for the job is told from the database (results.py).
     """
-    job_id, same = offer.job_id, _of_model(offer.model)
-    offered = {name: getattr(offer, name) for name in _OFFERED}
-    headers = {**same.headers, "id": job_id, "root_id": job_id, "retries": failures, OFFER_HEADER: offered}
-    return same._replace(headers=headers, properties={**same.properties, "correlation_id": job_id})
+    job_id, template = offer.job_id, _message_template(offer.model)
+    offered = {name: getattr(offer, name) for name in _OFFER_FIELDS}
+    headers = {**template.headers, "id": job_id, "root_id": job_id, "retries": failures, OFFER_HEADER: offered}
+    return template._replace(headers=headers, properties={**template.properties, "correlation_id": job_id})
 
 
 @lru_cache(maxsize=1024)
-def _of_model(model: str) -> task_message:
+def _message_template(model: str) -> task_message:
     """What is the same in all messages for a model."""
     return celery.amqp.as_task_v2(
         "", TASK, args=(model,), ignore_result=True, argsrepr=f"({model!r},)", kwargsrepr="{}"
@@ -80,7 +82,7 @@ def _of_model(model: str) -> task_message:
 
 def displayed_args(model: str) -> tuple[str, str]:
     """Arguments, and named ones, of the messages for a model, as people read them."""
-    headers = _of_model(model).headers
+    headers = _message_template(model).headers
     return headers["argsrepr"], headers["kwargsrepr"]
 
 
@@ -92,21 +94,21 @@ def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | No
     found = (headers or {}).get(OFFER_HEADER)
     if not args or not isinstance(found, dict):
         return None
-    fields = {"job_id": job_id, "model": args[0], **{name: found.get(name) for name in _OFFERED}}
-    right = all(isinstance(value, int if name == "number" else str) for name, value in fields.items())
-    return Offer(**fields) if right else None
+    fields = {"job_id": job_id, "model": args[0], **{name: found.get(name) for name in _OFFER_FIELDS}}
+    is_valid = all(isinstance(value, int if name == "number" else str) for name, value in fields.items())
+    return Offer(**fields) if is_valid else None
 
 
-_declared: set[str] = set()
+_declared_queues: set[str] = set()
 """Queues that this process has declared at the broker; for kombu to look at each message is a third of the work."""
-_kept: dict[Celery, Any] = {}
+_kept_producers: dict[Celery, Any] = {}
 """The producer of the last message, if nobody has it: to fetch one of Celery's, and to put it back, is a quarter."""
 
 
 def publish_offer(offer: Offer, priority: int, failures: int) -> None:
     """Send the wake-up to the model's queue.  Raises what kombu raises."""
     queue = queue_name(offer.model)
-    producer = _kept.pop(celery, None) or celery.producer_pool.acquire(block=True)
+    producer = _kept_producers.pop(celery, None) or celery.producer_pool.acquire(block=True)
     try:
         celery.amqp.send_task_message(
             producer,
@@ -115,11 +117,11 @@ def publish_offer(offer: Offer, priority: int, failures: int) -> None:
             queue=queue,
             priority=priority,
             retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.
-            declare=() if queue in _declared else None,
+            declare=() if queue in _declared_queues else None,
         )
     except BaseException:
         producer.release()  # So that whoever fetches it looks whether its connection is still there.
         raise
-    _declared.add(queue)
-    if _kept.setdefault(celery, producer) is not producer:
+    _declared_queues.add(queue)
+    if _kept_producers.setdefault(celery, producer) is not producer:
         producer.release()

@@ -15,32 +15,38 @@ from routing.admission.submission import Submission
 from slotkeeper.errors import InvalidJob
 from tasks import offer_messages
 
-_LONGEST_TENANT = 200
-_LARGEST_ENVELOPE = 1 << 20
-_EARLIER = (
+_MAX_TENANT_CHARS = 200
+_MAX_ENVELOPE_BYTES = 1 << 20
+_EARLIER_RESULT_HINT = (
     'Earlier results come first in a chain: write infer.s(model="…") for the result to become the payload, '
     'infer.si("…", {…}) to leave it out, or put a task of your own between them that makes the payload'
 )
 _MODEL_OR_PAYLOAD = "its model or payload; let a task of your own make the payload, or leave what comes earlier out"
 
-_POSITIONS = tuple(name for name, given in REQUEST_FIELDS.items() if given.celery == "argument")
-_REQUESTED = frozenset(name for name, given in REQUEST_FIELDS.items() if given.celery is not None)
-_BESIDE = frozenset({"tenant", "idempotency_key", "traceparent"})  # what a REST request has in its headers
-_ARGUMENTS = _REQUESTED | _BESIDE
-_OURS = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
-_CELERYS = frozenset({"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"})
+_POSITIONAL = tuple(name for name, given in REQUEST_FIELDS.items() if given.celery == "argument")
+_REQUEST_FIELDS = frozenset(name for name, given in REQUEST_FIELDS.items() if given.celery is not None)
+_HEADER_FIELDS = frozenset({"tenant", "idempotency_key", "traceparent"})  # what a REST request has in its headers
+_ARGUMENTS = _REQUEST_FIELDS | _HEADER_FIELDS
+_SHARED_NAMES = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
+_CELERY_OPTIONS = frozenset(
+    {"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"}
+)
 # How a canvas tells its parts what they belong to.
-_CANVAS = frozenset({"chain", "chord", "group_id", "group_index", "parent_id", "root_id", "stamped_headers"})
+_CANVAS_OPTIONS = frozenset({"chain", "chord", "group_id", "group_index", "parent_id", "root_id", "stamped_headers"})
 # About the sending of a message.  None is sent: the job is in the record before the call returns.
-_OF_MESSAGES = frozenset({"add_to_parent", "connection", "producer", "publisher", "replaced_task_nesting", "reply_to"})
-_HARMLESS = {"queue": ("celery",), "retries": (0,), "serializer": ("json",)}
-_ELSEWHERE = "a job waits in the room of its model; constraints say which servers may run it, priority how urgent it is"
-_LIMITS = "a run is limited by its model's max_poll_time, a job's life by expires"
-_PUBLISHING = "no message is published: the job is in the record before the call returns"
-_REFUSED = {
-    **dict.fromkeys(("queue", "exchange", "exchange_type", "routing_key", "router", "route_name"), _ELSEWHERE),
-    **dict.fromkeys(("time_limit", "soft_time_limit"), _LIMITS),
-    **dict.fromkeys(("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers"), _PUBLISHING),
+_IGNORED_OPTIONS = frozenset(
+    {"add_to_parent", "connection", "producer", "publisher", "replaced_task_nesting", "reply_to"}
+)
+_ACCEPTED_DEFAULTS = {"queue": ("celery",), "retries": (0,), "serializer": ("json",)}
+_ROUTING_HINT = (
+    "a job waits in the room of its model; constraints say which servers may run it, priority how urgent it is"
+)
+_LIMITS_HINT = "a run is limited by its model's max_poll_time, a job's life by expires"
+_PUBLISHING_HINT = "no message is published: the job is in the record before the call returns"
+_REFUSED_OPTIONS = {
+    **dict.fromkeys(("queue", "exchange", "exchange_type", "routing_key", "router", "route_name"), _ROUTING_HINT),
+    **dict.fromkeys(("time_limit", "soft_time_limit"), _LIMITS_HINT),
+    **dict.fromkeys(("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers"), _PUBLISHING_HINT),
     **dict.fromkeys(("serializer", "compression"), "a payload is a JSON object, and stored as one"),
     "rate_limit": "a model runs as many jobs as it has slots, and a tenant as many as tenant_slots lets it hold",
     "max_retries": "retries are bounded by max_retries of the model's configuration",
@@ -70,12 +76,12 @@ def infer(model: str, payload: dict[str, Any] | None = None, callback_url: str |
 
 def signature() -> inspect.Signature:
     """Return the signature of `infer`, with all its arguments."""
-    kinds, names = inspect.Parameter, sorted(_ARGUMENTS.difference(_POSITIONS))
+    parameter, names = inspect.Parameter, sorted(_ARGUMENTS.difference(_POSITIONAL))
     positional = [
-        kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if name == "model" else None)
-        for name in _POSITIONS
+        parameter(name, parameter.POSITIONAL_OR_KEYWORD, default=parameter.empty if name == "model" else None)
+        for name in _POSITIONAL
     ]
-    return inspect.Signature([*positional, *(kinds(name, kinds.KEYWORD_ONLY, default=None) for name in names)])
+    return inspect.Signature([*positional, *(parameter(name, parameter.KEYWORD_ONLY, default=None) for name in names)])
 
 
 def read_submission(
@@ -90,8 +96,8 @@ def read_submission(
     delay_s, not_before_ms = _read_time("eta", given.get("eta"))
     if given.get("countdown"):
         delay_s, not_before_ms = given["countdown"], None
-    requested = {name: value for name, value in found.items() if name in _REQUESTED}
-    beside = {name: value for name, value in found.items() if name in _BESIDE}
+    requested = {name: value for name, value in found.items() if name in _REQUEST_FIELDS}
+    header_fields = {name: value for name, value in found.items() if name in _HEADER_FIELDS}
     return Submission(
         # prepare_job checks the values.
         JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),
@@ -100,7 +106,7 @@ def read_submission(
         not_before_ms=not_before_ms,
         source="task",
         envelope=_envelope(given),
-        **beside,
+        **header_fields,
     )
 
 
@@ -108,20 +114,20 @@ def read_submission(
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
-    known = _OURS | _CELERYS | _CANVAS | _OF_MESSAGES | set(_stamps(given))
+    known = _SHARED_NAMES | _CELERY_OPTIONS | _CANVAS_OPTIONS | _IGNORED_OPTIONS | set(_stamped_headers(given))
     for name in given.keys() - known:
-        if given[name] in _HARMLESS.get(name, ()):
+        if given[name] in _ACCEPTED_DEFAULTS.get(name, ()):
             continue
-        if name in _REFUSED:
-            raise InvalidJob(name, f"{name} means nothing to a job: {_REFUSED[name]}")
-        raise InvalidJob(name, f"{name} is no option of infer{_nearest(name, _OURS | _CELERYS)}")
+        if name in _REFUSED_OPTIONS:
+            raise InvalidJob(name, f"{name} means nothing to a job: {_REFUSED_OPTIONS[name]}")
+        raise InvalidJob(name, f"{name} is no option of infer{_suggestion(name, _SHARED_NAMES | _CELERY_OPTIONS)}")
 
 
-def _stamps(given: Mapping[str, Any]) -> Sequence[str]:
+def _stamped_headers(given: Mapping[str, Any]) -> Sequence[str]:
     return given.get("stamped_headers") or ()
 
 
-def _nearest(name: str, known: frozenset[str]) -> str:
+def _suggestion(name: str, known: frozenset[str]) -> str:
     near = get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(sorted(known))}"
 
@@ -132,15 +138,15 @@ def _envelope(given: Mapping[str, Any]) -> str:
         **given,
         "callbacks": _signatures(given.get("link")),
         "errbacks": _signatures(given.get("link_error")),
-        "stamps": {name: given.get(name) for name in _stamps(given)} or None,
+        "stamps": {name: given.get(name) for name in _stamped_headers(given)} or None,
     }
     try:
-        packed = offer_messages.pack_envelope(kept)
+        envelope = offer_messages.pack_envelope(kept)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob("link", f"what follows the job cannot be kept as JSON: {error}") from None
-    if len(packed) > _LARGEST_ENVELOPE:
-        raise InvalidJob("link", f"what follows the job takes {len(packed)} bytes, {_LARGEST_ENVELOPE} may be kept")
-    return packed
+    if len(envelope) > _MAX_ENVELOPE_BYTES:
+        raise InvalidJob("link", f"what follows the job takes {len(envelope)} bytes, {_MAX_ENVELOPE_BYTES} may be kept")
+    return envelope
 
 
 def _signatures(link: Any) -> list[Any] | None:
@@ -156,19 +162,19 @@ def _check_successors(given: Mapping[str, Any]) -> None:
     """Refuse now what would be refused only after this job has run."""
     for field in ("link", "chain"):
         for step in _signatures(given.get(field)) or ():
-            if _is_infer(step) and (step.get("args") or not (step.get("kwargs") or {}).get("model")):
+            if _takes_earlier_result(step) and (step.get("args") or not (step.get("kwargs") or {}).get("model")):
                 raise InvalidJob(
-                    field, f"{field}: the infer after this job would get its result as a model. {_EARLIER}"
+                    field, f"{field}: the infer after this job would get its result as a model. {_EARLIER_RESULT_HINT}"
                 )
-    if any(map(_is_infer, _signatures(given.get("link_error")) or ())):
+    if any(map(_takes_earlier_result, _signatures(given.get("link_error")) or ())):
         raise InvalidJob("link_error", f"link_error: infer would get this job's id as {_MODEL_OR_PAYLOAD}, infer.si(…)")
-    if _is_infer(given.get("chord")):
+    if _takes_earlier_result(given.get("chord")):
         raise InvalidJob(
             "chord", f"chord: its body infer would get a list of results as {_MODEL_OR_PAYLOAD}, infer.si(…)"
         )
 
 
-def _is_infer(step: Any) -> bool:
+def _takes_earlier_result(step: Any) -> bool:
     """Whether this is a call of `infer` that takes what comes before it."""
     return isinstance(step, Mapping) and step.get("task") == offer_messages.TASK and not step.get("immutable")
 
@@ -179,31 +185,35 @@ def _is_infer(step: Any) -> bool:
 def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Model, payload and callback_url by position or by name."""
     for name in kwargs.keys() - _ARGUMENTS:
-        raise InvalidJob(str(name), f"{name} is no argument of infer{_nearest(str(name), _ARGUMENTS)}")
+        raise InvalidJob(str(name), f"{name} is no argument of infer{_suggestion(str(name), _ARGUMENTS)}")
     # An earlier result comes first, where the model is named: it is the payload.
-    positions = _POSITIONS[1:] if "model" in kwargs else _POSITIONS
+    positions = _POSITIONAL[1:] if "model" in kwargs else _POSITIONAL
     if len(args) > len(positions):
-        raise InvalidJob("args", f"infer takes {', '.join(positions)}, and was given {len(args)} arguments. {_EARLIER}")
+        raise InvalidJob(
+            "args", f"infer takes {', '.join(positions)}, and was given {len(args)} arguments. {_EARLIER_RESULT_HINT}"
+        )
     found = dict(zip(positions, args, strict=False))
     for name in found.keys() & kwargs.keys():
         raise InvalidJob(name, f"{name} is given twice, by position and by name")
-    found |= {name: kwargs[name] for name in _POSITIONS if name in kwargs}
+    found |= {name: kwargs[name] for name in _POSITIONAL if name in kwargs}
     if not isinstance(found.get("model"), str):
         raise InvalidJob("model", _not_a_model(found.get("model")))
     if found.get("payload") is None:
         found["payload"] = {}
     if not isinstance(found["payload"], dict):
-        raise InvalidJob("payload", f"payload must be a JSON object and is {_kind(found['payload'])}. {_EARLIER}")
+        raise InvalidJob(
+            "payload", f"payload must be a JSON object and is {_json_kind(found['payload'])}. {_EARLIER_RESULT_HINT}"
+        )
     return found
 
 
 def _not_a_model(found: Any) -> str:
     if found is None:
         return "infer needs a model: infer.delay(model, payload)"
-    return f"the model must be named by a text and is {_kind(found)}. {_EARLIER}"
+    return f"the model must be named by a text and is {_json_kind(found)}. {_EARLIER_RESULT_HINT}"
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     known = {"dict": "an object", "list": "a list", "tuple": "a list", "str": "a text"}
     return known.get(type(value).__name__, f"a {type(value).__name__}")
 
@@ -211,23 +221,23 @@ def _kind(value: Any) -> str:
 def _shared_arguments(kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What may be given as an argument or as an option."""
     found = {}
-    for name in sorted(_OURS):
+    for name in sorted(_SHARED_NAMES):
         if kwargs.get(name) is not None and name in given and kwargs[name] != given[name]:
             raise InvalidJob(name, f"{name} is given twice, as an argument and as an option")
         value = given.get(name, kwargs.get(name))
         if value is not None:
             found[name] = value
-    _check_texts(found)
+    _check_strings(found)
     return found
 
 
-def _check_texts(found: Mapping[str, Any]) -> None:
+def _check_strings(found: Mapping[str, Any]) -> None:
     for name in {"callback_url", "idempotency_key", "tenant", "traceparent"} & found.keys():
         if not isinstance(found[name], str):
-            raise InvalidJob(name, f"{name} must be a text and is {_kind(found[name])}")
+            raise InvalidJob(name, f"{name} must be a text and is {_json_kind(found[name])}")
     tenant = found.get("tenant", "default")
-    if not 1 <= len(tenant) <= _LONGEST_TENANT or not tenant.isprintable():
-        raise InvalidJob("tenant", f"tenant must be 1 to {_LONGEST_TENANT} printable characters")
+    if not 1 <= len(tenant) <= _MAX_TENANT_CHARS or not tenant.isprintable():
+        raise InvalidJob("tenant", f"tenant must be 1 to {_MAX_TENANT_CHARS} printable characters")
 
 
 def _read_time(field: str, when: Any) -> tuple[float | None, int | None]:

@@ -15,10 +15,10 @@ from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES
 
 _GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
 _HEADERS_BYTES = 1 << 20
-MOST_BYTES = _GROWTH * MAX_PAYLOAD_BYTES + _HEADERS_BYTES
+MAX_DECOMPRESSED_BYTES = _GROWTH * MAX_PAYLOAD_BYTES + _HEADERS_BYTES
 """Of an unpacked message: the largest payload that a model may take, as kombu writes it, and what stands around it."""
 
-_UNPACKERS: dict[str, Callable[[], Any]] = {
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "application/x-gzip": zlib.decompressobj,
     "application/x-bz2": bz2.BZ2Decompressor,
     "application/x-lzma": lzma.LZMADecompressor,
@@ -32,20 +32,20 @@ class DecompressedTooLarge(ValueError):
 def limit_decompression() -> None:
     """From now on no message of this process is unpacked beyond the bound, nor by what knows none."""
     for kind in compression.encoders():
-        pack = cast(Any, compression).get_encoder(kind)[0]
-        compression.register(pack, _bounded(_UNPACKERS[kind]) if kind in _UNPACKERS else _refused, kind)
+        compress = cast(Any, compression).get_encoder(kind)[0]
+        compression.register(compress, _bounded(_DECOMPRESSORS[kind]) if kind in _DECOMPRESSORS else _refuse, kind)
 
 
-def _bounded(unpacker: Callable[[], Any]) -> Callable[[bytes], bytes]:
-    def unpack(packed: bytes) -> bytes:
-        one = unpacker()
-        text: bytes = one.decompress(packed, MOST_BYTES + 1)
-        if len(text) > MOST_BYTES or not one.eof:
-            raise DecompressedTooLarge(f"a message may have {MOST_BYTES} bytes when it is unpacked")
+def _bounded(make_decompressor: Callable[[], Any]) -> Callable[[bytes], bytes]:
+    def decompress(packed: bytes) -> bytes:
+        one = make_decompressor()
+        text: bytes = one.decompress(packed, MAX_DECOMPRESSED_BYTES + 1)
+        if len(text) > MAX_DECOMPRESSED_BYTES or not one.eof:
+            raise DecompressedTooLarge(f"a message may have {MAX_DECOMPRESSED_BYTES} bytes when it is unpacked")
         return text
 
-    return unpack
+    return decompress
 
 
-def _refused(packed: bytes) -> bytes:
+def _refuse(packed: bytes) -> bytes:
     raise DecompressedTooLarge("messages may be packed by gzip, bzip2 or lzma")

@@ -20,8 +20,8 @@ STALE_S = 20.0
 
 def own_file(role: str) -> Path:
     """That of this process."""
-    ours, shared = _folders()
-    return (ours if is_state_folder(ours.parent) else shared) / _name(role, os.getpid())
+    private, shared = _folders()
+    return (private if is_state_folder(private.parent) else shared) / _name(role, os.getpid())
 
 
 def live_pids(role: str) -> list[int]:
@@ -66,5 +66,5 @@ def _name(role: str, pid: int | str) -> str:
 def _folders() -> tuple[Path, Path]:
     """Of this installation: in the state folder, and without one in the system's."""
     home = StorageSettings().home.absolute()
-    whose = hashlib.sha256(str(home).encode()).hexdigest()[:8]
-    return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{whose}"
+    suffix = hashlib.sha256(str(home).encode()).hexdigest()[:8]
+    return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{suffix}"

@@ -16,8 +16,8 @@ from tasks import process_files
 from tasks.beat import PERIODS_S
 from tasks.security.keyring import fingerprints
 
-_CANARY_MS = 20_000
-_FREQUENT_S = 10.0  # Rarer tasks have not yet run when maintenance has just been started again.
+_MAX_CANARY_AGE_MS = 20_000
+_MAX_FREQUENT_PERIOD_S = 10.0  # Rarer tasks have not yet run when maintenance has just been started again.
 
 
 def liveness_problem(role: str) -> str | None:
@@ -32,7 +32,7 @@ def readiness_problem(role: str) -> str | None:
     settings = RoutingSettings()
     scripts = make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
-        found = [
+        own_processes = [
             process
             for process in ProcessList(scripts).read_all()
             if process.role == role and process.host == socket.gethostname()
@@ -40,19 +40,19 @@ def readiness_problem(role: str) -> str | None:
         problem = maintenance_problem(scripts) if role == "maintenance" else None
     except RedisError:
         return "Redis does not answer."
-    lives = [process for process in found if process.is_alive]
-    if not lives:
+    alive = [process for process in own_processes if process.is_alive]
+    if not alive:
         return f"No process {role} of this host has reported lately that it is alive."
     if problem is not None:
         return problem
-    return next(filter(None, map(worker_problem, lives)), None)
+    return next(filter(None, map(worker_problem, alive)), None)
 
 
 def maintenance_problem(scripts: Scripts) -> str | None:
     """Return what of maintenance does not go on: its sweeps, or any of its frequent tasks.  Raises redis errors."""
     if task_runs.has_sweep_stopped(scripts):
         return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
-    frequent = {name: every_s for name, every_s in PERIODS_S.items() if every_s <= _FREQUENT_S}
+    frequent = {name: period_s for name, period_s in PERIODS_S.items() if period_s <= _MAX_FREQUENT_PERIOD_S}
     if late := task_runs.find_late_tasks(task_runs.read_task_runs(scripts), frequent):
         return f"Maintenance tasks have not finished for a long time: {', '.join(sorted(late))}."
     return None
@@ -66,25 +66,25 @@ def worker_problem(process: Process) -> str | None:
         return f"{process.name} takes no more jobs: it is about to end."
     if process.canary_age_ms is None:
         return f"No canary has come through {process.name} yet."
-    if process.canary_age_ms > _CANARY_MS:
+    if process.canary_age_ms > _MAX_CANARY_AGE_MS:
         return f"No canary has come through {process.name} for {process.canary_age_ms / 1000:.0f} s."
     return None
 
 
-def workers_problem(found: Sequence[Process]) -> str | None:
+def workers_problem(processes: Sequence[Process]) -> str | None:
     """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
-    workers = [process for process in found if process.role == "worker"]
-    lives = [process for process in workers if process.is_alive]
-    if not lives:
+    workers = [process for process in processes if process.role == "worker"]
+    alive = [process for process in workers if process.is_alive]
+    if not alive:
         return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
-    if all(worker_problem(process) for process in lives):
+    if all(worker_problem(process) for process in alive):
         return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
-    if silent := len(workers) - len(lives):
+    if silent := len(workers) - len(alive):
         return f"{silent} of {len(workers)} workers are silent.  `slotkeeper processes` names them."
     return None
 
 
-def processes_with_other_secret(found: Sequence[Process]) -> list[Process]:
+def processes_with_other_secret(processes: Sequence[Process]) -> list[Process]:
     """Return the living processes that have another secret than this one: each refuses what the other has signed."""
     own = fingerprints()
-    return [process for process in found if process.is_alive and process.facts.get("secret", own[0]) not in own]
+    return [process for process in processes if process.is_alive and process.facts.get("secret", own[0]) not in own]

@@ -42,10 +42,10 @@ from tasks.celery_app import celery
 
 log = structlog.get_logger(__name__)
 
-_MOST_WAITING = 10_000  # that one process has in mind; the record has the others
-_AT_ONCE = 1_000
-_MARKED_TOGETHER = 100
-_AGAIN_S = 1.0
+_MAX_WAITING = 10_000  # that one process has in mind; the record has the others
+_CLAIM_LIMIT = 1_000
+_BATCH = 100
+_RETRY_S = 1.0
 _FLUSH_S = 3.0  # of a worker that stops; the time that it gets is not much longer
 # The outside is away: the same will do later.
 UNAVAILABLE = (DatabaseUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
@@ -60,28 +60,28 @@ class JobFailed(Exception):
 class ResultNotifier:
     """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
 
-    def __init__(self, owed: ResultNotifications, store: JobStore) -> None:
-        self._owed, self._store = owed, store
-        self._waiting: Queue[ResultNotification] = Queue(_MOST_WAITING)
+    def __init__(self, notifications: ResultNotifications, store: JobStore) -> None:
+        self._notifications, self._store = notifications, store
+        self._waiting: Queue[ResultNotification] = Queue(_MAX_WAITING)
         self._pause = threading.Event()
-        self._begun = threading.Lock()
+        self._is_started = threading.Lock()
 
-    def put(self, telling: ResultNotification) -> None:
+    def put(self, notification: ResultNotification) -> None:
         """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
         try:
-            self._begin()
-            self._waiting.put_nowait(telling)
+            self._start_thread()
+            self._waiting.put_nowait(notification)
         except (Full, RuntimeError) as error:
-            log.warning("notification_deferred", job_id=telling.job_id, error=repr(error))
+            log.warning("notification_deferred", job_id=notification.job_id, error=repr(error))
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         """Raises RuntimeError: the system has no thread left; it may have one next time."""
-        if self._begun.acquire(blocking=False):
+        if self._is_started.acquire(blocking=False):
             try:
                 threading.Thread(target=self._run, name="teller", daemon=True).start()
                 worker_shutdown.connect(self._flush)
             except RuntimeError:
-                self._begun.release()
+                self._is_started.release()
                 raise
 
     def _flush(self, **_: object) -> None:
@@ -93,7 +93,7 @@ class ResultNotifier:
         while True:
             batch = [self._waiting.get()]
             try:
-                while len(batch) < _MARKED_TOGETHER:
+                while len(batch) < _BATCH:
                     batch.append(self._waiting.get_nowait())
             except Empty:
                 pass
@@ -105,40 +105,40 @@ class ResultNotifier:
                 for _ in batch:
                     self._waiting.task_done()
 
-    def flush(self, within_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """Wait until all that is on its way is told; False: that takes longer, and who finds it owed tells it."""
         with self._waiting.all_tasks_done:
-            return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, within_s)
+            return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, timeout_s)
 
     def notify_overdue(self) -> None:
         """Tell what is owed and was not told, because a process died or the backend was away."""
         if self._waiting.empty():
-            for telling in self._owed.claim_due(now_ms(), _AT_ONCE):
-                self.put(telling)
+            for notification in self._notifications.claim_due(now_ms(), _CLAIM_LIMIT):
+                self.put(notification)
 
     def notify(self, batch: list[ResultNotification]) -> None:
         """Tell these, whatever becomes of each, and remember which need not be told again."""
-        told = [telling.id for telling in batch if self._told(telling)]
+        notified = [notification.id for notification in batch if self._notify_one(notification)]
         try:
-            if told:
+            if notified:
                 crash_at("result_notified")
-                self._owed.delete(told)
+                self._notifications.delete(notified)
         except DatabaseUnavailable as error:
-            log.warning("notification_not_marked", count=len(told), error=str(error))
+            log.warning("notification_not_marked", count=len(notified), error=str(error))
 
-    def _told(self, telling: ResultNotification) -> bool:
+    def _notify_one(self, notification: ResultNotification) -> bool:
         """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
         while True:
             try:
-                job = self._store.get(telling.job_id)
-                if job is not None and self._owed.is_pending(telling.id):
+                job = self._store.get(notification.job_id)
+                if job is not None and self._notifications.is_pending(notification.id):
                     (_notify_in_subprocess if is_expensive_to_parse(job.result or "") else notify_clients)(job)
                 return True
             except UNAVAILABLE as error:
-                log.warning("notification_postponed", job_id=telling.job_id, error=str(error))
-                self._pause.wait(_AGAIN_S)
+                log.warning("notification_postponed", job_id=notification.job_id, error=str(error))
+                self._pause.wait(_RETRY_S)
             except Exception as error:
-                log.error("notification_failed", job_id=telling.job_id, error=repr(error))
+                log.error("notification_failed", job_id=notification.job_id, error=repr(error))
                 return False
 
 
@@ -155,14 +155,14 @@ def _notify_in_subprocess(job: Job) -> None:
 def notify_clients(job: Job) -> None:
     """Tell those who wait for this job.  Raises what backend, broker and record raise when they are away."""
     request = offer_messages.task_context(job)
-    with _as_its_task(request):
+    with _as_current_task(request):
         match job.state:
             case State.COMPLETED:
-                _tell_result(job, request)
+                _notify_result(job, request)
             case State.CANCELED | State.EXPIRED:
-                _tell_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
+                _notify_failure(job, request, TaskRevokedError(job.error_message or job.state.value), states.REVOKED)
             case _:
-                _tell_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
+                _notify_failure(job, request, JobFailed(job.error_code, job.error_message), states.FAILURE)
 
 
 def notify_refusal(request: Context, refusal: SlotkeeperError) -> None:
@@ -187,7 +187,7 @@ def _ended_job() -> CeleryTask:
 
 
 @contextmanager
-def _as_its_task(request: Context) -> Iterator[None]:
+def _as_current_task(request: Context) -> Iterator[None]:
     """What is sent meanwhile is sent by this job, so that it is found among its result's children."""
     task = _ended_job()
     push_current_task(task)
@@ -199,28 +199,28 @@ def _as_its_task(request: Context) -> Iterator[None]:
         pop_current_task()
 
 
-def _tell_result(job: Job, request: Context) -> None:
+def _notify_result(job: Job, request: Context) -> None:
     """First what follows, then the result: with that there, nothing that follows is sent a second time."""
     result = None if job.result is None else json_text.loads(job.result)
     if request.ignore_result or celery.backend.get_task_meta(job.id, cache=False)["status"] != states.SUCCESS:
-        for link in _links(job, request.callbacks, "link"):
-            _send(link, result, request)
+        for link in _link_signatures(job, request.callbacks, "link"):
+            _send_step(link, result, request)
         if request.chain:
-            _send(signature(request.chain[-1], app=celery), result, request, chain=request.chain[:-1])
+            _send_step(signature(request.chain[-1], app=celery), result, request, chain=request.chain[:-1])
     celery.backend.mark_as_done(job.id, result, request=request)
 
 
 def notify_too_large(job: Job) -> None:
     """Tell a result that the result backend cannot take as a failure that says where it is.  Raises as `tell`."""
     request = offer_messages.task_context(job)
-    where = f"read it with GET /queue/jobs/{job.id}"
-    error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {where}.")
-    with _as_its_task(request):
-        _tell_failure(job, request, error, states.FAILURE)
+    hint = f"read it with GET /queue/jobs/{job.id}"
+    error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {hint}.")
+    with _as_current_task(request):
+        _notify_failure(job, request, error, states.FAILURE)
 
 
-def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> None:
-    request.errbacks = _links(job, request.errbacks, "errback")
+def _notify_failure(job: Job, request: Context, error: Exception, state: str) -> None:
+    request.errbacks = _link_signatures(job, request.errbacks, "errback")
     try:
         celery.backend.mark_as_failure(
             job.id, error, request=request, store_result=not request.ignore_result, state=state
@@ -231,7 +231,7 @@ def _tell_failure(job: Job, request: Context, error: Exception, state: str) -> N
         log.warning("errback_refused", job_id=job.id, error=str(refusal))
 
 
-def _links(job: Job, links: Any, kind: str) -> list[Signature]:
+def _link_signatures(job: Job, links: Any, kind: str) -> list[Signature]:
     """Signatures with task ids that are the same at every telling."""
     found = []
     for n, link in enumerate(links or ()):
@@ -242,7 +242,7 @@ def _links(job: Job, links: Any, kind: str) -> list[Signature]:
     return found
 
 
-def _send(step: Signature, result: Any, request: Context, **options: Any) -> None:
+def _send_step(step: Signature, result: Any, request: Context, **options: Any) -> None:
     """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
     try:
         step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)

@@ -19,8 +19,8 @@ from slotkeeper.registry.model_config import ModelConfig
 from tasks.celery_app import celery
 from tasks.server_adapters import keeps_results
 
-_JITTER = 5  # A wait is spread over a fifth of it: ±10 %.
-_MAY_RETRY = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
+_JITTER_DIVISOR = 5  # A wait is spread over a fifth of it: ±10 %.
+_RETRIED_KINDS = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
 
 
 class ServerFault(Exception):
@@ -50,9 +50,9 @@ def retry_task() -> RetriedTask:
 def with_task_options(config: ModelConfig) -> ModelConfig:
     """Return the configuration with the task's retry options in place of what the model does not set."""
     task = retry_task()
-    most = sys.maxsize if task.max_retries is None else task.max_retries
+    max_retries = sys.maxsize if task.max_retries is None else task.max_retries
     options = {
-        "max_retries": most if issubclass(ServerFault, tuple(task.autoretry_for)) else 0,
+        "max_retries": max_retries if issubclass(ServerFault, tuple(task.autoretry_for)) else 0,
         "retry_backoff": float(task.retry_backoff),
         "retry_backoff_max": float(task.retry_backoff_max),
     }
@@ -66,13 +66,13 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
     longer, up to the model's longest wait.
     """
     config = with_task_options(config)
-    longest_ms, asked_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
+    longest_ms, requested_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
     factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled stays 0: the job would burn its retries at once.
     doubled_ms = get_exponential_backoff_interval(factor_ms, failures, longest_ms)
-    wait_ms = max(doubled_ms, min(asked_ms, longest_ms))
+    wait_ms = max(doubled_ms, min(requested_ms, longest_ms))
     if retry_task().retry_jitter:
         # Celery's full jitter of the whole wait would halve the time for which a job outlives a broken server.
-        spread_ms = wait_ms // _JITTER
+        spread_ms = wait_ms // _JITTER_DIVISOR
         wait_ms += get_exponential_backoff_interval(spread_ms, 0, spread_ms, full_jitter=True) - spread_ms // 2
     return wait_ms / 1000
 
@@ -82,7 +82,7 @@ def decide_end(
 ) -> Decision:
     """Return how a run ends now that came to `outcome`.  `canceling`: as in `decide`."""
     delay_ms = 0
-    if isinstance(outcome, Outcome) and outcome.kind in _MAY_RETRY:
+    if isinstance(outcome, Outcome) and outcome.kind in _RETRIED_KINDS:
         config = with_task_options(config)
         delay_ms = round(countdown_s(run.failures, config, outcome.retry_after_s) * 1000)
     return decide(

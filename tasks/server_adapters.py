@@ -32,8 +32,8 @@ SHORTHAND = ("model_type", "poll_endpoint_template", "id_field")
 MAX_BYTES = 256 * 1024  # of a whole description
 MAX_DEPTH = 64  # levels
 
-_MOST_FAULTS = 20
-_MOST_PLANS = 4096
+_MAX_FAULTS = 20
+_MAX_CACHED = 4096
 
 
 # -- checked when it is stored ---------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class InvalidDescription(Exception):
     """What was given describes no server."""
 
     def __init__(self, faults: Sequence[DescriptionFault]) -> None:
-        super().__init__("; ".join(f"{it.pointer or 'body'}: {it.message}" for it in faults))
+        super().__init__("; ".join(f"{fault.pointer or 'body'}: {fault.message}" for fault in faults))
         self.faults = tuple(faults)
 
 
@@ -63,10 +63,12 @@ def validate_description(given: Mapping[str, Any], may_use: Callable[[str], bool
     """
     preset, own = given.get("preset"), given.get("description")
     if preset is None and own is None:
-        return _of_shorthand(given)
-    if taken := [name for name in SHORTHAND if given.get(name) is not None]:
-        said = "{} is said by the description itself: mode, submit.id and status.path; leave it out"
-        raise InvalidDescription([DescriptionFault(format_pointer([name]), said.format(name)) for name in taken])
+        return _describe_shorthand(given)
+    if conflicting := [name for name in SHORTHAND if given.get(name) is not None]:
+        message = "{} is said by the description itself: mode, submit.id and status.path; leave it out"
+        raise InvalidDescription(
+            [DescriptionFault(format_pointer([name]), message.format(name)) for name in conflicting]
+        )
     _check_size(own)
     base = {} if preset is None else _preset(preset)
     try:
@@ -80,10 +82,10 @@ def validate_description(given: Mapping[str, Any], may_use: Callable[[str], bool
 def effective_description(config: ModelConfig, described_by: str | None) -> dict[str, Any] | None:
     """The description that is in force, with all its defaults; None: it cannot be read, or makes no sense."""
     try:
-        plan = _plan(described_by) if described_by else _plain_plan(*_shorthand(config))
+        compiled = _compiled_description(described_by) if described_by else _compiled_shorthand(*_shorthand(config))
     except (ValueError, Misconfigured):
         return None
-    return plan.description.model_dump(mode="json")
+    return compiled.description.model_dump(mode="json")
 
 
 def is_preset_outdated(config: ModelConfig, described_by: str | None) -> bool:
@@ -92,7 +94,7 @@ def is_preset_outdated(config: ModelConfig, described_by: str | None) -> bool:
         return False
     try:
         now = Description.model_validate(merge(presets.get(config.preset), config.description or {}))
-        return _plan(described_by).description != now
+        return _compiled_description(described_by).description != now
     except (ValueError, Misconfigured):
         return False
 
@@ -107,7 +109,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_shorthand(given: Mapping[str, Any]) -> str | None:
+def _describe_shorthand(given: Mapping[str, Any]) -> str | None:
     if not any(given.get(name) is not None for name in SHORTHAND):
         return None
     described = from_shorthand(
@@ -141,8 +143,8 @@ def _check_size(own: Any) -> None:
 def _is_shallow(document: Any) -> bool:
     level = [document]
     for _ in range(MAX_DEPTH):
-        parts = (it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list))
-        level = [it for part in parts for it in part]
+        parts = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [node for part in parts for node in part]
         if not level:
             return True
     return False
@@ -152,30 +154,30 @@ def _check_secrets(description: Description, own: Any, may_use: Callable[[str], 
     faults = []
     for name in sorted(description.secrets):
         if not may_use(name):
-            said = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
+            message = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
             if for_all:
-                said = f"there is no secret {name} for all models; first: slotkeeper secrets set {name} --all-models"
-            faults.append(DescriptionFault(_where_named(name, own), said))
+                message = f"there is no secret {name} for all models; first: slotkeeper secrets set {name} --all-models"
+            faults.append(DescriptionFault(_secret_pointer(name, own), message))
     if faults:
         raise InvalidDescription(faults)
 
 
-def _where_named(secret: str, own: Any) -> str:
+def _secret_pointer(secret: str, own: Any) -> str:
     places = (at for at, text in iter_texts(own) if secret in secrets_in(text))
     return next((format_pointer(("description", *at)) for at in places), "/preset")
 
 
 def _faults(error: ValidationError, own: Any) -> list[DescriptionFault]:
     found: dict[str, DescriptionFault] = {}
-    for one in error.errors(include_url=False)[:_MOST_FAULTS]:
+    for one in error.errors(include_url=False)[:_MAX_FAULTS]:
         within = one.get("ctx", {}).get("at", "") if one["type"] == "placed" else ""
-        pointer = "/description" + _followed(one["loc"], own) + within
+        pointer = "/description" + _pointer_in_given(one["loc"], own) + within
         found.setdefault(pointer, DescriptionFault(pointer, _sentence(one)))
     # What is wrong with a part is said at its innermost place: a list whose items are wrong is not also too short.
     return [fault for at, fault in found.items() if not any(other.startswith(f"{at}/") for other in found)]
 
 
-def _followed(loc: Sequence[str | int], document: Any) -> str:
+def _pointer_in_given(loc: Sequence[str | int], document: Any) -> str:
     """A place in what was checked, as far as it is one in what was given."""
     at: list[str | int] = []
     for part in loc:
@@ -201,20 +203,24 @@ def _sentence(error: Any) -> str:
 
 def models_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
     """Return the models whose servers are called by a description with this secret.  Raises DatabaseUnavailable."""
-    named = [(it.name, it.described_by) for it in catalog.models.values()]
+    named = [(model_entry.name, model_entry.described_by) for model_entry in catalog.models.values()]
     for server in catalog.servers.values():
         named += [(model, server_descriptions.find_version(own)) for model, own in server.overrides.items()]
-    return sorted({model for model, version in named if version is not None and _puts_in(version, secret)})
+    return sorted({model for model, version in named if version is not None and _uses_secret(version, secret)})
 
 
 def defaults_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
     """The same of defaults: kinds, and "" for those of the installation.  A model may be added that is spoken to so."""
-    return [it.name for it in catalog.defaults.values() if it.described_by and _puts_in(it.described_by, secret)]
+    return [
+        default.name
+        for default in catalog.defaults.values()
+        if default.described_by and _uses_secret(default.described_by, secret)
+    ]
 
 
-def _puts_in(version: str, secret: str) -> bool:
+def _uses_secret(version: str, secret: str) -> bool:
     try:
-        return secret in _plan(version).description.secrets
+        return secret in _compiled_description(version).description.secrets
     except Misconfigured:  # Nothing is sent by it.
         return False
 
@@ -226,39 +232,39 @@ class Misconfigured(Exception):
     """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
 
 
-_plans: dict[str, CompiledDescription] = {}
+_compiled_by_version: dict[str, CompiledDescription] = {}
 
 
 def is_loaded(version: str | None) -> bool:
     """Whether this process can speak by it without asking the record."""
-    return version is None or version in _plans
+    return version is None or version in _compiled_by_version
 
 
 def load(version: str | None) -> None:
     """Read and compile a description, unless it is known.  Raises DatabaseUnavailable, Misconfigured."""
-    if version is None or version in _plans:
+    if version is None or version in _compiled_by_version:
         return
     body = server_descriptions.read_description(database(), version)
     if body is None:
         raise Misconfigured(f"the description {version} is not in the record any more")
     try:
-        plan = compile_description(Description.model_validate_json(body))
+        compiled = compile_description(Description.model_validate_json(body))
     except ValueError as error:  # A newer release may say what this one does not understand.
         raise Misconfigured(f"the description {version} is not understood: {error}") from error
-    while len(_plans) >= _MOST_PLANS:
-        del _plans[next(iter(_plans))]
-    _plans[version] = plan
+    while len(_compiled_by_version) >= _MAX_CACHED:
+        del _compiled_by_version[next(iter(_compiled_by_version))]
+    _compiled_by_version[version] = compiled
 
 
-def _plan(version: str) -> CompiledDescription:
+def _compiled_description(version: str) -> CompiledDescription:
     load(version)
-    return _plans[version]
+    return _compiled_by_version[version]
 
 
 def keeps_results(version: str | None) -> bool:
     """Whether a server that is spoken to so has a result still after it was read."""
-    plan = _plans.get(version or "")
-    return plan is None or plan.description.keeps_results
+    compiled = _compiled_by_version.get(version or "")
+    return compiled is None or compiled.description.keeps_results
 
 
 def adapter_for(url: str, model: Model, described_by: str | None) -> ServerAdapter:
@@ -269,8 +275,8 @@ def adapter_for(url: str, model: Model, described_by: str | None) -> ServerAdapt
     """
     try:
         if described_by is None:
-            return _plain_server(url, *_shorthand(model.config))
-        return _server(url, model.name, described_by)
+            return _cached_shorthand_adapter(url, *_shorthand(model.config))
+        return _cached_adapter(url, model.name, described_by)
     except ValueError as error:
         raise Misconfigured(str(error)) from error
 
@@ -280,17 +286,17 @@ def health_adapter(catalog: CatalogSnapshot, server: registered.Server) -> Serve
 
     None: no description of its models can be used.
     """
-    found = None
+    fallback = None
     for model, url in sorted(server.endpoints.items()):
         try:
-            speaker = adapter_for(url, catalog.models[model], catalog.find_description(server.name, model))
+            adapter = adapter_for(url, catalog.models[model], catalog.find_description(server.name, model))
         except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
             log.warning("server_not_asked", server=server.name, model=model, error=str(error))
             continue
-        if speaker.description.health is not None:
-            return speaker
-        found = found or speaker
-    return found
+        if adapter.description.health is not None:
+            return adapter
+        fallback = fallback or adapter
+    return fallback
 
 
 def endpoint_of_run(catalog: CatalogSnapshot, server: str, model: str, sent_to: str | None) -> str | None:
@@ -320,17 +326,17 @@ def adapter_of_run(
 
 
 @lru_cache(maxsize=4096)
-def _server(url: str, model: str, version: str) -> ServerAdapter:
-    return ServerAdapter(url, _plan(version), secret=partial(vault.secret_for, model))
+def _cached_adapter(url: str, model: str, version: str) -> ServerAdapter:
+    return ServerAdapter(url, _compiled_description(version), secret=partial(vault.secret_for, model))
 
 
 @lru_cache(maxsize=4096)
-def _plain_server(url: str, *shorthand: Any) -> ServerAdapter:
-    return ServerAdapter(url, _plain_plan(*shorthand))
+def _cached_shorthand_adapter(url: str, *shorthand: Any) -> ServerAdapter:
+    return ServerAdapter(url, _compiled_shorthand(*shorthand))
 
 
 @lru_cache(maxsize=4096)
-def _plain_plan(
+def _compiled_shorthand(
     model_type: Literal["sync", "async"], template: str | None, id_field: str | None
 ) -> CompiledDescription:
     return compile_description(from_shorthand(model_type, template, id_field))

@@ -22,8 +22,8 @@ from tasks.servers.pointers import resolve
 from tasks.services import dispatcher
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
-_ENDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
-_FETCH_S = 30.0  # for a description that has the result fetched from elsewhere
+_END_KINDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
+_FETCH_DEADLINE_S = 30.0  # for a description that has the result fetched from elsewhere
 
 
 def read_push(job: Job, body: bytes) -> Outcome | None:
@@ -43,7 +43,7 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
         return None  # The worker that polls is its one reader.
-    call = _call(job)
+    call = _make_call(job)
     outcome = server.read_push(call, job.remote_id, body)
     if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
         outcome = call_server(
@@ -51,7 +51,7 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
         )
     if outcome.is_faulty_json and server.description.mode == "callback":
         outcome = outcome._replace(kind=OutcomeKind.RETRY, server_still_running=True)
-    return outcome if outcome.kind in _ENDS or outcome.is_faulty_json else None
+    return outcome if outcome.kind in _END_KINDS or outcome.is_faulty_json else None
 
 
 def release_quarantined_slot(job: Job, body: bytes) -> bool:
@@ -70,23 +70,25 @@ def release_quarantined_slot(job: Job, body: bytes) -> bool:
 def _is_about_other_job(job: Job, body: bytes) -> bool:
     """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
     try:
-        named = resolve(large_json.parse(body), ("job_id",))
+        job_id = resolve(large_json.parse(body), ("job_id",))
     except ValueError:
         return False
-    if not isinstance(named, str) or named in (job.id, job.remote_id) or not named.isprintable():
+    if not isinstance(job_id, str) or job_id in (job.id, job.remote_id) or not job_id.isprintable():
         return False
-    return dispatcher().store.get_state(named) is not None
+    return dispatcher().store.get_state(job_id) is not None
 
 
-def is_token_of_run(job: Job, shown: str) -> bool:
+def is_token_of_run(job: Job, token: str) -> bool:
     """Whether it is the token that the job's present run has at its server.  Of made-up ones nothing is looked up."""
-    if callbacks.is_valid_token(shown, job.id, job.attempt):
+    if callbacks.is_valid_token(token, job.id, job.attempt):
         return True
-    attempt = next((it for it in _earlier(job) if callbacks.is_valid_token(shown, job.id, it)), None)
+    attempt = next(
+        (earlier for earlier in _earlier_attempts(job) if callbacks.is_valid_token(token, job.id, earlier)), None
+    )
     return attempt is not None and attempt == _attempt_at_server(job)
 
 
-def _earlier(job: Job) -> range:
+def _earlier_attempts(job: Job) -> range:
     """Attempts one of which may have sent what the present one goes on with, the latest first."""
     if job.sent_ms is None or job.started_ms is None or job.sent_ms >= job.started_ms:
         return range(0)
@@ -95,8 +97,8 @@ def _earlier(job: Job) -> range:
 
 def _attempt_at_server(job: Job) -> int:
     """The attempt whose token the server has, where another worker goes on with the run."""
-    starts = (it for it in dispatcher().store.list_events(job.id) if it.type == EVENT_TYPES[State.RUNNING])
-    return max((it.attempt for it in starts if it.at_ms <= (job.sent_ms or 0)), default=job.attempt)
+    starts = (event for event in dispatcher().store.list_events(job.id) if event.type == EVENT_TYPES[State.RUNNING])
+    return max((event.attempt for event in starts if event.at_ms <= (job.sent_ms or 0)), default=job.attempt)
 
 
 def is_between_workers(job: Job) -> bool:
@@ -117,13 +119,13 @@ def apply_push(job: Job, outcome: Outcome) -> bool:
     return end_run(dispatcher(), active, decision) is not None
 
 
-def _call(job: Job) -> Call:
+def _make_call(job: Job) -> Call:
     return Call(
         job_id=job.id,
         attempt=job.attempt,
         payload=json_text.loads(job.payload or "{}"),
         callback_url=callbacks.push_url(job.id),
         callback_token=callbacks.push_token(job.id, job.attempt),
-        deadline_s=_FETCH_S,
+        deadline_s=_FETCH_DEADLINE_S,
         model=job.model,
     )

@@ -58,7 +58,7 @@ def catalog() -> Catalog:
 
 
 @singleton
-def rotations() -> SecretRotations:
+def secret_rotations() -> SecretRotations:
     return SecretRotations(database())
 
 
@@ -79,7 +79,7 @@ def workers() -> WorkerCapacity:
 
 
 @singleton
-def lifetimes() -> ProcessLocks:
+def process_locks() -> ProcessLocks:
     """Of workers, by the owner of their leases."""
     return ProcessLocks(StorageSettings().home.absolute() / "workers")
 
@@ -90,12 +90,12 @@ def processes() -> ProcessList:
 
 
 @singleton
-def last_runs() -> task_runs.TaskRunRecorder:
+def task_run_recorder() -> task_runs.TaskRunRecorder:
     return task_runs.TaskRunRecorder(scripts())
 
 
 @singleton
-def tallies() -> ProcessCounters:
+def process_counters() -> ProcessCounters:
     return ProcessCounters(scripts())
 
 
@@ -135,7 +135,7 @@ def dispatcher() -> Dispatcher:
         leases=leases(),
         slots=Slots(scripts(), settings),
         fleets=Fleets(scripts(), settings),
-        admission=Admission(queues, catalog_cache(), settings, tallies().count_refusal),
+        admission=Admission(queues, catalog_cache(), settings, process_counters().count_refusal),
         settings=settings,
         notifier=CeleryNotifier(store(), result_notifier()),
         check_url=lambda url: check_url(url, allow),

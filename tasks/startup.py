@@ -26,7 +26,7 @@ from tasks.services import scripts
 
 log = structlog.get_logger(__name__)
 
-_OF_REDIS = ("redis://", "rediss://", "unix://")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _OTHER_SECRET = (
     "This process has another secret than those that started before it: pushes of results will be refused and "
     "webhooks signed wrongly. Give all hosts the same SLOTKEEPER_SECRET. If it was replaced on purpose, tell the one "
@@ -41,7 +41,7 @@ def check_secret() -> bool:
     """
     redis, key = scripts().redis, scripts().keys.secret()
     try:
-        shared = _is_shared(redis, key, *fingerprints())
+        shared = _matches_shared_secret(redis, key, *fingerprints())
     except RedisError as error:
         log.warning("secret_not_compared", error=str(error))
         return True
@@ -50,10 +50,10 @@ def check_secret() -> bool:
     return shared
 
 
-def _is_shared(redis: Redis, key: str, present: str, *former: str) -> bool:
+def _matches_shared_secret(redis: Redis, key: str, present: str, *former: str) -> bool:
     redis.set(key, present, nx=True)
     known = redis.get(key)
-    if known in [one.encode() for one in former]:
+    if known in [fingerprint.encode() for fingerprint in former]:
         redis.set(key, present)
         return True
     return known == present.encode()
@@ -69,17 +69,19 @@ def check_redis() -> None:
         _refuse(explain_unsuitable(redis))
         if (advice := explain_no_persistence(redis)) is not None:
             log.warning("redis_unsuited", advice=advice)
-        _check_celerys()
+        _check_celery_redis()
     except RedisError as error:
         log.warning("redis_not_checked", error=str(error))
 
 
-def _check_celerys() -> None:
+def _check_celery_redis() -> None:
     """Refuse a Cluster or a Sentinel as Celery's broker or result backend, where these are another Redis."""
-    settings, room = TaskSettings(), RoutingSettings().effective_redis_url
+    settings, queue_url = TaskSettings(), RoutingSettings().effective_redis_url
     others = {settings.broker: "SLOTKEEPER_BROKER_URL", settings.results: "SLOTKEEPER_RESULT_URL"}
     for url, variable in others.items():
-        if url == room or not url.startswith(_OF_REDIS) or ";" in url:  # another transport, or several brokers
+        if (
+            url == queue_url or not url.startswith(_REDIS_SCHEMES) or ";" in url
+        ):  # another transport, or several brokers
             continue
         with connect(url, RoutingSettings().redis_timeout_s) as redis:
             _refuse(explain_not_single(redis, variable))

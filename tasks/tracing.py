@@ -6,7 +6,7 @@ from tasks.config import EventSettings
 
 
 @singleton
-def is_exported() -> bool:
+def exports_spans() -> bool:
     """Whether this installation tells its own spans.
 
     Settings that are wrong are for the relay to refuse, and end no run.
@@ -17,6 +17,6 @@ def is_exported() -> bool:
         return False
 
 
-def told(job_id: str, given: str | None, kind: str, attempt: int = 0) -> str | None:
+def outgoing_traceparent(job_id: str, traceparent: str | None, kind: str, attempt: int = 0) -> str | None:
     """The traceparent below which others go on; None: neither the client nor we want to see a trace."""
-    return make_traceparent(job_id, given, kind, attempt) if given is not None or is_exported() else None
+    return make_traceparent(job_id, traceparent, kind, attempt) if traceparent is not None or exports_spans() else None

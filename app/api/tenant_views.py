@@ -12,7 +12,7 @@ from app.schemas.server_schemas import TenantList, TenantView, WebhookSecretView
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import SecretRotation, Tenant, Tenants, check_tenant_name
 from tasks.security.keyring import webhook_secrets
-from tasks.services import catalog, database, rotations
+from tasks.services import catalog, database, secret_rotations
 
 api = no_store(admin_blueprint("tenants", "Tenants", "/admin"))
 
@@ -49,7 +49,7 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
 def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
-    return _secret_view(path.tenant, rotations().get(check_tenant_name(path.tenant)))
+    return _secret_view(path.tenant, secret_rotations().get(check_tenant_name(path.tenant)))
 
 
 @api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 415, 422)})
@@ -59,7 +59,7 @@ def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
     rotated again within that day, the oldest one is signed with no more.
     """
-    return _secret_view(path.tenant, rotations().rotate(check_tenant_name(path.tenant), now_ms()))
+    return _secret_view(path.tenant, secret_rotations().rotate(check_tenant_name(path.tenant), now_ms()))
 
 
 def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:

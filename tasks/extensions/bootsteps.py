@@ -16,7 +16,7 @@ from tasks.worker.worker import this_worker
 
 log = structlog.get_logger(__name__)
 
-_WATCH_EVERY_S = 1.0
+_WATCH_PERIOD_S = 1.0
 
 
 class ModelQueueWatcher(threading.Thread):
@@ -30,12 +30,12 @@ class ModelQueueWatcher(threading.Thread):
     def run(self) -> None:
         while not self.ended.is_set():
             try:
-                self._look()
+                self._update_queues()
             except Exception as error:
                 log.warning("queue_watch_failed", error=str(error))
-            self.ended.wait(_WATCH_EVERY_S)
+            self.ended.wait(_WATCH_PERIOD_S)
 
-    def _look(self) -> None:
+    def _update_queues(self) -> None:
         # Compared with what is really consumed, so that nothing that went wrong once stays so.
         consumed = {queue.name for queue in self._consumer.task_consumer.queues}
         wanted = {offer_messages.queue_name(model) for model in dispatcher().catalog.get().models}
@@ -62,11 +62,11 @@ def _delete_queue(consumer: Any, queue: str) -> None:
 
 @singleton
 def _canary() -> Canary:
-    return Canary(this_worker().engine, workers())
+    return Canary(this_worker().worker_loop, workers())
 
 
 @singleton
-def _say_that_it_lives() -> liveness.ProcessReport:
+def _process_report() -> liveness.ProcessReport:
     return liveness.start_reporting("worker", processes(), _facts)
 
 
@@ -93,7 +93,7 @@ class JobsStep(bootsteps.StartStopStep):
         this_worker().start_consuming(parent)
         tune_garbage_collection()
         consume(_canary(), parent)
-        _say_that_it_lives()
+        _process_report()
         self._watch = ModelQueueWatcher(parent)
         self._watch.start()
 

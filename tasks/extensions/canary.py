@@ -21,25 +21,25 @@ from tasks.worker.event_loop import WorkerLoop
 
 log = structlog.get_logger(__name__)
 
-EVERY_S = 5.0
+PERIOD_S = 5.0
 TASK = "slotkeeper.canary"
-_LONGEST_S = 15.0
+_MAX_AGE_S = 15.0
 _EXPIRES_S = 300.0  # of a queue that nobody reads any more, where the broker forgets such
 
 
 class Canary:
     """Those of one worker."""
 
-    def __init__(self, engine: WorkerLoop, workers: WorkerCapacity) -> None:
-        self._engine, self._workers = engine, workers
+    def __init__(self, worker_loop: WorkerLoop, workers: WorkerCapacity) -> None:
+        self._worker_loop, self._workers = worker_loop, workers
         self._queue: Queue | None = None
         self._sent: dict[str, float] = {}  # token -> when, monotonic s
         self._count = 0
         self._sent_s = float("-inf")
-        self._came_s: float | None = None
-        self._took_s = 0.0
+        self._received_s: float | None = None
+        self._latency_s = 0.0
 
-    def queue_of(self, node: str) -> Queue:
+    def make_queue(self, node: str) -> Queue:
         """The queue of this worker alone.  `node`: its name among Celery's workers, which outlives it."""
         name = f"canary.{node}"
         arguments = {"x-queue-type": "classic"} if TaskSettings().broker_queues == "quorum" else None
@@ -56,13 +56,15 @@ class Canary:
     def send_if_due(self) -> None:
         """Send one, unless the last was sent just now."""
         now, queue = time.monotonic(), self._queue
-        if queue is None or now - self._sent_s < EVERY_S:
+        if queue is None or now - self._sent_s < PERIOD_S:
             return
         self._sent_s = now
         self._count += 1
         token = f"{id(self)}.{self._count}"
-        self._sent = {one: at for one, at in self._sent.items() if now - at < _LONGEST_S} | {token: now}
-        publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_LONGEST_S))
+        self._sent = {sent_token: sent_s for sent_token, sent_s in self._sent.items() if now - sent_s < _MAX_AGE_S} | {
+            token: now
+        }
+        publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_MAX_AGE_S))
 
     def receive(self, token: str) -> None:
         """It has come by the broker: on through the loop.  One of another process, or one that took too long, is not
@@ -71,32 +73,32 @@ class Canary:
         if sent_s is None:
             return
         try:
-            self._engine.ask(self._pass(), _LONGEST_S)
+            self._worker_loop.ask(self._visit_redis_and_database(), _MAX_AGE_S)
         except CancelledError:  # The worker ends, and shall not have to wait for it.
             return
-        self._came_s = time.monotonic()
-        self._took_s = self._came_s - sent_s
+        self._received_s = time.monotonic()
+        self._latency_s = self._received_s - sent_s
 
-    async def _pass(self) -> None:
-        await self._engine.redis(self._workers.total_command())
-        await self._engine.commit(Write(lambda tx: None))
+    async def _visit_redis_and_database(self) -> None:
+        await self._worker_loop.redis(self._workers.total_command())
+        await self._worker_loop.commit(Write(lambda tx: None))
 
     def facts(self) -> dict[str, Any]:
         """How the last one fared: `canary_ms`, and `canary_age_ms` since it came; None: none has come."""
-        if self._came_s is None:
+        if self._received_s is None:
             return {"canary_ms": None, "canary_age_ms": None}
-        age_ms = round((time.monotonic() - self._came_s) * 1000)
-        return {"canary_ms": round(self._took_s * 1000, 3), "canary_age_ms": age_ms}
+        age_ms = round((time.monotonic() - self._received_s) * 1000)
+        return {"canary_ms": round(self._latency_s * 1000, 3), "canary_age_ms": age_ms}
 
 
-_heard: list[Callable[[str], None]] = []
+_receivers: list[Callable[[str], None]] = []
 
 
 @celery.task(name=TASK, ignore_result=True, send_events=False)
 def canary(token: str) -> None:
     """One has come."""
-    for come in _heard:
-        come(token)
+    for receive in _receivers:
+        receive(token)
 
 
 def consume(canary: Canary, consumer: Any) -> None:
@@ -104,7 +106,7 @@ def consume(canary: Canary, consumer: Any) -> None:
 
     It consumes when its loop turns: before that it has no callbacks, and a message that a broker pushes ends it.
     """
-    _heard[:] = [canary.receive]
-    queue = canary.queue_of(consumer.hostname)
+    _receivers[:] = [canary.receive]
+    queue = canary.make_queue(consumer.hostname)
     celery.amqp.queues.select_add(queue)
     consumer.hub.call_soon(consumer.add_task_queue, queue.name)

@@ -21,8 +21,8 @@ from tasks.services import dispatcher
 
 log = structlog.get_logger(__name__)
 
-_LONGEST_ID = 255
-_SHOWN = 80
+_MAX_ID_CHARS = 255
+_MAX_SHOWN_CHARS = 80
 _EMBEDDED = ("callbacks", "chain", "chord", "errbacks")
 
 
@@ -68,20 +68,20 @@ class Consumer(CeleryConsumer):
         """As Celery's own, but whoever waits for what should have followed is told, too."""
         headers, (_, _, embedded) = split_message(message)
         message.reject_log_error(log, self.connection_errors)
-        log.warning("unknown_task", task=_shown(headers["task"]), id=_shown(headers["id"]))
+        log.warning("unknown_task", task=_excerpt(headers["task"]), id=_excerpt(headers["id"]))
         request = Context({**headers, **(embedded or {})})
         publish_queue().put(partial(_report_failure, request, NotRegistered(headers["task"])))
 
     def _reject(self, message: Any, error: Exception) -> None:
         headers = message.headers if isinstance(message.headers, dict) else {}
-        what = str(error) if isinstance(error, Malformed) else type(error).__name__
-        log.warning("message_rejected", why=what, task=_shown(headers.get("task")), id=_shown(headers.get("id")))
+        reason = str(error) if isinstance(error, Malformed) else type(error).__name__
+        log.warning("message_rejected", why=reason, task=_excerpt(headers.get("task")), id=_excerpt(headers.get("id")))
         if not message.acknowledged:
             message.reject_log_error(log, self.connection_errors)
         if _is_id(headers.get("id")):
             request = Context(id=headers["id"], delivery_info={})
             publish_queue().put(
-                partial(_report_failure, request, JobFailed("invalid_message", f"The message is no task: {what}."))
+                partial(_report_failure, request, JobFailed("invalid_message", f"The message is no task: {reason}."))
             )
 
 
@@ -91,8 +91,8 @@ def _report_failure(request: Context, error: Exception) -> None:
         celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:_SHOWN] if isinstance(value, str) else type(value).__name__
+def _excerpt(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN_CHARS] if isinstance(value, str) else type(value).__name__
 
 
 # -- the shape of a task ---------------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ def _shown(value: Any) -> str:
 def validate_message(message: Any) -> None:
     """Raises Malformed, or whatever the decoding of the body raises."""
     headers, (args, kwargs, embedded) = split_message(message)
-    for name, fits in _FIELDS.items():
-        if not fits(headers.get(name)):
+    for name, is_valid in _FIELDS.items():
+        if not is_valid(headers.get(name)):
             raise Malformed(f"{name} cannot be {type(headers.get(name)).__name__}")
     if not isinstance(args, list) or not _is_mapping(kwargs):
         raise Malformed("no list of arguments and mapping of named ones")
@@ -135,13 +135,13 @@ def _check_embedded(embedded: Any) -> None:
         raise Malformed("embedded fields")
     for name in ("callbacks", "chain", "errbacks"):
         steps = embedded.get(name)
-        if steps is not None and not (isinstance(steps, list) and all(map(_is_step, steps))):
+        if steps is not None and not (isinstance(steps, list) and all(map(_is_signature, steps))):
             raise Malformed(f"{name} are no signatures")
-    if embedded.get("chord") is not None and not _is_step(embedded["chord"]):
+    if embedded.get("chord") is not None and not _is_signature(embedded["chord"]):
         raise Malformed("chord is no signature")
 
 
-def _is_step(step: Any) -> bool:
+def _is_signature(step: Any) -> bool:
     return (
         _is_mapping(step)
         and isinstance(step.get("task"), str)
@@ -156,7 +156,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= _LONGEST_ID
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_ID_CHARS
 
 
 def _is_text(value: Any) -> bool:

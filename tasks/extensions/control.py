@@ -24,10 +24,10 @@ from tasks.services import dispatcher
 
 log = structlog.get_logger(__name__)
 
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _CLIENT = Actor("a client of Celery", "Celery")  # Celery does not say which.
-_TRIES = 300
-_UNKNOWN_YET = frozenset({states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED})
+_MAX_TRIES = 300
+_UNFINISHED_STATES = frozenset({states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED})
 
 
 class Cancels:
@@ -52,13 +52,13 @@ class Cancels:
 
     def _cancel(self, job_id: str) -> None:
         """Cancel the job as soon as the database answers.  Raises DatabaseUnavailable after `_TRIES` tries."""
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             try:
                 cancel_job(job_id)
                 return
             except DatabaseUnavailable:
-                self._pause.wait(_AGAIN_S)
-        raise DatabaseUnavailable(f"The record stayed away for {_TRIES * _AGAIN_S:.0f} s; revoke it again.")
+                self._pause.wait(_RETRY_S)
+        raise DatabaseUnavailable(f"The record stayed away for {_MAX_TRIES * _RETRY_S:.0f} s; revoke it again.")
 
 
 @singleton
@@ -79,7 +79,7 @@ def cancel_job(job_id: str) -> None:
 
 def _revoke_message(task_id: str) -> None:
     """The record does not know it: a message that no worker has admitted yet, or no job at all.  As Celery does."""
-    if celery.backend.get_state(task_id) in _UNKNOWN_YET:
+    if celery.backend.get_state(task_id) in _UNFINISHED_STATES:
         celery.backend.mark_as_revoked(task_id, reason="revoked")
 
 
@@ -91,7 +91,7 @@ def is_revoked(task_id: str) -> bool:
 @control.control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
 def revoke(state: Any, task_id: Any, **_: Any) -> dict[str, Any]:
     """Revoke by id: a job is canceled wherever it is, and its server asked to stop it, with or without terminate."""
-    ids = {one for one in maybe_list(task_id) or [] if isinstance(one, str)}
+    ids = {task for task in maybe_list(task_id) or [] if isinstance(task, str)}
     revoked.update(ids)  # for what is still a message only
     cancel_queue().put(sorted(ids))
     return {"ok": f"{len(ids)} are being revoked"}

@@ -19,7 +19,7 @@ from tasks.wake_up import is_wake_up
 
 log = structlog.get_logger(__name__)
 
-_MOST_THREADS = 64
+_MAX_THREADS = 64
 
 
 class Pool(TaskPool):
@@ -27,17 +27,17 @@ class Pool(TaskPool):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.executor = ThreadPoolExecutor(min(self.limit, _MOST_THREADS))
+        self.executor = ThreadPoolExecutor(min(self.limit, _MAX_THREADS))
 
     @property
     def num_processes(self) -> int:
         """Return how many messages the worker may hold: runs take places without one (`worker_disable_prefetch`)."""
-        return max(self.limit - _runs(), 0)
+        return max(self.limit - _count_runs(), 0)
 
     @property
     def info(self) -> dict[str, Any]:
         """Return what `inspect stats` shows of the pool."""
-        return {**super().info, "runs": _runs()}
+        return {**super().info, "runs": _count_runs()}
 
     def on_apply(
         self,
@@ -46,15 +46,15 @@ class Pool(TaskPool):
         kwargs: Any = None,
         callback: Callable[..., Any] | None = None,
         accept_callback: Callable[..., Any] | None = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         name, task_id, request = args[:3]
         if name != offer_messages.TASK or not is_wake_up(request):
-            return super().on_apply(target, args, kwargs, callback, accept_callback, **more)
+            return super().on_apply(target, args, kwargs, callback, accept_callback, **options)
         if accept_callback is not None and callback is not None:
             accept_callback(os.getpid(), time.monotonic())
             callback((False, None, 0.0))  # (failed, result, seconds)
-        _run(task_id, request)
+        _start_run(task_id, request)
         return None
 
     def on_stop(self) -> None:
@@ -65,7 +65,7 @@ class Pool(TaskPool):
         super().on_stop()
 
 
-def _run(task_id: str, request: Any) -> None:
+def _start_run(task_id: str, request: Any) -> None:
     """Run the job of a wake-up's offer.  One that comes twice finds its offer taken up, and changes nothing."""
     from tasks.worker.worker import this_worker
 
@@ -76,7 +76,7 @@ def _run(task_id: str, request: Any) -> None:
         this_worker().executor.run_open_offer(offer)
 
 
-def _runs() -> int:
+def _count_runs() -> int:
     from tasks.worker.worker import this_worker
 
     return this_worker().runs if this_worker.created else 0

@@ -9,22 +9,22 @@ from tasks.config import TaskSettings
 
 
 @setup_logging.connect
-def _log(loglevel: int | str | None = None, **_: object) -> None:
+def _configure_logs(loglevel: int | str | None = None, **_: object) -> None:
     """Celery asks for its own way of logging; this takes its place, also in beat and Flower."""
     logs.configure(loglevel or TaskSettings().log_level, TaskSettings().log_format)
 
 
 @worker_ready.connect
-def _say_maintenance_lives(**_: object) -> None:
+def _report_maintenance(**_: object) -> None:
     """A worker of jobs says so itself, from when it takes some."""
     from tasks.beat import QUEUE
     from tasks.celery_app import celery
 
     if QUEUE in celery.amqp.queues.consume_from:
-        _say_alive("maintenance")
+        _start_reporting("maintenance")
 
 
-def _say_alive(role: str) -> None:
+def _start_reporting(role: str) -> None:
     from tasks import liveness
     from tasks.services import processes
 
@@ -33,7 +33,7 @@ def _say_alive(role: str) -> None:
 
 @worker_init.connect
 @beat_init.connect
-def _begin(**_: object) -> None:
+def _prepare(**_: object) -> None:
     """As all processes begin; and what messages unpack to is bounded."""
     if threading.current_thread() is not threading.main_thread():
         return  # Beat that is embedded in a worker, which has begun.
@@ -45,6 +45,6 @@ def _begin(**_: object) -> None:
 
 
 @beat_init.connect
-def _say_beat_lives(**_: object) -> None:
+def _report_beat(**_: object) -> None:
     if threading.current_thread() is threading.main_thread():
-        _say_alive("beat")
+        _start_reporting("beat")

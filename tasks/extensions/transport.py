@@ -16,7 +16,7 @@ from slotkeeper.redis.connections import OomTolerantRedis
 log = structlog.get_logger(__name__)
 
 # kombu counts them among errors of connections; where a message is read, they say that something is missing from it.
-_OF_WHAT_WAS_READ = (DataError, KeyError)
+_READ_ERRORS = (DataError, KeyError)
 
 
 class QoS(redis.QoS):
@@ -55,12 +55,12 @@ class Channel(redis.Channel):
 
     def _drop(self, error: Exception) -> None:
         """Called while handling `error`, which is raised again unless what was read is to blame."""
-        about_the_connection: tuple[type[BaseException], ...] = (
+        connection_errors: tuple[type[BaseException], ...] = (
             Empty,
             *self.connection.connection_errors,
             *self.connection.channel_errors,
         )
-        if isinstance(error, about_the_connection) and not isinstance(error, _OF_WHAT_WAS_READ):
+        if isinstance(error, connection_errors) and not isinstance(error, _READ_ERRORS):
             raise error
         log.warning("no_message_dropped", error=type(error).__name__)
 

@@ -34,14 +34,14 @@ from tasks.relay.sinks.sink import CursorMismatch, PublishedEvent, Sink, SinkUna
 
 log = structlog.get_logger(__name__)
 
-_FIRST_AT_ONCE, _MOST_AT_ONCE = 50, 500
-_LONG_S = 1.0  # for a batch: the next one is smaller, so that a cursor is never held longer than for _HELD_MS
+_FIRST_BATCH, _MAX_BATCH = 50, 500
+_SLOW_BATCH_S = 1.0  # for a batch: the next one is smaller, so that a cursor is never held longer than for _HELD_MS
 # Between two looks, longer each time that nothing has happened.  A look costs as much as twenty events.
-_SHORTEST_S, _LONGEST_S, _GROWTH = 0.2, 0.5, 1.4
-_HELD_MS = 10_000  # for so long a cursor is held; longer than any sink takes to answer
-_HOLD_EVERY_S = 3.0
-_AWAY_S, _LONGEST_AWAY_S = 0.25, 2.0
-_ENDS_S = 4.5
+_MIN_PAUSE_S, _MAX_PAUSE_S, _PAUSE_GROWTH = 0.2, 0.5, 1.4
+_HOLD_MS = 10_000  # for so long a cursor is held; longer than any sink takes to answer
+_HOLD_PERIOD_S = 3.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.25, 2.0
+_STOP_WAIT_S = 4.5
 
 
 class Relay:
@@ -50,75 +50,75 @@ class Relay:
     def __init__(self, name: str, database: Database, sink: Sink, holder: str = "") -> None:
         """`holder`: who it is; empty: nobody else's name."""
         self._name, self._database, self._sink = name, database, sink
-        self._relays, self._catalog = SinkCursors(database), Catalog(database)
+        self._cursors, self._catalog = SinkCursors(database), Catalog(database)
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._stopped = threading.Event()
-        self._news = threading.Event()  # It is to look, or to stop.
-        self._is_told = False  # whether somebody wakes it
+        self._wake = threading.Event()  # It is to look, or to stop.
+        self._has_listener = False  # whether somebody wakes it
         self._source = ""
-        self._tail: EventReader | None = None  # None: it is not known where to go on
+        self._reader: EventReader | None = None  # None: it is not known where to go on
         self._position = 0  # of the cursor
-        self._at_once = _FIRST_AT_ONCE
+        self._batch_size = _FIRST_BATCH
         self._has_more = False  # The last batch was as large as it may be.
-        self._hold_at = 0.0
-        self._away_s = 0.0  # how long it waits before it tries again; 0: all is well
+        self._renew_at = 0.0
+        self._retry_s = 0.0  # how long it waits before it tries again; 0: all is well
 
     def run(self) -> None:
         """Publish until `stop`."""
-        retry_after_s = _SHORTEST_S
+        retry_after_s = _MIN_PAUSE_S
         while not self._stopped.is_set():
             try:
                 published = self.relay_batch()
-                retry_after_s = _SHORTEST_S if published else min(retry_after_s * _GROWTH, _LONGEST_S)
-                self._away_s = 0.0
+                retry_after_s = _MIN_PAUSE_S if published else min(retry_after_s * _PAUSE_GROWTH, _MAX_PAUSE_S)
+                self._retry_s = 0.0
             except (SinkUnavailable, DatabaseUnavailable) as error:
                 retry_after_s = self._wait_longer(error)
             except Exception as error:
                 log.exception("relay_failed", sink=self._name)
                 retry_after_s = self._wait_longer(error)
             self._wait(0.0 if self._has_more else retry_after_s)
-        self._leave()
+        self._close()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._news.set()
+        self._wake.set()
 
-    def wake_on_change(self, lookout: ChangeListener) -> None:
+    def wake_on_change(self, listener: ChangeListener) -> None:
         """Look when something was written, and hardly ever while nothing is."""
-        self._is_told = True
-        lookout.on_change(self._news.set)
+        self._has_listener = True
+        listener.on_change(self._wake.set)
 
     def _wait(self, seconds: float) -> None:
         """Until it is time to look again, `seconds` being how long that is where nobody tells of news."""
-        if self._rests and seconds == _LONGEST_S:
-            self._news.wait(max(self._hold_at - time.monotonic(), seconds))
-            self._news.clear()
+        if self._is_idle and seconds == _MAX_PAUSE_S:
+            self._wake.wait(max(self._renew_at - time.monotonic(), seconds))
+            self._wake.clear()
         else:
             self._stopped.wait(seconds)
 
     @property
-    def _rests(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether there is nothing to do until somebody writes: all that can be told is, and the cursor is its own."""
-        return self._is_told and self._tail is not None and not self._tail.has_gap
+        return self._has_listener and self._reader is not None and not self._reader.has_gap
 
     def relay_batch(self) -> int:
         """Publish what is new, up to a batch; answers how many.  Raises SinkUnavailable, DatabaseUnavailable."""
         self._has_more = False
-        tail = self._hold_cursor()
-        if tail is None:
+        reader = self._hold_cursor()
+        if reader is None:
             return 0
-        self._tail = None  # Unless all goes well it is asked anew how far the sink has come.
-        found = tail.read(self._at_once)
-        is_full = len(found) == self._at_once
+        self._reader = None  # Unless all goes well it is asked anew how far the sink has come.
+        found = reader.read(self._batch_size)
+        is_full = len(found) == self._batch_size
         if found:
             crash_at("relay_read")
             try:
-                self._publish([self._published(it) for it in found])
+                self._publish([self._make_published(entry) for entry in found])
             except CursorMismatch:
                 return 0
             crash_at("relay_published")
-        if self._move_cursor(tail.position):
-            self._tail, self._has_more = tail, is_full
+        if self._move_cursor(reader.position):
+            self._reader, self._has_more = reader, is_full
         if found:
             crash_at("relay_moved")
         return len(found)
@@ -128,69 +128,69 @@ class Relay:
 
         Raises SinkUnavailable, CursorMismatch.
         """
-        began, smaller = time.monotonic(), max(self._at_once // 2, 1)
+        began, smaller = time.monotonic(), max(self._batch_size // 2, 1)
         try:
             self._sink.publish(batch)
         except SinkUnavailable:  # Perhaps for it was given more than it takes in its time.
-            self._at_once = smaller
+            self._batch_size = smaller
             raise
-        took_long = time.monotonic() - began > _LONG_S
-        self._at_once = smaller if took_long else min(self._at_once * 2, _MOST_AT_ONCE)
+        took_long = time.monotonic() - began > _SLOW_BATCH_S
+        self._batch_size = smaller if took_long else min(self._batch_size * 2, _MAX_BATCH)
 
-    def _published(self, it: OutboxEvent) -> PublishedEvent:
-        event = cloudevents.to_cloudevent(it, self._source)
-        return PublishedEvent(it.event.id, event["subject"], it.event.type, event)
+    def _make_published(self, entry: OutboxEvent) -> PublishedEvent:
+        event = cloudevents.to_cloudevent(entry, self._source)
+        return PublishedEvent(entry.event.id, event["subject"], entry.event.type, event)
 
     def _hold_cursor(self) -> EventReader | None:
         """Where to read on; None: somebody else relays.  Whoever has not held it for a while asks first."""
-        if self._tail is not None and time.monotonic() < self._hold_at:
-            return self._tail
-        self._hold_at = time.monotonic() + _HOLD_EVERY_S
+        if self._reader is not None and time.monotonic() < self._renew_at:
+            return self._reader
+        self._renew_at = time.monotonic() + _HOLD_PERIOD_S
         now = now_ms()
-        position = self._relays.acquire(self._name, self._holder, now, now + _HELD_MS, self._sink.retention)
+        position = self._cursors.acquire(self._name, self._holder, now, now + _HOLD_MS, self._sink.retention)
         if position is None:
-            self._tail = None
-        elif self._tail is None or position != self._position:
+            self._reader = None
+        elif self._reader is None or position != self._position:
             self._position = position
             self._source = self._source or f"/slotkeeper/{self._catalog.get_database_id()}"
-            begins = self._sink.resume_after(position)
-            self._tail = EventReader(self._database, after=begins, transitions_only=False)
-        return self._tail
+            resume_after = self._sink.resume_after(position)
+            self._reader = EventReader(self._database, after=resume_after, transitions_only=False)
+        return self._reader
 
     def _move_cursor(self, to: int) -> bool:
         """All up to `to` are with the sink.  False: somebody else has moved the cursor."""
         if to <= self._position:  # It had lost some, which it has again.
             return True
-        until = now_ms() + _HELD_MS
-        moved = self._relays.advance(self._name, self._holder, self._position, to, until)
+        until = now_ms() + _HOLD_MS
+        moved = self._cursors.advance(self._name, self._holder, self._position, to, until)
         if moved:
             self._position = to
         return moved
 
     def _wait_longer(self, error: Exception) -> float:
-        if not self._away_s:
+        if not self._retry_s:
             log.warning("events_not_relayed", sink=self._name, error=str(error))
-        self._away_s = min(max(self._away_s * 2, _AWAY_S), _LONGEST_AWAY_S)
-        return self._away_s
+        self._retry_s = min(max(self._retry_s * 2, _MIN_RETRY_S), _MAX_RETRY_S)
+        return self._retry_s
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         try:
             self._sink.close()
-            self._relays.release(self._name, self._holder)
+            self._cursors.release(self._name, self._holder)
         except Exception as error:  # Its time will be over soon.
             log.warning("relay_stop_failed", sink=self._name, error=str(error))
 
 
-def relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:
+def make_relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:
     """One for each sink that the settings name.  Raises ValueError: one of them says too little."""
 
-    def known(number: int) -> str | None:
+    def find_event(number: int) -> str | None:
         found = EventReader(database, after=number - 1, transitions_only=False).read(1)
         if not found or found[0].event.id != number:
             return None
         return cloudevents.to_json(found[0], f"/slotkeeper/{Catalog(database).get_database_id()}")
 
-    return [Relay(name, database, sinks.make(name, settings, known), holder) for name in settings.sinks]
+    return [Relay(name, database, sinks.make(name, settings, find_event), holder) for name in settings.sinks]
 
 
 def lags() -> list[SinkLag]:
@@ -201,33 +201,33 @@ def lags() -> list[SinkLag]:
 class RelayThreads:
     """All relays of one process, each in a thread."""
 
-    def __init__(self, database: Database, settings: EventSettings, lookout: ChangeListener) -> None:
+    def __init__(self, database: Database, settings: EventSettings, listener: ChangeListener) -> None:
         """Raises ValueError: a sink's settings say too little."""
-        self._relays = relays(database, settings)
-        self._lookout = lookout
-        for it in self._relays:
-            it.wake_on_change(lookout)
-        self._threads = [threading.Thread(target=it.run, name="relay", daemon=True) for it in self._relays]
-        self._living: liveness.ProcessReport | None = None
+        self._relays = make_relays(database, settings)
+        self._listener = listener
+        for relay in self._relays:
+            relay.wake_on_change(listener)
+        self._threads = [threading.Thread(target=relay.run, name="relay", daemon=True) for relay in self._relays]
+        self._process_report: liveness.ProcessReport | None = None
 
-    def begin(self) -> None:
-        self._lookout.start()
+    def start(self) -> None:
+        self._listener.start()
         for thread in self._threads:
             thread.start()
-        self._living = liveness.start_reporting("relay", services.processes())
+        self._process_report = liveness.start_reporting("relay", services.processes())
 
     def stop(self) -> None:
         """Have them end; for a signal's handler, too."""
-        self._lookout.stop()
-        for it in self._relays:
-            it.stop()
+        self._listener.stop()
+        for relay in self._relays:
+            relay.stop()
 
     def end(self) -> None:
         """Returns when all have let go of their cursors, or after 4.5 s."""
         self.stop()
-        if self._living is not None:
-            self._living.end()
-        until = time.monotonic() + _ENDS_S
+        if self._process_report is not None:
+            self._process_report.end()
+        until = time.monotonic() + _STOP_WAIT_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 
@@ -238,10 +238,10 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     database = Database(StorageSettings().sqlalchemy_url)
-    relaying = RelayThreads(database, EventSettings(), ChangeListener(database))
-    relaying.begin()
+    relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
+    relay_threads.start()
     stopped.wait()
-    relaying.end()
+    relay_threads.end()
 
 
 if __name__ == "__main__":

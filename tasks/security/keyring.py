@@ -25,7 +25,7 @@ from slotkeeper.registry.tenants import SecretRotation
 from slotkeeper.state_folder import read_or_create
 from tasks.config import TaskSettings
 
-_SHORTEST = 24  # bytes
+_MIN_SECRET_BYTES = 24  # bytes
 _KEY_BYTES = 32  # of a derived key: one block of HKDF-SHA256
 _SALT = b"slotkeeper keys 1"
 
@@ -71,7 +71,7 @@ def session_keys() -> Iterator[bytes]:
 def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[str]:
     """With which a tenant's messages are signed at `now_ms`, the newest first, as Standard Webhooks writes them."""
     return [
-        _written(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
+        _encode_secret(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
         for secret in installation_secrets()
         for number in rotation.list_valid(now_ms)
     ]
@@ -101,14 +101,14 @@ def decode_secret(text: str, name: str) -> bytes:
         secret = base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
     except ValueError:
         secret = b""
-    if len(secret) < _SHORTEST:
+    if len(secret) < _MIN_SECRET_BYTES:
         raise ValueError(
-            f"{name} must be the base64 of at least {_SHORTEST} bytes; one is made by: openssl rand -base64 32"
+            f"{name} must be the base64 of at least {_MIN_SECRET_BYTES} bytes; one is made by: openssl rand -base64 32"
         )
     return secret
 
 
-def _written(key: bytes) -> str:
+def _encode_secret(key: bytes) -> str:
     return f"whsec_{base64.b64encode(key).decode()}"
 
 

@@ -54,13 +54,13 @@ Network = IPv4Network | IPv6Network
 
 MAX_URL_LENGTH = 2048
 """Characters."""
-ANSWER_MAX = 64 << 10
+MAX_RESPONSE_BYTES = 64 << 10
 """Bytes taken of an answer, its headers included."""
-QUOTED_MAX = 256
+MAX_QUOTED_BYTES = 256
 """Bytes of its body that are told: what comes at once, for the status says all that counts."""
-_BODY_S = 0.5
+_BODY_WAIT_S = 0.5
 """How long is waited for them."""
-REST_MAX_S = 3600.0
+MAX_RETRY_AFTER_S = 3600.0
 """For so long a receiver may ask to be left alone."""
 
 REFUSED_PORTS = frozenset({21, 22, 23, 25, 53, 110, 119, 139, 143, 445, 465, 587, 993, 995, 6379, 6667, 9100, 11211})
@@ -86,7 +86,7 @@ _CARRIERS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.T
 # Python's parser also takes [v1.name] and drops what stands behind a bracket.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d*)?")
 _VISIBLE = re.compile(r"[!-\[\]-~]*")  # visible ASCII without the backslash
-_ONLY_PUBLIC = "only public addresses are sent to; use a public one, or have the operator add its network to "
+_PUBLIC_ONLY_HINT = "only public addresses are sent to; use a public one, or have the operator add its network to "
 _NO_HOST = "The host is neither a DNS name nor an IP address in its plain form; write it as one of them."
 
 
@@ -115,7 +115,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     ValueError names the entry that is wrong and what to write instead.
     """
     networks = tuple(_network(entry) for entry in re.split(r"[,\s]+", text) if entry)
-    _openings(networks)
+    _opened_networks(networks)
     return networks
 
 
@@ -141,7 +141,7 @@ class WebhookSender:
         self._allow = tuple(allow)
         self._timeout_s = timeout_s
         self._tls = _tls()
-        _openings(self._allow)
+        _opened_networks(self._allow)
 
     def send(
         self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str], trace: str | None = None
@@ -161,7 +161,7 @@ class WebhookSender:
         try:
             return self._post(target, origin, _path(url), body, headers)
         except BlockedAddressError as refused:
-            return _refused(origin, refused)
+            return _refused_result(origin, refused)
         except (OSError, HTTPException) as failed:
             return SendResult(False, None, f"{origin}: {_failure_sentence(failed, self._timeout_s)}", permanent=False)
 
@@ -172,12 +172,14 @@ class WebhookSender:
             http.sock = cast(Any, _DeadlineSocket(sock, deadline))
             http.request("POST", path, body, headers)
             answer = http.getresponse()
-            deadline.shorten(_BODY_S)
-            judged = _judged(origin, answer.status)
+            deadline.shorten(_BODY_WAIT_S)
+            judged = _result_of_status(origin, answer.status)
             retry_after_s = _retry_after_s(answer.status, answer.headers.get("Retry-After"))
-            return replace(judged, answer=_begin_of(answer), inside=self._is_inside(sock), retry_after_s=retry_after_s)
+            return replace(
+                judged, answer=_read_beginning(answer), inside=self._is_internal(sock), retry_after_s=retry_after_s
+            )
 
-    def _is_inside(self, sock: socket.socket) -> bool:
+    def _is_internal(self, sock: socket.socket) -> bool:
         """Whether the other end is where only the operator lets us go."""
         address = ip_address(sock.getpeername()[0].partition("%")[0])
         return any(address in network for network in self._allow)
@@ -198,9 +200,9 @@ class WebhookSender:
             # Headers and body are two writes; the second would wait for the first's acknowledgement.
             socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
         )
-        return self._secured(sock, target, deadline) if target.scheme == "https" else sock
+        return self._wrap_tls(sock, target, deadline) if target.scheme == "https" else sock
 
-    def _secured(self, sock: socket.socket, target: Target, deadline: "_Deadline") -> socket.socket:
+    def _wrap_tls(self, sock: socket.socket, target: Target, deadline: "_Deadline") -> socket.socket:
         """TLS, with the certificate checked against the name in the URL, not against the address."""
         with closing(sock):  # wrap_socket takes the descriptor over: after it there is nothing to close
             sock.settimeout(deadline.left())
@@ -226,11 +228,11 @@ class _Deadline:
     def look_up(self, *args: Any) -> list[Any]:
         """socket.getaddrinfo, which has no time-out: the thread is left behind and ends by itself."""
         answer: Future[list[Any]] = Future()
-        Thread(target=_fulfil, args=(answer, socket.getaddrinfo, args), daemon=True).start()
+        Thread(target=_complete, args=(answer, socket.getaddrinfo, args), daemon=True).start()
         return answer.result(timeout=self.left())
 
 
-def _fulfil(answer: "Future[Any]", call: Callable[..., Any], args: Iterable[Any]) -> None:
+def _complete(answer: "Future[Any]", call: Callable[..., Any], args: Iterable[Any]) -> None:
     try:
         answer.set_result(call(*args))
     except Exception as error:
@@ -261,17 +263,17 @@ class _DeadlineSocket:
 
 class _BoundedReader(io.RawIOBase):
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
-        self._sock, self._deadline, self._room = sock, deadline, ANSWER_MAX
+        self._sock, self._deadline, self._remaining = sock, deadline, MAX_RESPONSE_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._room <= 0:
+        if self._remaining <= 0:
             raise HTTPException("endless headers")
         self._sock.settimeout(self._deadline.left())
         taken = self._sock.recv_into(buffer)
-        self._room -= taken
+        self._remaining -= taken
         return taken
 
 
@@ -289,13 +291,13 @@ def examine_url(url: str, allow: tuple[Network, ...]) -> Target | str:
         )
     try:
         parts = urlsplit(url)
-        problem = _problem(parts, parts.port)
+        problem = _url_problem(parts, parts.port)
     except ValueError:
         return "The URL cannot be parsed; write it as https://host/path or https://host:port/path."
-    return problem or _host_checked(url, parts, allow)
+    return problem or _check_host(url, parts, allow)
 
 
-def _problem(parts: SplitResult, port: int | None) -> str | None:
+def _url_problem(parts: SplitResult, port: int | None) -> str | None:
     if parts.scheme not in ("http", "https"):
         return "The URL must begin with https:// or http://."
     if "@" in parts.netloc:
@@ -309,18 +311,18 @@ def _problem(parts: SplitResult, port: int | None) -> str | None:
     return None
 
 
-def _host_checked(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> Target | str:
+def _check_host(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> Target | str:
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
         target = _policy(allow, port).check_url(url)
     except BlockedURLError as no:
         if isinstance(no.__cause__, BlockedAddressError):
-            return f"{parts.hostname} is not public ({no.reason}): {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+            return f"{parts.hostname} is not public ({no.reason}): {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
         return _NO_HOST
     if target.address is None and parse_host_address(target.host) is not None:
         return _NO_HOST
     if _is_localhost(target.host) and not any(a in network for a in _LOOPBACK for network in allow):
-        return f"{target.host} is this machine: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+        return f"{target.host} is this machine: {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
     return target
 
 
@@ -332,14 +334,14 @@ def _is_localhost(host: str) -> bool:
 def _policy(allow: tuple[Network, ...], port: int) -> Policy:
     return Policy(
         denied_networks=_TABLE,
-        allowed_networks=_openings(allow),
+        allowed_networks=_opened_networks(allow),
         allowed_ports=frozenset({port}),
         on_partial_block="reject",  # a name that points inside and outside is an attempt, not a mistake
     )
 
 
 @lru_cache(maxsize=16)
-def _openings(allow: tuple[Network, ...]) -> tuple[Network, ...]:
+def _opened_networks(allow: tuple[Network, ...]) -> tuple[Network, ...]:
     """What the operator's list opens: all of it, except for cloud metadata.
 
     Metadata gives away the machine's credentials, and lies in ranges that are opened for other reasons
@@ -363,16 +365,16 @@ def _refuse_carrier(network: Network) -> None:
 
 def _without_metadata(network: Network) -> list[Network]:
     left = [network]
-    for hole in METADATA_ADDRESSES:
-        if network.num_addresses > 1 and hole in network:
-            left = [piece for whole in left for piece in _split_off(whole, ip_network(hole))]
+    for address in METADATA_ADDRESSES:
+        if network.num_addresses > 1 and address in network:
+            left = [piece for whole in left for piece in _exclude(whole, ip_network(address))]
     return left
 
 
-def _split_off(whole: Network, hole: Network) -> list[Network]:
-    if hole.network_address not in whole:
+def _exclude(whole: Network, excluded: Network) -> list[Network]:
+    if excluded.network_address not in whole:
         return [whole]
-    return list(cast(Any, whole).address_exclude(hole))
+    return list(cast(Any, whole).address_exclude(excluded))
 
 
 def _network(entry: str) -> Network:
@@ -396,7 +398,7 @@ def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]
         "connection": "close",
         "webhook-id": message_id,
         "webhook-timestamp": str(floor(at.timestamp())),
-        "webhook-signature": " ".join(_signer(one).sign(message_id, at, body.decode()) for one in secrets),
+        "webhook-signature": " ".join(_signer(secret).sign(message_id, at, body.decode()) for secret in secrets),
     }
 
 
@@ -437,14 +439,14 @@ def _path(url: str) -> str:
     return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
-def _refused(origin: str, refused: BlockedAddressError) -> SendResult:
+def _refused_result(origin: str, refused: BlockedAddressError) -> SendResult:
     """The log tells the operator the address; the caller does not learn what a name inside points to."""
     log.warning("webhook to %s refused: %s", origin, refused)
-    sentence = f"{origin} leads to an address that is not public: {_ONLY_PUBLIC}{ALLOW_VARIABLE}."
+    sentence = f"{origin} leads to an address that is not public: {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
     return SendResult(False, None, sentence, permanent=True)
 
 
-def _judged(origin: str, status: int) -> SendResult:
+def _result_of_status(origin: str, status: int) -> SendResult:
     if 200 <= status < 300:
         return SendResult(True, status, "", permanent=False)
     remedy = ""
@@ -455,10 +457,10 @@ def _judged(origin: str, status: int) -> SendResult:
     return SendResult(False, status, f"{origin} answered {status}{remedy}.", permanent=status == 410)
 
 
-def _begin_of(answer: HTTPResponse) -> str:
+def _read_beginning(answer: HTTPResponse) -> str:
     """What its body begins with, as far as that comes at once: one look, and whatever it finds will do."""
     try:
-        return answer.read1(QUOTED_MAX).decode(errors="replace")
+        return answer.read1(MAX_QUOTED_BYTES).decode(errors="replace")
     except (OSError, HTTPException, ValueError):
         return ""
 
@@ -467,7 +469,7 @@ def _retry_after_s(status: int, retry_after: str | None) -> float:
     """What Retry-After asks for, where it is said in seconds and means that we come too often."""
     if status not in (429, 503) or retry_after is None or not re.fullmatch(r"[0-9]{1,9}", retry_after.strip()):
         return 0.0
-    return min(float(retry_after), REST_MAX_S)
+    return min(float(retry_after), MAX_RETRY_AFTER_S)
 
 
 def _failure_sentence(failed: Exception, timeout_s: float) -> str:

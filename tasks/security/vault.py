@@ -22,12 +22,12 @@ log = structlog.get_logger(__name__)
 
 NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 VALUE_PATTERN = r"[ -~]+"  # what a header can carry
-_ALL = 1_000_000
+_NO_LIMIT = 1_000_000
 MIN_LENGTH, MAX_LENGTH = (
     8,
     4096,
 )  # characters; a shorter one would be taken for itself wherever a text repeats its letters
-_NONCE, _SIGNING = 12, 32  # bytes
+_NONCE_BYTES, _SIGNING_SECRET_BYTES = 12, 32  # bytes
 
 
 def seal(name: str, value: str) -> str:
@@ -36,70 +36,72 @@ def seal(name: str, value: str) -> str:
         raise InvalidRequest("name", "name is a word of letters, digits and _, of at most 64, such as HF_TOKEN")
     if not MIN_LENGTH <= len(value) <= MAX_LENGTH or not re.fullmatch(VALUE_PATTERN, value):
         raise InvalidRequest("value", f"value has {MIN_LENGTH} to {MAX_LENGTH} characters, all of printable ASCII")
-    return _sealed(name, value)
+    return _seal(name, value)
 
 
 def new_signing_secret(receiver_id: str) -> tuple[str, str]:
     """A secret with which a receiver's messages are signed, as Standard Webhooks writes it; and as it is kept."""
-    secret = f"whsec_{base64.b64encode(secrets.token_bytes(_SIGNING)).decode()}"
-    return secret, _sealed(_of_receiver(receiver_id), secret)
+    secret = f"whsec_{base64.b64encode(secrets.token_bytes(_SIGNING_SECRET_BYTES)).decode()}"
+    return secret, _seal(_receiver_seal_name(receiver_id), secret)
 
 
 def signing_secret(receiver_id: str, sealed: str) -> str | None:
     """None: it was sealed under another installation's secret."""
-    return unseal(_of_receiver(receiver_id), sealed)
+    return unseal(_receiver_seal_name(receiver_id), sealed)
 
 
-def _of_receiver(receiver_id: str) -> str:
+def _receiver_seal_name(receiver_id: str) -> str:
     return f"webhook {receiver_id}"  # With a blank: no secret that descriptions name is called so.
 
 
-def _sealed(name: str, value: str) -> str:
+def _seal(name: str, value: str) -> str:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    nonce = secrets.token_bytes(_NONCE)
-    box = AESGCM(next(sealing_keys())).encrypt(nonce, value.encode(), name.encode())
-    return base64.b64encode(nonce + box).decode()
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    ciphertext = AESGCM(next(sealing_keys())).encrypt(nonce, value.encode(), name.encode())
+    return base64.b64encode(nonce + ciphertext).decode()
 
 
 @lru_cache(maxsize=1024)
 def unseal(name: str, sealed: str) -> str | None:
     """The secret; None: it was sealed under another installation's secret."""
-    return next((value for key in sealing_keys() if (value := _opened_by(key, name, sealed)) is not None), None)
+    return next((value for key in sealing_keys() if (value := _open_with(key, name, sealed)) is not None), None)
 
 
-def _opened_by(key: bytes, name: str, sealed: str) -> str | None:
+def _open_with(key: bytes, name: str, sealed: str) -> str | None:
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    box = base64.b64decode(sealed)
+    ciphertext = base64.b64decode(sealed)
     try:
-        return AESGCM(key).decrypt(box[:_NONCE], box[_NONCE:], name.encode()).decode()
+        return AESGCM(key).decrypt(ciphertext[:_NONCE_BYTES], ciphertext[_NONCE_BYTES:], name.encode()).decode()
     except InvalidTag:
         return None
 
 
-def seal_anew() -> int:
+def reseal_secrets() -> int:
     """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
     changed = 0
-    for it in dispatcher().catalog.get().secrets.values():
-        value = unseal(it.name, it.sealed)
-        if value is not None and _opened_by(next(sealing_keys()), it.name, it.sealed) is None:
-            changed += catalog().reseal_secret(it, seal(it.name, value))
-    changed += sum(_seal_receiver_anew(it) for it in Subscriptions(database()).list_of_tenant(limit=_ALL))
+    for secret in dispatcher().catalog.get().secrets.values():
+        value = unseal(secret.name, secret.sealed)
+        if value is not None and _open_with(next(sealing_keys()), secret.name, secret.sealed) is None:
+            changed += catalog().reseal_secret(secret, seal(secret.name, value))
+    changed += sum(_reseal_subscription(secret) for secret in Subscriptions(database()).list_of_tenant(limit=_NO_LIMIT))
     if changed:
         log.info("secrets_resealed", secrets=changed)
     return changed
 
 
-def _seal_receiver_anew(it: Subscription) -> bool:
+def _reseal_subscription(subscription: Subscription) -> bool:
     """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
-    name = _of_receiver(it.id)
-    value = unseal(name, it.sealed)
-    if value is None or _opened_by(next(sealing_keys()), name, it.sealed) is not None:
+    name = _receiver_seal_name(subscription.id)
+    value = unseal(name, subscription.sealed)
+    if value is None or _open_with(next(sealing_keys()), name, subscription.sealed) is not None:
         return False
-    former = None if it.former_sealed is None else unseal(name, it.former_sealed)
-    return Subscriptions(database()).reseal(it, _sealed(name, value), None if former is None else _sealed(name, former))
+    former = None if subscription.former_sealed is None else unseal(name, subscription.former_sealed)
+    return Subscriptions(database()).reseal(
+        subscription, _seal(name, value), None if former is None else _seal(name, former)
+    )
 
 
 def secret_for(model: str, name: str) -> str | None:

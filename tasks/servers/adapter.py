@@ -20,7 +20,7 @@ from tasks.servers.templates import SecretLookup, TemplateError, TemplateValues,
 MAX_HEALTH_BYTES = 1024 * 1024
 
 _CONTENT_TYPE = "Content-Type"
-_OURS = {"X-Source": "dispatcher"}
+_OWN_HEADERS = {"X-Source": "dispatcher"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-~]{0,100}")
 
 
@@ -56,19 +56,19 @@ class ServerAdapter:
         description: Description | CompiledDescription = DEFAULT,
         *,
         secret: SecretLookup | None = None,
-        max_answer_bytes: int = MAX_RESPONSE_BYTES,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
         self._endpoint, self._base = split_endpoint(endpoint)
         self._path = urlsplit(self._endpoint).path.rstrip("/")
         self._secrets_of_endpoint = find_secrets_in_url(self._endpoint)
-        self._plan = compile_description(description) if isinstance(description, Description) else description
+        self._compiled = compile_description(description) if isinstance(description, Description) else description
         self._secret = secret
-        self._max_bytes = max_answer_bytes
+        self._max_response_bytes = max_response_bytes
 
     @property
     def pointers(self) -> Collection[Pointer]:
         """Where answers are looked into."""
-        return self._plan.pointers
+        return self._compiled.pointers
 
     @property
     def endpoint(self) -> str:
@@ -77,7 +77,7 @@ class ServerAdapter:
     @property
     def description(self) -> Description:
         """What this server is spoken to by."""
-        return self._plan.description
+        return self._compiled.description
 
     def given_id_of(self, call: Call) -> str | None:
         """The id under which the server knows this attempt if it is us who give it, else None."""
@@ -92,10 +92,10 @@ class ServerAdapter:
         UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
         UNKNOWN: it may be running there; do not send it again before that is known.
         """
-        values = self._values(call, self.given_id_of(call))
+        values = self._template_values(call, self.given_id_of(call))
         try:
-            outcome = await self._ask(
-                self._plan.submit, values, _end_of(call), send, self._stream_reader(values, on_piece)
+            outcome = await self._run_step(
+                self._compiled.submit, values, _deadline_of(call), send, self._stream_reader(values, on_piece)
             )
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
@@ -105,7 +105,9 @@ class ServerAdapter:
         """Whether the end of a submit that was given up tells that the server has done with the run."""
         if isinstance(reply, NoResponse):
             return False
-        outcome = self._plan.submit.judge.outcome(reply, self._about(self._values(call, self.given_id_of(call))))
+        outcome = self._compiled.submit.judge.outcome(
+            reply, self._response_context(self._template_values(call, self.given_id_of(call)))
+        )
         return outcome is not None and outcome.kind not in (
             OutcomeKind.PENDING,
             OutcomeKind.UNKNOWN,
@@ -118,10 +120,10 @@ class ServerAdapter:
         If the description says so, a finished job's result is fetched here.  Reading it may destroy
         it on the server, so store it before anything else.
         """
-        values, end = self._values(call, remote_id), _end_of(call)
+        values, deadline_s = self._template_values(call, remote_id), _deadline_of(call)
         try:
-            outcome = await self._first_verdict(values, end, send)
-            return await self._with_result(outcome, values, end, send)
+            outcome = await self._status_outcome(values, deadline_s, send)
+            return await self._with_fetched_result(outcome, values, deadline_s, send)
         except TemplateError as error:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
@@ -131,11 +133,11 @@ class ServerAdapter:
         A yes is not a promise: whether it frees the slot is description.cancel_frees_slot.
         Without the server's id, the job's own is used, which it was told in X-Job-Id.
         """
-        values = self._values(call, remote_id or self.given_id_of(call) or call.job_id)
+        values = self._template_values(call, remote_id or self.given_id_of(call) or call.job_id)
         is_accepted = False
-        for step in self._plan.cancel:
+        for step in self._compiled.cancel:
             try:
-                outcome = await self._ask(step, values, _end_of(call), send)
+                outcome = await self._run_step(step, values, _deadline_of(call), send)
             except TemplateError:
                 continue
             is_accepted |= outcome is not None and outcome.kind is OutcomeKind.CANCELED
@@ -147,64 +149,77 @@ class ServerAdapter:
         Whether the push carries the right token is for the caller to check, before.  Where the description has a result
         step, that is still to be fetched (`result`).
         """
-        values = self._values(call, remote_id or self.given_id_of(call))
-        outcome = self._plan.callback.outcome(Response(200, {}, body), self._about(values))
+        values = self._template_values(call, remote_id or self.given_id_of(call))
+        outcome = self._compiled.callback.outcome(Response(200, {}, body), self._response_context(values))
         return outcome or Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
         """Fetch the result of a run of which a push said that it is done."""
-        values = self._values(call, remote_id or self.given_id_of(call))
+        values = self._template_values(call, remote_id or self.given_id_of(call))
         try:
-            return await self._with_result(outcome, values, _end_of(call), send)
+            return await self._with_fetched_result(outcome, values, _deadline_of(call), send)
         except TemplateError as error:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def health(self, send: Send) -> Health:
         """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
-        if self._plan.health is None:
+        if self._compiled.health is None:
             return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
-        request, judge = self._plan.health
-        end = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
-        values = self._values(None, None)
+        request, judge = self._compiled.health
+        deadline_s = time.monotonic() + request.connect_s + min(request.read_s, 60.0)
+        values = self._template_values(None, None)
         try:
-            reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
+            reply = await send(self._make_request(request, values, dict(_OWN_HEADERS), deadline_s, MAX_HEALTH_BYTES))
             if isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET:
                 # Perhaps only a kept connection that the server was closing: ask once more.
-                reply = await send(self._request(request, values, dict(_OURS), end, MAX_HEALTH_BYTES))
+                reply = await send(
+                    self._make_request(request, values, dict(_OWN_HEADERS), deadline_s, MAX_HEALTH_BYTES)
+                )
         except TemplateError as error:
             return Health(HealthKind.UNKNOWN, message=str(error))
         return judge.read(reply, self._secrets_to_redact(None))
 
-    async def _first_verdict(self, values: TemplateValues, end: float, send: Send) -> Outcome:
-        for step in self._plan.status:
-            outcome = await self._ask(step, values, end, send)
+    async def _status_outcome(self, values: TemplateValues, deadline_s: float, send: Send) -> Outcome:
+        for step in self._compiled.status:
+            outcome = await self._run_step(step, values, deadline_s, send)
             if outcome is not None:
                 return outcome
         return Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
-    async def _with_result(self, outcome: Outcome, values: TemplateValues, end: float, send: Send) -> Outcome:
-        if outcome.kind is not OutcomeKind.DONE or self._plan.result is None:
+    async def _with_fetched_result(
+        self, outcome: Outcome, values: TemplateValues, deadline_s: float, send: Send
+    ) -> Outcome:
+        if outcome.kind is not OutcomeKind.DONE or self._compiled.result is None:
             return outcome
-        return await self._ask(self._plan.result, values, end, send) or outcome
+        return await self._run_step(self._compiled.result, values, deadline_s, send) or outcome
 
     def _stream_reader(self, values: TemplateValues, on_piece: OnPiece) -> StreamReader | None:
-        plan = self._plan.stream
+        stream = self._compiled.stream
         return (
-            None if plan is None else StreamReader(plan, self._plan.submit.judge, lambda: self._about(values), on_piece)
+            None
+            if stream is None
+            else StreamReader(stream, self._compiled.submit.judge, lambda: self._response_context(values), on_piece)
         )
 
-    async def _ask(
-        self, step: CompiledStep, values: TemplateValues, end: float, send: Send, reader: StreamReader | None = None
+    async def _run_step(
+        self,
+        step: CompiledStep,
+        values: TemplateValues,
+        deadline_s: float,
+        send: Send,
+        reader: StreamReader | None = None,
     ) -> Outcome | None:
         """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
         assert values.call is not None
         headers = _job_headers(values.call)
-        if step is self._plan.submit:
+        if step is self._compiled.submit:
             headers |= _submit_headers(values.call)
-        reply = await send(self._request(step.request, values, headers, end, self._max_bytes, reader))
+        reply = await send(
+            self._make_request(step.request, values, headers, deadline_s, self._max_response_bytes, reader)
+        )
         if reader is not None and reader.is_stream:
             return reader.outcome(reply)
-        outcome = step.judge.outcome(reply, self._about(values))
+        outcome = step.judge.outcome(reply, self._response_context(values))
         if (
             outcome is None
             or outcome.kind is not OutcomeKind.FAILED
@@ -218,12 +233,12 @@ class ServerAdapter:
             OutcomeKind.BUSY, code="busy", message=f"{outcome.message} (the health check says {health.kind})"
         )
 
-    def _request(
+    def _make_request(
         self,
         request: RequestTemplate,
         values: TemplateValues,
         headers: dict[str, str],
-        end: float,
+        deadline_s: float,
         max_bytes: int,
         reader: StreamReader | None = None,
     ) -> HttpRequest:
@@ -232,36 +247,36 @@ class ServerAdapter:
         if request.headers is not None:
             headers |= request.headers.fill(values)
         listen_s = values.call.listen_s if values.call is not None and self._response_ends_run(request) else 0.0
-        limits = Limits(request.connect_s, request.read_s, end, max_bytes, listen_s)
+        limits = Limits(request.connect_s, request.read_s, deadline_s, max_bytes, listen_s)
         return HttpRequest(request.method, url, headers, body, limits, reader)
 
     def _response_ends_run(self, request: RequestTemplate) -> bool:
         """Whether the answer to a request comes when the run is over, however late."""
         submit = self.description.submit
         return (
-            request is self._plan.submit.request
+            request is self._compiled.submit.request
             and self.description.mode in ("sync", "auto")
             and not submit.ends_on_disconnect
         )
 
     def _body(self, request: RequestTemplate, values: TemplateValues, headers: dict[str, str]) -> bytes | None:
-        is_payload = request is self._plan.submit.request and request.body is None and request.method != "GET"
+        is_payload = request is self._compiled.submit.request and request.body is None and request.method != "GET"
         if not is_payload and request.body is None:
             return None
         headers[_CONTENT_TYPE] = "application/json"
         if is_payload and values.call is not None:
-            return to_json(self._asking_for_stream(values.call.payload))
+            return to_json(self._with_stream_request(values.call.payload))
         return to_json(request.body.fill(values)) if request.body else None
 
-    def _asking_for_stream(self, payload: Any) -> Any:
+    def _with_stream_request(self, payload: Any) -> Any:
         """The payload, with what asks for a stream where it does not say otherwise."""
         stream = self.description.submit.stream
         return {**stream.ask, **payload} if stream and stream.ask and isinstance(payload, dict) else payload
 
-    def _values(self, call: Call | None, remote_id: str | None) -> TemplateValues:
-        return TemplateValues(call, remote_id, self._secret, self._path, self._plan.output_size)
+    def _template_values(self, call: Call | None, remote_id: str | None) -> TemplateValues:
+        return TemplateValues(call, remote_id, self._secret, self._path, self._compiled.output_size)
 
-    def _about(self, values: TemplateValues) -> ResponseContext:
+    def _response_context(self, values: TemplateValues) -> ResponseContext:
         assert values.call is not None
         return ResponseContext(values.call.job_id, values.remote_id, self._secrets_to_redact(values.call), time.time())
 
@@ -283,12 +298,12 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     return endpoint.partition("#")[0], f"{parts.scheme}://{parts.netloc}"
 
 
-def _end_of(call: Call) -> float:
+def _deadline_of(call: Call) -> float:
     return time.monotonic() + min(call.deadline_s, MAX_DEADLINE_S)
 
 
 def _job_headers(call: Call) -> dict[str, str]:
-    headers = {**_OURS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
+    headers = {**_OWN_HEADERS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
     if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # it may come from a client
         headers["traceparent"] = call.traceparent
     if call.model:

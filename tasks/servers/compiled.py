@@ -68,24 +68,26 @@ def compile_description(description: Description) -> CompiledDescription:
     d = description
     return CompiledDescription(
         description=d,
-        submit=CompiledStep(_request(d.submit), _submit_judge(d)),
+        submit=CompiledStep(_compile_request(d.submit), _submit_judge(d)),
         stream=compile_stream(d.submit.stream) if d.submit.stream else None,
-        status=tuple(_asked(d, step, default_rules.poll_rules()) for step in d.status),
-        result=_asked(d, d.result, default_rules.result_rules()) if d.result else None,
-        cancel=tuple(_asked(d, step, default_rules.cancel_rules()) for step in d.cancel or ()),
+        status=tuple(_compile_step(d, step, default_rules.poll_rules()) for step in d.status),
+        result=_compile_step(d, d.result, default_rules.result_rules()) if d.result else None,
+        cancel=tuple(_compile_step(d, step, default_rules.cancel_rules()) for step in d.cancel or ()),
         callback=_poll_judge(d, d.callback, default_rules.poll_rules()),
-        health=(_request(d.health), compile_health(d.health)) if d.health else None,
+        health=(_compile_request(d.health), compile_health(d.health)) if d.health else None,
         output_size=CompiledOutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
         if d.output_size
         else None,
     )
 
 
-def _asked(d: Description, step: StatusStep | Result | Cancel, more: tuple[Rule, ...]) -> CompiledStep:
-    return CompiledStep(_request(step), _poll_judge(d, step, more))
+def _compile_step(
+    description: Description, step: StatusStep | Result | Cancel, default_rules_of_step: tuple[Rule, ...]
+) -> CompiledStep:
+    return CompiledStep(_compile_request(step), _poll_judge(description, step, default_rules_of_step))
 
 
-def _request(step: _Step) -> RequestTemplate:
+def _compile_request(step: _Step) -> RequestTemplate:
     return RequestTemplate(
         method=step.method,
         path=None if step.path is None else PathTemplate(step.path, step.sources),
@@ -96,31 +98,33 @@ def _request(step: _Step) -> RequestTemplate:
     )
 
 
-def _submit_judge(d: Description) -> Judge:
-    rules = (*d.submit.rules, *default_rules.submit_rules(d.submit.id, d.mode == "async"))
+def _submit_judge(description: Description) -> Judge:
+    rules = (*description.submit.rules, *default_rules.submit_rules(description.submit.id, description.mode == "async"))
     return Judge(
         rules=tuple(map(compile_rule, rules)),
         is_poll=False,
-        result=parse(d.submit.result),
-        as_text=d.submit.result_as == "text",
-        errors=error_pointers(d.submit.error),
-        id=parse(d.submit.id),
-        requires_id=d.mode != "callback",
+        result=parse(description.submit.result),
+        as_text=description.submit.result_as == "text",
+        errors=error_pointers(description.submit.error),
+        id=parse(description.submit.id),
+        requires_id=description.mode != "callback",
         echo=None,  # the id in the answer is the server's own; only the header repeats ours
-        echo_header=d.submit.echo,
+        echo_header=description.submit.echo,
     )
 
 
-def _poll_judge(d: Description, step: StatusStep | Result | Cancel | Callback, more: tuple[Rule, ...]) -> Judge:
+def _poll_judge(
+    description: Description, step: StatusStep | Result | Cancel | Callback, default_rules_of_step: tuple[Rule, ...]
+) -> Judge:
     return Judge(
-        rules=tuple(map(compile_rule, (*step.rules, *more))),
+        rules=tuple(map(compile_rule, (*step.rules, *default_rules_of_step))),
         is_poll=True,
         result=parse(step.result),
         as_text=step.result_as == "text",
         errors=error_pointers(step.error),
-        id=parse(d.submit.id),
+        id=parse(description.submit.id),
         requires_id=False,
-        echo=parse(d.submit.id) if step.echo else None,
+        echo=parse(description.submit.id) if step.echo else None,
         echo_header=step.echo,
         progress=parse(step.progress) if isinstance(step, StatusStep) and step.progress is not None else None,
     )

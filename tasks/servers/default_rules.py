@@ -26,13 +26,13 @@ def _status(status: Any, then: str, **more: Any) -> dict[str, Any]:
     return {"if": {"status": status}, "then": then, **more}
 
 
-def _broken(connection: Any, then: str, **more: Any) -> dict[str, Any]:
+def _no_response(connection: Any, then: str, **more: Any) -> dict[str, Any]:
     return {"if": {"connection": connection}, "then": then, **more}
 
 
 _FINAL = {"if": {"pointer": "/retryable", "value": False}, "then": "failed", "code": "job_failed"}
 # A poll's 4xx and 5xx are about the poll, whatever else they say.
-_SAYS_FINAL = {
+_POLL_FINAL = {
     "if": {"status": "2xx", "pointer": "/retryable", "value": False},
     "then": "failed",
     "code": "job_failed",
@@ -57,9 +57,9 @@ _SUBMIT = [
     _status(["4xx", "5xx"], "retry", code="server_error"),
 ]
 _SUBMIT_END = [
-    _broken("connect", "unreachable", code="connect_failed"),
-    _broken("timeout", "unknown", code="no_answer"),
-    _broken("reset", "unknown", code="connection_lost"),
+    _no_response("connect", "unreachable", code="connect_failed"),
+    _no_response("timeout", "unknown", code="no_answer"),
+    _no_response("reset", "unknown", code="connection_lost"),
     _status(_ANY_STATUS, "retry", code="bad_answer"),  # garbage, a redirect, no word we know
 ]
 
@@ -67,11 +67,11 @@ _POLL = [
     _word(DONE_WORDS, "done"),
     _word(PENDING_WORDS, "pending"),
     _word(CANCELED_WORDS, "canceled"),
-    _SAYS_FINAL,
+    _POLL_FINAL,
     _word(FAILED_WORDS, "retry", code="job_failed"),
     # With JSON, it is the server that does not know the id; without, it may be a proxy's page.
     {"if": {"status": 404, "pointer": ""}, "then": "lost", "code": "not_found"},
-    _broken(["connect", "timeout", "reset"], "pending", code="poll_failed"),
+    _no_response(["connect", "timeout", "reset"], "pending", code="poll_failed"),
     _status(["4xx", "5xx"], "pending", code="poll_failed"),
     _status(_ANY_STATUS, "pending", code="bad_answer"),
 ]
@@ -79,7 +79,7 @@ _POLL = [
 _RESULT = [
     {"if": {"status": "2xx"}, "then": "done"},
     {"if": {"status": 404, "pointer": ""}, "then": "lost", "code": "not_found"},
-    _broken(["connect", "timeout", "reset"], "pending", code="poll_failed"),
+    _no_response(["connect", "timeout", "reset"], "pending", code="poll_failed"),
     _status(_ANY_STATUS, "pending", code="poll_failed"),
 ]
 
@@ -87,7 +87,7 @@ _CANCEL = [
     _word([*FAILED_WORDS, "completed", "not_found"], "failed"),  # "success" may be about the cancel
     {"if": {"status": "2xx"}, "then": "canceled"},
     _status(_ANY_STATUS, "failed"),
-    _broken(["connect", "timeout", "reset"], "failed"),
+    _no_response(["connect", "timeout", "reset"], "failed"),
 ]
 
 _HEALTH = [
@@ -96,12 +96,12 @@ _HEALTH = [
     _status([502, 504], "down"),
     _status("5xx", "garbage"),
     _status(_ANY_STATUS, "foreign"),
-    _broken("timeout", "busy"),  # health can hang for as long as a generation takes
-    _broken(["connect", "reset"], "down"),
+    _no_response("timeout", "busy"),  # health can hang for as long as a generation takes
+    _no_response(["connect", "reset"], "down"),
 ]
 
 
-_ENDS = {
+_END_WORDS_RULE = {
     "if": {"pointer": "/status", "value": [*DONE_WORDS, *FAILED_WORDS, *CANCELED_WORDS]},
     "then": "end",
 }
@@ -111,7 +111,7 @@ _STREAM = [{"if": {"pointer": "/error"}, "then": "retry", "code": "job_failed"}]
 @cache
 def event_rules(is_read_whole: bool) -> tuple[EventRule, ...]:
     """What follows a stream's own rules.  `is_read_whole`: an event with a word for its end is the answer."""
-    return tuple(EventRule.model_validate(rule) for rule in ([_ENDS] if is_read_whole else []) + _STREAM)
+    return tuple(EventRule.model_validate(rule) for rule in ([_END_WORDS_RULE] if is_read_whole else []) + _STREAM)
 
 
 @cache

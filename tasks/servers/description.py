@@ -101,7 +101,7 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 EventName = Annotated[str, Field(min_length=1, max_length=100)]
 MediaType = Annotated[str, Field(pattern=r"^[a-z0-9.+-]{1,60}/[a-z0-9.+-]{1,60}$")]
 _MEDIA_TYPES = {"sse": "text/event-stream", "lines": "application/x-ndjson", "raw": "text/plain"}
-_OF_STEP = (Field(max_length=MAX_RULES), AfterValidator(_patterns_fit))
+_STEP_RULES = (Field(max_length=MAX_RULES), AfterValidator(_patterns_fit))
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -164,7 +164,7 @@ class HealthRule(_Rule):
     then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and a place is free
 
 
-Rules = Annotated[tuple[Rule, ...], *_OF_STEP]
+Rules = Annotated[tuple[Rule, ...], *_STEP_RULES]
 
 
 class _ResponseReading(_Data):
@@ -212,21 +212,21 @@ class _RequestStep(_Data):
         for name, text in headers.items():
             if name.lower() in RESERVED_HEADERS:
                 raise _fault_at([name], "this header cannot be set: it is the dispatcher's own; leave it out")
-            _fits(text, cls.sources, [name])
+            _check_template(text, cls.sources, [name])
         return headers
 
     @field_validator("body")
     @classmethod
     def _body_fits(cls, body: JsonValue) -> JsonValue:
         for at, text in iter_texts(body):
-            _fits(text, cls.sources, at)
+            _check_template(text, cls.sources, at)
         BodyTemplate(body, cls.sources)
         if len(to_json(body)) > MAX_BODY_BYTES:
             raise ValueError(f"a body template has at most {MAX_BODY_BYTES} bytes")
         return body
 
 
-def _fits(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
+def _check_template(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
     """Raises, with the place, for a template that names what there is not."""
     try:
         parse_text(text, sources)
@@ -267,7 +267,7 @@ class Stream(_Data):
     type: MediaType | None = None  # of such an answer; another is read whole.  None: what is usual for `frames`
     piece: PointerText = "/piece"  # where in an event its piece stands
     progress: PointerText | None = "/progress"  # where in an event it stands how far the run is
-    rules: Annotated[tuple[EventRule, ...], *_OF_STEP] = ()
+    rules: Annotated[tuple[EventRule, ...], *_STEP_RULES] = ()
     # text: the pieces one after another.  list: a list of them.  last: the event that ends it is the whole answer, and
     # is read as an answer that does not stream.
     join: Literal["text", "list", "last"] = "last"
@@ -408,7 +408,7 @@ class HealthStep(_RequestStep):
     running: bool = True  # active counts running jobs; False: waiting ones too
     started: StartSource | None = None
     idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
-    rules: Annotated[tuple[HealthRule, ...], *_OF_STEP] = ()
+    rules: Annotated[tuple[HealthRule, ...], *_STEP_RULES] = ()
 
 
 class OutputSize(_Data):
@@ -439,7 +439,7 @@ class Description(_Data):
 
     @model_validator(mode="after")
     def _says_what_output_is_expected(self) -> Self:
-        if self.output_size is None and (at := self._where_put_in("run", "output_size")) is not None:
+        if self.output_size is None and (at := self._find_template("run", "output_size")) is not None:
             raise _fault_at(at, "for {{run/output_size}} add output_size, which says where a payload tells it")
         return self
 
@@ -468,8 +468,8 @@ class Description(_Data):
     @cached_property
     def asks_by_payload(self) -> bool:
         """Whether something of the payload is needed to ask for a run, or to cancel it."""
-        asked = (*self.status, self.result, *(self.cancel or ()))
-        texts = (text for step in asked if step for _, text in iter_texts(step.model_dump()))
+        steps = (*self.status, self.result, *(self.cancel or ()))
+        texts = (text for step in steps if step for _, text in iter_texts(step.model_dump()))
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
 
     @cached_property
@@ -477,18 +477,18 @@ class Description(_Data):
         """Whether a submit's body is the payload as it is, of which nothing is needed elsewhere."""
         submit = self.submit
         texts = [text for _, text in iter_texts({"path": submit.path, "headers": submit.headers})]
-        looks = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
-        return submit.body is None and not (submit.stream and submit.stream.ask) and not looks
+        uses_payload = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
+        return submit.body is None and not (submit.stream and submit.stream.ask) and not uses_payload
 
     @cached_property
     def asks_for_swap(self) -> bool:
         """Whether the server is told that its model changes."""
-        return self._where_put_in("run", "swap") is not None
+        return self._find_template("run", "swap") is not None
 
-    def _where_put_in(self, source: str, name: str) -> tuple[str | int, ...] | None:
+    def _find_template(self, source: str, name: str) -> tuple[str | int, ...] | None:
         """Where, if anywhere, the submit puts this in."""
-        asked = {"path": self.submit.path, "headers": self.submit.headers, "body": self.submit.body}
-        places = (at for at, text in iter_texts(asked) if (source, name) in sources_in(text))
+        parts = {"path": self.submit.path, "headers": self.submit.headers, "body": self.submit.body}
+        places = (at for at, text in iter_texts(parts) if (source, name) in sources_in(text))
         return next((("submit", *at) for at in places), None)
 
     @cached_property

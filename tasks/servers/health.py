@@ -13,7 +13,7 @@ from tasks.servers.responses import NOT_JSON, NoResponse, Response, id_text, red
 from tasks.servers.rules import CompiledRule, compile_rule, describe_unreadable, is_redirect
 
 _IDLE = "idle"
-_LONGEST_START = 100  # characters
+_MAX_START_CHARS = 100  # characters
 _MAX_ACTIVE = 1_000_000  # more than that is no count of jobs
 
 
@@ -37,8 +37,8 @@ class HealthJudge:
 
     def read(self, reply: Response | NoResponse, secrets: Iterable[str] = ()) -> Health:
         """Return what the server is, and what it says it is doing; without `secrets`, which its answer may repeat."""
-        said = self._state(reply)
-        kind = HealthKind.UP if said == _IDLE else HealthKind(said)
+        state = self._state(reply)
+        kind = HealthKind.UP if state == _IDLE else HealthKind(state)
         message = redact(_message(reply), secrets)
         # A server that is busy by a rule of its own may still have answered in full (Cog does).
         if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
@@ -54,7 +54,7 @@ class HealthJudge:
             active,
             ids,
             running_count=self.running,
-            is_idle=said == _IDLE,
+            is_idle=state == _IDLE,
             started=self._started(reply),
             idempotent=self._is_idempotent(reply),
         )
@@ -62,32 +62,32 @@ class HealthJudge:
     def _state(self, reply: Response | NoResponse) -> str:
         return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)
 
-    def _started(self, answer: Response) -> str | None:
+    def _started(self, response: Response) -> str | None:
         if isinstance(self.started, re.Pattern):
-            found = self.started.search(answer.text)
+            found = self.started.search(response.text)
             return found[1] if found else None
-        value = None if self.started is None or answer.json is NOT_JSON else resolve(answer.json, self.started)
-        return str(value)[:_LONGEST_START] if isinstance(value, str | int | float) else None
+        value = None if self.started is None or response.json is NOT_JSON else resolve(response.json, self.started)
+        return str(value)[:_MAX_START_CHARS] if isinstance(value, str | int | float) else None
 
-    def _is_idempotent(self, answer: Response) -> bool:
-        if self.idempotent is None or answer.json is NOT_JSON:
+    def _is_idempotent(self, response: Response) -> bool:
+        if self.idempotent is None or response.json is NOT_JSON:
             return False
-        return resolve(answer.json, self.idempotent) is True
+        return resolve(response.json, self.idempotent) is True
 
-    def _active(self, answer: Response) -> int | None:
+    def _active(self, response: Response) -> int | None:
         """Return how many jobs are there; None: a number is missing."""
-        numbers = [_whole(_sum_of_metric(metric, answer.text)) for metric in self.metrics]
+        numbers = [_whole_number(_sum_of_metric(metric, response.text)) for metric in self.metrics]
         for pointer in self.active:
-            value = self._at(answer, pointer)
-            numbers.append(_length(value) if self.is_count and value is not None else _whole(value))
+            value = self._at(response, pointer)
+            numbers.append(_length(value) if self.is_count and value is not None else _whole_number(value))
         known = [number for number in numbers if number is not None]
         return sum(known) if known and len(known) == len(numbers) else None
 
-    def _job_ids(self, answer: Response) -> frozenset[str] | None:
+    def _job_ids(self, response: Response) -> frozenset[str] | None:
         """Return the ids of all jobs that are there; None: a list is missing."""
         found: set[str] = set()
         for pointer in self.job_ids:
-            value = self._at(answer, pointer)
+            value = self._at(response, pointer)
             if value is None:
                 return None
             ids = [id_text(resolve(item, self.job_ids_item)) for item in value] if isinstance(value, list) else [None]
@@ -96,12 +96,12 @@ class HealthJudge:
             found.update(job_id for job_id in ids if job_id is not None)
         return frozenset(found) if self.job_ids else None
 
-    def _at(self, answer: Response, pointer: Pointer) -> Any:
-        if self.metrics and answer.json is NOT_JSON:
+    def _at(self, response: Response, pointer: Pointer) -> Any:
+        if self.metrics and response.json is NOT_JSON:
             return None  # a page of metrics holds no ids
-        if answer.json is NOT_JSON:
-            raise _NotAsDescribed(describe_unreadable(answer))
-        value = resolve(answer.json, pointer)
+        if response.json is NOT_JSON:
+            raise _NotAsDescribed(describe_unreadable(response))
+        value = resolve(response.json, pointer)
         return None if value is MISSING else value
 
 
@@ -118,22 +118,22 @@ def compile_health(step: HealthStep) -> HealthJudge:
         rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
         active=tuple(map(parse, active.pointer or active.count)),
         is_count=bool(active.count),
-        metrics=tuple(map(_sample, active.metric)),
+        metrics=tuple(map(_metric_pattern, active.metric)),
         job_ids=tuple(map(parse, step.job_ids or ())),
         job_ids_item=parse(step.job_ids_item),
         running=step.running,
-        started=_start_of(step.started),
+        started=_compile_start(step.started),
         idempotent=None if step.idempotent is None else parse(step.idempotent),
     )
 
 
-def _start_of(where: StartSource | None) -> Pointer | re.Pattern[str] | None:
+def _compile_start(where: StartSource | None) -> Pointer | re.Pattern[str] | None:
     if where is None:
         return None
-    return _sample(where.metric) if where.metric else parse(where.pointer or "")
+    return _metric_pattern(where.metric) if where.metric else parse(where.pointer or "")
 
 
-def _sample(name: str) -> re.Pattern[str]:
+def _metric_pattern(name: str) -> re.Pattern[str]:
     """A line of Prometheus text: name, labels perhaps, value."""
     return re.compile(rf"^{re.escape(name)}(?:\{{[^\n]*\}})?[ \t]+([0-9.eE+-]+)(?:[ \t]|\r?$)", re.MULTILINE)
 
@@ -152,7 +152,7 @@ def _length(value: Any) -> int:
     return len(value)
 
 
-def _whole(value: Any) -> int | None:
+def _whole_number(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -33,14 +33,14 @@ from tasks.servers.stream_reader import StreamReader
 
 _STREAM_GRACE_S = 0.5
 """How long after its end a stream's connection may take to come to its own, and be used again."""
-_LOOK_EVERY = 4  # times within `read_s` it is looked whether anything has moved
-_OTHER_FAMILY_S = 0.25  # after which a name's next address is tried beside one that does not answer
-_JUDGED_BY = 64 * 1024  # bytes of an answer that nobody waits for
+_CHECKS_PER_LIMIT = 4  # times within `read_s` it is looked whether anything has moved
+_HAPPY_EYEBALLS_DELAY_S = 0.25  # after which a name's next address is tried beside one that does not answer
+_ABANDONED_MAX_BYTES = 64 * 1024  # bytes of an answer that nobody waits for
 _BODILESS = frozenset({"GET", "HEAD"})
-_OURS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
-_PORTS = {"http": 80, "https": 443}
+_OWN_HEADERS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 # An address whose path is sent as it stands.  Many are one run's alone, so what is remembered is who is asked.
-_PLAIN = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
+_PLAIN_URL = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
 _GZIP = 16 + zlib.MAX_WBITS
 
 Origin: TypeAlias = tuple[str, str, int]
@@ -63,17 +63,17 @@ class HttpExchange:
         "_body",
         "_connection",
         "_deadline",
-        "_head",
+        "_decompressor",
+        "_has_body",
+        "_headers",
         "_http",
-        "_is_begun",
+        "_last_progress",
         "_limits",
-        "_listening",
-        "_moved",
         "_progress_timer",
         "_reader",
+        "_silence_timer",
         "_size",
         "_status",
-        "_unpacker",
         "connecting",
         "is_abandoned",
         "reply",
@@ -85,16 +85,16 @@ class HttpExchange:
         self.connecting: asyncio.Task[None] | None = None
         self._connection: HttpConnection | None = None  # From when there is one, the request may have left.
         self._status = 0
-        self._head: Mapping[str, str] = {}
-        self._is_begun = False  # Some of the body has come.
+        self._headers: Mapping[str, str] = {}
+        self._has_body = False  # Some of the body has come.
         self.is_abandoned = False  # Only its end matters.
-        self._unpacker: Any = None  # of a body that the server has packed, though it was not asked to
+        self._decompressor: Any = None  # of a body that the server has packed, though it was not asked to
         self._body = ResponseBody()
         self._size = 0
-        self._moved = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
+        self._last_progress = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
         self._progress_timer: asyncio.TimerHandle | None = None
-        self._listening: asyncio.TimerHandle | None = None
-        self._deadline = http.loop.call_later(limits.deadline - time.monotonic(), self._be_late)
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._deadline = http.loop.call_later(limits.deadline - time.monotonic(), self._on_deadline)
 
     def cut_off(self) -> None:
         """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
@@ -110,19 +110,19 @@ class HttpExchange:
             return
         waiting, self.reply = self.reply, self._http.loop.create_future()
         self.is_abandoned, self._reader = True, None
-        self._stop_looking()
-        if self._listening is not None:
-            self._listening.cancel()
+        self._cancel_progress_check()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
         self._deadline.cancel()
         self._deadline = self._http.loop.call_later(self._limits.listen_s, self.fail, FailureReason.TIMEOUT)
         waiting.set_result(NoResponse(reason))
 
-    def send(self, connection: HttpConnection, words: "_EncodedRequest") -> None:
+    def send(self, connection: HttpConnection, request: "_EncodedRequest") -> None:
         """The request leaves by this connection."""
         self._connection = connection
-        connection.send_request(self, words.head, words.body, is_bodiless=words.is_bodiless)
+        connection.send_request(self, request.head, request.body, is_bodiless=request.is_bodiless)
         if self._limits.read_s < self._limits.deadline - time.monotonic():
-            self._look_later(0)
+            self._schedule_progress_check(0)
 
     def fail(self, reason: FailureReason) -> None:
         if self._connection is not None:
@@ -133,22 +133,22 @@ class HttpExchange:
 
     # -- called by the connection ----------------------------------------------------------------------------
 
-    def on_headers(self, status: int, head: Mapping[str, str]) -> None:
-        self._status, self._head = status, head
-        if int(head.get("Content-Length") or 0) > self._limits.max_bytes and not self.is_abandoned:
+    def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status, self._headers = status, headers
+        if int(headers.get("Content-Length") or 0) > self._limits.max_bytes and not self.is_abandoned:
             self.fail(FailureReason.TOO_LARGE)
-        elif self._reader is not None and self._reader.accepts(status, head):
+        elif self._reader is not None and self._reader.accepts(status, headers):
             self._check_silence(self._reader)
 
     def on_body(self, piece: bytes) -> None:
-        if self.is_abandoned and (self._unpacker is not None or self._size > _JUDGED_BY):
+        if self.is_abandoned and (self._decompressor is not None or self._size > _ABANDONED_MAX_BYTES):
             return
-        if not self._is_begun:
-            self._is_begun, self._unpacker = True, _unpacker(self._head.get("Content-Encoding"))
-        if self._unpacker is not None:
+        if not self._has_body:
+            self._has_body, self._decompressor = True, _make_decompressor(self._headers.get("Content-Encoding"))
+        if self._decompressor is not None:
             try:
-                piece = self._unpacker.decompress(piece, self._limits.max_bytes - self._size + 1)
-                if self._unpacker.unused_data:
+                piece = self._decompressor.decompress(piece, self._limits.max_bytes - self._size + 1)
+                if self._decompressor.unused_data:
                     raise zlib.error("it goes on behind its end")
             except zlib.error:
                 self.fail(FailureReason.DAMAGED)
@@ -157,15 +157,15 @@ class HttpExchange:
         if self._size > self._limits.max_bytes:
             self.fail(FailureReason.TOO_LARGE)
         elif self._reader is not None and self._reader.is_stream:
-            self._hear(self._reader, piece)
+            self._feed_reader(self._reader, piece)
         else:
             self._body.add(piece)
 
     def on_complete(self) -> None:
-        if self._unpacker is not None and not self._unpacker.eof and not self.is_abandoned:
+        if self._decompressor is not None and not self._decompressor.eof and not self.is_abandoned:
             self.fail(FailureReason.DAMAGED)
         else:
-            self._finish(Response(self._status, self._head, *self._body.whole()))
+            self._finish(Response(self._status, self._headers, *self._body.whole()))
 
     def on_failure(self) -> None:
         self.fail(FailureReason.RESET)
@@ -176,16 +176,16 @@ class HttpExchange:
         """How it breaks: as `sent` says, or as where nothing can have left."""
         return FailureReason.CONNECT if self._connection is None else sent
 
-    def _be_late(self) -> None:
+    def _on_deadline(self) -> None:
         self.abandon(FailureReason.TIMEOUT)
 
-    def _hear(self, reader: StreamReader, piece: bytes) -> None:
+    def _feed_reader(self, reader: StreamReader, piece: bytes) -> None:
         was_over = reader.is_finished
         reader.feed(piece)
         if reader.is_aborted:
             self.fail(FailureReason.RESET)
         elif reader.is_finished and not was_over:
-            self._stop_looking()
+            self._cancel_progress_check()
             self._progress_timer = self._http.loop.call_later(_STREAM_GRACE_S, self.fail, FailureReason.RESET)
 
     def _check_silence(self, reader: StreamReader) -> None:
@@ -193,34 +193,34 @@ class HttpExchange:
         if reader.is_silent:
             self.fail(FailureReason.TIMEOUT)
         elif not self.reply.done() and not reader.is_finished and reader.max_silence_s < math.inf:
-            pause_s = reader.max_silence_s / _LOOK_EVERY
-            self._listening = self._http.loop.call_later(pause_s, self._check_silence, reader)
+            pause_s = reader.max_silence_s / _CHECKS_PER_LIMIT
+            self._silence_timer = self._http.loop.call_later(pause_s, self._check_silence, reader)
 
-    def _look_later(self, still: int) -> None:
+    def _schedule_progress_check(self, still: int) -> None:
         self._progress_timer = self._http.loop.call_later(
-            self._limits.read_s / _LOOK_EVERY, self._check_progress, still
+            self._limits.read_s / _CHECKS_PER_LIMIT, self._check_progress, still
         )
 
     def _check_progress(self, still: int) -> None:
         """Give up when nothing has moved for `read_s`."""
         assert self._connection is not None
-        moved = self._connection.bytes_received, self._connection.bytes_unsent
-        still, self._moved = (still + 1 if moved == self._moved else 1), moved
-        if still > _LOOK_EVERY - 1:
+        progress = self._connection.bytes_received, self._connection.bytes_unsent
+        still, self._last_progress = (still + 1 if progress == self._last_progress else 1), progress
+        if still > _CHECKS_PER_LIMIT - 1:
             self.fail(FailureReason.TIMEOUT)
         else:
-            self._look_later(still)
+            self._schedule_progress_check(still)
 
-    def _stop_looking(self) -> None:
+    def _cancel_progress_check(self) -> None:
         if self._progress_timer is not None:
             self._progress_timer.cancel()
 
     def _finish(self, reply: Response | NoResponse) -> None:
         self._connection = None  # It may be another's from now on.
         self._deadline.cancel()
-        self._stop_looking()
-        if self._listening is not None:
-            self._listening.cancel()
+        self._cancel_progress_check()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
         self._http.forget(self)
         if not self.reply.done():
             self.reply.set_result(reply)
@@ -240,10 +240,10 @@ class HttpClient:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._under_way: set[HttpExchange] = set()
+        self._exchanges: set[HttpExchange] = set()
         self._open: set[HttpConnection] = set()
         self._idle: dict[Origin, list[HttpConnection]] = defaultdict(list)  # that which was used last is the last
-        self._tidying: asyncio.TimerHandle | None = None
+        self._cleanup_timer: asyncio.TimerHandle | None = None
         self.large_response_lock = asyncio.Lock()  # of a large answer: together they would take the memory of all
 
     def send(
@@ -260,38 +260,42 @@ class HttpClient:
         A stream is given to `hearing` as it comes.
         """
         exchange = HttpExchange(self, limits, reader)
-        self._under_way.add(exchange)
+        self._exchanges.add(exchange)
         if limits.deadline <= time.monotonic():
             exchange.fail(FailureReason.CONNECT)
             return exchange
         try:
-            target = _target(url)
-            words = _EncodedRequest(_head(method, target, headers, body), body or b"", method == "HEAD")
+            target = _find_target(url)
+            request = _EncodedRequest(_encode_head(method, target, headers, body), body or b"", method == "HEAD")
         except (ValueError, requests.RequestException):
             exchange.fail(FailureReason.UNSENDABLE)
             return exchange
         kept = self._reusable_connection(target.origin)
         if kept is not None:
-            exchange.send(kept, words)
+            exchange.send(kept, request)
         else:
-            exchange.connecting = self.loop.create_task(self._send_anew(exchange, target.origin, words, limits))
+            exchange.connecting = self.loop.create_task(
+                self._connect_and_send(exchange, target.origin, request, limits)
+            )
         return exchange
 
     def forget(self, exchange: HttpExchange) -> None:
         """It is over."""
-        self._under_way.discard(exchange)
+        self._exchanges.discard(exchange)
 
     def close(self) -> None:
-        for exchange in list(self._under_way):
+        for exchange in list(self._exchanges):
             exchange.cut_off()
-        if self._tidying is not None:
-            self._tidying.cancel()
+        if self._cleanup_timer is not None:
+            self._cleanup_timer.cancel()
         for connection in list(self._open):
             connection.close()
 
     # -- connections -----------------------------------------------------------------------------------------
 
-    async def _send_anew(self, exchange: HttpExchange, origin: Origin, words: _EncodedRequest, limits: Limits) -> None:
+    async def _connect_and_send(
+        self, exchange: HttpExchange, origin: Origin, request: _EncodedRequest, limits: Limits
+    ) -> None:
         try:
             async with asyncio.timeout(limits.connect_s):
                 connection = await self._connect(origin)
@@ -301,12 +305,12 @@ class HttpClient:
             exchange.fail(FailureReason.UNSENDABLE)
         else:
             exchange.connecting = None
-            exchange.send(connection, words)
+            exchange.send(connection, request)
 
     async def _connect(self, origin: Origin) -> HttpConnection:
         scheme, host, port = origin
         found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        connected = await start_connection(found, happy_eyeballs_delay=_OTHER_FAMILY_S, loop=self.loop)
+        connected = await start_connection(found, happy_eyeballs_delay=_HAPPY_EYEBALLS_DELAY_S, loop=self.loop)
         make = partial(HttpConnection, connected, partial(self._return, origin), partial(self._remove, origin))
         tls, name = (_tls_context(), host) if scheme == "https" else (None, None)
         try:
@@ -332,19 +336,19 @@ class HttpClient:
 
     def _return(self, origin: Origin, connection: HttpConnection) -> None:
         self._idle[origin].append(connection)
-        if self._tidying is None:
-            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+        if self._cleanup_timer is None:
+            self._cleanup_timer = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
 
     def _close_idle(self) -> None:
         """Close what has been idle for too long."""
-        self._tidying = None
+        self._cleanup_timer = None
         for origin, idle in list(self._idle.items()):
-            for connection in [it for it in idle if it.is_idle_too_long]:
+            for connection in [kept for kept in idle if kept.is_idle_too_long]:
                 connection.close()
             if not idle:
                 del self._idle[origin]
         if self._idle:
-            self._tidying = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+            self._cleanup_timer = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
 
     def _remove(self, origin: Origin, connection: HttpConnection) -> None:
         """It is closed."""
@@ -362,25 +366,25 @@ def _tls_context() -> ssl.SSLContext:
 
 
 @lru_cache(maxsize=256)
-def _target(url: str) -> _Target:
+def _find_target(url: str) -> _Target:
     """Raises ValueError and requests' errors."""
-    plain = _PLAIN.fullmatch(url)
+    plain = _PLAIN_URL.fullmatch(url)
     if plain is None:
-        return _any_target(url)
+        return _parse_target(url)
     at, path = plain.groups()
-    origin, _, fields = _any_target(at)
+    origin, _, fields = _parse_target(at)
     return _Target(origin, path, fields)
 
 
 @lru_cache(maxsize=4096)
-def _any_target(url: str) -> _Target:
+def _parse_target(url: str) -> _Target:
     prepared = requests.PreparedRequest()
     prepared.prepare_url(url, None)
     assert prepared.url is not None
     parts = urlsplit(prepared.url)
-    if parts.scheme not in _PORTS or parts.hostname is None:
+    if parts.scheme not in _DEFAULT_PORTS or parts.hostname is None:
         raise ValueError("only servers that speak HTTP can be asked")
-    usual = _PORTS[parts.scheme]
+    usual = _DEFAULT_PORTS[parts.scheme]
     port = parts.port or usual
     name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     fields = [f"Host: {name if port == usual else f'{name}:{port}'}"]
@@ -390,18 +394,18 @@ def _any_target(url: str) -> _Target:
     return _Target((parts.scheme, parts.hostname, port), prepared.path_url, tuple(fields))
 
 
-def _head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
+def _encode_head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
     """Raises ValueError: they cannot be written as a header."""
     if not "".join(headers.values()).isprintable():
         raise ValueError("this cannot be written as a header")
     length = len(body or b"") if body is not None or method not in _BODILESS else None
-    form = _form(target.fields, tuple(headers), length is not None)
-    said = headers.values() if length is None else (length, *headers.values())
-    return f"{method} {target.path} HTTP/1.1\r\n{form % tuple(said)}".encode("latin-1")
+    form = _head_template(target.fields, tuple(headers), length is not None)
+    values = headers.values() if length is None else (length, *headers.values())
+    return f"{method} {target.path} HTTP/1.1\r\n{form % tuple(values)}".encode("latin-1")
 
 
 @lru_cache(maxsize=1024)
-def _form(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
+def _head_template(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
     """A head behind its first line, with places for its length, if it has one, and for the values of headers of these
     names, in this order.  Addresses are not remembered: many are one run's alone, and may hold what its payload says.
 
@@ -409,14 +413,14 @@ def _form(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> 
     """
     if not all(names) or not "".join(names).isprintable() or any(":" in name for name in names):
         raise ValueError("this cannot be the name of a header")
-    said = {name.lower() for name in names}
-    ours = [f"{name}: {value}" for name, value in _OURS.items() if name.lower() not in said]
-    fixed = [it.replace("%", "%%") for it in (*fields, *ours)]
+    given_names = {name.lower() for name in names}
+    own = [f"{name}: {value}" for name, value in _OWN_HEADERS.items() if name.lower() not in given_names]
+    fixed = [line.replace("%", "%%") for line in (*fields, *own)]
     given = [f"{name.replace('%', '%%')}: %s" for name in names]
     return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *given, "", ""])
 
 
-def _unpacker(coding: str | None) -> Any:
+def _make_decompressor(coding: str | None) -> Any:
     """Of a body that is packed so; None: it is taken as it comes."""
     match (coding or "").lower():
         case "gzip" | "x-gzip":

@@ -21,9 +21,9 @@ MAX_IDLE_S = 1.5
 # So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
 # and the slot's next job comes in that very moment.
 _CLOSE_AFTER_STATUS = 500
-_LONGEST_HEAD = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
-_LARGE = 64 * 1024  # bytes of a request's body that are not copied behind its head
-_LOOK_ONLY = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_MAX_HEAD_BYTES = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
+_LARGE_BODY_BYTES = 64 * 1024  # bytes of a request's body that are not copied behind its head
+_PEEK_FLAGS = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
 _ESTABLISHED = b"\x01"
 _SO_MEMINFO = 55  # Linux: first, what is taken by that which has come and was not read, in four bytes
@@ -33,7 +33,7 @@ _SWITCHING_PROTOCOLS = 101  # protocols: the last head that is HTTP's
 class ResponseHandler(Protocol):
     """Who waits for an answer.  Each is called while the connection reads, and last `answered` or `broken`."""
 
-    def on_headers(self, status: int, head: Mapping[str, str]) -> None:
+    def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
         """An answer begins."""
 
     def on_body(self, piece: bytes) -> None:
@@ -54,18 +54,18 @@ class HttpConnection(asyncio.Protocol):
     def __init__(
         self,
         connected: socket.socket,
-        keep: Callable[["HttpConnection"], object],
-        ended: Callable[["HttpConnection"], object],
+        on_reusable: Callable[["HttpConnection"], object],
+        on_closed: Callable[["HttpConnection"], object],
     ) -> None:
-        self._socket, self._keep, self._ended = connected, keep, ended
-        self._asking: ResponseHandler | None = None
+        self._socket, self._on_reusable, self._on_closed = connected, on_reusable, on_closed
+        self._handler: ResponseHandler | None = None
         self._is_bodiless = False  # what is asked for is answered by a head alone
         self.is_closed = False
         self._idle_since_s = 0.0  # monotonic
         self.bytes_received = 0  # bytes
-        self._heard_at_body = 0  # of these, when the last of a body had come, or a request left
+        self._received_at_body = 0  # of these, when the last of a body had come, or a request left
         self._fields: dict[bytes, bytes] = {}
-        self._forget_answer()
+        self._reset_response()
         self._parser = HttpResponseParser(self)
         # What is odd in an answer and means but one thing is understood: nobody else reads this connection.
         self._parser.set_dangerous_leniencies(
@@ -75,9 +75,9 @@ class HttpConnection(asyncio.Protocol):
             lenient_optional_cr_before_lf=True,
         )
 
-    def _forget_answer(self) -> None:
+    def _reset_response(self) -> None:
         self._status = 0  # of its last head; 0: none has come
-        self._is_whole = self._is_malformed = self._keep_alive = False
+        self._is_complete = self._is_malformed = self._keep_alive = False
 
     @property
     def bytes_unsent(self) -> int:
@@ -94,19 +94,19 @@ class HttpConnection(asyncio.Protocol):
         """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
         return not self.is_closed and not self.is_idle_too_long and _is_open_and_silent(self._socket)
 
-    def send_request(self, asking: ResponseHandler, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
-        """Send a request; `asking` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
-        self._asking, self._is_bodiless = asking, is_bodiless
-        self._heard_at_body = self.bytes_received
-        self._forget_answer()
-        if len(body) < _LARGE:
+    def send_request(self, handler: ResponseHandler, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
+        """Send a request; `handler` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
+        self._handler, self._is_bodiless = handler, is_bodiless
+        self._received_at_body = self.bytes_received
+        self._reset_response()
+        if len(body) < _LARGE_BODY_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines([head, body])
 
     def close(self) -> None:
         """Whoever asks hears no more."""
-        self._asking = None
+        self._handler = None
         if not self.is_closed:
             self.is_closed = True
             self._transport.abort()
@@ -118,54 +118,54 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.bytes_received += len(data)
-        if self._asking is None:  # Nobody has asked.
+        if self._handler is None:  # Nobody has asked.
             self.close()
             return
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade):
             self._is_malformed = True
-        if self._is_whole:
-            self._conclude()
-        elif self._is_malformed or self.bytes_received - self._heard_at_body > _LONGEST_HEAD:
-            self._break()
+        if self._is_complete:
+            self._complete()
+        elif self._is_malformed or self.bytes_received - self._received_at_body > _MAX_HEAD_BYTES:
+            self._fail()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
-        self._ended(self)
+        self._on_closed(self)
         if error is None and self._status and not _has_length(self._fields):
-            self._conclude()  # Where it says nothing else, an answer ends with its connection.
+            self._complete()  # Where it says nothing else, an answer ends with its connection.
         else:
-            self._break()
+            self._fail()
 
-    def _conclude(self) -> None:
-        asking, self._asking = self._asking, None
-        stays = (
+    def _complete(self) -> None:
+        handler, self._handler = self._handler, None
+        is_reusable = (
             self._keep_alive
             and not self._is_malformed
             and not self.bytes_unsent
             and self._status != _CLOSE_AFTER_STATUS
         )
-        if not stays:
+        if not is_reusable:
             self.close()
-        if asking is None:
+        if handler is None:
             return
-        if stays:
+        if is_reusable:
             self._idle_since_s = time.monotonic()
-            self._keep(self)
-        asking.on_complete()
+            self._on_reusable(self)
+        handler.on_complete()
 
-    def _break(self) -> None:
-        asking = self._asking
+    def _fail(self) -> None:
+        handler = self._handler
         self.close()
-        if asking is not None:
-            asking.on_failure()
+        if handler is not None:
+            handler.on_failure()
 
     # -- called by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._fields = {}
-        self._is_malformed |= self._is_whole  # More has come than was asked for.
+        self._is_malformed |= self._is_complete  # More has come than was asked for.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._status:  # What follows a body is not of its head.
@@ -173,28 +173,28 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self._asking is None or (
+        if self._handler is None or (
             status < 200 and status != _SWITCHING_PROTOCOLS
         ):  # Others are on the way to the last.
             return
         self._status = status
-        self._asking.on_headers(status, Head(self._fields))
+        self._handler.on_headers(status, ResponseHeaders(self._fields))
         if self._is_bodiless or status == _SWITCHING_PROTOCOLS:
-            self._is_whole = self._is_malformed = True
+            self._is_complete = self._is_malformed = True
 
     def on_body(self, piece: bytes) -> None:
-        self._heard_at_body = self.bytes_received
-        if self._asking is not None and not self._is_whole:
-            self._asking.on_body(piece)
+        self._received_at_body = self.bytes_received
+        if self._handler is not None and not self._is_complete:
+            self._handler.on_body(piece)
 
     def on_message_complete(self) -> None:
         if not self._status:  # What is on the way to an answer cannot be the last that comes.
             self._is_malformed |= not self._parser.should_keep_alive()
-        elif not self._is_whole:
-            self._is_whole, self._keep_alive = True, self._parser.should_keep_alive()
+        elif not self._is_complete:
+            self._is_complete, self._keep_alive = True, self._parser.should_keep_alive()
 
 
-class Head(Mapping[str, str]):
+class ResponseHeaders(Mapping[str, str]):
     """Headers by their names, however those are written.  Few of them are ever asked for."""
 
     def __init__(self, fields: Mapping[bytes, bytes]) -> None:
@@ -202,10 +202,10 @@ class Head(Mapping[str, str]):
         self._fields = fields
 
     def __getitem__(self, name: str) -> str:
-        return self._fields[_field(name)].decode("latin-1").strip()
+        return self._fields[_header_key(name)].decode("latin-1").strip()
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = self._fields.get(_field(name))
+        found = self._fields.get(_header_key(name))
         return default if found is None else found.decode("latin-1").strip()
 
     def __iter__(self) -> Iterator[str]:
@@ -216,7 +216,7 @@ class Head(Mapping[str, str]):
 
 
 @lru_cache(maxsize=256)
-def _field(name: str) -> bytes:
+def _header_key(name: str) -> bytes:
     return name.lower().encode("latin-1")
 
 
@@ -232,7 +232,7 @@ def _is_open_and_silent(connected: socket.socket) -> bool:
     except OSError:  # This system does not tell.
         pass
     try:
-        connected.recv(1, _LOOK_ONLY)
+        connected.recv(1, _PEEK_FLAGS)
     except BlockingIOError:
         return True
     except OSError:
@@ -241,5 +241,5 @@ def _is_open_and_silent(connected: socket.socket) -> bool:
 
 
 def _has_length(fields: Mapping[bytes, bytes]) -> bool:
-    head = Head(fields)
-    return "content-length" in head or "chunked" in head.get("transfer-encoding", "").lower()
+    headers = ResponseHeaders(fields)
+    return "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()

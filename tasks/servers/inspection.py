@@ -15,7 +15,7 @@ from tasks.servers.responses import NOT_JSON
 
 log = structlog.get_logger(__name__)
 
-_WITHIN_S = 30.0
+_PARSE_TIMEOUT_S = 30.0
 
 
 async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> tuple[Any, str]:
@@ -28,16 +28,16 @@ async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[
         "-P",
         "-m",
         "slotkeeper.large_json",
-        orjson.dumps([list(it) for it in pointers]).decode(),
+        orjson.dumps([list(pointer) for pointer in pointers]).decode(),
     ]
     source, sent = (body.rewind(), None) if isinstance(body, AnonymousFile) else (asyncio.subprocess.PIPE, body)
     process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
     try:
-        async with asyncio.timeout(_WITHIN_S):
+        async with asyncio.timeout(_PARSE_TIMEOUT_S):
             output, _ = await process.communicate(sent)
     except TimeoutError:
         log.warning("answer_not_inspected")
-        return NOT_JSON, f"it could not be read within {_WITHIN_S:g} s"
+        return NOT_JSON, f"it could not be read within {_PARSE_TIMEOUT_S:g} s"
     finally:
         if process.returncode is None:
             process.kill()

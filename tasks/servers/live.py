@@ -19,28 +19,28 @@ from tasks.servers.stream_reader import OnPiece, Piece, ignore_piece
 
 T = TypeVar("T")
 
-End: TypeAlias = "asyncio.Future[Response | NoResponse]"
+ResponseFuture: TypeAlias = "asyncio.Future[Response | NoResponse]"
 """For the end of an exchange whose answer nobody waits for."""
 
-_DEATH_SHOWS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
-_CUT = Outcome(OutcomeKind.UNKNOWN, code="cut_short", message="The call was cut short.")
+_PROCESS_END_POLLS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
+_CUT_OFF = Outcome(OutcomeKind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
-class _Cut(Exception):
+class _CutOff(Exception):
     """The answer to the submit is not waited for any more."""
 
 
 class ServerSession:
     """One run's requests to its server.  `on_piece` is given what the server says while it is at it."""
 
-    __slots__ = ("_http", "_is_cut", "_on_piece", "_server", "_submit", "abandoned", "is_broken")
+    __slots__ = ("_http", "_is_cut_off", "_on_piece", "_server", "_submit", "abandoned", "is_broken")
 
     def __init__(self, server: ServerAdapter, http: HttpClient, on_piece: OnPiece = ignore_piece) -> None:
         self._server, self._http, self._on_piece = server, http, on_piece
         self._submit: HttpExchange | None = None
-        self._is_cut = False
+        self._is_cut_off = False
         self.is_broken = False  # The server broke the connection under the submit, without an answer.
-        self.abandoned: End | None = None  # The end of a submit that was given up before it was answered.
+        self.abandoned: ResponseFuture | None = None  # The end of a submit that was given up before it was answered.
 
     @property
     def description(self) -> Description:
@@ -53,28 +53,28 @@ class ServerSession:
         """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
         try:
             return await self._server.submit(call, self._send_submit, self._on_piece)
-        except _Cut:
-            return _CUT
+        except _CutOff:
+            return _CUT_OFF
         finally:
             self._submit = None
 
     async def _send_submit(self, request: HttpRequest) -> Response | NoResponse:
         """Raises _Cut."""
-        if self._is_cut:
-            raise _Cut
+        if self._is_cut_off:
+            raise _CutOff
         self._submit = self._http.send(*request)
         reply = await self._submit.reply
         if self._submit.is_abandoned:
             self.abandoned = self._submit.reply
-        self.is_broken = isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET and not self._is_cut
-        if self._is_cut:
-            raise _Cut
-        return await self._inspected(reply)
+        self.is_broken = isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET and not self._is_cut_off
+        if self._is_cut_off:
+            raise _CutOff
+        return await self._with_json(reply)
 
     async def _send(self, request: HttpRequest) -> Response | NoResponse:
-        return await self._inspected(await self._http.send(*request).reply)
+        return await self._with_json(await self._http.send(*request).reply)
 
-    async def _inspected(self, reply: Response | NoResponse) -> Response | NoResponse:
+    async def _with_json(self, reply: Response | NoResponse) -> Response | NoResponse:
         """An answer that would keep all threads waiting is read in a process of its own."""
         if isinstance(reply, Response) and reply.size > SPOOL_AFTER_BYTES:
             async with self._http.large_response_lock:
@@ -83,13 +83,13 @@ class ServerSession:
 
     def cut_off(self) -> None:
         """The answer to the submit is not waited for any more; one that is not sent yet is not sent."""
-        self._is_cut = True
+        self._is_cut_off = True
         if self._submit is not None:
             self._submit.cut_off()
 
     def abandon(self) -> None:
         """As `cut`, but where the answer would tell that the run is over, its end is still observed (`abandoned`)."""
-        self._is_cut = True
+        self._is_cut_off = True
         if self._submit is not None:
             self._submit.abandon(FailureReason.TIMEOUT)
 
@@ -107,7 +107,7 @@ class ServerSession:
 
         A supervisor may start the next process soon, so it is looked at once, and some times in the next second.
         """
-        for pause_s in _DEATH_SHOWS_S:
+        for pause_s in _PROCESS_END_POLLS_S:
             await asyncio.sleep(pause_s)
             if await self.refuses_connections():
                 return True
@@ -133,22 +133,22 @@ class ServerSession:
         return await self._server.fetch_result(call, remote_id, outcome, self._send)
 
 
-def run_with_http_client(act: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> T:
-    """Run `act` from a thread that has no event loop: in one of its own, whose connections are closed at the end.
+def run_with_http_client(function: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> T:
+    """Run `function` from a thread that has no event loop: in one of its own, whose connections are closed at the end.
 
     For calls that are rare: a server's health is asked less often than connections are kept.
     """
 
-    async def carry_out() -> T:
+    async def run() -> T:
         http = HttpClient(asyncio.get_running_loop())
         try:
-            return await act(http)
+            return await function(http)
         finally:
             http.close()
 
-    return uvloop.run(carry_out())
+    return uvloop.run(run())
 
 
-def call_server(server: ServerAdapter, act: Callable[[ServerSession], Coroutine[Any, Any, T]]) -> T:
+def call_server(server: ServerAdapter, function: Callable[[ServerSession], Coroutine[Any, Any, T]]) -> T:
     """Call a server from a thread that has no event loop, such as `call_server(server, Live.health)`."""
-    return run_with_http_client(lambda http: act(ServerSession(server, http)))
+    return run_with_http_client(lambda http: function(ServerSession(server, http)))

@@ -25,9 +25,9 @@ from tasks.servers.rules import CompiledRule, compile_rule
 from tasks.servers.templates import SecretLookup, to_json
 
 GENERIC = "generic-sync"
-_SURE = 3  # the weight of signs from which on a preset is proposed
+_MIN_WEIGHT = 3  # the weight of signs from which on a preset is proposed
 _CONNECT_S, _READ_S = 2.0, 4.0  # of a look at one path
-_MOST_BYTES = 1024 * 1024  # of an answer that is looked at
+_MAX_BYTES = 1024 * 1024  # of an answer that is looked at
 _POLL_S = 0.5
 
 
@@ -66,7 +66,7 @@ class Recognition:
     @property
     def presets(self) -> Sequence[str]:
         """Those to try, the surest first; empty: nobody answers there."""
-        sure = [one.preset for one in self.candidates if one.weight >= _SURE]
+        sure = [one.preset for one in self.candidates if one.weight >= _MIN_WEIGHT]
         return [*sure, GENERIC] if self.is_there else []
 
     @property
@@ -79,12 +79,12 @@ async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Rec
     """Look at the paths by which presets' servers can be known.  Raises ValueError for what is no http(s) URL."""
     _, base = split_endpoint(url)
     end = time.monotonic() + deadline_s
-    heard, candidates, is_there = [], dict[str, Candidate](), False
+    exchanges, candidates, is_there = [], dict[str, Candidate](), False
     for path, signs in groupby(_signs(), key=lambda one: one[1].path):
-        reply, told = await _look(http, base, path, end)
-        heard.append(told)
+        reply, exchange = await _probe_path(http, base, path, end)
+        exchanges.append(exchange)
         if isinstance(reply, NoResponse):
-            if not is_there and told.status is None and reply.reason == "connect":
+            if not is_there and exchange.status is None and reply.reason == "connect":
                 break  # Nobody listens: every other path would say the same.
             continue
         is_there = True
@@ -94,8 +94,8 @@ async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Rec
                 weight = sign.weight + (known.weight if known else 0)
                 candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
     found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
-    model = await _model(http, base, found[0].preset, end) if found else None
-    return Recognition(is_there, found, tuple(heard), model)
+    model = await _read_model_name(http, base, found[0].preset, end) if found else None
+    return Recognition(is_there, found, tuple(exchanges), model)
 
 
 def endpoint_for(url: str, preset: str, model: str | None) -> str:
@@ -116,18 +116,20 @@ def _as_rule(sign: presets.Sign) -> HealthRule:
     return HealthRule(when=sign.when, then="up")
 
 
-async def _look(http: HttpClient, base: str, path: str, end: float) -> tuple[Response | NoResponse, ProbedExchange]:
-    limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MOST_BYTES)
+async def _probe_path(
+    http: HttpClient, base: str, path: str, end: float
+) -> tuple[Response | NoResponse, ProbedExchange]:
+    limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MAX_BYTES)
     started = time.monotonic()
     reply = await http.send("GET", base + path, {"X-Source": "dispatcher"}, None, limits).reply
-    return reply, _heard("look", f"GET {path}", reply, started)
+    return reply, _make_exchange("look", f"GET {path}", reply, started)
 
 
-async def _model(http: HttpClient, base: str, preset: str, end: float) -> str | None:
+async def _read_model_name(http: HttpClient, base: str, preset: str, end: float) -> str | None:
     place = presets.info(preset).model
     if place is None:
         return None
-    reply, _ = await _look(http, base, place.path, end)
+    reply, _ = await _probe_path(http, base, place.path, end)
     if isinstance(reply, NoResponse) or reply.json is NOT_JSON:
         return None
     found = resolve(reply.json, parse(place.pointer))
@@ -146,55 +148,55 @@ class Trial:
 
     def __post_init__(self) -> None:
         self._secrets.update(find_secrets_in_url(self.endpoint))
-        self._server = ServerAdapter(self.endpoint, self.description, secret=self._remembered)
+        self._server = ServerAdapter(self.endpoint, self.description, secret=self._look_up_secret)
 
     async def health(self, http: HttpClient) -> Health:
         """Ask how the server is."""
-        return await self._server.health(self._listening(http, "health"))
+        return await self._server.health(self._recording_send(http, "health"))
 
     async def run(self, http: HttpClient, payload: Any, patience_s: float) -> Outcome:
         """Run one job as a worker would, for `patience_s` at most; then ask the server to give it up."""
         call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
         end = time.monotonic() + patience_s
-        outcome = await self._server.submit(call, self._listening(http, "submit"))
+        outcome = await self._server.submit(call, self._recording_send(http, "submit"))
         remote_id = outcome.remote_id
         while outcome.kind is OutcomeKind.PENDING and remote_id and time.monotonic() < end:
             await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
-            outcome = await self._server.status(call, remote_id, self._listening(http, "status", remote_id))
+            outcome = await self._server.status(call, remote_id, self._recording_send(http, "status", remote_id))
         if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN) and self.description.cancel is not None:
-            await self._server.cancel(call, remote_id, self._listening(http, "cancel", remote_id))
+            await self._server.cancel(call, remote_id, self._recording_send(http, "cancel", remote_id))
         return outcome
 
     def redacted(self, value: Any) -> str:
         """A value for people: short, and without secrets."""
         return redact(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
 
-    def _remembered(self, name: str) -> str | None:
+    def _look_up_secret(self, name: str) -> str | None:
         found = self.secret(name) if self.secret else None
         if found:
             self._secrets.add(found)
         return found
 
-    def _listening(self, http: HttpClient, first_step: str, asked: str | None = None) -> Send:
+    def _recording_send(self, http: HttpClient, first_step: str, remote_id: str | None = None) -> Send:
         """Return what sends the requests of a step, and of those that follow from it, and keeps what is heard."""
         steps = _Steps(self.description, first_step)
 
         async def send(request: HttpRequest) -> Response | NoResponse:
             started = time.monotonic()
             reply = await http.send(*request).reply
-            self.exchanges.append(self._told(request, reply, started, steps, asked))
+            self.exchanges.append(self._make_exchange(request, reply, started, steps, remote_id))
             return reply
 
         return send
 
-    def _told(
-        self, request: HttpRequest, reply: Response | NoResponse, started: float, steps: "_Steps", asked: str | None
+    def _make_exchange(
+        self, request: HttpRequest, reply: Response | NoResponse, started: float, steps: "_Steps", remote_id: str | None
     ) -> ProbedExchange:
         path = request.url.partition("//")[2].partition("/")[2]
-        step, rule, means = steps.judge(reply, asked)
+        step, rule, means = steps.judge(reply, remote_id)
         sent = None if request.body is None else self.redacted(request.body.decode("utf-8", "replace"))
         line = self.redacted(f"{request.method} /{path}")
-        return _heard(step, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
+        return _make_exchange(step, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
 
 
 class _Steps:
@@ -203,32 +205,32 @@ class _Steps:
     def __init__(self, description: Description, first: str) -> None:
         self._description, self._name, self._number = description, first, 0
 
-    def judge(self, reply: Response | NoResponse, asked: str | None) -> tuple[str, str | None, str | None]:
+    def judge(self, reply: Response | NoResponse, remote_id: str | None) -> tuple[str, str | None, str | None]:
         """The step's name, the rule in words, and what it makes of the answer."""
-        place, own, more = self._rules()
+        place, own, defaults = self._rules()
         step = self._name
-        rules = [*own, *more]
-        number = next((i for i, one in enumerate(rules) if _holds(one, reply, asked)), None)
+        rules = [*own, *defaults]
+        number = next((i for i, one in enumerate(rules) if _holds(one, reply, remote_id)), None)
         if number is None:
             return step, None, None
         rule = rules[number]
         where = f"{place}.rules[{number}]" if number < len(own) else "default"
-        self._go_on(rule)
-        return step, f"{where}: {_in_words(rule)}", rule.then
+        self._advance(rule)
+        return step, f"{where}: {_rule_as_json(rule)}", rule.then
 
     def _rules(self) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
-        it = self._description
+        description = self._description
         if self._name == "submit":
-            return "submit", it.submit.rules, submit_rules(it.submit.id, it.mode == "async")
+            return "submit", description.submit.rules, submit_rules(description.submit.id, description.mode == "async")
         if self._name == "status":
-            return f"status[{self._number}]", it.status[self._number].rules, poll_rules()
-        if self._name == "result" and it.result is not None:
-            return "result", it.result.rules, result_rules()
-        if self._name == "cancel" and it.cancel is not None:
-            return f"cancel[{self._number}]", it.cancel[self._number].rules, cancel_rules()
-        return "health", it.health.rules if it.health else (), health_rules()
+            return f"status[{self._number}]", description.status[self._number].rules, poll_rules()
+        if self._name == "result" and description.result is not None:
+            return "result", description.result.rules, result_rules()
+        if self._name == "cancel" and description.cancel is not None:
+            return f"cancel[{self._number}]", description.cancel[self._number].rules, cancel_rules()
+        return "health", description.health.rules if description.health else (), health_rules()
 
-    def _go_on(self, rule: Rule | HealthRule) -> None:
+    def _advance(self, rule: Rule | HealthRule) -> None:
         if self._name == "submit" and isinstance(rule, Rule) and rule.only_when_up:
             self._name = "health"
         elif self._name == "cancel" or (self._name == "status" and rule.then == "next"):
@@ -237,16 +239,16 @@ class _Steps:
             self._name = "result"
 
 
-def _holds(rule: Rule | HealthRule, reply: Response | NoResponse, asked: str | None) -> bool:
+def _holds(rule: Rule | HealthRule, reply: Response | NoResponse, remote_id: str | None) -> bool:
     compiled: CompiledRule = compile_rule(rule)
-    return compiled.holds_for(reply, asked)
+    return compiled.holds_for(reply, remote_id)
 
 
-def _in_words(rule: Rule | HealthRule) -> str:
+def _rule_as_json(rule: Rule | HealthRule) -> str:
     return to_json(rule.model_dump(mode="json", exclude_defaults=True)).decode()
 
 
-def _heard(
+def _make_exchange(
     step: str,
     request: str,
     reply: Response | NoResponse,
@@ -258,4 +260,4 @@ def _heard(
     took_ms = round((time.monotonic() - started) * 1000)
     if isinstance(reply, NoResponse):
         return ProbedExchange(step, request, None, reply.message, took_ms, **more)
-    return ProbedExchange(step, request, reply.status, redact(reply.head, secrets or ()), took_ms, **more)
+    return ProbedExchange(step, request, reply.status, redact(reply.beginning, secrets or ()), took_ms, **more)

@@ -19,15 +19,15 @@ NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON",
 MAX_MESSAGE = 500  # characters
 MAX_RETRY_AFTER_S = 3600.0
 MAX_ID = 256  # characters
-_DEEPEST_WRITTEN = 254  # levels, by orjson, which reads 1024
+_ORJSON_MAX_DEPTH = 254  # levels, by orjson, which reads 1024
 MAX_DEPTH = 200
 """Levels of lists and objects in what is kept of an answer: what is written of it later stands deeper still."""
 DECODED_CODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
 """Content codings that the HTTP client decodes, though it asks for none."""
 _BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
 _JSON_STARTS = (b"{", b"[", b'"')
-_SHORTEST_HALF = 4  # characters of a secret
-_SEEN_OF_A_TEXT = 64 * 1024  # characters of an error text that are looked at, at most
+_MIN_PARTIAL_SECRET = 4  # characters of a secret
+_MAX_EXAMINED_CHARS = 64 * 1024  # characters of an error text that are looked at, at most
 
 
 class FailureReason(StrEnum):
@@ -92,7 +92,7 @@ class Response:
     def json(self) -> Any:
         """The body's JSON value, whatever its content type says, or NOT_JSON (also for NaN)."""
         if self._json is self:
-            self._json = parse_json(self._whole)
+            self._json = parse_json(self._full_body)
         return self._json
 
     @property
@@ -105,7 +105,7 @@ class Response:
             return ""
         if self._fault is None:
             coding = self.headers.get("Content-Encoding", "identity").lower()
-            self._fault = describe_fault(self._whole)
+            self._fault = describe_fault(self._full_body)
             if self._fault and coding not in DECODED_CODINGS:
                 self._fault = f"its body is encoded as {coding!r}, but the request accepts only 'identity'"
         return self._fault or "it cannot be read"
@@ -134,14 +134,14 @@ class Response:
     @property
     def text(self) -> str:
         """The body as text; what is not UTF-8 is replaced."""
-        return self._whole.decode("utf-8", "replace")
+        return self._full_body.decode("utf-8", "replace")
 
     @property
-    def _whole(self) -> bytes:
+    def _full_body(self) -> bytes:
         return self.body if self.file is None else self.file.read(0, self.file.size)
 
     @property
-    def head(self) -> str:
+    def beginning(self) -> str:
         """The beginning of the body as text, for patterns and messages."""
         return self.body[: 4 * TEXT_LIMIT].decode("utf-8", "replace")[:TEXT_LIMIT]
 
@@ -156,7 +156,7 @@ def parse_json(body: bytes) -> Any:
 
 def is_too_deep(value: Any) -> bool:
     """Whether a parsed JSON value has more than MAX_DEPTH levels.  As quick as writing it: orjson counts them."""
-    for _ in range(_DEEPEST_WRITTEN - MAX_DEPTH):
+    for _ in range(_ORJSON_MAX_DEPTH - MAX_DEPTH):
         value = [value]
     try:
         json_text.dumps(value)
@@ -195,7 +195,7 @@ def _seconds_until(http_date: str, now_s: float) -> float | None:
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """A message for people: one line, no control characters, no secrets, at most 500 characters."""
     is_cut = len(text) >= TEXT_LIMIT  # here, or where it was read
-    text = "".join(_printable(ch) for ch in text[:_SEEN_OF_A_TEXT])
+    text = "".join(_printable(ch) for ch in text[:_MAX_EXAMINED_CHARS])
     for secret in sorted(_secret_forms(secrets), key=len, reverse=True):
         text = text.replace(secret, "***")  # before cutting, or half a secret could stay
         if is_cut:
@@ -206,8 +206,8 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 def _drop_partial_secret(text: str, secret: str) -> str:
     """A text that was cut, without the beginning of a secret at its end."""
-    half = next((n for n in range(len(secret) - 1, _SHORTEST_HALF - 1, -1) if text.endswith(secret[:n])), 0)
-    return f"{text[:-half]}***" if half else text
+    length = next((n for n in range(len(secret) - 1, _MIN_PARTIAL_SECRET - 1, -1) if text.endswith(secret[:n])), 0)
+    return f"{text[:-length]}***" if length else text
 
 
 def _secret_forms(secrets: Iterable[str]) -> set[str]:

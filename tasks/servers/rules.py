@@ -50,7 +50,7 @@ TOO_DEEP = Outcome(
 # Kinds that a rule gives an answer of which no rule knows what it means.
 _UNDECIDED = frozenset({OutcomeKind.RETRY, OutcomeKind.PENDING})
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
-_MENTIONED_WITHIN = 1 << 20  # bytes of an answer
+_MENTION_SEARCH_BYTES = 1 << 20  # bytes of an answer
 _ECHO_HEADER = "X-Job-Id"
 
 
@@ -86,7 +86,7 @@ class CompiledRule:
             return False
         if self.pointer is not None and not self._value_fits(reply.json, self.pointer, remote_id):
             return False
-        if self.pattern is not None and not self.pattern.is_in(reply.head):
+        if self.pattern is not None and not self.pattern.is_in(reply.beginning):
             return False
         return not self.mentions_id or _mentions(reply.body, remote_id)
 
@@ -107,7 +107,7 @@ def _mentions(body: bytes, remote_id: str | None) -> bool:
     if not remote_id:
         return False
     whole = rb"(?<![\w-])" + re.escape(remote_id.encode()) + rb"(?![\w-])"  # "12" is not in "123"
-    return re.search(whole, body[:_MENTIONED_WITHIN]) is not None
+    return re.search(whole, body[:_MENTION_SEARCH_BYTES]) is not None
 
 
 def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
@@ -169,48 +169,48 @@ class Judge:
         """Where it looks in an answer's JSON, but for places that an id names."""
         at = (rule.pointer for rule in self.rules)
         found = (*at, self.result, *self.errors, self.id, self.echo, self.progress)
-        return frozenset(it for it in found if it is not None and "{{id}}" not in it)
+        return frozenset(pointer for pointer in found if pointer is not None and "{{id}}" not in pointer)
 
-    def outcome(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
+    def outcome(self, reply: Response | NoResponse, context: ResponseContext) -> Outcome | None:
         """What the reply means for the job, or None for "ask the next step"."""
-        found = self._judged(reply, about)
+        found = self._first_outcome(reply, context)
         if found is None or found.code != BAD_ANSWER or not isinstance(reply, Response):
             return found
         return TOO_DEEP if reply.is_too_deep_to_read else found._replace(is_faulty_json=reply.is_faulty_json)
 
-    def _judged(self, reply: Response | NoResponse, about: ResponseContext) -> Outcome | None:
+    def _first_outcome(self, reply: Response | NoResponse, context: ResponseContext) -> Outcome | None:
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE:
             return Outcome(OutcomeKind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.UNSENDABLE:
-            return self._bad_answer(reply.message, about, code="misconfigured")
+            return self._bad_answer(reply.message, context, code="misconfigured")
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.DAMAGED:
-            return self._bad_answer(reply.message, about)
-        if isinstance(reply, Response) and (other := self._find_other_job(reply, about)) is not None:
-            return self._bad_answer(redact(f"the answer is about another job: {other}", about.secrets), about)
+            return self._bad_answer(reply.message, context)
+        if isinstance(reply, Response) and (other := self._find_other_job(reply, context)) is not None:
+            return self._bad_answer(redact(f"the answer is about another job: {other}", context.secrets), context)
         for rule in self.rules:
-            if rule.holds_for(reply, about.remote_id):
-                return None if rule.then == "next" else self.apply(rule, reply, about)
-        return self._bad_answer("nothing describes such an answer", about)
+            if rule.holds_for(reply, context.remote_id):
+                return None if rule.then == "next" else self.apply(rule, reply, context)
+        return self._bad_answer("nothing describes such an answer", context)
 
     def depends_on_health(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
         """Return whether the rule that judges the reply is believed only of a server that is up."""
         rule = next((one for one in self.rules if one.holds_for(reply, remote_id)), None)
         return rule is not None and rule.only_when_up
 
-    def apply(self, rule: OutcomeRule, reply: Response | NoResponse, about: ResponseContext) -> Outcome:
+    def apply(self, rule: OutcomeRule, reply: Response | NoResponse, context: ResponseContext) -> Outcome:
         """What a rule that holds makes of the reply."""
         kind = OutcomeKind(rule.then)
         if kind is OutcomeKind.DONE and isinstance(reply, Response):
-            return self._done(reply, about)
-        remote_id = self._remote_id(reply, about) if kind is OutcomeKind.PENDING else None
+            return self._done(reply, context)
+        remote_id = self._remote_id(reply, context) if kind is OutcomeKind.PENDING else None
         if kind is OutcomeKind.PENDING and remote_id is None and self.requires_id:
-            return self._bad_answer("the server has taken the job but gave no usable id", about)
+            return self._bad_answer("the server has taken the job but gave no usable id", context)
         code = rule.code if rule.code is not None else _CODES[kind]
-        asks_patience = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Response)
-        wanted_s = retry_after_s(reply.headers.get("Retry-After"), about.now_s) if asks_patience else None  # type: ignore[union-attr]
-        message = rule.message or (self._message(reply, about, kind) if code else "")
-        far = self._progress(reply) if kind is OutcomeKind.PENDING else None
-        return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wanted_s, progress=far)
+        may_ask_to_wait = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Response)
+        wait_s = retry_after_s(reply.headers.get("Retry-After"), context.now_s) if may_ask_to_wait else None  # type: ignore[union-attr]
+        message = rule.message or (self._message(reply, context, kind) if code else "")
+        progress = self._progress(reply) if kind is OutcomeKind.PENDING else None
+        return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wait_s, progress=progress)
 
     def _progress(self, reply: Response | NoResponse) -> Any:
         if self.progress is None or isinstance(reply, NoResponse) or reply.json is NOT_JSON:
@@ -219,92 +219,92 @@ class Judge:
         is_kept = value is not MISSING and not isinstance(value, RawJson) and not is_too_deep(value)
         return value if is_kept else None
 
-    def _done(self, answer: Response, about: ResponseContext) -> Outcome:
+    def _done(self, response: Response, context: ResponseContext) -> Outcome:
         if self.as_text:
-            return Outcome(OutcomeKind.DONE, result=answer.text)
-        document = answer.json
+            return Outcome(OutcomeKind.DONE, result=response.text)
+        document = response.json
         if document is NOT_JSON:
-            return self._bad_answer(redact(describe_unreadable(answer), about.secrets), about)
-        value = resolve(document, _with_id(self.result, about.remote_id))
+            return self._bad_answer(redact(describe_unreadable(response), context.secrets), context)
+        value = resolve(document, _with_id(self.result, context.remote_id))
         if value is MISSING:
             return Outcome(OutcomeKind.DONE)
         return (
             TOO_DEEP
-            if not answer.cannot_be_too_deep and is_too_deep(value)
+            if not response.cannot_be_too_deep and is_too_deep(value)
             else Outcome(OutcomeKind.DONE, result=value)
         )
 
-    def _remote_id(self, reply: Response | NoResponse, about: ResponseContext) -> str | None:
+    def _remote_id(self, reply: Response | NoResponse, context: ResponseContext) -> str | None:
         if self.is_poll or isinstance(reply, NoResponse) or reply.json is NOT_JSON:
-            return about.remote_id
+            return context.remote_id
         value = resolve(reply.json, self.id)
-        return about.remote_id if value is MISSING else id_text(value)
+        return context.remote_id if value is MISSING else id_text(value)
 
-    def _bad_answer(self, message: str, about: ResponseContext, code: str = BAD_ANSWER) -> Outcome:
+    def _bad_answer(self, message: str, context: ResponseContext, code: str = BAD_ANSWER) -> Outcome:
         kind = OutcomeKind.PENDING if self.is_poll else OutcomeKind.RETRY
-        return Outcome(kind, code=code, message=message, remote_id=about.remote_id if self.is_poll else None)
+        return Outcome(kind, code=code, message=message, remote_id=context.remote_id if self.is_poll else None)
 
-    def _find_other_job(self, answer: Response, about: ResponseContext) -> str | None:
+    def _find_other_job(self, response: Response, context: ResponseContext) -> str | None:
         """Return what the answer names instead of the job that it should be about; None: it names that or nothing."""
-        if not 200 <= answer.status < 300:
+        if not 200 <= response.status < 300:
             return None
-        ours = (about.job_id, about.remote_id)
-        named = answer.headers.get(_ECHO_HEADER) if self.echo_header else None
+        ours = (context.job_id, context.remote_id)
+        named = response.headers.get(_ECHO_HEADER) if self.echo_header else None
         if named and named.strip() not in ours:
             return named.strip()
-        if self.echo is None or about.remote_id is None or answer.json is NOT_JSON:
+        if self.echo is None or context.remote_id is None or response.json is NOT_JSON:
             return None
-        value = resolve(answer.json, self.echo)
+        value = resolve(response.json, self.echo)
         if value is MISSING or value is None or id_text(value) in ours:
             return None
-        return _as_sentence(value) or "something that is not an id"
+        return _as_text(value) or "something that is not an id"
 
-    def _message(self, reply: Response | NoResponse, about: ResponseContext, kind: OutcomeKind) -> str:
+    def _message(self, reply: Response | NoResponse, context: ResponseContext, kind: OutcomeKind) -> str:
         if isinstance(reply, NoResponse):
             return reply.message
         if kind in _UNDECIDED and (is_redirect(reply) or (200 <= reply.status < 300 and reply.json is NOT_JSON)):
-            return redact(describe_unreadable(reply), about.secrets)
-        said = self._said(reply)
+            return redact(describe_unreadable(reply), context.secrets)
+        text = self._error_text(reply)
         if kind is OutcomeKind.CANCELED:
-            return redact(f"the server canceled the run: {said}", about.secrets)
-        return redact(f"the server answered {reply.status}" + (f": {said}" if said else ""), about.secrets)
+            return redact(f"the server canceled the run: {text}", context.secrets)
+        return redact(f"the server answered {reply.status}" + (f": {text}" if text else ""), context.secrets)
 
-    def _said(self, answer: Response) -> str:
-        if answer.json is NOT_JSON:
-            head = answer.head.lstrip()
+    def _error_text(self, response: Response) -> str:
+        if response.json is NOT_JSON:
+            head = response.beginning.lstrip()
             return "" if head.startswith("<") else head  # a web page tells nobody anything
         for pointer in self.errors:
-            value = resolve(answer.json, pointer)
+            value = resolve(response.json, pointer)
             if value is not MISSING and value not in (None, ""):
-                return _as_sentence(value)
-        return "" if _is_wordless(answer.json) else _as_sentence(answer.json)
+                return _as_text(value)
+        return "" if _is_empty(response.json) else _as_text(response.json)
 
 
-def is_redirect(answer: Response) -> bool:
+def is_redirect(response: Response) -> bool:
     """Return True if the answer names another address."""
-    return 300 <= answer.status < 400 and bool(answer.headers.get("Location"))
+    return 300 <= response.status < 400 and bool(response.headers.get("Location"))
 
 
-def describe_unreadable(answer: Response) -> str:
+def describe_unreadable(response: Response) -> str:
     """Return a clause that says why an answer of status 2xx or 3xx is not the JSON that was expected.
 
     It quotes the answer: redact it.
     """
-    if is_redirect(answer):
-        target = answer.headers["Location"].partition("?")[0]
-        return f"the server answered {answer.status}, a redirect to {target}: register that address"
-    clause = f"the server's answer is not JSON: {answer.fault}"
-    head = answer.head.strip()
-    return clause if answer.is_faulty_json or not head or head.startswith("<") else f"{clause}: {head}"
+    if is_redirect(response):
+        target = response.headers["Location"].partition("?")[0]
+        return f"the server answered {response.status}, a redirect to {target}: register that address"
+    clause = f"the server's answer is not JSON: {response.fault}"
+    head = response.beginning.strip()
+    return clause if response.is_faulty_json or not head or head.startswith("<") else f"{clause}: {head}"
 
 
-def _is_wordless(document: Any) -> bool:
+def _is_empty(document: Any) -> bool:
     """Return whether a JSON value has nothing to quote: it is empty, or an object of empty values."""
     values = document.values() if isinstance(document, dict) else [document]
     return all(value is None or value in ("", [], {}) for value in values)
 
 
-def _as_sentence(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("message"), str):
         value = value["message"]
     if isinstance(value, str):

@@ -20,13 +20,15 @@ from tasks.servers.rules import TOO_DEEP, Judge, ResponseContext
 
 MAX_PIECES = 100_000
 """Of a list: each costs far more memory than its bytes."""
-_ENDINGS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED})
-_UNENDED = Outcome(
+_END_KINDS = frozenset(
+    {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED}
+)
+_WITHOUT_END = Outcome(
     OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
 )
 # The connection was closed here, so the server may still be running the job.
-_CUT_BY_US = frozenset({FailureReason.TOO_LARGE, FailureReason.DAMAGED})
-_TOO_MANY = Outcome(
+_CLOSED_HERE = frozenset({FailureReason.TOO_LARGE, FailureReason.DAMAGED})
+_TOO_MANY_PIECES = Outcome(
     OutcomeKind.FAILED,
     code="answer_too_large",
     message=f"The server's stream has more than {MAX_PIECES} pieces: have the server send fewer, larger ones.",
@@ -61,7 +63,7 @@ class _Event:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _CompiledEventRule:
     """An EventRule, compiled."""
 
     then: str
@@ -75,7 +77,7 @@ class _Rule:
     def holds_for(self, event: _Event, answer: Response) -> bool:
         if self.events and event.name not in self.events:
             return False
-        if self.pattern is not None and not self.pattern.is_in(answer.head):
+        if self.pattern is not None and not self.pattern.is_in(answer.beginning):
             return False
         return self.pointer is None or self._value_fits(answer.json, self.pointer)
 
@@ -86,9 +88,9 @@ class _Rule:
         return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
 
 
-def _compiled(rule: EventRule) -> _Rule:
+def _compile_rule(rule: EventRule) -> _CompiledEventRule:
     when = rule.when
-    return _Rule(
+    return _CompiledEventRule(
         rule.then,
         rule.code,
         rule.message,
@@ -104,7 +106,7 @@ class StreamPlan:
     """A Stream, compiled."""
 
     stream: Stream
-    rules: tuple[_Rule, ...]
+    rules: tuple[_CompiledEventRule, ...]
     piece: Pointer
     progress: Pointer | None
     keep: tuple[tuple[str, Pointer], ...]
@@ -114,7 +116,7 @@ def compile_stream(stream: Stream) -> StreamPlan:
     rules = (*stream.rules, *(event_rules(stream.join == "last") if stream.frames != "raw" else ()))
     return StreamPlan(
         stream,
-        tuple(map(_compiled, rules)),
+        tuple(map(_compile_rule, rules)),
         parse(stream.piece),
         None if stream.progress is None else parse(stream.progress),
         tuple((name, parse(pointer)) for name, pointer in stream.keep.items()),
@@ -124,26 +126,28 @@ def compile_stream(stream: Stream) -> StreamPlan:
 class StreamReader:
     """One answer that may be a stream.  `on_piece` is given its pieces as they come."""
 
-    def __init__(self, plan: StreamPlan, judge: Judge, about: Callable[[], ResponseContext], on_piece: OnPiece) -> None:
+    def __init__(
+        self, plan: StreamPlan, judge: Judge, make_context: Callable[[], ResponseContext], on_piece: OnPiece
+    ) -> None:
         self._plan, self._stream = plan, plan.stream
-        self._judge, self._about, self._on_piece = judge, about, on_piece
+        self._judge, self._make_context, self._on_piece = judge, make_context, on_piece
         self._headers: Mapping[str, str] = {}
         self._split: Callable[[bytes], Iterator[_Event]] = _Events() if self._stream.frames == "sse" else _Lines()
         self._decode = getincrementaldecoder("utf-8")("replace")
         self._texts: list[str] = []
         self._values: list[Any] = []
         self._offset = 0
-        self._kept: dict[str, Any] = {}
+        self._kept_values: dict[str, Any] = {}
         self._last: Response | None = None
         self._verdict: Outcome | None = None
-        self._heard_s = 0.0
+        self._last_content_s = 0.0
         self.is_stream = False
 
     def accepts(self, status: int, headers: Mapping[str, str]) -> bool:
         """Whether an answer with this head is a stream; if not, it is read when it is whole."""
-        said = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        self.is_stream = 200 <= status < 300 and said == self._stream.media_type
-        self._headers, self._heard_s = headers, time.monotonic()
+        media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.is_stream = 200 <= status < 300 and media_type == self._stream.media_type
+        self._headers, self._last_content_s = headers, time.monotonic()
         return self.is_stream
 
     @property
@@ -163,7 +167,7 @@ class StreamReader:
 
     @property
     def is_silent(self) -> bool:
-        return time.monotonic() - self._heard_s > self.max_silence_s
+        return time.monotonic() - self._last_content_s > self.max_silence_s
 
     def feed(self, data: bytes) -> None:
         """More of it has come."""
@@ -180,14 +184,14 @@ class StreamReader:
         if self._verdict is not None:
             return self._verdict
         if isinstance(reply, NoResponse):
-            judged = self._judge.outcome(reply, self._about())
-            return judged._replace(server_still_running=True) if judged and reply.reason in _CUT_BY_US else judged
-        if not _tells_its_length(reply.headers):
-            return _UNENDED
+            judged = self._judge.outcome(reply, self._make_context())
+            return judged._replace(server_still_running=True) if judged and reply.reason in _CLOSED_HERE else judged
+        if not _has_explicit_length(reply.headers):
+            return _WITHOUT_END
         self._flush()
         if self._verdict is None and self._stream.ends_by == "length":
-            return self._joined()
-        return self._verdict or _UNENDED
+            return self._join_pieces()
+        return self._verdict or _WITHOUT_END
 
     def _flush(self) -> None:
         """The answer is whole, so what stands last in it is, too, though nothing follows that ends it."""
@@ -197,48 +201,50 @@ class StreamReader:
             self.feed(b"\n\n")
 
     def _handle_event(self, event: _Event) -> None:
-        answer = Response(200, self._headers, event.data)
-        rule = next((it for it in self._plan.rules if it.holds_for(event, answer)), None)
+        response = Response(200, self._headers, event.data)
+        rule = next(
+            (rule_of_plan for rule_of_plan in self._plan.rules if rule_of_plan.holds_for(event, response)), None
+        )
         match rule.then if rule else "piece" if event.data else "skip":
             case "skip":
                 return
             case "piece":
-                self._take_piece(answer, requires_json=True)
+                self._add_piece(response, requires_json=True)
             case "end":
-                self._take_piece(answer, requires_json=False)
-                self._last = answer if event.data else self._last
-                self._verdict = self._verdict or self._joined()
+                self._add_piece(response, requires_json=False)
+                self._last = response if event.data else self._last
+                self._verdict = self._verdict or self._join_pieces()
             case _ if rule is not None:
-                self._verdict = self._judge.apply(rule, answer, self._about())
+                self._verdict = self._judge.apply(rule, response, self._make_context())
 
-    def _take_piece(self, answer: Response, *, requires_json: bool) -> None:
-        if answer.json is NOT_JSON:
+    def _add_piece(self, response: Response, *, requires_json: bool) -> None:
+        if response.json is NOT_JSON:
             if requires_json:
-                message = f"an event of the server's stream is not JSON: {answer.fault}"
-                self._verdict = self._garbage(redact(message, self._about().secrets))
+                message = f"an event of the server's stream is not JSON: {response.fault}"
+                self._verdict = self._bad_answer(redact(message, self._make_context().secrets))
             return
-        self._heard_s, self._last = time.monotonic(), answer
+        self._last_content_s, self._last = time.monotonic(), response
         for name, pointer in self._plan.keep:
-            if (value := resolve(answer.json, pointer)) is not MISSING and value is not None:
-                self._kept[name] = value
-        self._pass_on_progress(answer.json)
-        value = resolve(answer.json, self._plan.piece)
+            if (value := resolve(response.json, pointer)) is not MISSING and value is not None:
+                self._kept_values[name] = value
+        self._report_progress(response.json)
+        value = resolve(response.json, self._plan.piece)
         if value is MISSING or value is None:
             return
         if isinstance(value, str) and self._stream.join != "list":
             self._add_text(value)
         elif self._stream.join == "text":
-            self._verdict = self._garbage("a piece of its text is no text")
+            self._verdict = self._bad_answer("a piece of its text is no text")
         else:
             self._add_value(value)
 
-    def _pass_on_progress(self, event: Any) -> None:
-        far = MISSING if self._plan.progress is None else resolve(event, self._plan.progress)
-        if far is not MISSING and far is not None and not is_too_deep(far):
-            self._on_piece(Piece(progress=far))
+    def _report_progress(self, event: Any) -> None:
+        progress = MISSING if self._plan.progress is None else resolve(event, self._plan.progress)
+        if progress is not MISSING and progress is not None and not is_too_deep(progress):
+            self._on_piece(Piece(progress=progress))
 
     def _add_text(self, text: str) -> None:
-        self._heard_s = time.monotonic()
+        self._last_content_s = time.monotonic()
         if not text:
             return
         if self._stream.join == "text":
@@ -256,24 +262,24 @@ class StreamReader:
         if self._stream.join == "list":
             self._values.append(value)
             if len(self._values) > MAX_PIECES:
-                self._verdict = _TOO_MANY
+                self._verdict = _TOO_MANY_PIECES
                 return
         self._on_piece(Piece(value=value, offset=self._offset))
         self._offset += 1
 
-    def _joined(self) -> Outcome:
+    def _join_pieces(self) -> Outcome:
         if self._stream.join == "last":
-            judged = None if self._last is None else self._judge.outcome(self._last, self._about())
-            return judged if judged and judged.kind in _ENDINGS else self._garbage("its last event is no answer")
+            judged = None if self._last is None else self._judge.outcome(self._last, self._make_context())
+            return judged if judged and judged.kind in _END_KINDS else self._bad_answer("its last event is no answer")
         joined: Any = "".join(self._texts) if self._stream.join == "text" else self._values
-        whole = {"output": joined, **self._kept} if self._stream.keep else joined
+        whole = {"output": joined, **self._kept_values} if self._stream.keep else joined
         return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)
 
-    def _garbage(self, message: str) -> Outcome:
+    def _bad_answer(self, message: str) -> Outcome:
         return Outcome(OutcomeKind.RETRY, code=BAD_ANSWER, message=message, server_still_running=True)
 
 
-def _tells_its_length(headers: Mapping[str, str]) -> bool:
+def _has_explicit_length(headers: Mapping[str, str]) -> bool:
     """Whether an answer whose end is missing looks otherwise than a whole one."""
     return headers.get("Content-Length") is not None or "chunked" in headers.get("Transfer-Encoding", "").lower()
 

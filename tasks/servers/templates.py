@@ -35,8 +35,8 @@ _FIELDS = {
 }
 _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
-_HARMLESS = re.compile(r"[A-Za-z0-9_-]+")
-_LONGEST_HEADER = 8_000  # characters; usual servers take no more
+_UNRESERVED = re.compile(r"[A-Za-z0-9_-]+")
+_MAX_HEADER_CHARS = 8_000  # characters; usual servers take no more
 _MAX_DEPTH = 32
 _ENDPOINT = "endpoint"
 
@@ -67,8 +67,8 @@ class CompiledOutputSize:
 
     def of(self, payload: Any) -> int:
         """A place where no size stands says nothing: whether a payload is right is for the server to judge."""
-        said = (resolve(payload, place) for place in self.places)
-        sizes = (it for it in said if isinstance(it, int) and not isinstance(it, bool) and it >= 0)
+        found = (resolve(payload, place) for place in self.places)
+        sizes = (size for size in found if isinstance(size, int) and not isinstance(size, bool) and size >= 0)
         return next(sizes, self.default)
 
 
@@ -97,7 +97,7 @@ class TemplateRef:
         """The value to put in.  Raises TemplateError if there is none."""
         if self.source == "payload":
             return self._from_payload(values)
-        found = self._secret(values) if self.source == "secret" else self._of_the_run(values)
+        found = self._secret(values) if self.source == "secret" else self._from_run(values)
         if found is None:
             raise _misconfigured(f"there is no value for {{{{{self.source}{'/' * bool(self.name)}{self.name}}}}}")
         return found
@@ -108,7 +108,7 @@ class TemplateRef:
             raise _bad_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
         return found
 
-    def _of_the_run(self, values: TemplateValues) -> Any:
+    def _from_run(self, values: TemplateValues) -> Any:
         if self.source == "id":
             return values.remote_id
         if values.call is not None and self.name == "output_size":
@@ -135,7 +135,7 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> TemplateRef:
     raw = inside.startswith("raw:")
     source, slash, rest = inside.removeprefix("raw:").partition("/")
     if source not in allowed or (raw and "raw" not in allowed):
-        raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {_known(allowed)}")
+        raise ValueError(f"{{{{{inside[:60]}}}}} is not known here; there is: {_permitted_names(allowed)}")
     if source == "payload":
         return TemplateRef(source, pointer=parse(slash + rest), raw=raw)
     if rest in (fields := _FIELDS.get(source, {})):
@@ -143,11 +143,11 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> TemplateRef:
     if source == "secret" and _SECRET_NAME.fullmatch(rest):
         return TemplateRef(source, name=rest, raw=raw)
     if source in ("secret", *_FIELDS) or slash:
-        raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists; there is: {_known(allowed)}")
+        raise ValueError(f"{{{{{inside[:60]}}}}} names nothing that exists; there is: {_permitted_names(allowed)}")
     return TemplateRef(source, raw=raw)
 
 
-def _known(allowed: frozenset[str]) -> str:
+def _permitted_names(allowed: frozenset[str]) -> str:
     """All names that a template may have there."""
     below = {**_FIELDS, "payload": ["", "..."], "secret": ["NAME"], "raw": []}
     names = (f"{source}/{name}".rstrip("/") for source in allowed for name in below.get(source, [""]))
@@ -182,22 +182,22 @@ class BodyTemplate:
     """A body template: any JSON value whose strings may hold templates."""
 
     def __init__(self, template: Any, allowed: frozenset[str]) -> None:
-        self._node = _compiled(template, allowed, _MAX_DEPTH)
+        self._node = _compile(template, allowed, _MAX_DEPTH)
 
     def fill(self, values: TemplateValues) -> Any:
         """The JSON value to send.  Raises TemplateError."""
-        return _filled(self._node, values)
+        return _fill(self._node, values)
 
 
-def _compiled(node: Any, allowed: frozenset[str], depth: int) -> Any:
+def _compile(node: Any, allowed: frozenset[str], depth: int) -> Any:
     if depth == 0:
         raise ValueError(f"a body template is at most {_MAX_DEPTH} levels deep")
     if isinstance(node, str):
         return parse_text(node, allowed)
     if isinstance(node, list):
-        return [_compiled(item, allowed, depth - 1) for item in node]
+        return [_compile(item, allowed, depth - 1) for item in node]
     if isinstance(node, dict):
-        return {_key(key): _compiled(item, allowed, depth - 1) for key, item in node.items()}
+        return {_key(key): _compile(item, allowed, depth - 1) for key, item in node.items()}
     return node
 
 
@@ -207,17 +207,17 @@ def _key(key: str) -> str:
     return key
 
 
-def _filled(node: Any, values: TemplateValues) -> Any:
+def _fill(node: Any, values: TemplateValues) -> Any:
     if isinstance(node, tuple):
-        return _filled_text(node, values)
+        return _fill_text(node, values)
     if isinstance(node, list):
-        return [_filled(item, values) for item in node]
+        return [_fill(item, values) for item in node]
     if isinstance(node, dict):
-        return {key: _filled(item, values) for key, item in node.items()}
+        return {key: _fill(item, values) for key, item in node.items()}
     return node
 
 
-def _filled_text(parts: Parts, values: TemplateValues) -> Any:
+def _fill_text(parts: Parts, values: TemplateValues) -> Any:
     if len(parts) == 1 and isinstance(parts[0], TemplateRef):
         return parts[0].value(values)
     return "".join(part if isinstance(part, str) else as_text(part.value(values)) for part in parts)
@@ -244,13 +244,13 @@ class PathTemplate:
                 path += part if isinstance(part, str) else values.endpoint
                 continue
             text = _path_value(part, values)
-            if not _HARMLESS.fullmatch(text):
+            if not _UNRESERVED.fullmatch(text):
                 suspect = True
                 text = text if part.raw else quote(text, safe="")
             path += text
         if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
             raise _misconfigured(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
-        return _checked(path) if suspect or len(path) > MAX_LENGTH else path
+        return _check_filled_path(path) if suspect or len(path) > MAX_LENGTH else path
 
 
 def _is_endpoint(part: str | TemplateRef) -> bool:
@@ -273,7 +273,7 @@ def _path_value(ref: TemplateRef, values: TemplateValues) -> str:
     return text
 
 
-def _checked(path: str) -> str:
+def _check_filled_path(path: str) -> str:
     try:
         check_path(path)
     except ValueError as error:
@@ -289,13 +289,13 @@ class HeaderTemplates:
 
     def fill(self, values: TemplateValues) -> dict[str, str]:
         """Header values, free of line breaks.  Raises TemplateError."""
-        return {name: _header_value(_filled_text(parts, values)) for name, parts in self._parts}
+        return {name: _header_value(_fill_text(parts, values)) for name, parts in self._parts}
 
 
 def _header_value(value: Any) -> str:
     text = as_text(value)
-    if len(text) > _LONGEST_HEADER:
-        raise _bad_payload(f"a value is too long for a header, which has at most {_LONGEST_HEADER} characters")
+    if len(text) > _MAX_HEADER_CHARS:
+        raise _bad_payload(f"a value is too long for a header, which has at most {_MAX_HEADER_CHARS} characters")
     if not _HEADER_VALUE.fullmatch(text):
         raise _bad_payload("a value has characters that cannot be put into a header")
     return text

@@ -26,7 +26,7 @@ MAX_TEMPLATE_NAMES = 20
 """Places of a template where something is put in."""
 MAX_VALUE_CHARS = 1000
 """Characters of a value that is put into a text."""
-_DEEPEST = 10
+_MAX_DEPTH = 10
 
 TEMPLATE_FIELDS = (
     *("type", "at", "job_id", "model", "tenant", "priority", "server", "attempt", "why", "retry_in_ms"),
@@ -34,29 +34,29 @@ TEMPLATE_FIELDS = (
 )
 # Nothing in it can be taken in two ways, so any text is gone through once, however it was made.
 _NAME = re.compile(r"\{\{\s*+((?:[^{}\s]++|\s++(?!\}\}))*+)\s*+\}\}")
-_OF_RESULT = re.compile(r"result(\.[A-Za-z0-9_-]{1,64}){1,5}")
+_RESULT_PATH = re.compile(r"result(\.[A-Za-z0-9_-]{1,64}){1,5}")
 _SLACK = "|slack"
 _SLACKS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _SLACK_HOSTS = frozenset({"hooks.slack.com", "hooks.slack-gov.com"})
 _SLACK_TEMPLATE = '{"text": "{{model}}: {{type}}, job {{job_id|slack}} {{error.message|slack}}"}'
-_ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}
+_END_STATES = {EVENT_TYPES[state]: state for state in FINAL_STATES}
 _TEST_JOB = "00000000-0000-7000-8000-000000000000"
 
 
 def job_end_data(message: Message, job: Job) -> dict[str, Any]:
     """What a job's `callback_url` is told: how the job ended, at the time when the message was owed."""
-    state = _ENDS[message.type]
-    told: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": state.value}
+    state = _END_STATES[message.type]
+    data: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": state.value}
     if job.state is state:
-        told["attempts"] = job.attempts
-        told |= _end(job)
-    return told
+        data["attempts"] = job.attempts
+        data |= _job_end(job)
+    return data
 
 
 def event_data(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:
     """What is said of an event.  `job`: as it stands now, where its end is told; it may have gone on since."""
     event = entry.event
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "job_id": event.job_id,
         "model": entry.model,
         "tenant": entry.tenant,
@@ -66,15 +66,15 @@ def event_data(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:
         "why": event.data.get("why"),
     }
     if "retry_in_ms" in event.data:
-        told["retry_in_ms"] = event.data["retry_in_ms"]
+        data["retry_in_ms"] = event.data["retry_in_ms"]
     if "error" in event.data:
-        told["error"] = event.data["error"]
-    state = _ENDS.get(event.type)
+        data["error"] = event.data["error"]
+    state = _END_STATES.get(event.type)
     if state is not None:
-        told["status"] = state.value
+        data["status"] = state.value
         if job is not None and job.state is state:
-            told |= _end(job)
-    return told
+            data |= _job_end(job)
+    return data
 
 
 def test_data(tenant: str) -> dict[str, Any]:
@@ -100,88 +100,88 @@ def template_of(receiver: Subscription) -> str | None:
     return receiver.template
 
 
-def message_body(message: Message, told: Mapping[str, Any], template: str | None) -> bytes:
+def message_body(message: Message, data: Mapping[str, Any], template: str | None) -> bytes:
     """A message as it is sent: as Standard Webhooks advises, or as the template says; to a job's `callback_url` the
     data alone."""
-    at = _time(message.at_ms)
+    at = _iso_time(message.at_ms)
     if template is None and message.of_job:
-        return json_text.dumps(dict(told))
+        return json_text.dumps(dict(data))
     if template is None:
-        return json_text.dumps({"type": message.type, "timestamp": at, "data": dict(told)})
-    return json_text.dumps(_filled(json_text.loads(template), {"type": message.type, "at": at, **told}))
+        return json_text.dumps({"type": message.type, "timestamp": at, "data": dict(data)})
+    return json_text.dumps(_fill(json_text.loads(template), {"type": message.type, "at": at, **data}))
 
 
 def validate_template(template: Any) -> str:
     """A template as it is stored.  Raises InvalidRequest, which says what is wrong and what may stand there."""
     if not isinstance(template, dict):
-        raise _wrong('is a JSON object, such as {"text": "{{model}}: {{status}}"}')
+        raise _invalid('is a JSON object, such as {"text": "{{model}}: {{status}}"}')
     try:
         text = json_text.dumps(template)
     except (ValueError, RecursionError):
-        raise _wrong("is no JSON that can be stored") from None
+        raise _invalid("is no JSON that can be stored") from None
     if len(text) > MAX_TEMPLATE_BYTES:
-        raise _wrong(f"has {len(text)} bytes; make it shorter, {MAX_TEMPLATE_BYTES} are allowed")
+        raise _invalid(f"has {len(text)} bytes; make it shorter, {MAX_TEMPLATE_BYTES} are allowed")
     names = list(_names(template))
     if len(names) > MAX_TEMPLATE_NAMES:
-        raise _wrong(f"names {len(names)} values; {MAX_TEMPLATE_NAMES} are allowed")
+        raise _invalid(f"names {len(names)} values; {MAX_TEMPLATE_NAMES} are allowed")
     for name in (name.removesuffix(_SLACK) for name in names):
-        if name not in TEMPLATE_FIELDS and not _OF_RESULT.fullmatch(name):
-            raise _wrong(
+        if name not in TEMPLATE_FIELDS and not _RESULT_PATH.fullmatch(name):
+            raise _invalid(
                 f"names {name[:80]!r}, which is not told; there are {', '.join(TEMPLATE_FIELDS)}, "
                 "and result.… for a part"
             )
     if sum(name.startswith("result") for name in names) > 3:
-        raise _wrong("names the result more than three times")
+        raise _invalid("names the result more than three times")
     return text.decode()
 
 
-def _wrong(why: str) -> InvalidRequest:
+def _invalid(why: str) -> InvalidRequest:
     return InvalidRequest("template", f"template {why}")
 
 
 def _names(part: Any, depth: int = 0) -> Iterator[str]:
     """What a template names.  Raises InvalidRequest where it cannot be told."""
-    if depth > _DEEPEST:
-        raise _wrong(f"is more than {_DEEPEST} levels deep")
+    if depth > _MAX_DEPTH:
+        raise _invalid(f"is more than {_MAX_DEPTH} levels deep")
     match part:
         case dict():
             for key, value in part.items():
                 if "{{" in key:
-                    raise _wrong("has a name in a key; names stand in values")
+                    raise _invalid("has a name in a key; names stand in values")
                 yield from _names(value, depth + 1)
         case list():
             for value in part:
                 yield from _names(value, depth + 1)
         case str():
             if "{{" in _NAME.sub("", part):
-                raise _wrong("has a {{ without its }}")
+                raise _invalid("has a {{ without its }}")
             yield from _NAME.findall(part)
 
 
-def _filled(part: Any, told: Mapping[str, Any]) -> Any:
+def _fill(part: Any, data: Mapping[str, Any]) -> Any:
     match part:
         case dict():
-            return {key: _filled(value, told) for key, value in part.items()}
+            return {key: _fill(value, data) for key, value in part.items()}
         case list():
-            return [_filled(value, told) for value in part]
+            return [_fill(value, data) for value in part]
         case str():
-            alone = _NAME.fullmatch(part)
-            if alone and len(_NAME.findall(part)) == 1 and not alone[1].endswith(_SLACK):
-                return _value(alone[1], told)
-            return _NAME.sub(lambda found: _put_in(found[1], told), part)
+            whole = _NAME.fullmatch(part)
+            if whole and len(_NAME.findall(part)) == 1 and not whole[1].endswith(_SLACK):
+                return _look_up(whole[1], data)
+            return _NAME.sub(lambda found: _insert_value(found[1], data), part)
     return part
 
 
-def _put_in(name: str, told: Mapping[str, Any]) -> str:
-    text = _as_text(_value(name.removesuffix(_SLACK), told))
+def _insert_value(name: str, data: Mapping[str, Any]) -> str:
+    text = _as_text(_look_up(name.removesuffix(_SLACK), data))
     return text.translate(_SLACKS) if name.endswith(_SLACK) else text
 
 
-def _value(name: str, told: Mapping[str, Any]) -> Any:
+def _look_up(name: str, data: Mapping[str, Any]) -> Any:
     """What stands at `result.images.0`; None: nothing does."""
-    if name not in TEMPLATE_FIELDS and not _OF_RESULT.fullmatch(name):
+    if name not in TEMPLATE_FIELDS and not _RESULT_PATH.fullmatch(name):
         return None
-    found: Any = told
+    found: Any = data
     for step in name.split("."):
         if isinstance(found, Mapping):
             found = found.get(step)
@@ -204,13 +204,13 @@ def _as_text(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"
 
 
-def _end(job: Job) -> dict[str, Any]:
+def _job_end(job: Job) -> dict[str, Any]:
     return {
         "result": large_json.parse_stored(job.result) if job.result else None,
         "error": {"code": job.error_code, "message": job.error_message} if job.error_code else None,
     }
 
 
-def _time(at_ms: int) -> str:
+def _iso_time(at_ms: int) -> str:
     whole = datetime.fromtimestamp(at_ms // 1000, UTC)
     return f"{whole:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"

@@ -33,14 +33,14 @@ from tasks.webhooks.message_delivery import MessageDelivery
 
 log = structlog.get_logger(__name__)
 
-_LOOK_EVERY_S = 0.25  # while anything is owed
-_LOOK_AGAIN_S = 5.0  # though nothing was owed, and nobody has written since
-_LOOKING_SHARE = 0.2  # of the time, however much is owed
-_LONGEST_PAUSE_S = 1.0  # between two looks
-_HEAR_EVERY_S = 5.0
-_AT_ONCE = 64  # messages that one transaction claims
-_AWAY_S = 1.0
-_LAST_TRIES_S = 3.0  # what those under way get when the process is told to stop
+_FIND_PERIOD_S = 0.25  # while anything is owed
+_IDLE_FIND_PERIOD_S = 5.0  # though nothing was owed, and nobody has written since
+_MAX_FIND_SHARE = 0.2  # of the time, however much is owed
+_MAX_PAUSE_S = 1.0  # between two looks
+_CLOCK_PERIOD_S = 5.0
+_CLAIM_LIMIT = 64  # messages that one transaction claims
+_RETRY_S = 1.0
+_STOP_WAIT_S = 3.0  # what those under way get when the process is told to stop
 
 
 class DeliveryLoop:
@@ -49,56 +49,56 @@ class DeliveryLoop:
     Both look rarely while nothing is owed and nobody writes to the record; `lookout` wakes them.
     """
 
-    def __init__(self, database: Database, messages: MessageDelivery, lookout: ChangeListener | None = None) -> None:
-        """`lookout`: one that others have, too; None: one of its own."""
+    def __init__(self, database: Database, messages: MessageDelivery, listener: ChangeListener | None = None) -> None:
+        """`listener`: one that others have, too; None: one of its own."""
         self._messages = messages
-        self._lookout = lookout or ChangeListener(database)
-        self._berths, self._lines = DeliveryLimits(), FairQueue()
+        self._listener = listener or ChangeListener(database)
+        self._limits, self._queue = DeliveryLimits(), FairQueue()
         self._lock = threading.Lock()  # over the berths
         self._woken = threading.Event()
         self._ended = threading.Event()
-        self._news = threading.Event()  # Something was written since the last look,
-        self._unread = threading.Event()  # or since it was last looked for what is to be written down.
+        self._has_changes = threading.Event()  # Something was written since the last look,
+        self._has_unread_events = threading.Event()  # or since it was last looked for what is to be written down.
         self._has_pending_events = True
-        self._look_at = self._soonest = self._hear_at = 0.0
+        self._find_at = self._earliest_find_at = self._read_clock_at = 0.0
         self._catalog = Catalog(database)
 
     def run(self) -> None:
         """Send what is owed until `stop`, then give the tries under way a moment to end."""
-        self._lookout.on_change(self._hear)
-        self._lookout.start()
-        gathering = threading.Thread(target=self._keep_gathering, name="gather", daemon=True)
-        gathering.start()
+        self._listener.on_change(self._on_change)
+        self._listener.start()
+        writer = threading.Thread(target=self._write_messages_forever, name="gather", daemon=True)
+        writer.start()
         while not self._ended.is_set():
             try:
                 self._send()
             except Exception as error:
-                _postponed(error)
-                self._ended.wait(_AWAY_S)
-            self._woken.wait(max(self._next_look - time.monotonic(), 0))
+                _log_error(error)
+                self._ended.wait(_RETRY_S)
+            self._woken.wait(max(self._next_find_at - time.monotonic(), 0))
             self._woken.clear()
-        gathering.join(_LAST_TRIES_S)
-        until = time.monotonic() + _LAST_TRIES_S
-        while self.under_way and time.monotonic() < until:
+        writer.join(_STOP_WAIT_S)
+        until = time.monotonic() + _STOP_WAIT_S
+        while self.running and time.monotonic() < until:
             self._woken.wait(0.1)
             self._woken.clear()
 
     def stop(self) -> None:
         self._ended.set()
-        self._lookout.stop()
+        self._listener.stop()
         self._woken.set()
-        self._unread.set()
+        self._has_unread_events.set()
 
-    def _hear(self) -> None:
+    def _on_change(self) -> None:
         """Something was written."""
-        self._unread.set()
-        self._news.set()
+        self._has_unread_events.set()
+        self._has_changes.set()
         self._woken.set()
 
     @property
-    def under_way(self) -> int:
+    def running(self) -> int:
         with self._lock:
-            return self._berths.taken
+            return self._limits.running
 
     def run_once(self) -> int:
         """A turn by hand: write down some of what is owed, look for what is due, if it is time to, and begin what may
@@ -106,14 +106,14 @@ class DeliveryLoop:
         self._write_messages()
         return self._send()
 
-    def _keep_gathering(self) -> None:
+    def _write_messages_forever(self) -> None:
         while not self._ended.is_set():
             began = time.monotonic()
             if self._write_messages():
-                self._ended.wait(min(time.monotonic() - began, _LOOK_EVERY_S))
+                self._ended.wait(min(time.monotonic() - began, _FIND_PERIOD_S))
             else:
-                self._unread.wait(_LOOK_EVERY_S if self._has_pending_events else _LOOK_AGAIN_S)
-                self._unread.clear()
+                self._has_unread_events.wait(_FIND_PERIOD_S if self._has_pending_events else _IDLE_FIND_PERIOD_S)
+                self._has_unread_events.clear()
 
     def _write_messages(self) -> bool:
         """Whether anything was found.  Events that cannot be read keep nothing from being sent."""
@@ -123,78 +123,80 @@ class DeliveryLoop:
             log.warning("events_not_fanned_out", error=str(error))
             gathered, self._has_pending_events = False, True
         if gathered:
-            self._news.set()
+            self._has_changes.set()
             self._woken.set()
         return gathered
 
     @property
-    def _next_look(self) -> float:
+    def _next_find_at(self) -> float:
         """When to look again, as time.monotonic() has it."""
-        return min(self._look_at, self._soonest) if self._news.is_set() else self._look_at
+        return min(self._find_at, self._earliest_find_at) if self._has_changes.is_set() else self._find_at
 
     def _send(self) -> int:
         """Look, if it is time to, and begin what may begin; answers how many tries."""
-        if time.monotonic() >= self._next_look:
-            self._news.clear()
-            self._look()
-        begun = 0
-        while (now_begun := self._begin()) > 0:
-            begun += now_begun
-        return begun
+        if time.monotonic() >= self._next_find_at:
+            self._has_changes.clear()
+            self._find_due()
+        started = 0
+        while (now_started := self._start_deliveries()) > 0:
+            started += now_started
+        return started
 
-    def _look(self) -> None:
+    def _find_due(self) -> None:
         began = time.monotonic()
-        if began >= self._hear_at:
+        if began >= self._read_clock_at:
             self._catalog.get_version()  # With it the common time is heard.
-            self._hear_at = began + _HEAR_EVERY_S
+            self._read_clock_at = began + _CLOCK_PERIOD_S
         failed = False
         try:
-            for owed in self._messages.find_due(self._admits):
-                self._lines.add(owed)
+            for due in self._messages.find_due(self._may_send):
+                self._queue.add(due)
         except Exception as error:
-            _postponed(error)
+            _log_error(error)
             failed = True
-        pause_s = _AWAY_S if failed else _LOOK_EVERY_S if self._messages.has_pending else _LOOK_AGAIN_S
-        soonest_s = min((time.monotonic() - began) / _LOOKING_SHARE, _LONGEST_PAUSE_S)
+        pause_s = _RETRY_S if failed else _FIND_PERIOD_S if self._messages.has_pending else _IDLE_FIND_PERIOD_S
+        soonest_s = min((time.monotonic() - began) / _MAX_FIND_SHARE, _MAX_PAUSE_S)
         if self._messages.has_more:
             pause_s = soonest_s
-        self._look_at, self._soonest = began + pause_s, began + soonest_s
+        self._find_at, self._earliest_find_at = began + pause_s, began + soonest_s
 
-    def _admits(self, receiver: str, tenant: str) -> bool:
+    def _may_send(self, receiver: str, tenant: str) -> bool:
         with self._lock:
-            return self._berths.admits(receiver, tenant)
+            return self._limits.may_send(receiver, tenant)
 
-    def _begin(self) -> int:
+    def _start_deliveries(self) -> int:
         """Claim and begin some tries; answers how many were chosen."""
         with self._lock:
-            chosen = self._lines.take(self._berths, _AT_ONCE)
-        berths: dict[Any, Permit] = {owed.id: berth for owed, berth in chosen}
+            chosen = self._queue.take(self._limits, _CLAIM_LIMIT)
+        permits: dict[Any, Permit] = {due.id: permit for due, permit in chosen}
         try:
-            for id_, message in (self._messages.claim(list(berths)) if berths else {}).items():
-                threading.Thread(target=self._try, args=(message, berths[id_]), name="webhook", daemon=True).start()
-                del berths[id_]
+            for id_, message in (self._messages.claim(list(permits)) if permits else {}).items():
+                threading.Thread(
+                    target=self._deliver, args=(message, permits[id_]), name="webhook", daemon=True
+                ).start()
+                del permits[id_]
         finally:
-            for berth in berths.values():  # Somebody else was quicker, or the database is away.
-                self._leave(berth, None)
+            for permit in permits.values():  # Somebody else was quicker, or the database is away.
+                self._release(permit, None)
         return len(chosen)
 
-    def _leave(self, berth: Permit, answered: bool | None) -> None:
+    def _release(self, permit: Permit, succeeded: bool | None) -> None:
         with self._lock:
-            self._berths.release(berth, answered)
+            self._limits.release(permit, succeeded)
         self._woken.set()
 
-    def _try(self, message: Message, berth: Permit) -> None:
+    def _deliver(self, message: Message, permit: Permit) -> None:
         """Send one message, and note what came of it."""
-        answered = None
+        succeeded = None
         try:
-            answered = self._messages.deliver(message)
+            succeeded = self._messages.deliver(message)
         except DatabaseUnavailable as error:  # It is sent again, under the same id, when its claim is over.
             log.warning("delivery_not_recorded", webhook_id=message.id, error=str(error))
         except Exception as error:
             log.exception("webhook_failed", webhook_id=message.id)
             self._return_message(message, f"It could not be sent: {type(error).__name__}.")
         finally:
-            self._leave(berth, answered)
+            self._release(permit, succeeded)
 
     def _return_message(self, message: Message, why: str) -> None:
         try:
@@ -203,42 +205,42 @@ class DeliveryLoop:
             log.warning("delivery_not_recorded", webhook_id=message.id, error=str(error))
 
 
-def _postponed(error: Exception) -> None:
+def _log_error(error: Exception) -> None:
     level = log.warning if isinstance(error, DatabaseUnavailable) else log.exception
     level("webhooks_postponed", error=str(error))
 
 
-def deliveries(database: Database, lookout: ChangeListener | None = None) -> DeliveryLoop:
+def make_delivery_loop(database: Database, listener: ChangeListener | None = None) -> DeliveryLoop:
     """As the settings say."""
     settings = TaskSettings()
     sender = WebhookSender(parse_networks(settings.webhook_allow), settings.webhook_timeout_s)
     claim_ms = round(settings.webhook_timeout_s * 2000)
     send = MessageDelivery.sender(sender, SecretRotations(database))
     messages = MessageDelivery(database, send, claim_ms, settings.webhook_keep_s)
-    return DeliveryLoop(database, messages, lookout)
+    return DeliveryLoop(database, messages, listener)
 
 
 def main() -> None:
     """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
     startup.prepare_or_exit()
     database = Database(StorageSettings().sqlalchemy_url)
-    lookout = ChangeListener(database)
-    relaying = RelayThreads(database, EventSettings(), lookout) if "--embedded-relay" in sys.argv[1:] else None
-    found = deliveries(database, lookout)
+    listener = ChangeListener(database)
+    relay_threads = RelayThreads(database, EventSettings(), listener) if "--embedded-relay" in sys.argv[1:] else None
+    loop = make_delivery_loop(database, listener)
 
     def stop(*_: object) -> None:
-        found.stop()
-        if relaying is not None:
-            relaying.stop()
+        loop.stop()
+        if relay_threads is not None:
+            relay_threads.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     liveness.start_reporting("webhooks", processes())
-    if relaying is not None:
-        relaying.begin()
-    found.run()
-    if relaying is not None:
-        relaying.end()
+    if relay_threads is not None:
+        relay_threads.start()
+    loop.run()
+    if relay_threads is not None:
+        relay_threads.end()
 
 
 if __name__ == "__main__":

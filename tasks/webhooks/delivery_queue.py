@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from tasks.berths import DeliveryLimits, Permit
 
-_KEPT_OF_LINE = 256  # messages of one receiver and tenant that are remembered as due
-_MANY = 50_000
-_LOOKS = 32  # receivers of a tenant that one turn looks at
+_MAX_PER_RECEIVER = 256  # messages of one receiver and tenant that are remembered as due
+_MAX_REMEMBERED = 50_000
+_MAX_RECEIVERS_TRIED = 32  # receivers of a tenant that one turn looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +44,50 @@ class FairQueue:
         self._ids: set[Hashable] = set()
 
     def add(self, due: DueMessage) -> None:
-        lines = self._tenants.setdefault(due.tenant, OrderedDict())
-        line = lines.setdefault(due.receiver, deque())
-        most = _KEPT_OF_LINE if len(self._ids) < _MANY else 1  # Others' piles leave room for everybody's first.
-        if due.id not in self._ids and len(line) < most:
-            line.append(due)
+        queues = self._tenants.setdefault(due.tenant, OrderedDict())
+        queue = queues.setdefault(due.receiver, deque())
+        limit = (
+            _MAX_PER_RECEIVER if len(self._ids) < _MAX_REMEMBERED else 1
+        )  # Others' piles leave room for everybody's first.
+        if due.id not in self._ids and len(queue) < limit:
+            queue.append(due)
             self._ids.add(due.id)
 
-    def take(self, berths: DeliveryLimits, most: int) -> list[tuple[DueMessage, Permit]]:
-        """Up to `most` messages that may begin now, one of each tenant in turn."""
+    def take(self, limits: DeliveryLimits, limit: int) -> list[tuple[DueMessage, Permit]]:
+        """Up to `limit` messages that may begin now, one of each tenant in turn."""
         taken: list[tuple[DueMessage, Permit]] = []
         turns = deque(self._tenants)
-        while turns and len(taken) < most:
+        while turns and len(taken) < limit:
             tenant = turns.popleft()
-            receiver = self._next_receiver(berths, tenant)
+            receiver = self._next_receiver(limits, tenant)
             if receiver is None:
                 continue
-            taken.append((self._pop(tenant, receiver), berths.take(receiver, tenant)))
+            taken.append((self._pop(tenant, receiver), limits.acquire(receiver, tenant)))
             if tenant in self._tenants:
                 self._tenants.move_to_end(tenant)
                 turns.append(tenant)
         return taken
 
-    def _next_receiver(self, berths: DeliveryLimits, tenant: str) -> str | None:
+    def _next_receiver(self, limits: DeliveryLimits, tenant: str) -> str | None:
         """The tenant's next receiver that may be tried.  Those looked at in vain go behind the others."""
-        lines = self._tenants[tenant]
-        if not berths.has_room_for(tenant):
+        queues = self._tenants[tenant]
+        if not limits.may_send_for(tenant):
             return None
-        for _ in range(min(_LOOKS, len(lines))):
-            receiver = next(iter(lines))
-            if berths.admits(receiver, tenant):
+        for _ in range(min(_MAX_RECEIVERS_TRIED, len(queues))):
+            receiver = next(iter(queues))
+            if limits.may_send(receiver, tenant):
                 return receiver
-            lines.move_to_end(receiver)
+            queues.move_to_end(receiver)
         return None
 
     def _pop(self, tenant: str, receiver: str) -> DueMessage:
-        lines = self._tenants[tenant]
-        message = lines[receiver].popleft()
+        queues = self._tenants[tenant]
+        message = queues[receiver].popleft()
         self._ids.discard(message.id)
-        if lines[receiver]:
-            lines.move_to_end(receiver)
+        if queues[receiver]:
+            queues.move_to_end(receiver)
         else:
-            del lines[receiver]
-        if not lines:
+            del queues[receiver]
+        if not queues:
             del self._tenants[tenant]
         return message

@@ -31,31 +31,31 @@ class BackgroundTasks:
         dispatcher: Dispatcher,
         workers: WorkerCapacity,
         owner: str,
-        lifetimes: ProcessLocks | None,
-        ask_database: Callable[[], object],
+        process_locks: ProcessLocks | None,
+        check_database: Callable[[], object],
     ) -> None:
-        """`ask_database`: called when Redis was away."""
-        self._dispatcher, self._workers, self._owner, self._lifetimes = dispatcher, workers, owner, lifetimes
-        self._ask_database = ask_database
+        """`check_database`: called when Redis was away."""
+        self._dispatcher, self._workers, self._owner, self._process_locks = dispatcher, workers, owner, process_locks
+        self._check_database = check_database
         self.is_draining = False
         self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
         self._lock = threading.Lock()
-        self._look = BackgroundTask("room", self._refresh_workers)
-        self._tasks = BackgroundTask("chores", self.run)
-        if lifetimes is not None:
-            lifetimes.try_acquire(owner)  # before its first claim
-        workers.refresh_in_background(self._look.request)  # The loop asks for it, and must not wait.
+        self._capacity_task = BackgroundTask("room", self._refresh_workers)
+        self._release_task = BackgroundTask("chores", self.run)
+        if process_locks is not None:
+            process_locks.try_acquire(owner)  # before its first claim
+        workers.refresh_in_background(self._capacity_task.request)  # The loop asks for it, and must not wait.
 
     def after_beat(self, was_away: bool) -> None:
         """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
         if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the database.
-            self._ask_database()
-        self._tasks.request()
+            self._check_database()
+        self._release_task.request()
 
-    def retry_release(self, lease: Lease, back: bool, cooldown_ms: int) -> None:
+    def retry_release(self, lease: Lease, return_to_lane: bool, cooldown_ms: int) -> None:
         """Repeat a release that Redis did not answer, when Redis answers again."""
         with self._lock:
-            self._pending[lease] = back, cooldown_ms
+            self._pending[lease] = return_to_lane, cooldown_ms
             if len(self._pending) > _MOST_PENDING:
                 del self._pending[next(iter(self._pending))]
 
@@ -69,8 +69,8 @@ class BackgroundTasks:
         """Forget a worker that has no runs."""
         with suppress(RedisError):
             self._workers.remove(self._owner)
-        if self._lifetimes is not None:
-            self._lifetimes.release(self._owner)
+        if self._process_locks is not None:
+            self._process_locks.release(self._owner)
 
     def _refresh_workers(self) -> None:
         with suppress(RedisError):  # The poller says so once a second.
@@ -81,8 +81,8 @@ class BackgroundTasks:
         with self._lock:
             pending, self._pending = self._pending, {}
         steps = RunSteps(self._dispatcher, ThreadIo(self._dispatcher), self.retry_release)
-        for lease, (back, cooldown_ms) in pending.items():
+        for lease, (return_to_lane, cooldown_ms) in pending.items():
             if self._pending:  # Redis is away again, and each try costs its time-out.
-                self.retry_release(lease, back, cooldown_ms)
+                self.retry_release(lease, return_to_lane, cooldown_ms)
             else:
-                run_blocking(steps.free(lease, return_to_lane=back, cooldown_ms=cooldown_ms))
+                run_blocking(steps.free(lease, return_to_lane=return_to_lane, cooldown_ms=cooldown_ms))

@@ -35,40 +35,44 @@ class ServerCalls:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        engine: WorkerLoop,
-        saying: ProgressPublisher,
-        rights: LeaseCheck,
-        abandoned: AbandonedCalls,
+        worker_loop: WorkerLoop,
+        progress_publisher: ProgressPublisher,
+        lease_check: LeaseCheck,
+        abandoned_calls: AbandonedCalls,
         record_handover_gap: Callable[[float], object],
     ) -> None:
-        self._dispatcher, self._engine, self._saying = dispatcher, engine, saying
-        self._rights, self._abandoned, self._record_handover_gap = rights, abandoned, record_handover_gap
-        self._handed_on: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
+        self._dispatcher, self._worker_loop, self._progress_publisher = dispatcher, worker_loop, progress_publisher
+        self._lease_check, self._abandoned_calls, self._record_handover_gap = (
+            lease_check,
+            abandoned_calls,
+            record_handover_gap,
+        )
+        self._handovers: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
 
     def note_handover(self, lease: str, since_s: float) -> None:
         """Measure how long it takes until the request of this lease is sent."""
-        self._handed_on[lease] = since_s
+        self._handovers[lease] = since_s
 
     def forget(self, lease: str) -> None:
-        self._handed_on.pop(lease, None)
+        self._handovers.pop(lease, None)
 
-    async def call(self, own: WorkerRun) -> Outcome | StopReason:
+    async def call(self, worker_run: WorkerRun) -> Outcome | StopReason:
         """Call the server, and return what came of it.  Raises DatabaseUnavailable."""
-        run = own.run
+        run = worker_run.run
         if run.cancel_requested:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
-        speech = self._saying.stream(run.job.id, run.attempt)
+        stream = self._progress_publisher.stream(run.job.id, run.attempt)
         try:
             if not server_adapters.is_loaded(run.described_by):
-                await self._engine.run_in_thread(server_adapters.load, run.described_by)
-            live = self.session_for(own, speech)
-            swap = live is not None and live.description.asks_for_swap and own.offer.changes_model
-            runner = self._runner(own, live, swap)
-            if (since_s := self._handed_on.pop(own.active.lease.name, None)) is not None:
+                await self._worker_loop.run_in_thread(server_adapters.load, run.described_by)
+            session = self.session_for(worker_run, stream)
+            changes_model = session is not None and session.description.asks_for_swap and worker_run.offer.changes_model
+            server_call = self._make_server_call(worker_run, session, changes_model)
+            if (since_s := self._handovers.pop(worker_run.active.lease.name, None)) is not None:
                 self._record_handover_gap(time.monotonic() - since_s)
-            outcome = await runner.run()
-            if live is not None:
-                self._abandoned.note(own.active.lease.name, live, runner.poll_call)
+            outcome = await server_call.run()
+            if session is not None:
+                self._abandoned_calls.note(worker_run.active.lease.name, session, server_call.poll_call)
             return outcome
         except DatabaseUnavailable:
             raise  # It says nothing of the server, nor of the job.
@@ -78,48 +82,52 @@ class ServerCalls:
             )
         except Exception as error:
             log.exception("run_failed", job_id=run.job.id)
-            said = f"The worker failed under it: {type(error).__name__}."
-            return Outcome(OutcomeKind.LOST, code="internal_error", message=said)
+            message = f"The worker failed under it: {type(error).__name__}."
+            return Outcome(OutcomeKind.LOST, code="internal_error", message=message)
         finally:
-            speech.close()
+            stream.close()
 
-    def session_for(self, own: WorkerRun, speech: ProgressStream) -> ServerSession | None:
+    def session_for(self, worker_run: WorkerRun, stream: ProgressStream) -> ServerSession | None:
         """Return what speaks to the server of a run; None: it was removed.  Its description is known.
 
         Raises Misconfigured.
         """
-        run, catalog = own.run, self._dispatcher.catalog.cached()
+        run, catalog = worker_run.run, self._dispatcher.catalog.cached()
         server = server_adapters.adapter_of_run(catalog, run.server, run.job.model, run.described_by, run.sent_to)
-        return None if server is None else ServerSession(server, self._engine.http, speech)
+        return None if server is None else ServerSession(server, self._worker_loop.http, stream)
 
     def config_of(self, model: str) -> ModelConfig:
         """Return the configuration of a model.  A model is not removed while it has runs."""
         found = self._dispatcher.catalog.cached().model(model)
         return found.config if found is not None else self._dispatcher.catalog.resolve(model).config
 
-    def _runner(self, own: WorkerRun, live: ServerSession | None, swap: bool) -> ServerCall:
+    def _make_server_call(
+        self, worker_run: WorkerRun, session: ServerSession | None, changes_model: bool
+    ) -> ServerCall:
         """Raises UnknownModel."""
-        run, catalog = own.run, self._dispatcher.catalog.cached()
+        run, catalog = worker_run.run, self._dispatcher.catalog.cached()
         return ServerCall(
-            own.active,
-            own.watch,
+            worker_run.active,
+            worker_run.watch,
             self.config_of(run.job.model),
-            live,
-            partial(self._note_remote, own),
-            _version_at(catalog, run.server, run.job.model),
-            swap,
-            self._rights.is_still_held,
-            partial(self._engine.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
+            session,
+            partial(self._store_remote_id, worker_run),
+            _model_version(catalog, run.server, run.job.model),
+            changes_model,
+            self._lease_check.is_still_held,
+            partial(self._worker_loop.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
             _has_one_slot(catalog, run.server),
-            may_be_at_server=own.offer.is_resumption,
+            may_be_at_server=worker_run.offer.is_resumption,
         )
 
-    def _note_remote(self, own: WorkerRun, remote_id: str) -> Awaitable[bool]:
-        run = own.run
-        return own.io.commit(self._dispatcher.store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
+    def _store_remote_id(self, worker_run: WorkerRun, remote_id: str) -> Awaitable[bool]:
+        run = worker_run.run
+        return worker_run.io.commit(
+            self._dispatcher.store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms())
+        )
 
 
-def _version_at(catalog: CatalogSnapshot, server: str, model: str) -> str:
+def _model_version(catalog: CatalogSnapshot, server: str, model: str) -> str:
     """Return a model's version, as its server was registered for it; "": it was registered without."""
     found = catalog.servers.get(server)
     return "" if found is None else format_attribute(found.declared(model, "model_version") or "")

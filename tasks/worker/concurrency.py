@@ -69,10 +69,10 @@ class Concurrency:
         """Count a run no more.  False: the offer came to this process another way meanwhile, and that run lives."""
         lease = taken.offer.lease
         with self._lock:
-            mine = self._taken.get(lease) is taken
-            if mine:
+            is_own = self._taken.get(lease) is taken
+            if is_own:
                 del self._taken[lease]
-            return mine
+            return is_own
 
     def is_full_without(self, lease: str) -> bool:
         """Whether other runs than this one take all places."""

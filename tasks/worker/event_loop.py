@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-_MOST_IN_BACKGROUND = 512
+_MAX_BACKGROUND_TASKS = 512
 
 _MAX_GROUP = 128  # writes
-_MAX_IN_LOOP = 32  # starts or ends, of 0.1 ms each
+_MAX_WRITES_IN_LOOP = 32  # starts or ends, of 0.1 ms each
 _DELAY_S = 0.003  # In that time a slot that was passed on with an end has its next request sent.
 _POOL_THREADS = 16
 
@@ -44,91 +44,94 @@ class CommitQueue:
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, database: Database, delay_s: float = 0.0) -> None:
         """delay_s: how long a write waits for others to share its commit."""
         self._loop, self._database, self._delay_s = loop, database, delay_s
-        self._this_turn: list[_Pending] = []
-        self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
-        self._thread = threads.start_vital_thread(name, self._work)
+        self._pending: list[_PendingWrite] = []
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._thread = threads.start_vital_thread(name, self._run)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """Have a write committed.  The future raises DatabaseUnavailable, CommitUnknown."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._this_turn.append(_Pending(write, future))
-        if len(self._this_turn) == 1:
-            self._loop.call_later(self._delay_s, self._commit_turn)
+        self._pending.append(_PendingWrite(write, future))
+        if len(self._pending) == 1:
+            self._loop.call_later(self._delay_s, self._commit_pending)
         return future
 
     def end(self) -> None:
-        self._turns.put(None)
+        self._batches.put(None)
 
-    def _commit_turn(self) -> None:
+    def _commit_pending(self) -> None:
         """Commit this turn's writes without waiting, if possible, and leave the rest to the thread."""
-        pending, self._this_turn = self._this_turn, []
-        writes = [it.write for it in pending]
-        results = self._database.try_commit_all(writes) if len(writes) <= _MAX_IN_LOOP else None
+        pending, self._pending = self._pending, []
+        writes = [pending_write.write for pending_write in pending]
+        results = self._database.try_commit_all(writes) if len(writes) <= _MAX_WRITES_IN_LOOP else None
         if results is not None and not any(write.durable for write in writes):
             _set_results(pending, results)
         else:
-            self._turns.put(_Turn(pending, results))
+            self._batches.put(_Batch(pending, results))
 
-    def _work(self) -> None:
-        while (turns := self._next_turns()) is not None:
-            committed = [turn for turn in turns if turn.results is not None]
+    def _run(self) -> None:
+        while (batches := self._take_batches()) is not None:
+            committed = [batch for batch in batches if batch.results is not None]
             if committed:
                 self._sync(committed)
-            pending = [it for turn in turns if turn.results is None for it in turn.pending]
+            pending = [pending_write for batch in batches if batch.results is None for pending_write in batch.pending]
             if pending:
                 self._commit_all(pending)
 
-    def _sync(self, turns: "Sequence[_Turn]") -> None:
+    def _sync(self, batches: "Sequence[_Batch]") -> None:
         """Wait once for the disk behind the commits of these turns."""
         try:
             self._database.sync()
         except Exception as error:
-            for turn in turns:
-                self._answer(turn.pending, [it if isinstance(it, Exception) else error for it in turn.results or ()])
+            for batch in batches:
+                self._set_results_in_loop(
+                    batch.pending,
+                    [result if isinstance(result, Exception) else error for result in batch.results or ()],
+                )
         else:
-            for turn in turns:
-                self._answer(turn.pending, turn.results or ())
+            for batch in batches:
+                self._set_results_in_loop(batch.pending, batch.results or ())
 
-    def _commit_all(self, pending: "Sequence[_Pending]") -> None:
+    def _commit_all(self, pending: "Sequence[_PendingWrite]") -> None:
         try:
-            results = self._database.commit_all([it.write for it in pending])
+            results = self._database.commit_all([pending_write.write for pending_write in pending])
         except Exception as error:
             results = [error] * len(pending)
-        self._answer(pending, results)
+        self._set_results_in_loop(pending, results)
 
-    def _answer(self, pending: "Sequence[_Pending]", results: Sequence[Any]) -> None:
+    def _set_results_in_loop(self, pending: "Sequence[_PendingWrite]", results: Sequence[Any]) -> None:
         with suppress(RuntimeError):  # The loop has ended, and with it all that waits.
             self._loop.call_soon_threadsafe(_set_results, pending, results)
 
-    def _next_turns(self) -> "list[_Turn] | None":
+    def _take_batches(self) -> "list[_Batch] | None":
         """Wait for a turn, and take those behind it, too.  Returns None at the end."""
-        found: list[_Turn] = []
+        found: list[_Batch] = []
         try:
-            while sum(len(turn.pending) for turn in found) < _MAX_GROUP:
-                turn = self._turns.get(block=not found)
-                if turn is None:
+            while sum(len(batch.pending) for batch in found) < _MAX_GROUP:
+                batch = self._batches.get(block=not found)
+                if batch is None:
                     return None
-                found.append(turn)
+                found.append(batch)
         except Empty:
             pass
         return found
 
 
-class _Pending(NamedTuple):
+class _PendingWrite(NamedTuple):
     """A write, and the future of its result."""
 
     write: Write[Any]
     future: "asyncio.Future[Any]"
 
 
-class _Turn(NamedTuple):
+class _Batch(NamedTuple):
     """The writes of one turn of the loop; with their results, if they are committed and the disk is awaited."""
 
-    pending: Sequence[_Pending]
+    pending: Sequence[_PendingWrite]
     results: Sequence[Any] | None
 
 
-def _set_results(pending: Sequence[_Pending], results: Sequence[Any]) -> None:
+def _set_results(pending: Sequence[_PendingWrite], results: Sequence[Any]) -> None:
     for (_, future), result in zip(pending, results, strict=True):
         if future.done():
             continue
@@ -139,17 +142,17 @@ def _set_results(pending: Sequence[_Pending], results: Sequence[Any]) -> None:
 
 
 @types.coroutine
-def _from_there(life: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, None, T]:
+def _resume_at(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, None, T]:
     """A life from where it waits for the first time."""
     if awaited is None or not awaited.done():
         with suppress(Exception, asyncio.CancelledError):  # What it waits for tells it of these by itself.
             yield awaited
-    return (yield from life)
+    return (yield from coroutine)
 
 
-async def _going_on(life: Coroutine[Any, Any, T], awaited: Any) -> T:
+async def _resume(coroutine: Coroutine[Any, Any, T], awaited: Any) -> T:
     """The same as a coroutine: from Python 3.12 on no task is made of a generator."""
-    return await _from_there(life, awaited)
+    return await _resume_at(coroutine, awaited)
 
 
 class WorkerLoop:
@@ -162,31 +165,31 @@ class WorkerLoop:
         self._not_durable = CommitQueue("database-starts", self.loop, database)
         self._durable = CommitQueue("database-durable", self.loop, database, _DELAY_S)
         self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="rare")
-        self._in_background: set[asyncio.Task[Any]] = set()
+        self._background_tasks: set[asyncio.Task[Any]] = set()
         self._runs: set[asyncio.Task[Any]] = set()
-        self._count = 0  # of lives, those among them that the loop has not begun yet
+        self._run_count = 0  # of lives, those among them that the loop has not begun yet
         self._idle = threading.Condition()
         self._closed = False
-        self._awaited: set[Future[Any]] = set()  # by threads, until the loop ends
-        self._thread = threads.start_vital_thread("engine", self._turn)
+        self._asked_by_threads: set[Future[Any]] = set()  # by threads, until the loop ends
+        self._thread = threads.start_vital_thread("engine", self._run_forever)
 
     # -- from any thread -------------------------------------------------------------------------------------
 
-    def call_soon(self, act: Callable[..., object], *args: Any) -> None:
-        """Have the loop call `act`."""
-        if self._is_here:
-            self.loop.call_soon(act, *args)
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Have the loop call `function`."""
+        if self._is_loop_thread:
+            self.loop.call_soon(function, *args)
         else:
-            self.loop.call_soon_threadsafe(act, *args)
+            self.loop.call_soon_threadsafe(function, *args)
 
-    def spawn(self, life: Coroutine[Any, Any, object]) -> None:
-        """Have the loop carry out `life`; from the loop's own thread it begins at once, up to where it first waits."""
+    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Have the loop carry out `coroutine`; from the loop's own thread it begins at once, up to where it first waits."""
         with self._idle:
-            self._count += 1
-        if self._is_here:
-            self._begin(life)
+            self._run_count += 1
+        if self._is_loop_thread:
+            self._start_run(coroutine)
         else:
-            self.loop.call_soon_threadsafe(self._begin, life)
+            self.loop.call_soon_threadsafe(self._start_run, coroutine)
 
     def ask(self, what: Coroutine[Any, Any, T], within_s: float) -> T:
         """Have the loop do it, and wait for it.  Raises what it raises, TimeoutError; CancelledError: the loop ends."""
@@ -195,24 +198,24 @@ class WorkerLoop:
                 what.close()
                 raise CancelledError
             asked = asyncio.run_coroutine_threadsafe(what, self.loop)
-            self._awaited.add(asked)
+            self._asked_by_threads.add(asked)
         try:
             return asked.result(within_s)
         finally:
-            self._awaited.discard(asked)
+            self._asked_by_threads.discard(asked)
 
     def wait_until_idle(self, seconds: float | None = None) -> bool:
         """Wait until nothing lives any more; False: it took longer."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._count == 0, seconds)
+            return self._idle.wait_for(lambda: self._run_count == 0, seconds)
 
     def close(self) -> None:
         """End the loop; what still lives is left where it is."""
         with self._idle:
             self._closed = True
-        self.call_soon(lambda: self.loop.create_task(self._end()))
+        self.call_soon(lambda: self.loop.create_task(self._shut_down()))
         self._thread.join(5)
-        for asked in tuple(self._awaited):
+        for asked in tuple(self._asked_by_threads):
             asked.cancel()
         self._not_durable.end()
         self._durable.end()
@@ -220,17 +223,17 @@ class WorkerLoop:
 
     # -- from the loop ---------------------------------------------------------------------------------------
 
-    def spawn_background(self, act: Coroutine[Any, Any, object]) -> None:
+    def spawn_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Carry out something that nobody waits for; it is cancelled when the loop ends, or when there are too many."""
-        if len(self._in_background) >= _MOST_IN_BACKGROUND:
-            act.close()
+        if len(self._background_tasks) >= _MAX_BACKGROUND_TASKS:
+            coroutine.close()
             return
-        task = self.loop.create_task(act)
-        self._in_background.add(task)
-        task.add_done_callback(self._background_ended)
+        task = self.loop.create_task(coroutine)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._on_background_task_done)
 
-    def _background_ended(self, task: "asyncio.Task[Any]") -> None:
-        self._in_background.discard(task)
+    def _on_background_task_done(self, task: "asyncio.Task[Any]") -> None:
+        self._background_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("background_task_failed", error=repr(error))
 
@@ -242,12 +245,12 @@ class WorkerLoop:
         """Commit a write.  The future raises DatabaseUnavailable, CommitUnknown."""
         return (self._durable if write.durable else self._not_durable).commit(write)
 
-    async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
+    async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Have something done that waits for others, in a thread: not what every run needs."""
-        return await self.loop.run_in_executor(self._thread_pool, act, *args)
+        return await self.loop.run_in_executor(self._thread_pool, function, *args)
 
-    async def _end(self) -> None:
-        for task in tuple(self._in_background):
+    async def _shut_down(self) -> None:
+        for task in tuple(self._background_tasks):
             task.cancel()
         try:
             await self._redis_pipeline.close()
@@ -255,36 +258,36 @@ class WorkerLoop:
             self.loop.stop()
 
     @property
-    def _is_here(self) -> bool:
+    def _is_loop_thread(self) -> bool:
         """Whether this is the loop's own thread."""
         return threading.get_ident() == self._thread.ident
 
-    def _begin(self, life: Coroutine[Any, Any, object]) -> None:
+    def _start_run(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """What it asks for first is asked for in this turn, and not when its task has come to its turn."""
         context = copy_context()
         try:
-            awaited = context.run(life.send, None)
+            awaited = context.run(coroutine.send, None)
         except StopIteration:
-            self._over()
+            self._note_run_end()
         except Exception as error:
-            self._over(error)
+            self._note_run_end(error)
         else:
-            task = self.loop.create_task(_going_on(life, awaited), context=context)
+            task = self.loop.create_task(_resume(coroutine, awaited), context=context)
             self._runs.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._on_run_done)
 
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
+    def _on_run_done(self, task: "asyncio.Task[Any]") -> None:
         self._runs.discard(task)
-        self._over(None if task.cancelled() else task.exception())
+        self._note_run_end(None if task.cancelled() else task.exception())
 
-    def _over(self, error: BaseException | None = None) -> None:
+    def _note_run_end(self, error: BaseException | None = None) -> None:
         if error is not None:
             log.error("run_failed", exc_info=error)
         with self._idle:
-            self._count -= 1
-            if not self._count:
+            self._run_count -= 1
+            if not self._run_count:
                 self._idle.notify_all()
 
-    def _turn(self) -> None:
+    def _run_forever(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()

@@ -41,7 +41,7 @@ from tasks.worker.worker_run import WorkerRun
 
 log = structlog.get_logger(__name__)
 
-_START_AGAIN_MS = 1_000
+_RESTART_COOLDOWN_MS = 1_000
 _NEVER_S = float("-inf")
 
 
@@ -61,17 +61,17 @@ async def finish_run(
         requested_at_s = boottime_s()
         await start_next(await steps.release(active, decision, decision.to, claimant()), requested_at_s)
         crash_at("slot_passed_on")
-        moved = await steps.store(active, decision)
-        if moved is None:
+        transition = await steps.store(active, decision)
+        if transition is None:
             await steps.release_quarantine(active)
     else:  # The job may come back, or its server may still run it.
-        moved = await steps.store(active, decision)
+        transition = await steps.store(active, decision)
         requested_at_s = boottime_s()
-        following = await steps.release(active, decision, None if moved is None else moved.to, claimant())
+        next_offer = await steps.release(active, decision, None if transition is None else transition.to, claimant())
         crash_at("settle_released")
-        await start_next(following, requested_at_s)
-    steps.notify(moved)
-    return moved
+        await start_next(next_offer, requested_at_s)
+    steps.notify(transition)
+    return transition
 
 
 class Executor:
@@ -81,20 +81,20 @@ class Executor:
         self,
         dispatcher: Dispatcher,
         owner: str,
-        engine: WorkerLoop,
+        worker_loop: WorkerLoop,
         heartbeat: Heartbeat,
-        capacity: Concurrency,
+        concurrency: Concurrency,
         poller: Poller,
-        calls: ServerCalls,
-        rights: LeaseCheck,
-        abandoned: AbandonedCalls,
-        background: BackgroundTasks,
+        server_calls: ServerCalls,
+        lease_check: LeaseCheck,
+        abandoned_calls: AbandonedCalls,
+        background_tasks: BackgroundTasks,
     ) -> None:
-        self._dispatcher, self._owner, self._engine = dispatcher, owner, engine
-        self._heartbeat, self._capacity, self._poller = heartbeat, capacity, poller
-        self._calls, self._rights, self._abandoned = calls, rights, abandoned
-        self._background = background
-        self._steps = RunSteps(dispatcher, engine, background.retry_release)
+        self._dispatcher, self._owner, self._worker_loop = dispatcher, owner, worker_loop
+        self._heartbeat, self._concurrency, self._poller = heartbeat, concurrency, poller
+        self._server_calls, self._lease_check, self._abandoned_calls = server_calls, lease_check, abandoned_calls
+        self._background_tasks = background_tasks
+        self._steps = RunSteps(dispatcher, worker_loop, background_tasks.retry_release)
         self._large_end_lock = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
         self.is_draining = False  # All runs have been told to hand over what can be resumed.
@@ -108,16 +108,16 @@ class Executor:
         Another worker that has room, or this one when it has, finds the offer when it looks for work.
         """
         taken = TakenOffer(offer)
-        if not self.is_draining and self._capacity.try_add(taken):
-            self._engine.spawn(self.run(taken))
+        if not self.is_draining and self._concurrency.try_add(taken):
+            self._worker_loop.spawn(self.run(taken))
 
     def run_claimed_offer(self, offer: Offer | None, requested_at_s: float = _NEVER_S) -> None:
         """Run a job whose offer this worker holds already.  `requested_at_s` (steady_s): when it asked for it."""
         if offer is None:
             return
         taken = TakenOffer(offer)
-        self._capacity.add(taken)
-        self._engine.spawn(self.run(taken, requested_at_s))
+        self._concurrency.add(taken)
+        self._worker_loop.spawn(self.run(taken, requested_at_s))
 
     # -- a run, in the loop ----------------------------------------------------------------------------------
 
@@ -126,21 +126,23 @@ class Executor:
         offer = taken.offer
         logs.bind_context(job_id=offer.job_id)
         claimed: Offer | None = offer
-        own: WorkerRun | None = None
+        worker_run: WorkerRun | None = None
         try:
-            if not self._capacity.accepts_jobs and offer.owner == self._owner:  # Draining has begun since it was taken.
+            if (
+                not self._concurrency.accepts_jobs and offer.owner == self._owner
+            ):  # Draining has begun since it was taken.
                 await self._offer_to_others(offer)
                 claimed = None
             elif offer.owner != self._owner:
                 requested_at_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
-            own = None if claimed is None else await self._start(claimed, taken, requested_at_s)
+            worker_run = None if claimed is None else await self._start(claimed, taken, requested_at_s)
         except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
             if self._discard(taken):
                 await self._return_job(offer, error)
             return
-        if own is not None:
-            await self._call_and_end(own)
+        if worker_run is not None:
+            await self._call_and_end(worker_run)
         else:
             self._discard(taken)
             if claimed is not None:
@@ -154,13 +156,13 @@ class Executor:
         crash_at("start_claimed")
         lease, active = Lease.from_offer(offer, self._owner), None
         watch = self._heartbeat.add(lease, starting=True, confirmed_at_s=requested_at_s)
-        io = RetryingIo(self._engine, watch)
+        io = RetryingIo(self._worker_loop, watch)
         if self.is_draining:
             watch.end("drain")
         if self.is_stopping:
             watch.end("stop")
         try:
-            if not await self._rights.is_still_held(watch):
+            if not await self._lease_check.is_still_held(watch):
                 raise LeaseExpired("Its lease may be another's by now.")
             try:
                 active = await self._steps.start(offer, lease, self.node_name)
@@ -173,59 +175,65 @@ class Executor:
         crash_at("start_committed")
         if active is None:
             return None
-        steps = RunSteps(self._dispatcher, io, self._background.retry_release)
+        steps = RunSteps(self._dispatcher, io, self._background_tasks.retry_release)
         return WorkerRun(active, watch, taken, offer, io, steps)
 
-    async def _call_and_end(self, own: WorkerRun) -> None:
+    async def _call_and_end(self, worker_run: WorkerRun) -> None:
         """Call the server, and end the run with what came of that."""
-        run, lease = own.run, own.active.lease
+        run, lease = worker_run.run, worker_run.active.lease
         logs.bind_context(
             job_id=run.job.id, tenant=run.job.tenant, trace_id=partial(find_trace_id, run.job.id, run.traceparent)
         )
         try:
-            outcome = await self._calls.call(own)
+            outcome = await self._server_calls.call(worker_run)
             try:
-                await self._end_run(own, outcome)
+                await self._end_run(worker_run, outcome)
             except DatabaseUnavailable:
                 raise
             except Exception as error:  # It is ours, so it costs the job nothing, and is told with it.
                 log.exception("run_not_ended", job_id=run.job.id)
-                await self._end_run(own, _outcome_of_internal_error(error))
+                await self._end_run(worker_run, _outcome_of_internal_error(error))
         except DatabaseUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
             log.error("result_not_stored", job_id=run.job.id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
             log.exception("result_not_stored", job_id=run.job.id)
-        self._heartbeat.remove(own.watch)
-        self._calls.forget(lease.name)
-        self._capacity.remove(own.taken)
-        self._abandoned.observe(own.active)
-        if own.watch.restored:  # Its lease was written again while its end was on the way to the database.
+        self._heartbeat.remove(worker_run.watch)
+        self._server_calls.forget(lease.name)
+        self._concurrency.remove(worker_run.taken)
+        self._abandoned_calls.observe(worker_run.active)
+        if worker_run.watch.restored:  # Its lease was written again while its end was on the way to the database.
             await self._steps.free(lease, return_to_lane=False)
-        if self._capacity.claim_unfilled_place():
+        if self._concurrency.claim_unfilled_place():
             await self._start_in_turn(lease.fleet)
 
-    async def _end_run(self, own: WorkerRun, outcome: Outcome | StopReason) -> None:
+    async def _end_run(self, worker_run: WorkerRun, outcome: Outcome | StopReason) -> None:
         """Decide and finish.  Raises DatabaseUnavailable."""
-        run, lease = own.run, own.active.lease
+        run, lease = worker_run.run, worker_run.active.lease
         if outcome is StopReason.LOST:  # The lease was lost, or the server's push was quicker than the poll.
             requested_at_s = boottime_s()
-            following = await self._steps.give_up(lease, run.attempt, self._capacity.claimant)
-            await self._start_next(lease, None, following, requested_at_s)
+            next_offer = await self._steps.give_up(lease, run.attempt, self._concurrency.claimant)
+            await self._start_next(lease, None, next_offer, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if own.offer.is_resumption and not own.watch.sent:  # Its server may be at the call of the worker before.
+        if (
+            worker_run.offer.is_resumption and not worker_run.watch.sent
+        ):  # Its server may be at the call of the worker before.
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )
-        config, is_large = self._calls.config_of(run.job.model), _is_large(outcome)
-        decide = partial(retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=own.canceling)
+        config, is_large = self._server_calls.config_of(run.job.model), _is_large(outcome)
+        decide = partial(
+            retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=worker_run.canceling
+        )
         async with self._large_end_lock if is_large else nullcontext():
-            decision = await self._engine.run_in_thread(decide) if is_large else decide()
+            decision = await self._worker_loop.run_in_thread(decide) if is_large else decide()
             if decision.frees_slot_first:
-                own.watch.slot_released_at_s = time.monotonic()
-            start_next = partial(self._start_next, lease, own.watch.slot_released_at_s)
-            moved = await finish_run(own.steps, own.active, decision, lambda: self._capacity.claimant, start_next)
-        if moved is None:
+                worker_run.watch.slot_released_at_s = time.monotonic()
+            start_next = partial(self._start_next, lease, worker_run.watch.slot_released_at_s)
+            transition = await finish_run(
+                worker_run.steps, worker_run.active, decision, lambda: self._concurrency.claimant, start_next
+            )
+        if transition is None:
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
         elif isinstance(outcome, StopReason):
             log.info("run_returned", job_id=run.job.id, because=outcome.value)
@@ -233,7 +241,7 @@ class Executor:
     # -- the next run ----------------------------------------------------------------------------------------
 
     async def _start_next(
-        self, ended: Lease, slot_released_at_s: float | None, offer: Offer | None, requested_at_s: float
+        self, ended_lease: Lease, slot_released_at_s: float | None, offer: Offer | None, requested_at_s: float
     ) -> None:
         """A run is over: begin the offer that came of it, or find another if this worker is full.
 
@@ -241,37 +249,37 @@ class Executor:
         `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when
         Redis was asked for the offer.
         """
-        capacity = self._capacity
+        concurrency = self._concurrency
         if offer is not None:
             if slot_released_at_s is not None:
-                self._calls.note_handover(offer.lease, slot_released_at_s)
+                self._server_calls.note_handover(offer.lease, slot_released_at_s)
             self.run_claimed_offer(offer, requested_at_s)
-        elif capacity.accepts_jobs and not capacity.free_places:
-            if capacity.is_full_without(ended.name):
-                capacity.note_unfilled_place()
+        elif concurrency.accepts_jobs and not concurrency.free_places:
+            if concurrency.is_full_without(ended_lease.name):
+                concurrency.note_unfilled_place()
             else:
-                await self._start_in_turn(ended.fleet)
+                await self._start_in_turn(ended_lease.fleet)
 
     async def _start_in_turn(self, fleet: str) -> None:
         """Begin a job of the fleet whose turn it is after a run of this one."""
         requested_at_s = boottime_s()
-        self.run_claimed_offer(await self._engine.run_in_thread(self._poller.claim_in_turn, fleet), requested_at_s)
+        self.run_claimed_offer(await self._worker_loop.run_in_thread(self._poller.claim_in_turn, fleet), requested_at_s)
 
     # -- offers that come to nothing -------------------------------------------------------------------------
 
     def _discard(self, taken: TakenOffer) -> bool:
         """Count an offer no more.  False: it came to this process another way meanwhile, and that run lives."""
-        self._calls.forget(taken.offer.lease)
-        return self._capacity.remove(taken)
+        self._server_calls.forget(taken.offer.lease)
+        return self._concurrency.remove(taken)
 
     async def _release_unstarted(self, offer: Offer) -> None:
         """The offered job was gone: the slot goes to the next."""
-        lease, requested_at_s, following = Lease.from_offer(offer, self._owner), boottime_s(), None
+        lease, requested_at_s, next_offer = Lease.from_offer(offer, self._owner), boottime_s(), None
         try:
-            following = await self._steps.give_up(lease, claimant=self._capacity.claimant)
+            next_offer = await self._steps.give_up(lease, claimant=self._concurrency.claimant)
         except Exception as error:  # The lease expires, and its reaper sees to it.
             log.warning("release_postponed", job_id=offer.job_id, error=str(error))
-        await self._start_next(lease, None, following, requested_at_s)
+        await self._start_next(lease, None, next_offer, requested_at_s)
 
     async def _offer_to_others(self, offer: Offer) -> None:
         """Let another worker have what this one has been offered and not begun."""
@@ -283,13 +291,15 @@ class Executor:
 
     async def _return_job(self, offer: Offer, error: Exception) -> None:
         """The job could not be started, through no fault of its own: back to its place, and not at once again."""
-        is_foreseen = isinstance(error, SlotkeeperError | RedisError)
-        log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_foreseen else error)
+        is_expected = isinstance(error, SlotkeeperError | RedisError)
+        log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_expected else error)
         if offer.is_resumption:
             return  # Its server may run it: no other may have it.  The reaper offers it once more.
         if isinstance(error, CommitUnknown):
             return  # It may be running under this lease; when that expires, the reaper finds out.
-        await self._steps.free(Lease.from_offer(offer, self._owner), return_to_lane=True, cooldown_ms=_START_AGAIN_MS)
+        await self._steps.free(
+            Lease.from_offer(offer, self._owner), return_to_lane=True, cooldown_ms=_RESTART_COOLDOWN_MS
+        )
 
 
 def _is_large(outcome: Outcome | StopReason) -> bool:

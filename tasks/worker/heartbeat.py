@@ -19,7 +19,7 @@ from tasks import threads
 
 log = structlog.get_logger(__name__)
 
-_STORED_WITHIN_S = 2.0  # else the record is away, and a lease says that the run is not given up
+_STORE_LIMIT_S = 2.0  # else the record is away, and a lease says that the run is not given up
 
 
 class LeaseWatch:
@@ -27,9 +27,9 @@ class LeaseWatch:
 
     __slots__ = (
         "_call_soon",
-        "_heard",
+        "_callback",
+        "_sleeper",
         "_timer",
-        "_waking",
         "awaits",
         "cancel",
         "confirmed_at_s",
@@ -69,58 +69,58 @@ class LeaseWatch:
             None  # monotonic: since when its slot is the next run's, its end being stored
         )
         self._call_soon = call_soon
-        self._heard: Callable[[], None] = _nothing
-        self._waking: asyncio.Future[None] | None = None
+        self._callback: Callable[[], None] = _ignore_change
+        self._sleeper: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def needs_renewal(self) -> bool:
         """Whether the lease is renewed: not in the moment in which its end is stored, its slot being passed on."""
-        return self.slot_released_at_s is None or time.monotonic() - self.slot_released_at_s > _STORED_WITHIN_S
+        return self.slot_released_at_s is None or time.monotonic() - self.slot_released_at_s > _STORE_LIMIT_S
 
-    def on_change(self, heard: Callable[[], None]) -> None:
+    def on_change(self, callback: Callable[[], None]) -> None:
         """What to call, in the loop, when a flag is raised; at once, if one is."""
-        self._heard = heard
+        self._callback = callback
         if self.cancel or self.lost or self.stop or self.drain:
-            heard()
+            callback()
 
     def clear_callback(self) -> None:
         """Whoever listened is over, and shall not be kept in memory by this."""
-        self._heard = _nothing
+        self._callback = _ignore_change
 
     def sleep(self, seconds: float) -> "asyncio.Future[None]":
         """Sleep, but not past the moment in which a flag is raised."""
         loop = asyncio.get_running_loop()
-        self._waking = loop.create_future()
+        self._sleeper = loop.create_future()
         self._timer = loop.call_later(seconds, self._wake)
-        return self._waking
+        return self._sleeper
 
     def request_cancel(self) -> None:
         """Somebody wants the job canceled: its run learns of it, and its server."""
-        self._raise("cancel")
+        self._set_flag("cancel")
 
-    def end(self, why: Literal["lost", "stop", "drain"]) -> None:
+    def end(self, flag: Literal["lost", "stop", "drain"]) -> None:
         """This run is over for this worker; "drain": if another worker can resume it."""
-        self._raise(why)
+        self._set_flag(flag)
 
-    def _raise(self, flag: str) -> None:
+    def _set_flag(self, flag: str) -> None:
         if not getattr(self, flag):
             setattr(self, flag, True)
-            self._call_soon(self._tell)
+            self._call_soon(self._notify)
 
-    def _tell(self) -> None:
-        self._heard()
+    def _notify(self) -> None:
+        self._callback()
         self._wake()
 
     def _wake(self) -> None:
-        waking, timer, self._waking, self._timer = self._waking, self._timer, None, None
+        sleeper, timer, self._sleeper, self._timer = self._sleeper, self._timer, None, None
         if timer is not None:
             timer.cancel()
-        if waking is not None and not waking.done():
-            waking.set_result(None)
+        if sleeper is not None and not sleeper.done():
+            sleeper.set_result(None)
 
 
-def _nothing() -> None:
+def _ignore_change() -> None:
     pass
 
 

@@ -17,7 +17,7 @@ from tasks.worker.heartbeat import LeaseWatch
 
 log = structlog.get_logger(__name__)
 
-_ASK_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 
 class DatabaseCheck:
@@ -27,53 +27,56 @@ class DatabaseCheck:
     last that Redis was told, and not be another's.  Until the record answers, the run goes on.
     """
 
-    def __init__(self, dispatcher: Dispatcher, postponed: OnPostponed) -> None:
+    def __init__(self, dispatcher: Dispatcher, on_postponed: OnPostponed) -> None:
         self._dispatcher = dispatcher
-        self._steps = RunSteps(dispatcher, ThreadIo(dispatcher), postponed)
-        self._asked: dict[LeaseWatch, bool] = {}  # and whether Redis does not know its lease
+        self._steps = RunSteps(dispatcher, ThreadIo(dispatcher), on_postponed)
+        self._requests: dict[LeaseWatch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._aside = BackgroundTask("inquiry", self._answer)
+        self._task = BackgroundTask("inquiry", self._run)
 
-    def request(self, watches: Collection[LeaseWatch], *, doubted: bool = False) -> None:
-        """Tell these runs, soon, what the record says of them.  `doubted`: Redis does not know their leases."""
+    def request(self, watches: Collection[LeaseWatch], *, unknown_to_redis: bool = False) -> None:
+        """Tell these runs, soon, what the record says of them.  `unknown_to_redis`: Redis does not know their leases."""
         watches = [watch for watch in watches if not watch.starting]
         if not watches:
             return
         with self._lock:
             for watch in watches:
-                self._asked[watch] = doubted or self._asked.get(watch, False)
-        self._aside.request()
+                self._requests[watch] = unknown_to_redis or self._requests.get(watch, False)
+        self._task.request()
 
     def end(self) -> None:
         """What the record has not said by now is asked for no more."""
         self._ended.set()
 
-    def check(self, asked: dict[LeaseWatch, bool]) -> None:
+    def check(self, requests: dict[LeaseWatch, bool]) -> None:
         """Tell runs, each with whether its lease is doubted, what the record says.  Raises DatabaseUnavailable."""
-        briefs = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in asked])
-        for watch, doubted in asked.items():
-            self._apply(watch, briefs.get(watch.lease.job_id), doubted)
+        statuses = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in requests])
+        for watch, unknown_to_redis in requests.items():
+            self._apply(watch, statuses.get(watch.lease.job_id), unknown_to_redis)
 
-    def _answer(self) -> None:
+    def _run(self) -> None:
         with self._lock:
-            asked, self._asked = {watch: doubted for watch, doubted in self._asked.items() if not watch.is_removed}, {}
-        if not asked:
+            requests, self._requests = (
+                {watch: unknown_to_redis for watch, unknown_to_redis in self._requests.items() if not watch.is_removed},
+                {},
+            )
+        if not requests:
             return
         try:
-            self.check(asked)
+            self.check(requests)
         except DatabaseUnavailable as error:
-            log.warning("inquiry_postponed", runs=len(asked), error=str(error))
-            if self._ended.wait(_ASK_AGAIN_S):
+            log.warning("inquiry_postponed", runs=len(requests), error=str(error))
+            if self._ended.wait(_RETRY_S):
                 return
-            for watch, doubted in asked.items():
-                self.request([watch], doubted=doubted)
+            for watch, unknown_to_redis in requests.items():
+                self.request([watch], unknown_to_redis=unknown_to_redis)
 
-    def _apply(self, watch: LeaseWatch, found: JobStatus | None, doubted: bool) -> None:
+    def _apply(self, watch: LeaseWatch, found: JobStatus | None, unknown_to_redis: bool) -> None:
         if found is not None and _runs_under(found, watch.lease):
-            if doubted and not watch.sent:  # No server has the run: its slot may stay the next job's.
+            if unknown_to_redis and not watch.sent:  # No server has the run: its slot may stay the next job's.
                 watch.end("lost")
-            elif doubted:
+            elif unknown_to_redis:
                 self._restore_lease(watch, found)
             if found.cancel_requested:
                 watch.request_cancel()
@@ -81,7 +84,7 @@ class DatabaseCheck:
         ended_for_good = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
         if ended_for_good:
             watch.request_cancel()  # Its server is to hear of that.
-        if doubted or not ended_for_good:
+        if unknown_to_redis or not ended_for_good:
             watch.end("lost")
 
     def _restore_lease(self, watch: LeaseWatch, found: JobStatus) -> None:

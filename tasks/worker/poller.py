@@ -60,20 +60,20 @@ class Poller:
         dispatcher: Dispatcher,
         workers: WorkerCapacity,
         owner: str,
-        room: Callable[[], int],
+        free_places: Callable[[], int],
         start: Callable[[Offer, float], None],
     ) -> None:
-        self.turns = FleetRotation()
+        self.rotation = FleetRotation()
         self._dispatcher = dispatcher
         self._workers = workers
         self._owner = owner
-        self._room = room
+        self._free_places = free_places
         self._start = start
-        self._seen: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
+        self._last_open_offers: dict[str, int] = {}  # fleet -> number of its oldest open offer at the last look
         self._ended = threading.Event()
 
     def start(self) -> None:
-        threads.start_vital_thread(self.name, self._poll)
+        threads.start_vital_thread(self.name, self._run)
 
     def end(self) -> None:
         """Look no more, and report that this worker was told to stop."""
@@ -83,14 +83,16 @@ class Poller:
         except Exception as error:  # Its capacity is forgotten in a few seconds anyway.
             log.info("removal_not_reported", error=str(error))
 
-    def look(self) -> int:
+    def poll_once(self) -> int:
         """Look once; answers how many jobs were begun.  Raises redis errors and DatabaseUnavailable."""
-        self._workers.report(self._owner, self._room())
-        looks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
-        found = [look for look in looks if self._needs_worker(look)]
-        self._seen = {look.fleet: look.oldest_open_offer for look in looks if look.oldest_open_offer is not None}
-        self.turns.replace([look.fleet for look in found])
-        return sum(self._start_jobs(look.fleet) for look in found)
+        self._workers.report(self._owner, self._free_places())
+        peeks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
+        found = [peek for peek in peeks if self._needs_worker(peek)]
+        self._last_open_offers = {
+            peek.fleet: peek.oldest_open_offer for peek in peeks if peek.oldest_open_offer is not None
+        }
+        self.rotation.replace([peek.fleet for peek in found])
+        return sum(self._start_jobs(peek.fleet) for peek in found)
 
     def claim_in_turn(self, fleet: str) -> Offer | None:
         """Claim an offer of the fleet whose turn it is after a run of this one.
@@ -98,7 +100,7 @@ class Poller:
         None: nothing waits that can be started, or Redis is away.
         """
         try:
-            for following in self.turns.next_after(fleet):
+            for following in self.rotation.next_after(fleet):
                 offers = self._dispatcher.queues.offer(following, 1, claimant=self._owner)
                 if offers:
                     return offers[0]
@@ -106,16 +108,16 @@ class Poller:
             log.warning("offer_postponed", error=str(error))
         return None
 
-    def _needs_worker(self, look: QueuePeek) -> bool:
+    def _needs_worker(self, peek: QueuePeek) -> bool:
         """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""
-        if look.oldest_open_offer is None:
-            return look.may_start
-        return self._seen.get(look.fleet) == look.oldest_open_offer
+        if peek.oldest_open_offer is None:
+            return peek.may_start
+        return self._last_open_offers.get(peek.fleet) == peek.oldest_open_offer
 
     def _start_jobs(self, fleet: str) -> int:
         """Begin what is there, as far as there is room."""
         taken = 0
-        while self._room() > 0:
+        while self._free_places() > 0:
             requested_at_s = boottime_s()
             if not (offers := self._dispatcher.queues.offer(fleet, 1, claimant=self._owner)):
                 break
@@ -123,10 +125,10 @@ class Poller:
             taken += 1
         return taken
 
-    def _poll(self) -> None:
+    def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                self.look()
+                self.poll_once()
             except Exception as error:
                 log.warning("poll_failed", error=str(error))
             self._ended.wait(REPORT_EVERY_S)

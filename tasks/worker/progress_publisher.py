@@ -21,11 +21,11 @@ log = structlog.get_logger(__name__)
 
 BATCH_S = 0.02
 """What comes within this is told together."""
-_UNWATCHED_S = 0.25
-_EACH_S = (
+_UNWATCHED_PAUSE_S = 0.25
+_PAUSE_PER_STREAM_S = (
     0.001  # longer for each run that says something, so that a worker asks Redis a thousand times a second at most
 )
-_AFTER_FAILURE_S = 1.0
+_FAILURE_PAUSE_S = 1.0
 MAX_ENTRY_CHARS = 16 * 1024
 """Characters of an entry; a longer piece comes in parts, and a value that takes more is left out."""
 MAX_PENDING_CHARS = 64 * 1024
@@ -37,8 +37,8 @@ MAX_STORED_BYTES = 64 * 1024
 class ProgressPublisher:
     """All runs of an event loop.  `ask`: runs a script."""
 
-    def __init__(self, telling: ProgressCommands, ask: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
-        self.telling, self.ask, self.loop = telling, ask, loop
+    def __init__(self, commands: ProgressCommands, redis: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
+        self.commands, self.redis, self.loop = commands, redis, loop
         self.active_streams = 0  # runs that have said something
 
     def stream(self, job_id: str, attempt: int) -> "ProgressStream":
@@ -48,55 +48,55 @@ class ProgressPublisher:
 class ProgressStream:
     """What one attempt's server says.  For the loop's thread alone."""
 
-    __slots__ = ("_attempt", "_is_over", "_job_id", "_saying", "_words")
+    __slots__ = ("_attempt", "_is_closed", "_job_id", "_publisher", "_queue")
 
-    def __init__(self, saying: ProgressPublisher, job_id: str, attempt: int) -> None:
-        self._saying, self._job_id, self._attempt = saying, job_id, attempt
-        self._words: _Words | None = None  # Every run has a speech, and few say anything.
-        self._is_over = False
+    def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
+        self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
+        self._queue: _EntryQueue | None = None  # Every run has a speech, and few say anything.
+        self._is_closed = False
 
     def __call__(self, piece: Piece) -> None:
         """The server has said this."""
-        if self._is_over:
+        if self._is_closed:
             return
-        if self._words is None:
-            self._words = _Words(self._saying, self._job_id, self._attempt)
-        self._words.add(piece)
+        if self._queue is None:
+            self._queue = _EntryQueue(self._publisher, self._job_id, self._attempt)
+        self._queue.add(piece)
 
     def close(self) -> None:
         """The run is over: what waits is told now."""
-        if not self._is_over:
-            self._is_over = True
-            if self._words is not None:
-                self._words.end()
+        if not self._is_closed:
+            self._is_closed = True
+            if self._queue is not None:
+                self._queue.close()
 
 
-class _Words:
+class _EntryQueue:
     """A speech from its first word on."""
 
-    def __init__(self, saying: ProgressPublisher, job_id: str, attempt: int) -> None:
-        self._saying, self._job_id, self._attempt = saying, job_id, attempt
-        self._clock = EntryIds(attempt)
+    def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
+        self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
+        self._entry_ids = EntryIds(attempt)
         self._entries: deque[_ProgressEntry] = deque()
-        self._waiting = 0  # characters
-        self._sizes: deque[int] = deque()  # bytes of what is kept for those who come later
+        self._pending_chars = 0  # characters
+        self._stored_sizes: deque[int] = deque()  # bytes of what is kept for those who come later
         self._last_progress: Any = None
-        self._is_asking = self._is_over = False
-        self._rests_until = 0.0  # by the loop's clock
+        self._is_sending = self._is_closed = False
+        self._paused_until = 0.0  # by the loop's clock
         self._timer: Any = None
-        saying.active_streams += 1
+        publisher.active_streams += 1
 
     def add(self, piece: Piece) -> None:
-        self._note(piece)
+        self._add_piece(piece)
         self._send_soon()
 
-    def end(self) -> None:
-        self._is_over = True
-        self._saying.active_streams -= 1
-        self._rests_until = 0.0
+    def close(self) -> None:
+        self._is_closed = True
+        self._publisher.active_streams -= 1
+        self._paused_until = 0.0
         self._send_soon()
 
-    def _note(self, piece: Piece) -> None:
+    def _add_piece(self, piece: Piece) -> None:
         if piece.progress is not None and piece.progress != self._last_progress:
             self._last_progress = piece.progress
             self._add(_ProgressEntry(0, progress=piece.progress), _size(piece.progress))
@@ -108,36 +108,36 @@ class _Words:
 
     def _add_text(self, text: str, offset: int) -> None:
         last = self._entries[-1] if self._entries else None
-        if last is not None and last.goes_on(offset) and last.size + len(text) <= MAX_ENTRY_CHARS:
+        if last is not None and last.continues_at(offset) and last.size + len(text) <= MAX_ENTRY_CHARS:
             last.texts.append(text)
             last.size += len(text)
-            self._waiting += len(text)
+            self._pending_chars += len(text)
         else:
             self._add(_ProgressEntry(offset, texts=[text]), len(text))
 
     def _add(self, entry: "_ProgressEntry", size: int) -> None:
-        if size > MAX_ENTRY_CHARS or self._waiting + size > MAX_PENDING_CHARS:
+        if size > MAX_ENTRY_CHARS or self._pending_chars + size > MAX_PENDING_CHARS:
             return
         entry.size = size
         self._entries.append(entry)
-        self._waiting += size + 1
+        self._pending_chars += size + 1
 
     def _send_soon(self) -> None:
-        if self._is_asking or not (self._entries or self._is_over):
+        if self._is_sending or not (self._entries or self._is_closed):
             return
-        left_s = self._rests_until - self._saying.loop.time()
+        wait_s = self._paused_until - self._publisher.loop.time()
         if self._timer is not None:
-            if left_s > 0:
+            if wait_s > 0:
                 return
             self._timer.cancel()
             self._timer = None
-        if left_s > 0:
-            self._timer = self._saying.loop.call_later(left_s, self._ring)
+        if wait_s > 0:
+            self._timer = self._publisher.loop.call_later(wait_s, self._on_timer)
         else:
-            self._is_asking = True
-            self._saying.loop.create_task(self._send())
+            self._is_sending = True
+            self._publisher.loop.create_task(self._send())
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._send_soon()
 
@@ -145,27 +145,31 @@ class _Words:
         pause_s = BATCH_S
         try:
             while self._entries:
-                watchers = await self._saying.ask(self._command(self._entries.popleft()))
-                pause_s = BATCH_S if watchers > 0 else _UNWATCHED_S
-            if self._is_over:
-                await self._saying.ask(self._saying.telling.end_command(self._job_id))
+                watchers = await self._publisher.redis(self._command(self._entries.popleft()))
+                pause_s = BATCH_S if watchers > 0 else _UNWATCHED_PAUSE_S
+            if self._is_closed:
+                await self._publisher.redis(self._publisher.commands.end_command(self._job_id))
         except RedisError:
-            pause_s = _AFTER_FAILURE_S
+            pause_s = _FAILURE_PAUSE_S
         except Exception:
             log.exception("progress_publisher_failed", job_id=self._job_id)
             self._entries.clear()
-        self._waiting = sum(entry.size for entry in self._entries)
-        self._rests_until = self._saying.loop.time() + max(pause_s, _EACH_S * self._saying.active_streams)
-        self._is_asking = False
-        if not self._is_over:
+        self._pending_chars = sum(entry.size for entry in self._entries)
+        self._paused_until = self._publisher.loop.time() + max(
+            pause_s, _PAUSE_PER_STREAM_S * self._publisher.active_streams
+        )
+        self._is_sending = False
+        if not self._is_closed:
             self._send_soon()
 
     def _command(self, entry: "_ProgressEntry") -> Command[int]:
         text = json_text.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.to_dict()})
-        self._sizes.append(len(text))
-        while sum(self._sizes) > MAX_STORED_BYTES and len(self._sizes) > 1:
-            self._sizes.popleft()
-        return self._saying.telling.publish_command(self._job_id, self._clock.next(), text.decode(), len(self._sizes))
+        self._stored_sizes.append(len(text))
+        while sum(self._stored_sizes) > MAX_STORED_BYTES and len(self._stored_sizes) > 1:
+            self._stored_sizes.popleft()
+        return self._publisher.commands.publish_command(
+            self._job_id, self._entry_ids.next(), text.decode(), len(self._stored_sizes)
+        )
 
 
 class _ProgressEntry:
@@ -179,7 +183,7 @@ class _ProgressEntry:
         self._offset, self.texts, self._values, self._progress = offset, texts or [], values, progress
         self.size = 0
 
-    def goes_on(self, offset: int) -> bool:
+    def continues_at(self, offset: int) -> bool:
         """Whether a text that begins there goes on with this one's."""
         return bool(self.texts) and self._offset + self.size == offset
 

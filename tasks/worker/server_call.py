@@ -25,9 +25,9 @@ from tasks.worker.heartbeat import LeaseWatch
 log = structlog.get_logger(__name__)
 
 # How long a server must be gone without a break before a job whose fate is unknown is given up as lost.
-_DOWN_PATIENCE_S = 10.0
-_CANCEL_PATIENCE_S = 5.0
-_FIND_OUT_EVERY_S = 1.0
+_DOWN_LIMIT_S = 10.0
+_CANCEL_WAIT_S = 5.0
+_HEALTH_PERIOD_S = 1.0
 _REPORT_DELAY_S = MIN_AGE_MS / 1000
 _OBSERVE_S = 600.0  # for the end of a run that is given up, at most
 _POLL_DEADLINE_S = (
@@ -41,11 +41,11 @@ _AWAITS_EARLIER_REQUEST = (
 )
 
 
-async def _holds_always(_: LeaseWatch) -> bool:
+async def _always_held(_: LeaseWatch) -> bool:
     return True
 
 
-NoteRemote = Callable[[str], Awaitable[bool]]
+StoreRemoteId = Callable[[str], Awaitable[bool]]
 """Stores the server's own id of the job; False: this run is over."""
 
 
@@ -54,32 +54,32 @@ class ServerCall:
 
     __slots__ = (
         "__weakref__",
-        "_answered",
-        "_asked_with",
         "_bad_answer",
         "_broken_until",
         "_cancel_frees_slot",
         "_cancel_until",
         "_canceling",
+        "_changes_model",
         "_config",
-        "_end",
-        "_gone_since",
+        "_down_since",
+        "_ends_s",
         "_has_one_slot",
+        "_has_response",
         "_is_lease_held",
-        "_live",
         "_longest_usual_ms",
         "_may_be_at_server",
         "_may_send_again",
         "_model_version",
-        "_note_remote",
+        "_poll_call",
         "_poll_phase",
         "_remote_id",
         "_resumes",
         "_run",
+        "_session",
         "_silent_since",
         "_submit_unconfirmed",
-        "_swap",
         "_watch",
+        "_write_remote_id",
     )
 
     def __init__(
@@ -87,11 +87,11 @@ class ServerCall:
         active: ActiveRun,
         watch: LeaseWatch,
         config: ModelConfig,
-        live: ServerSession | None,
-        note_remote: NoteRemote,
+        session: ServerSession | None,
+        write_remote_id: StoreRemoteId,
         model_version: str = "",
-        swap: bool = True,
-        holds: Callable[[LeaseWatch], Awaitable[bool]] = _holds_always,
+        changes_model: bool = True,
+        is_lease_held: Callable[[LeaseWatch], Awaitable[bool]] = _always_held,
         longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
         has_one_slot: bool = False,
         may_be_at_server: bool = False,
@@ -104,24 +104,28 @@ class ServerCall:
         self._run: Run = active.run
         self._watch = watch
         self._config = config
-        self._live = live
-        self._note_remote, self._is_lease_held = note_remote, holds
-        self._model_version, self._swap, self._longest_usual_ms = model_version, swap, longest_usual_ms
+        self._session = session
+        self._write_remote_id, self._is_lease_held = write_remote_id, is_lease_held
+        self._model_version, self._changes_model, self._longest_usual_ms = (
+            model_version,
+            changes_model,
+            longest_usual_ms,
+        )
         self._has_one_slot, self._may_be_at_server = has_one_slot, may_be_at_server
-        self._end = time.monotonic() + _seconds_left(active.run, config, active.run.sent_ms or active.run.started_ms)
-        self._asked_with: Call | None = None
+        self._ends_s = time.monotonic() + _seconds_left(active.run, config, active.run.sent_ms or active.run.started_ms)
+        self._poll_call: Call | None = None
         self._resumes = watch.sent = active.run.remote_id is not None
         self._remote_id = active.run.remote_id
         self._submit_unconfirmed = (
             False  # No answer to the request, and nothing since, has said that the server knows the run.
         )
-        self._answered = False
+        self._has_response = False
         self._canceling: asyncio.Task[None] | None = None
         self._cancel_until: float | None = None
         self._cancel_frees_slot = (
             False  # The server has said yes to a cancel, and is described as one whose yes frees the slot.
         )
-        self._gone_since: float | None = None
+        self._down_since: float | None = None
         self._broken_until: float | None = None  # Until when a run goes on whose connection the server broke.
         self._silent_since: float | None = None  # Since when a server that tells the end itself is well and has not.
         # When in its interval it is asked: runs that began together each need a connection if asked together.
@@ -131,24 +135,24 @@ class ServerCall:
 
     async def run(self) -> Outcome | StopReason:
         """Run the job and answer what came of it: never PENDING or UNKNOWN.  Raises DatabaseUnavailable."""
-        live = self._live
-        if live is None:
+        session = self._session
+        if session is None:
             return Outcome(OutcomeKind.UNREACHABLE, code="server_removed", message="The server was removed.")
         self._watch.on_change(self._on_watch_change)
         try:
-            found = await self._begin(live)
-            while isinstance(found, Outcome) and found.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
-                if not await self._store_remote_id(found.remote_id):
+            outcome = await self._begin(session)
+            while isinstance(outcome, Outcome) and outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN):
+                if not await self._store_remote_id(outcome.remote_id):
                     return StopReason.LOST
-                self._watch.awaits = self._awaited_answer(found)
+                self._watch.awaits = self._awaited_answer(outcome)
                 if self._stop_reason() is None:
-                    await self._watch.sleep(self._interval_s(found))
-                found = await self._outcome_after_wait(live, found) or await self._check(live)
+                    await self._watch.sleep(self._pause_s(outcome))
+                outcome = await self._outcome_after_wait(session, outcome) or await self._check(session)
         finally:
             self._watch.clear_callback()
-        if isinstance(found, StopReason) or self._has_server_stopped(live, found):
-            return found
-        return found._replace(server_still_running=True)
+        if isinstance(outcome, StopReason) or self._has_server_stopped(session, outcome):
+            return outcome
+        return outcome._replace(server_still_running=True)
 
     def _awaited_answer(self, found: Outcome) -> str:
         """Return what a run waits for that goes on, as a sentence; "": it runs as it should."""
@@ -162,45 +166,47 @@ class ServerCall:
             f" job, or for {left_s:.0f} s more if that does not tell."
         )
 
-    def _has_server_stopped(self, live: ServerSession, outcome: Outcome) -> bool:
+    def _has_server_stopped(self, session: ServerSession, outcome: Outcome) -> bool:
         """Whether the server has let go of a run that it calls canceled: some say so and go on."""
-        sent = self._answered or self._remote_id is not None
-        return outcome.kind is not OutcomeKind.CANCELED or not sent or live.description.cancel_frees_slot != "no"
+        sent = self._has_response or self._remote_id is not None
+        return outcome.kind is not OutcomeKind.CANCELED or not sent or session.description.cancel_frees_slot != "no"
 
-    async def _begin(self, live: ServerSession) -> Outcome | StopReason:
+    async def _begin(self, session: ServerSession) -> Outcome | StopReason:
         """Hand the job over; or ask for what an earlier worker began, which may have ended long ago."""
         if self._resumes:
-            return await self._check(live)
+            return await self._check(session)
         if (
-            left := self._stop_reason()
+            reason := self._stop_reason()
         ) is not None:  # Nothing has been sent: who shall not go on has nothing to wait for.
-            return left
+            return reason
         if self._watch.cancel:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
         if self._is_overdue:
             message = "The job's deadline (ttl) had passed before it was sent to a server."
             return Outcome(OutcomeKind.RETRY, code="deadline_passed", message=message)
         if self._may_be_at_server:
-            if (ended := await self._wait_for_earlier_request(live)) is not None:
+            if (ended := await self._wait_for_earlier_request(session)) is not None:
                 return ended
-            self._end = time.monotonic() + _seconds_left(self._run, self._config, now_ms())  # Its own time begins.
+            self._ends_s = time.monotonic() + _seconds_left(self._run, self._config, now_ms())  # Its own time begins.
             self._watch.awaits = ""
-        if live.description.is_found_by_given_id and not await self._store_remote_id(live.given_id_of(self.poll_call)):
+        if session.description.is_found_by_given_id and not await self._store_remote_id(
+            session.given_id_of(self.poll_call)
+        ):
             return StopReason.LOST
         call = self._submit_call
         if not await self._is_lease_held(self._watch):
             return StopReason.UNSENT
         self._watch.sent = True
-        return await self._submit(live, call)
+        return await self._submit(session, call)
 
-    async def _wait_for_earlier_request(self, live: ServerSession) -> Outcome | StopReason | None:
+    async def _wait_for_earlier_request(self, session: ServerSession) -> Outcome | StopReason | None:
         """Wait until the request of an earlier worker has left the server; None: the request may be sent.
 
         A server that joins a repeated request to its run is sent it at once.  Any other could run the job twice at the
         same time, so something must show that it is free of the earlier request: its health, a process that has ended,
         or, where its health does not tell, the time that runs of the model usually take.
         """
-        if live.description.submit.idempotent:
+        if session.description.submit.idempotent:
             return None
         began_s = time.monotonic()
         longest_s = self._config.max_poll_time
@@ -211,8 +217,8 @@ class ServerCall:
                 return reason
             if self._watch.cancel:
                 return Outcome(OutcomeKind.CANCELED, message="Canceled.", server_still_running=True)
-            health = await live.health()
-            if health.idempotent or await self._refuses_connections(live, health):
+            health = await session.health()
+            if health.idempotent or await self._refuses_connections(session, health):
                 return None
             is_known, waited_s = self._is_known(health), time.monotonic() - began_s
             latest = f", or in {max(longest_s - waited_s, 0):.0f} s" if is_known is None else ""
@@ -223,46 +229,46 @@ class ServerCall:
             if is_known is None and waited_s >= longest_s:
                 return None
             if self._is_overdue:
-                return await self._time_out(live, Outcome(OutcomeKind.UNKNOWN, message=health.message))
-            await self._watch.sleep(_FIND_OUT_EVERY_S)
+                return await self._time_out(session, Outcome(OutcomeKind.UNKNOWN, message=health.message))
+            await self._watch.sleep(_HEALTH_PERIOD_S)
 
-    async def _submit(self, live: ServerSession, call: Call) -> Outcome:
-        outcome = await live.submit(call)
-        self._answered, self._submit_unconfirmed = True, outcome.kind is OutcomeKind.UNKNOWN
+    async def _submit(self, session: ServerSession, call: Call) -> Outcome:
+        outcome = await session.submit(call)
+        self._has_response, self._submit_unconfirmed = True, outcome.kind is OutcomeKind.UNKNOWN
         crash_at("run_sent")
-        if not live.is_broken or not self._submit_unconfirmed:
+        if not session.is_broken or not self._submit_unconfirmed:
             return outcome
-        if await live.has_process_ended():
+        if await session.has_process_ended():
             return _CRASHED
         if self._longest_usual_ms is not None:
             self._broken_until = time.monotonic() + await self._longest_usual_ms() / 1000
         return outcome
 
-    async def _send_again(self, live: ServerSession) -> Outcome:
+    async def _send_again(self, session: ServerSession) -> Outcome:
         """Only the connection was lost: under its key the server answers from its recent results, or runs it now."""
         call = self._submit_call
         if not await self._is_lease_held(self._watch):  # The database says soon whether the run still counts.
             return Outcome(OutcomeKind.UNKNOWN, message="Its slot may be another job's.", remote_id=self._remote_id)
         self._may_send_again = False
-        return await self._submit(live, call)
+        return await self._submit(session, call)
 
     @property
     def poll_call(self) -> Call:
         """What all questions about the run, and its cancel, are asked with; most runs are asked nothing."""
-        if self._asked_with is None:
-            by_payload = self._live is not None and self._live.description.asks_by_payload
-            self._asked_with = self._build_call(
+        if self._poll_call is None:
+            by_payload = self._session is not None and self._session.description.asks_by_payload
+            self._poll_call = self._build_call(
                 json_text.loads(self._run.payload) if by_payload else None, _POLL_DEADLINE_S
             )
-        return self._asked_with
+        return self._poll_call
 
     @property
     def _submit_call(self) -> Call:
         """The request itself.  Its payload is read when it is sent: a run that is polled for hours does not keep it."""
-        passes_on = self._live is not None and self._live.description.sends_payload_alone
+        passes_on = self._session is not None and self._session.description.sends_payload_alone
         payload = orjson.Fragment(self._run.payload) if passes_on else json_text.loads(self._run.payload)
         listen_s = min(self._config.max_poll_time, _OBSERVE_S)
-        return self._build_call(payload, max(self._end - time.monotonic(), 0.001), listen_s)
+        return self._build_call(payload, max(self._ends_s - time.monotonic(), 0.001), listen_s)
 
     def _build_call(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> Call:
         run = self._run
@@ -276,8 +282,8 @@ class ServerCall:
             listen_s=listen_s,
             model=run.job.model,
             model_version=self._model_version,
-            swap=self._swap,
-            traceparent=tracing.told(run.job.id, run.traceparent, ATTEMPT, run.attempt),
+            swap=self._changes_model,
+            traceparent=tracing.outgoing_traceparent(run.job.id, run.traceparent, ATTEMPT, run.attempt),
         )
 
     async def _store_remote_id(self, found: str | None) -> bool:
@@ -286,7 +292,7 @@ class ServerCall:
         """
         if found is None or found == self._remote_id:
             return True
-        if not await self._note_remote(found):
+        if not await self._write_remote_id(found):
             return False
         self._remote_id = found
         crash_at("run_remote_noted")
@@ -301,34 +307,34 @@ class ServerCall:
     @property
     def _is_resumable(self) -> bool:
         """Whether another worker can ask the server for this run, and nothing is lost if our connection closes."""
-        if self._remote_id is None or self._live is None:
+        if self._remote_id is None or self._session is None:
             return False
-        return self._resumes or self._answered or not self._live.description.submit.ends_on_disconnect
+        return self._resumes or self._has_response or not self._session.description.submit.ends_on_disconnect
 
-    async def _outcome_after_wait(self, live: ServerSession, last: Outcome) -> Outcome | StopReason | None:
+    async def _outcome_after_wait(self, session: ServerSession, last: Outcome) -> Outcome | StopReason | None:
         """What the waiting itself has come to, if it is over."""
-        if (left := self._stop_reason()) is not None:
-            return left
+        if (reason := self._stop_reason()) is not None:
+            return reason
         if self._watch.cancel:
-            return self._cancel()
-        if time.monotonic() < self._end:
+            return self._outcome_if_canceled()
+        if time.monotonic() < self._ends_s:
             return None
-        return await self._time_out(live, last)
+        return await self._time_out(session, last)
 
-    def _interval_s(self, last: Outcome) -> float:
+    def _pause_s(self, last: Outcome) -> float:
         """How long to wait before the server is asked again."""
-        every_s = self._config.poll_interval if last.kind is OutcomeKind.PENDING else _FIND_OUT_EVERY_S
+        period_s = self._config.poll_interval if last.kind is OutcomeKind.PENDING else _HEALTH_PERIOD_S
         if self._watch.cancel:  # It may have been heard while the server was being asked, and has its own patience.
-            return min(every_s, _FIND_OUT_EVERY_S)
-        every_s, self._poll_phase = every_s * self._poll_phase, 1.0
-        return max(min(every_s, self._end - time.monotonic()), 0)
+            return min(period_s, _HEALTH_PERIOD_S)
+        period_s, self._poll_phase = period_s * self._poll_phase, 1.0
+        return max(min(period_s, self._ends_s - time.monotonic()), 0)
 
-    def _cancel(self) -> Outcome | None:
+    def _outcome_if_canceled(self) -> Outcome | None:
         """The server has been told, or is being told; watch for a moment whether it lets go."""
         if self._cancel_frees_slot:
             return Outcome(OutcomeKind.CANCELED, message="Canceled.")
         if self._cancel_until is None:
-            self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
+            self._cancel_until = time.monotonic() + _CANCEL_WAIT_S
         elif time.monotonic() > self._cancel_until:
             return Outcome(
                 OutcomeKind.CANCELED, message="Canceled; the server did not confirm it.", server_still_running=True
@@ -337,44 +343,44 @@ class ServerCall:
 
     def _on_watch_change(self) -> None:
         """A flag of the lease was raised."""
-        if self._live is None:
+        if self._session is None:
             return
         if self._stop_reason() is not None:
-            self._live.cut_off()
+            self._session.cut_off()
         elif self._watch.cancel and self._canceling is None:
-            self._canceling = asyncio.get_running_loop().create_task(self._end_by_cancel(self._live))
+            self._canceling = asyncio.get_running_loop().create_task(self._end_by_cancel(self._session))
 
-    async def _end_by_cancel(self, live: ServerSession) -> None:
+    async def _end_by_cancel(self, session: ServerSession) -> None:
         """Ask the server to let go, beside the run, which may be waiting for its answer.
 
         A server that goes on regardless is not waited for any longer.
         """
-        self._cancel_until = time.monotonic() + _CANCEL_PATIENCE_S
-        await self._send_cancel(live)
-        if not self._resumes and not self._answered:
-            await asyncio.sleep(_CANCEL_PATIENCE_S)
-            if not self._answered:
-                live.abandon()
+        self._cancel_until = time.monotonic() + _CANCEL_WAIT_S
+        await self._send_cancel(session)
+        if not self._resumes and not self._has_response:
+            await asyncio.sleep(_CANCEL_WAIT_S)
+            if not self._has_response:
+                session.abandon()
 
-    async def _send_cancel(self, live: ServerSession) -> None:
-        said_yes = await live.cancel(self.poll_call, self._remote_id)
-        self._cancel_frees_slot = said_yes and live.description.cancel_frees_slot == "immediate"
+    async def _send_cancel(self, session: ServerSession) -> None:
+        is_accepted = await session.cancel(self.poll_call, self._remote_id)
+        self._cancel_frees_slot = is_accepted and session.description.cancel_frees_slot == "immediate"
 
-    async def _time_out(self, live: ServerSession, last: Outcome) -> Outcome:
-        await self._send_cancel(live)
-        said = f" Last: {last.message}" if last.message else ""
+    async def _time_out(self, session: ServerSession, last: Outcome) -> Outcome:
+        await self._send_cancel(session)
+        message = f" Last: {last.message}" if last.message else ""
         if self._is_overdue:
-            said = f"The job's own deadline (ttl) passed while it ran.{said}"
+            message = f"The job's own deadline (ttl) passed while it ran.{message}"
             return Outcome(
                 OutcomeKind.RETRY,
                 code="deadline_passed",
-                message=said,
+                message=message,
                 server_still_running=not self._cancel_frees_slot,
             )
         return Outcome(
             OutcomeKind.RETRY,
             code="timed_out",
-            message=f"Exceeded max_poll_time.{said}",
+            message=f"Exceeded max_poll_time.{message}",
             server_still_running=not self._cancel_frees_slot,
         )
 
@@ -382,85 +388,85 @@ class ServerCall:
     def _is_overdue(self) -> bool:
         return self._run.deadline_ms is not None and now_ms() >= self._run.deadline_ms
 
-    async def _check(self, live: ServerSession) -> Outcome:
-        if live.description.mode == "callback":
-            return await self._await_push(live)
-        return await (self._check_health(live) if self._remote_id is None else self._poll(live, self._remote_id))
+    async def _check(self, session: ServerSession) -> Outcome:
+        if session.description.mode == "callback":
+            return await self._await_push(session)
+        return await (self._check_health(session) if self._remote_id is None else self._poll(session, self._remote_id))
 
-    async def _poll(self, live: ServerSession, remote_id: str) -> Outcome:
-        outcome = await live.status(self.poll_call, remote_id)
+    async def _poll(self, session: ServerSession, remote_id: str) -> Outcome:
+        outcome = await session.status(self.poll_call, remote_id)
         if outcome.kind is OutcomeKind.LOST and self._submit_unconfirmed and self._may_send_again:
-            return await self._send_again(live)  # It has never had it.
+            return await self._send_again(session)  # It has never had it.
         if (
             outcome.kind is OutcomeKind.PENDING and outcome.code
         ):  # It cannot be asked: it may be down, and by this very job.
             self._may_send_again = False
         elif outcome.kind is OutcomeKind.PENDING:
             self._submit_unconfirmed = False
-        return await self._end_if_unreadable(live, outcome)
+        return await self._end_if_unreadable(session, outcome)
 
-    async def _end_if_unreadable(self, live: ServerSession, outcome: Outcome) -> Outcome:
+    async def _end_if_unreadable(self, session: ServerSession, outcome: Outcome) -> Outcome:
         """Return the outcome; if the server has answered the same unreadable JSON before, as one that ends the run."""
         last, self._bad_answer = self._bad_answer, outcome.message if outcome.is_faulty_json else ""
-        if not outcome.is_faulty_json or (last != outcome.message and live.description.keeps_results):
+        if not outcome.is_faulty_json or (last != outcome.message and session.description.keeps_results):
             return outcome
-        has_ended = self._is_known(await live.health()) is False
+        has_ended = self._is_known(await session.health()) is False
         return outcome._replace(kind=OutcomeKind.RETRY, server_still_running=not has_ended)
 
-    async def _await_push(self, live: ServerSession) -> Outcome:
+    async def _await_push(self, session: ServerSession) -> Outcome:
         """The server tells the end itself, to the door.  It is lost if the server has gone, or is well, at nothing that
         it tells of, and silent for too long.
         """
-        health = await live.health()
-        if (absent := self._outcome_if_down(health)) is not None:
-            return absent
-        patience_s, now = live.description.callback.silent_s, time.monotonic()
-        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _knows(health, self.poll_call):
+        health = await session.health()
+        if (outcome_if_down := self._outcome_if_down(health)) is not None:
+            return outcome_if_down
+        patience_s, now = session.description.callback.silent_s, time.monotonic()
+        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _has_job(health, self.poll_call):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now
         elif patience_s is not None and now - self._silent_since >= patience_s:
-            said = f"The server is well, and has not told the end for {patience_s:g} s."
-            return Outcome(OutcomeKind.LOST, code="server_silent", message=said)
+            message = f"The server is well, and has not told the end for {patience_s:g} s."
+            return Outcome(OutcomeKind.LOST, code="server_silent", message=message)
         return Outcome(OutcomeKind.PENDING, remote_id=self._remote_id)
 
-    async def _check_health(self, live: ServerSession) -> Outcome:
+    async def _check_health(self, session: ServerSession) -> Outcome:
         """The request was sent and never answered: the server may be running it, so its slot is kept.
 
         Only its own word, or its lasting absence, ends that.
         """
-        health = await live.health()
-        if await self._refuses_connections(live, health):
+        health = await session.health()
+        if await self._refuses_connections(session, health):
             return _CRASHED
-        if (absent := self._outcome_if_down(health)) is not None:
-            return absent
+        if (outcome_if_down := self._outcome_if_down(health)) is not None:
+            return outcome_if_down
         known = self._is_known(health)
         if known is False:
             # A job under which servers have died may be what kills them: it is sent to one at a time.
             if self._may_send_again and not self._run.crashes:
-                return await self._send_again(live)
+                return await self._send_again(session)
             return Outcome(OutcomeKind.LOST, code="server_lost", message="The server does not know the job any more.")
         if known is None and self._broken_until is not None and time.monotonic() >= self._broken_until:
-            said = "The server broke the connection under the job, and has not said since that it runs it."
-            return Outcome(OutcomeKind.LOST, code="connection_lost", message=said, server_still_running=True)
+            message = "The server broke the connection under the job, and has not said since that it runs it."
+            return Outcome(OutcomeKind.LOST, code="connection_lost", message=message, server_still_running=True)
         return Outcome(OutcomeKind.UNKNOWN, message=health.message)
 
-    async def _refuses_connections(self, live: ServerSession, health: Health) -> bool:
+    async def _refuses_connections(self, session: ServerSession, health: Health) -> bool:
         """Return True if the server's process has ended: nothing listens at its address."""
-        return health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await live.refuses_connections()
+        return health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await session.refuses_connections()
 
     def _is_known(self, health: Health) -> bool | None:
         """Return whether the server runs the job; None: its report does not tell."""
-        return False if health.is_idle and self._has_one_slot else _knows(health, self.poll_call)
+        return False if health.is_idle and self._has_one_slot else _has_job(health, self.poll_call)
 
     def _outcome_if_down(self, health: Health) -> Outcome | None:
         """What it means that nobody answers at the server; None: somebody does."""
         if health.kind is not HealthKind.DOWN:
-            self._gone_since = None
+            self._down_since = None
             return None
         self._may_send_again = False
-        self._gone_since = self._gone_since or time.monotonic()
-        if time.monotonic() - self._gone_since < _DOWN_PATIENCE_S:
+        self._down_since = self._down_since or time.monotonic()
+        if time.monotonic() - self._down_since < _DOWN_LIMIT_S:
             return Outcome(OutcomeKind.UNKNOWN, message=health.message)
         return Outcome(
             OutcomeKind.LOST,
@@ -477,7 +483,7 @@ _CRASHED = Outcome(
 )
 
 
-def _knows(health: Health, call: Call) -> bool | None:
+def _has_job(health: Health, call: Call) -> bool | None:
     """Whether the server has the job; None: its report does not say."""
     if health.job_ids is not None:
         return bool({call.job_id, call.attempt_id} & health.job_ids)

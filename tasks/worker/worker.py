@@ -12,7 +12,7 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.process import singleton
 from slotkeeper.process_locks import ProcessLocks
 from tasks.config import TaskSettings
-from tasks.services import dispatcher, lifetimes, progress_scripts, tallies, workers
+from tasks.services import dispatcher, process_counters, process_locks, progress_scripts, workers
 from tasks.worker.abandoned import AbandonedCalls
 from tasks.worker.background_tasks import BackgroundTasks
 from tasks.worker.calls import ServerCalls
@@ -35,33 +35,39 @@ class Worker:
         self,
         dispatcher: Dispatcher,
         workers: WorkerCapacity,
-        telling: ProgressCommands,
+        progress_commands: ProgressCommands,
         max_runs: int,
         record_handover_gap: Callable[[float], object] = lambda seconds: None,
-        lifetimes: ProcessLocks | None = None,
+        process_locks: ProcessLocks | None = None,
     ) -> None:
-        """`note_gap`: as in Calls.  `lifetimes`: as in Background."""
+        """`note_gap`: as in Calls.  `process_locks`: as in Background."""
         self.owner = new_lease_owner("worker")
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._is_draining = False  # for good
         self.concurrency = Concurrency(max_runs, self.owner, lambda: self.accepts_jobs)
-        self.background = BackgroundTasks(
-            dispatcher, workers, self.owner, lifetimes, lambda: self.inquiry.request(self.heartbeat.watches())
+        self.background_tasks = BackgroundTasks(
+            dispatcher,
+            workers,
+            self.owner,
+            process_locks,
+            lambda: self.database_check.request(self.heartbeat.watches()),
         )
-        self.engine = WorkerLoop(dispatcher.store.database, dispatcher.leases)
-        self.inquiry = DatabaseCheck(dispatcher, self.background.retry_release)
+        self.worker_loop = WorkerLoop(dispatcher.store.database, dispatcher.leases)
+        self.database_check = DatabaseCheck(dispatcher, self.background_tasks.retry_release)
         self.heartbeat = Heartbeat(
             dispatcher.leases,
             self.owner,
             dispatcher.settings.renew_every_ms,
-            on_unknown_leases=lambda watches: self.inquiry.request(watches, doubted=True),
-            after_beat=lambda was_away: self.background.after_beat(was_away),
-            call_soon=self.engine.call_soon,
+            on_unknown_leases=lambda watches: self.database_check.request(watches, unknown_to_redis=True),
+            after_beat=lambda was_away: self.background_tasks.after_beat(was_away),
+            call_soon=self.worker_loop.call_soon,
         )
-        rights = LeaseCheck(dispatcher.leases, dispatcher.settings, self.engine.redis)
-        abandoned = AbandonedCalls(self.engine, dispatcher, self.background.retry_release)
-        saying = ProgressPublisher(telling, self.engine.redis, self.engine.loop)
-        self.calls = ServerCalls(dispatcher, self.engine, saying, rights, abandoned, record_handover_gap)
+        lease_check = LeaseCheck(dispatcher.leases, dispatcher.settings, self.worker_loop.redis)
+        abandoned_calls = AbandonedCalls(self.worker_loop, dispatcher, self.background_tasks.retry_release)
+        progress_publisher = ProgressPublisher(progress_commands, self.worker_loop.redis, self.worker_loop.loop)
+        self.server_calls = ServerCalls(
+            dispatcher, self.worker_loop, progress_publisher, lease_check, abandoned_calls, record_handover_gap
+        )
         self.poller = Poller(
             dispatcher,
             workers,
@@ -72,14 +78,14 @@ class Worker:
         self.executor = Executor(
             dispatcher,
             self.owner,
-            self.engine,
+            self.worker_loop,
             self.heartbeat,
             self.concurrency,
             self.poller,
-            self.calls,
-            rights,
-            abandoned,
-            self.background,
+            self.server_calls,
+            lease_check,
+            abandoned_calls,
+            self.background_tasks,
         )
         self.heartbeat.start()
 
@@ -123,7 +129,7 @@ class Worker:
         if self._is_draining:
             return
         self._is_draining, self.consumer = True, None
-        self.background.is_draining = True
+        self.background_tasks.is_draining = True
         self.poller.end()
         self.executor.is_draining = True  # First: a run that begins just now is told by itself, or with the others.
         self.heartbeat.drain_all()
@@ -139,21 +145,26 @@ class Worker:
     def drain_and_close(self) -> None:
         """The pool stops, for whatever reason: all runs have their time to end, or are handed back."""
         self.drain()  # Of a signal Celery has told already, of anything else not.
-        self.engine.wait_until_idle()
+        self.worker_loop.wait_until_idle()
         self.close()
 
     def close(self) -> None:
         """End its threads; what is still under way is left where it is, until the process has ended."""
         self.heartbeat.end()
-        self.inquiry.end()
-        self.engine.close()
+        self.database_check.end()
+        self.worker_loop.close()
         if not self.concurrency.running:
-            self.background.end()
+            self.background_tasks.end()
 
 
 @singleton
 def this_worker() -> Worker:
     """The process's Worker, made on first use."""
     return Worker(
-        dispatcher(), workers(), progress_scripts(), TaskSettings().threads, tallies().observe_handoff, lifetimes()
+        dispatcher(),
+        workers(),
+        progress_scripts(),
+        TaskSettings().threads,
+        process_counters().observe_handoff,
+        process_locks(),
     )

@@ -98,7 +98,7 @@ def test_refusals_are_counted_by_the_limit_that_refuses(api: Api) -> None:
     assert (answers[-1], batch) == (429, 422)
     assert api.client.patch("/admin/models/zimg", json={"state": "draining"}).status_code == 200
     assert api.client.post("/queue/submit", json=body).status_code == 409
-    services.tallies().flush()
+    services.process_counters().flush()
     found = _figures(api)
     assert found['slotkeeper_jobs_refused_total{limit="capacity"}'] == answers.count(429) + 2
     assert found['slotkeeper_jobs_refused_total{limit="state"}'] == 1

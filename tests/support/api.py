@@ -54,7 +54,7 @@ def clear_wiring() -> None:
         if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()
-    callbacks._base.cache_clear()
+    callbacks._callback_base_url.cache_clear()
 
 
 def point_celery_at(url: str) -> None:

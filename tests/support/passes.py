@@ -104,4 +104,4 @@ def run_tasks_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> N
     monkeypatch.setattr(maintenance, "_sweeper", lambda: parts.sweeper)
     monkeypatch.setattr(maintenance, "_reaper", lambda: parts.reaper)
     monkeypatch.setattr(maintenance, "_missing_leases", lambda: parts.missing)
-    monkeypatch.setattr(maintenance, "_checks", lambda: parts.checks)
+    monkeypatch.setattr(maintenance, "_server_checks", lambda: parts.checks)

@@ -53,7 +53,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         celerys.Scheduler, "apply_entry", lambda _, entry, producer=None: found.append(list(entry.args[0]))
     )
     monkeypatch.setattr(beat.Scheduler, "producer", None)
-    monkeypatch.setattr(beat.Scheduler, "_queued", lambda self: 0)
+    monkeypatch.setattr(beat.Scheduler, "_count_queued", lambda self: 0)
     return found
 
 
@@ -81,8 +81,8 @@ def test_beat_sends_all_when_it_begins_and_each_task_at_the_multiples_of_its_per
 def test_beat_adds_nothing_to_a_queue_that_no_worker_reads(
     at: Any, scheduler: beat.Scheduler, sent: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for now_s, queued in ((0.5, 0), (40.0, beat._MOST_QUEUED + 1), (80.0, 0)):
-        monkeypatch.setattr(beat.Scheduler, "_queued", lambda self, queued=queued: queued)
+    for now_s, queued in ((0.5, 0), (40.0, beat._MAX_QUEUED + 1), (80.0, 0)):
+        monkeypatch.setattr(beat.Scheduler, "_count_queued", lambda self, queued=queued: queued)
         at(now_s)
         scheduler.tick()
     assert len(sent) == 2
@@ -92,8 +92,8 @@ def test_beat_goes_on_soon_after_its_queue_is_read_again(
     at: Any, scheduler: beat.Scheduler, sent: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile no lease of a dead worker is taken back and no delayed job is queued."""
-    for now_s, queued in ((40.0, beat._MOST_QUEUED + 1), (41.5, 0)):
-        monkeypatch.setattr(beat.Scheduler, "_queued", lambda self, queued=queued: queued)
+    for now_s, queued in ((40.0, beat._MAX_QUEUED + 1), (41.5, 0)):
+        monkeypatch.setattr(beat.Scheduler, "_count_queued", lambda self, queued=queued: queued)
         at(now_s)
         scheduler.tick()
     assert len(sent) == 1
@@ -145,7 +145,7 @@ def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_mes
 ) -> None:
     ends, begun, done = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
-    monkeypatch.setattr(maintenance, "_TOO_SOON", 0.0)
+    monkeypatch.setattr(maintenance, "_MIN_PERIOD_SHARE", 0.0)
     for name, act in (("lasts", lambda: (begun.set(), ends.wait(10))), ("after", done.set)):
         monkeypatch.setitem(PERIODS_S, name, 0.5)
         monkeypatch.setitem(maintenance._periodic, name, maintenance.PeriodicTask(name, act))

@@ -228,7 +228,7 @@ def test_the_command_says_why_and_fails(api: Api) -> None:
 
 
 def test_a_canary_that_has_come_is_timed(api: Api, worker: Worker) -> None:
-    one = Canary(worker.engine, services.workers())
+    one = Canary(worker.worker_loop, services.workers())
     assert one.facts() == {"canary_ms": None, "canary_age_ms": None}
     one._sent["x"] = time.monotonic() - 0.25
     one.receive("x")
@@ -237,7 +237,7 @@ def test_a_canary_that_has_come_is_timed(api: Api, worker: Worker) -> None:
 
 
 def test_a_canary_of_another_process_is_not_counted(api: Api, worker: Worker) -> None:
-    one = Canary(worker.engine, services.workers())
+    one = Canary(worker.worker_loop, services.workers())
     one.receive("another's")
     assert one.facts()["canary_ms"] is None
 
@@ -249,8 +249,8 @@ def test_a_canary_that_does_not_reach_redis_and_the_record_has_not_come(
     async def fails(_: object) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(worker.engine, "redis" if away == "redis" else "commit", fails)
-    one = Canary(worker.engine, services.workers())
+    monkeypatch.setattr(worker.worker_loop, "redis" if away == "redis" else "commit", fails)
+    one = Canary(worker.worker_loop, services.workers())
     one._sent["x"] = time.monotonic()
     with pytest.raises(ConnectionError):
         one.receive("x")
@@ -268,9 +268,9 @@ def test_a_canary_does_not_keep_its_worker_from_its_end(
         asked.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(worker.engine, "redis", says_nothing)
-    monkeypatch.setattr(canary, "_LONGEST_S", 3600.0)
-    one = Canary(worker.engine, services.workers())
+    monkeypatch.setattr(worker.worker_loop, "redis", says_nothing)
+    monkeypatch.setattr(canary, "_MAX_AGE_S", 3600.0)
+    one = Canary(worker.worker_loop, services.workers())
     one._sent["x"] = time.monotonic()
     coming = threading.Thread(target=one.receive, args=("x",), daemon=True)
     if comes == "before":
@@ -290,10 +290,10 @@ def test_canaries_are_sent_at_intervals_and_to_their_own_worker(
     sent: list[str] = []
     monkeypatch.setattr(canary.canary, "apply_async", lambda args, queue, **_: sent.append(queue.name))
     monkeypatch.setattr(canary, "publish_queue", lambda: type("Now", (), {"put": staticmethod(lambda act: act())}))
-    one = Canary(worker.engine, services.workers())
+    one = Canary(worker.worker_loop, services.workers())
     one.send_if_due()
     assert sent == [], "it has no queue before its worker takes messages"
-    one.queue_of("worker@host")
+    one.make_queue("worker@host")
     one.send_if_due()
     one.send_if_due()
     assert sent == ["canary.worker@host"]
@@ -305,7 +305,7 @@ def test_a_worker_takes_canaries_only_once_its_consumer_can_receive(api: Api, wo
     consumed: list[str] = []
     hub = SimpleNamespace(call_soon=lambda act, *args: due.append(partial(act, *args)))
     consumer = SimpleNamespace(hostname="worker@host", hub=hub, add_task_queue=consumed.append)
-    canary.consume(Canary(worker.engine, services.workers()), consumer)
+    canary.consume(Canary(worker.worker_loop, services.workers()), consumer)
     assert consumed == []
     for act in due:
         act()

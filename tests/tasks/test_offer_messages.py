@@ -38,7 +38,7 @@ def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
 def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypatch: pytest.MonkeyPatch):
     sent, publisher = [], Publisher()
     monkeypatch.setattr(announce, "publish_queue", lambda: publisher)
-    monkeypatch.setattr(announce.CeleryNotifier, "_wake", lambda _, offer: sent.append("read"))
+    monkeypatch.setattr(announce.CeleryNotifier, "_publish_waiting_job", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(
         offer_messages, "publish_offer", lambda offer, priority, failures: sent.append((offer, priority, failures))
     )

@@ -14,7 +14,7 @@ from kombu.utils import json
 from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES, ModelConfig
 from tasks import packed, queues
 
-MOST_BYTES = packed.MOST_BYTES
+MOST_BYTES = packed.MAX_DECOMPRESSED_BYTES
 PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compress, "application/x-lzma": lzma.compress}
 
 
@@ -22,7 +22,7 @@ PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compres
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compression, "_decoders", dict(compression._decoders))  # type: ignore[attr-defined]
     monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))  # type: ignore[attr-defined]
-    monkeypatch.setattr(packed, "MOST_BYTES", 1000)
+    monkeypatch.setattr(packed, "MAX_DECOMPRESSED_BYTES", 1000)
     compression.register(lambda text: text, lambda text: text * 1_000_000, "application/x-other", aliases=["other"])
     packed.limit_decompression()
     yield
@@ -48,7 +48,7 @@ def test_what_fits_is_unpacked(how: str) -> None:
 
 
 def test_the_largest_payload_that_a_model_may_take_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MOST_BYTES", MOST_BYTES)
+    monkeypatch.setattr(packed, "MAX_DECOMPRESSED_BYTES", MOST_BYTES)
     payload = b'{"text":"%s"}' % (b"a" * (MAX_PAYLOAD_BYTES - len('{"text":""}')))
     ModelConfig(max_payload_bytes=len(payload))
     args = b'[["zimg",%s],{},{}]' % payload

@@ -31,7 +31,7 @@ def test_a_message_that_cannot_be_sent_does_not_keep_the_next_from_being_sent():
 
 def test_a_silent_broker_keeps_nobody_waiting_and_fills_no_memory():
     answers, sent = threading.Event(), []
-    publisher = Publisher(most_waiting=3)
+    publisher = Publisher(max_pending=3)
 
     def message(number: int) -> Callable[[], object]:
         return lambda: answers.wait(30) and sent.append(number)

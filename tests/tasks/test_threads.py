@@ -104,5 +104,5 @@ def test_who_asks_for_work_aside_before_it_begins_is_served_together_with_others
     for _ in range(3):
         it.request()
     assert ended.wait(10)
-    eventually(lambda: not it._at_it)
+    eventually(lambda: not it._is_running)
     assert done == ["all"]

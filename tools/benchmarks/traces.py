@@ -30,10 +30,10 @@ _WAY = ((State.QUEUED, 0), (State.RUNNING, 1), (State.COMPLETED, 1))
 def main(jobs: int = 10_000) -> None:
     ids = [new_job_id() for _ in range(jobs)]
     for exported in (False, True):
-        tracing.is_exported = lambda told=exported: told  # type: ignore[assignment]
+        tracing.exports_spans = lambda told=exported: told  # type: ignore[assignment]
         for given in (None, _GIVEN):
             submit = _each([(given,)] * jobs, parse_traceparent)
-            run = _each([(it, given, ATTEMPT, 1) for it in ids], tracing.told)
+            run = _each([(it, given, ATTEMPT, 1) for it in ids], tracing.outgoing_traceparent)
             whose = f"traces {'on' if exported else 'off'}, a client in {'a trace' if given else 'none'}"
             sys.stdout.write(f"{whose:32} submit {submit:5.2f}  run {run:5.2f} µs\n")
     trails = [(_trail(it),) for it in ids[:1000]]

@@ -9,23 +9,23 @@ from tasks.services import database, scripts
 FindEvent = Callable[[int], "str | None"]
 
 
-def make(name: str, settings: EventSettings, known: FindEvent) -> Sink:
-    """A sink by its word.  `known`: what the record says of an event by its number, as it is published; None: nothing.
+def make(name: str, settings: EventSettings, find_event: FindEvent) -> Sink:
+    """A sink by its word.  `find_event`: what the record says of an event by its number, as it is published; None: nothing.
 
     Their libraries are loaded here.  Raises ValueError: a setting or a library that it needs is missing.
     """
-    return _MAKERS[name](settings, known)
+    return _MAKERS[name](settings, find_event)
 
 
-def _redis(settings: EventSettings, known: FindEvent) -> Sink:
+def _redis(settings: EventSettings, find_event: FindEvent) -> Sink:
     from tasks.relay.sinks.event_stream import EventStream
     from tasks.relay.sinks.redis_stream import RedisStreamSink
 
-    return RedisStreamSink(EventStream(scripts(), settings.stream_length), settings.stream_length, known)
+    return RedisStreamSink(EventStream(scripts(), settings.stream_length), settings.stream_length, find_event)
 
 
 def _kafka(settings: EventSettings, _: FindEvent) -> Sink:
-    _need(settings.kafka_servers, "SLOTKEEPER_EVENTS_KAFKA_SERVERS", "host:9092")
+    _require(settings.kafka_servers, "SLOTKEEPER_EVENTS_KAFKA_SERVERS", "host:9092")
     try:
         from tasks.relay.sinks.kafka import KafkaSink
     except ImportError as error:
@@ -35,7 +35,7 @@ def _kafka(settings: EventSettings, _: FindEvent) -> Sink:
 
 
 def _nats(settings: EventSettings, _: FindEvent) -> Sink:
-    _need(settings.nats_url, "SLOTKEEPER_EVENTS_NATS_URL", "nats://host:4222")
+    _require(settings.nats_url, "SLOTKEEPER_EVENTS_NATS_URL", "nats://host:4222")
     try:
         from tasks.relay.sinks.nats import NatsSink
     except ImportError as error:
@@ -45,14 +45,14 @@ def _nats(settings: EventSettings, _: FindEvent) -> Sink:
 
 
 def _amqp(settings: EventSettings, _: FindEvent) -> Sink:
-    _need(settings.amqp_url, "SLOTKEEPER_EVENTS_AMQP_URL", "amqp://user:password@host/vhost")
+    _require(settings.amqp_url, "SLOTKEEPER_EVENTS_AMQP_URL", "amqp://user:password@host/vhost")
     from tasks.relay.sinks.amqp import AmqpSink
 
     return AmqpSink(settings.amqp_url, settings.amqp_exchange)
 
 
 def _otlp(settings: EventSettings, _: FindEvent) -> Sink:
-    _need(settings.otlp_endpoint, "SLOTKEEPER_EVENTS_OTLP_ENDPOINT", "http://host:4318")
+    _require(settings.otlp_endpoint, "SLOTKEEPER_EVENTS_OTLP_ENDPOINT", "http://host:4318")
     try:
         from tasks.relay.sinks import otlp
     except ImportError as error:
@@ -68,7 +68,7 @@ def _celery(_: EventSettings, __: FindEvent) -> Sink:
     return TaskEventSink(celery, database())
 
 
-def _need(value: str, name: str, example: str) -> None:
+def _require(value: str, name: str, example: str) -> None:
     if not value:
         raise ValueError(f"{name} is missing, such as {example}")
 

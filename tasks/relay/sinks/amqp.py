@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 from tasks.relay import cloudevents
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
-_ANSWERS_S = 4.0
+_TIMEOUT_S = 4.0
 _IDLE_S = 20.0  # Nobody answers the broker's heartbeats between two batches, and it closes what is silent.
 
 
@@ -53,8 +53,8 @@ class _Session:
     """
 
     def __init__(self, url: str, exchange: Declared) -> None:
-        options = {"read_timeout": _ANSWERS_S, "write_timeout": _ANSWERS_S, "confirm_publish": False}
-        self._connection = Connection(url, connect_timeout=_ANSWERS_S / 2, transport_options=options)
+        options = {"read_timeout": _TIMEOUT_S, "write_timeout": _TIMEOUT_S, "confirm_publish": False}
+        self._connection = Connection(url, connect_timeout=_TIMEOUT_S / 2, transport_options=options)
         self._sent = 0
         self._unconfirmed: set[int] = set()
         self._used_s = time.monotonic()
@@ -73,28 +73,30 @@ class _Session:
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """Returns when all of them are confirmed."""
-        for it in batch:
-            self._send(it)
-        until = time.monotonic() + _ANSWERS_S
+        for event in batch:
+            self._send(event)
+        until = time.monotonic() + _TIMEOUT_S
         while self._unconfirmed:
             self._connection.drain_events(timeout=max(until - time.monotonic(), 0.001))
         self._used_s = time.monotonic()
 
-    def _send(self, it: PublishedEvent) -> None:
+    def _send(self, event: PublishedEvent) -> None:
         self._sent += 1  # The broker counts them as well.
         self._unconfirmed.add(self._sent)
         self._producer.publish(
-            it.body.encode(),
-            routing_key=it.type,
+            event.body.encode(),
+            routing_key=event.type,
             content_type=cloudevents.CONTENT_TYPE,
             content_encoding="utf-8",
             delivery_mode=2,
-            message_id=str(it.number),
+            message_id=str(event.number),
             retry=False,
         )
 
     def _on_ack(self, number: int, and_before: bool) -> None:
-        confirmed = {it for it in self._unconfirmed if it <= number} if and_before else {number}
+        confirmed = (
+            {sent_number for sent_number in self._unconfirmed if sent_number <= number} if and_before else {number}
+        )
         self._unconfirmed -= confirmed
 
     def _on_nack(self, number: int, and_before: bool) -> None:
@@ -102,4 +104,4 @@ class _Session:
 
     def close(self) -> None:
         """Without a farewell, which a broker that is away would not answer."""
-        self._connection.collect(socket_timeout=_ANSWERS_S)
+        self._connection.collect(socket_timeout=_TIMEOUT_S)

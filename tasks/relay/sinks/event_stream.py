@@ -29,15 +29,15 @@ class StreamScripts(Protocol):
 class EventStream:
     """Reads and writes the stream.  Redis errors pass through."""
 
-    def __init__(self, scripts: Scripts, cap: int) -> None:
-        """`cap`: it keeps so many events, or a few more."""
-        self._scripts, self._cap = scripts, cap
+    def __init__(self, scripts: Scripts, max_length: int) -> None:
+        """`max_length`: it keeps so many events, or a few more."""
+        self._scripts, self._max_length = scripts, max_length
         self._lua: StreamScripts = scripts.bind(StreamScripts)
         self.key = scripts.keys.events()
 
     def add(self, last: int, events: Sequence[Entry]) -> int:
         """Add events behind `last`; answers what it ends with: if that is not theirs, nothing was added."""
-        return self._scripts.run(self._lua.relay(self.key, last=last, cap=self._cap, events=events))
+        return self._scripts.run(self._lua.relay(self.key, last=last, cap=self._max_length, events=events))
 
     def last(self) -> Entry | None:
         """What it ends with; None: it has had none.  An empty body: that has been removed."""
@@ -50,8 +50,8 @@ class EventStream:
         found = redis.xrevrange(self.key, f"{number}-0", f"{number}-0", count=1)
         return Entry(number, found[0][1][_FIELD].decode() if found else "")
 
-    def set_aside(self) -> str:
+    def move_away(self) -> str:
         """Begin anew; what was there stays under another name, which is answered, until that happens again."""
-        aside = f"{self.key}:before"
-        self._scripts.redis.rename(self.key, aside)
-        return aside
+        former_key = f"{self.key}:before"
+        self._scripts.redis.rename(self.key, former_key)
+        return former_key

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from tasks.relay import cloudevents
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
-_ANSWERS_S = 4.0
+_TIMEOUT_S = 4.0
 _HEADERS: Any = [("content-type", cloudevents.CONTENT_TYPE.encode())]
 _FIXED = {
     "acks": "all",
@@ -34,28 +34,30 @@ class KafkaSink:
         return position
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        producer, failed, left = self._made(), list[str](), len(batch)
+        producer, failed, unconfirmed = self._connected_producer(), list[str](), len(batch)
 
-        def heard(error: KafkaError | None, _: Message) -> None:
-            nonlocal left
-            left -= 1
+        def on_delivery(error: KafkaError | None, _: Message) -> None:
+            nonlocal unconfirmed
+            unconfirmed -= 1
             if error is not None:
                 failed.append(error.str())
 
         try:
-            for it in batch:
-                producer.produce(self._topic, it.body.encode(), it.key.encode(), on_delivery=heard, headers=_HEADERS)
-            until = time.monotonic() + _ANSWERS_S
-            while left and not failed and time.monotonic() < until:
+            for event in batch:
+                producer.produce(
+                    self._topic, event.body.encode(), event.key.encode(), on_delivery=on_delivery, headers=_HEADERS
+                )
+            until = time.monotonic() + _TIMEOUT_S
+            while unconfirmed and not failed and time.monotonic() < until:
                 producer.poll(max(until - time.monotonic(), 0))
         except (KafkaException, BufferError) as error:
             self.close()
             raise SinkUnavailable(str(error)) from error
-        if left or failed:
+        if unconfirmed or failed:
             self.close()
-            raise SinkUnavailable(failed[0] if failed else f"no answer within {_ANSWERS_S:.0f} s")
+            raise SinkUnavailable(failed[0] if failed else f"no answer within {_TIMEOUT_S:.0f} s")
 
-    def _made(self) -> Producer:
+    def _connected_producer(self) -> Producer:
         if self._producer is None:
             try:
                 self._producer = Producer(self._settings)

@@ -17,9 +17,9 @@ from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 T = TypeVar("T")
 
-_ANSWERS_S = 4.0
+_TIMEOUT_S = 4.0
 _CONNECT_S = 2
-_AT_ONCE = 64  # keys whose events are on their way together
+_MAX_CONCURRENT_KEYS = 64  # keys whose events are on their way together
 
 
 class NatsSink:
@@ -38,33 +38,35 @@ class NatsSink:
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         by_key: dict[str, list[PublishedEvent]] = {}
-        for it in batch:
-            by_key.setdefault(it.key, []).append(it)
+        for event in batch:
+            by_key.setdefault(event.key, []).append(event)
         try:
             self._run(self._send_all(list(by_key.values())))
         except (Error, OSError, TimeoutError) as error:
             self._disconnect()
             raise SinkUnavailable(str(error) or type(error).__name__) from error
 
-    async def _send_all(self, rows: Sequence[Sequence[PublishedEvent]]) -> None:
-        context, berths = await self._connected(), asyncio.Semaphore(_AT_ONCE)
+    async def _send_all(self, groups: Sequence[Sequence[PublishedEvent]]) -> None:
+        context, permits = await self._connect(), asyncio.Semaphore(_MAX_CONCURRENT_KEYS)
         async with asyncio.TaskGroup() as group:
-            for row in rows:
-                group.create_task(self._send(context, berths, row))
+            for events in groups:
+                group.create_task(self._send(context, permits, events))
 
-    async def _send(self, context: JetStreamContext, berths: asyncio.Semaphore, row: Sequence[PublishedEvent]) -> None:
+    async def _send(
+        self, context: JetStreamContext, permits: asyncio.Semaphore, events: Sequence[PublishedEvent]
+    ) -> None:
         """Those of one key, each when the one before is kept."""
-        async with berths:
-            for it in row:
-                headers = {"Nats-Msg-Id": str(it.number), "Content-Type": cloudevents.CONTENT_TYPE}
+        async with permits:
+            for event in events:
+                headers = {"Nats-Msg-Id": str(event.number), "Content-Type": cloudevents.CONTENT_TYPE}
                 await context.publish(
-                    f"{self._stream}.{it.type}", it.body.encode(), timeout=_ANSWERS_S, headers=headers
+                    f"{self._stream}.{event.type}", event.body.encode(), timeout=_TIMEOUT_S, headers=headers
                 )
 
-    async def _connected(self) -> JetStreamContext:
+    async def _connect(self) -> JetStreamContext:
         if self._context is None:
             client = await nats.connect(self._url, connect_timeout=_CONNECT_S, allow_reconnect=False)
-            self._client, context = client, client.jetstream(timeout=_ANSWERS_S)
+            self._client, context = client, client.jetstream(timeout=_TIMEOUT_S)
             try:
                 await context.stream_info(self._stream)
             except NotFoundError:
@@ -82,7 +84,7 @@ class NatsSink:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Raises what it raises, the first of several."""
         try:
-            return self._loop.run_until_complete(asyncio.wait_for(work, _ANSWERS_S))
+            return self._loop.run_until_complete(asyncio.wait_for(work, _TIMEOUT_S))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several
 

@@ -31,12 +31,12 @@ from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 log = structlog.get_logger(__name__)
 
 # Together shorter than a cursor is held, or two relays would take it from each other for ever.
-_ANSWERS_S, _BEGINS_S = 4.0, 3.0
-_AT_ONCE = 100  # jobs in one request
+_TIMEOUT_S, _BATCH_LIMIT_S = 4.0, 3.0
+_MAX_JOBS = 100  # jobs in one request
 _PATH = "/v1/traces"
-_ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
+_END_TYPES = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 # What is wrong with the spans themselves.  That the key or the path is wrong, a person can mend: these wait.
-_REFUSED = frozenset({400, 413, 415, 422})
+_REFUSED_STATUSES = frozenset({400, 413, 415, 422})
 _SCOPE = InstrumentationScope("slotkeeper")
 _KINDS = {
     trace_spans.SUBMIT: SpanKind.SERVER,
@@ -45,7 +45,7 @@ _KINDS = {
 }
 
 
-class Refused(Exception):
+class SpansRefused(Exception):
     """The receiver will never take these spans."""
 
 
@@ -59,64 +59,68 @@ class OtlpSink:
         """`exporter`: may raise SinkUnavailable and Refused."""
         self._database, self._exporter = database, exporter
         self._resource = Resource({"service.name": "slotkeeper"}).merge(OTELResourceDetector().detect())
-        self._told = 0  # up to this event
+        self._exported_up_to = 0  # up to this event
 
     def resume_after(self, position: int) -> int:
-        return max(position, self._told)
+        return max(position, self._exported_up_to)
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """A slow receiver gets some, and the rest when it is asked again; of what it refuses the jobs are found."""
-        until = time.monotonic() + _BEGINS_S
-        telling = [it for it in batch if it.type in _ENDS or it.type == DELIVERED_TYPE]
-        waiting = deque(telling[n : n + _AT_ONCE] for n in range(0, len(telling), _AT_ONCE))
+        until = time.monotonic() + _BATCH_LIMIT_S
+        exported = [event for event in batch if event.type in _END_TYPES or event.type == DELIVERED_TYPE]
+        waiting = deque(exported[n : n + _MAX_JOBS] for n in range(0, len(exported), _MAX_JOBS))
         while waiting:
-            some = waiting.popleft()
+            part = waiting.popleft()
             try:
-                self._tell(some)
-            except Refused as refused:
-                if len(some) > 1:
-                    middle = len(some) // 2
-                    waiting.extendleft((some[middle:], some[:middle]))
+                self._export(part)
+            except SpansRefused as refused:
+                if len(part) > 1:
+                    middle = len(part) // 2
+                    waiting.extendleft((part[middle:], part[:middle]))
                     continue
-                log.warning("trace_refused", job_id=some[0].key, reason=str(refused))
-            self._told = some[-1].number
+                log.warning("trace_refused", job_id=part[0].key, reason=str(refused))
+            self._exported_up_to = part[-1].number
             if waiting and time.monotonic() > until:
                 raise SinkUnavailable("The receiver of traces is slow.")
-        self._told = batch[-1].number
+        self._exported_up_to = batch[-1].number
 
     def close(self) -> None:
         self._exporter.shutdown()
 
-    def _tell(self, some: Sequence[PublishedEvent]) -> None:
+    def _export(self, events: Sequence[PublishedEvent]) -> None:
         """Raises SinkUnavailable, Refused, DatabaseUnavailable."""
-        found = [to_otel_span(span, self._resource) for span in self._of(some)]
+        found = [to_otel_span(span, self._resource) for span in self._read_spans(events)]
         if found and self._exporter.export(found) is not SpanExportResult.SUCCESS:
             raise SinkUnavailable("The receiver of traces does not take them.")
 
-    def _of(self, some: Sequence[PublishedEvent]) -> Iterator[TraceSpan]:
-        known = timelines.read_timelines(self._database, [it.key for it in some])
-        for it in some:
-            trail = known.get(it.key)
+    def _read_spans(self, events: Sequence[PublishedEvent]) -> Iterator[TraceSpan]:
+        known = timelines.read_timelines(self._database, [event.key for event in events])
+        for event in events:
+            timeline = known.get(event.key)
             try:
-                if trail is not None:
-                    yield from trace_spans.job_spans(trail) if it.type in _ENDS else trace_spans.webhook_spans(trail)
+                if timeline is not None:
+                    yield from (
+                        trace_spans.job_spans(timeline)
+                        if event.type in _END_TYPES
+                        else trace_spans.webhook_spans(timeline)
+                    )
             except Exception:  # Whatever is wrong with it in the record, the others are told.
-                log.exception("trace_not_made", job_id=it.key)
+                log.exception("trace_not_made", job_id=event.key)
 
 
 class _Session(requests.Session):
     """Hears how an answer begins, and nothing behind that: what comes drop by drop would hold up the relay."""
 
-    asked = False
+    was_sent = False
     status: int | None = None
     """Of the last answer."""
 
     def request(self, *args: Any, **options: Any) -> requests.Response:
-        self.asked = True
-        answer = super().request(*args, **{**options, "stream": True})
-        self.status = answer.status_code
-        answer.close()
-        return answer
+        self.was_sent = True
+        response = super().request(*args, **{**options, "stream": True})
+        self.status = response.status_code
+        response.close()
+        return response
 
 
 class OtlpExporter(SpanExporter):
@@ -129,21 +133,21 @@ class OtlpExporter(SpanExporter):
             raise ValueError("SLOTKEEPER_EVENTS_OTLP_ENDPOINT must be an address such as http://host:4318")
         self._session = _Session()
         url = f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}"
-        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_ANSWERS_S, session=self._session)
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_TIMEOUT_S, session=self._session)
         # It would say at each try what the relay says once.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Raises SinkUnavailable, Refused."""
-        self._session.asked, self._session.status = False, None
+        self._session.was_sent, self._session.status = False, None
         result = self._exporter.export(spans)
         status = self._session.status
-        if not self._session.asked:
-            raise Refused("The spans cannot be sent: they are too large, or cannot be written.")
+        if not self._session.was_sent:
+            raise SpansRefused("The spans cannot be sent: they are too large, or cannot be written.")
         if status is None:
             raise SinkUnavailable("The receiver of traces does not answer.")
-        if status in _REFUSED:
-            raise Refused(f"The receiver of traces answered {status}.")
+        if status in _REFUSED_STATUSES:
+            raise SpansRefused(f"The receiver of traces answered {status}.")
         if status >= 300:  # A redirect, which is not followed, would pass for a success.
             raise SinkUnavailable(f"The receiver of traces answered {status}.")
         return result

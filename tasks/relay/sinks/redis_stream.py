@@ -14,17 +14,17 @@ log = structlog.get_logger(__name__)
 class RedisStreamSink:
     """A Sink that knows by itself how far it has come, so that it gets no event twice."""
 
-    def __init__(self, stream: EventStream, cap: int, known: Callable[[int], str | None]) -> None:
-        """`known`: the text of an event by its number, as the record has it; None: it has none."""
-        self._stream, self._known = stream, known
-        self.retention: int | None = cap
+    def __init__(self, stream: EventStream, max_length: int, find_event: Callable[[int], str | None]) -> None:
+        """`find_event`: the text of an event by its number, as the record has it; None: it has none."""
+        self._stream, self._find_event = stream, find_event
+        self.retention: int | None = max_length
         self._last = 0
 
     def resume_after(self, position: int) -> int:
         try:
             found = self._stream.last()  # It may have been lost, or restored, or hold more than the cursor says.
-            if found is not None and not self._is_ours(found, position):
-                log.warning("event_stream_of_another_database", kept_as=self._stream.set_aside())
+            if found is not None and not self._ends_with_own_event(found, position):
+                log.warning("event_stream_of_another_database", kept_as=self._stream.move_away())
                 found = None
         except RedisError as error:
             raise SinkUnavailable(str(error)) from error
@@ -32,21 +32,21 @@ class RedisStreamSink:
         # Where it has lost some, they come again; of what came before its oldest it keeps none anyway.
         return max(self._last, position - (self.retention or 0))
 
-    def _is_ours(self, found: Entry, position: int) -> bool:
+    def _ends_with_own_event(self, found: Entry, position: int) -> bool:
         """Whether it ends with an event of this record, which may have been restored, or made anew."""
-        known = self._known(found.number)
+        known = self._find_event(found.number)
         if known is None or not found.body:  # One of them has let it go.
             return found.number <= position
         return known == found.body
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         try:
-            now = self._stream.add(self._last, [Entry(it.number, it.body) for it in batch])
+            last = self._stream.add(self._last, [Entry(event.number, event.body) for event in batch])
         except RedisError as error:
             raise SinkUnavailable(str(error)) from error
-        if now != batch[-1].number:
+        if last != batch[-1].number:
             raise CursorMismatch
-        self._last = now
+        self._last = last
 
     def close(self) -> None:
         pass

@@ -21,7 +21,7 @@ from slotkeeper.jobs.tables import events, jobs
 from tasks import offer_messages
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
-CLIENT = "slotkeeper"
+CLIENT_HOSTNAME = "slotkeeper"
 """The host name of events of jobs that no worker has started."""
 _RESULT_SHOWN = 200  # characters
 _NEWEST = (1 << 63) - 1
@@ -80,10 +80,10 @@ class TaskEventSink:
         try:
             transitions = [published for published in batch if published.type.startswith("job.")]
             results, runs = self._results(transitions), self._runs(transitions)
-            dispatcher, has_no_worker = self._connected(), False
-            for it in transitions:
-                for type_, hostname, fields in _task_events(it.event, runs, results):
-                    has_no_worker |= hostname == CLIENT and type_ != "task-sent"
+            dispatcher, has_no_worker = self._connect(), False
+            for transition in transitions:
+                for type_, hostname, fields in _task_events(transition.event, runs, results):
+                    has_no_worker |= hostname == CLIENT_HOSTNAME and type_ != "task-sent"
                     _send(dispatcher, type_, hostname, fields)
             _flush(dispatcher, has_no_worker)
         except self._errors as error:
@@ -101,26 +101,26 @@ class TaskEventSink:
             )
         runs = self._read_runs([row.id for row in running], _NEWEST)
         try:
-            dispatcher = self._connected()
+            dispatcher = self._connect()
             for row in waiting:
                 if row.attempt == 0:  # The others are shown as retried, which this event would undo.
-                    _send(dispatcher, "task-sent", CLIENT, _task(row, row.created_ms / 1000))
+                    _send(dispatcher, "task-sent", CLIENT_HOSTNAME, _task(row, row.created_ms / 1000))
             for row in running:
                 if (run := runs.get(row.id)) is not None:
                     for type_ in ("task-received", "task-started"):
                         _send(dispatcher, type_, run.worker, _task(row, run.began_s))
-            _flush(dispatcher, any(run.worker == CLIENT for run in runs.values()))
+            _flush(dispatcher, any(run.worker == CLIENT_HOSTNAME for run in runs.values()))
         except self._errors as error:
             self.close()
             raise SinkUnavailable(str(error) or type(error).__name__) from error
 
-    def _connected(self) -> EventDispatcher:
+    def _connect(self) -> EventDispatcher:
         if self._dispatcher is None:
             self._connection = self._app.connection_for_write()
             self._connection.ensure_connection(max_retries=1)
             self._dispatcher = self._app.events.Dispatcher(
                 self._connection,
-                hostname=CLIENT,
+                hostname=CLIENT_HOSTNAME,
                 buffer_while_offline=False,
                 buffer_group={"task"},
                 buffer_limit=_BATCH,
@@ -129,7 +129,7 @@ class TaskEventSink:
 
     def _results(self, transitions: Iterable[PublishedEvent]) -> dict[str, str]:
         """Return the beginnings of the results of jobs that have completed, by job."""
-        completed = [it.key for it in transitions if it.type == "job.completed"]
+        completed = [published.key for published in transitions if published.type == "job.completed"]
         if not completed:
             return {}
         with self._database.read() as connection:
@@ -137,8 +137,12 @@ class TaskEventSink:
 
     def _runs(self, transitions: Sequence[PublishedEvent]) -> dict[str, _Run]:
         """Return the runs that went on before these transitions, by job."""
-        first = {it.key: it for it in reversed(transitions)}
-        ids = [job_id for job_id, it in first.items() if it.type != _STARTED and not _is_submit(it.event)]
+        first = {published.key: published for published in reversed(transitions)}
+        ids = [
+            job_id
+            for job_id, published in first.items()
+            if published.type != _STARTED and not _is_submit(published.event)
+        ]
         return self._read_runs(ids, transitions[0].number) if ids else {}
 
     def _read_runs(self, ids: Sequence[str], before: int) -> dict[str, _Run]:
@@ -146,7 +150,7 @@ class TaskEventSink:
         with self._database.read() as connection:
             found = connection.execute(_LAST_EVENTS, {"p_ids": ids, "p_before": before}).all()
         return {
-            row.job_id: _Run(orjson.loads(row.data).get("worker") or CLIENT, row.at_ms / 1000)
+            row.job_id: _Run(orjson.loads(row.data).get("worker") or CLIENT_HOSTNAME, row.at_ms / 1000)
             for row in found
             if row.type == _STARTED
         }
@@ -162,26 +166,26 @@ def _task_events(
     event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the types, host names and fields of the task events that tell one transition, and keep `runs`."""
-    told, job = event["data"], event["subject"]
-    at_s = datetime.fromisoformat(told["at"]).timestamp()
+    data, job = event["data"], event["subject"]
+    at_s = datetime.fromisoformat(data["at"]).timestamp()
     run = runs.pop(job, None)
     if event["type"] == _STARTED:
-        run = runs[job] = _Run(told.get("worker") or CLIENT, at_s)
-    worker = CLIENT if run is None else run.worker
-    task = _request(told) | {"uuid": job, "timestamp": at_s}
+        run = runs[job] = _Run(data.get("worker") or CLIENT_HOSTNAME, at_s)
+    worker = CLIENT_HOSTNAME if run is None else run.worker
+    task = _request(data) | {"uuid": job, "timestamp": at_s}
     match event["type"]:
         case "job.enqueued" | "job.delayed" if _is_submit(event):
             yield "task-sent", worker, task
         case "job.started":
             yield "task-received", worker, task
             yield "task-started", worker, task
-        case "job.enqueued" | "job.delayed" if told["why"] != Reason.DUE:
-            yield "task-retried", worker, task | {"exception": _reason(told), "traceback": ""}
+        case "job.enqueued" | "job.delayed" if data["why"] != Reason.DUE:
+            yield "task-retried", worker, task | {"exception": _reason(data), "traceback": ""}
         case "job.completed":
             runtime = {} if run is None else {"runtime": at_s - run.began_s}
             yield "task-succeeded", worker, task | runtime | {"result": results.get(job, "")}
         case "job.failed" | "job.dlq":
-            yield "task-failed", worker, task | {"exception": _reason(told), "traceback": ""}
+            yield "task-failed", worker, task | {"exception": _reason(data), "traceback": ""}
         case "job.canceled" | "job.expired" as ended:
             expired = ended == "job.expired"
             yield "task-revoked", worker, task | {"terminated": run is not None, "signum": None, "expired": expired}
@@ -191,21 +195,21 @@ def _is_submit(event: Mapping[str, Any]) -> bool:
     return event["data"]["why"] in _SUBMITTED
 
 
-def _request(told: Mapping[str, Any]) -> dict[str, Any]:
+def _request(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that describe the task, as a message of it would."""
-    arguments, named = offer_messages.displayed_args(told["model"])
-    queue = offer_messages.queue_name(told["model"])
+    arguments, named = offer_messages.displayed_args(data["model"])
+    queue = offer_messages.queue_name(data["model"])
     return {
         "name": offer_messages.TASK,
         "args": arguments,
         "kwargs": named,
-        "retries": max(told["attempt"] - 1, 0),
+        "retries": max(data["attempt"] - 1, 0),
         "eta": None,
         "expires": None,
         "queue": queue,
         "exchange": "",
         "routing_key": queue,
-        "root_id": told["job_id"],
+        "root_id": data["job_id"],
         "parent_id": None,
     }
 
@@ -216,9 +220,9 @@ def _task(row: Any, at_s: float) -> dict[str, Any]:
     return _request(job) | {"uuid": row.id, "timestamp": at_s}
 
 
-def _reason(told: Mapping[str, Any]) -> str:
-    error = told.get("error")
-    return f"{error['code']}: {error['message']}" if error else str(told["why"])
+def _reason(data: Mapping[str, Any]) -> str:
+    error = data.get("error")
+    return f"{error['code']}: {error['message']}" if error else str(data["why"])
 
 
 def _flush(dispatcher: EventDispatcher, has_no_worker: bool) -> None:
@@ -231,7 +235,7 @@ def _flush(dispatcher: EventDispatcher, has_no_worker: bool) -> None:
 def _send(dispatcher: EventDispatcher, type_: str, hostname: str, fields: Mapping[str, Any]) -> None:
     """Send an event that names the worker of the job in place of the process that publishes it."""
 
-    def made(type_: str, **fields: Any) -> Any:
+    def make_event(type_: str, **fields: Any) -> Any:
         return Event(type_, **fields | {"hostname": hostname})
 
-    dispatcher.send(type_, Event=made, **fields)
+    dispatcher.send(type_, Event=make_event, **fields)

@@ -23,11 +23,11 @@ from tasks.servers.description import Condition, PointerText
 _FOLDER = Path(__file__).parent
 
 
-class _Known(BaseModel):
+class _PresetData(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
-class Sign(_Known):
+class Sign(_PresetData):
     """Such an answer to GET `path` speaks for the preset; the strongest sign that is met decides."""
 
     path: Annotated[str, Field(pattern=r"^/")]
@@ -35,14 +35,14 @@ class Sign(_Known):
     weight: Annotated[int, Field(ge=1, le=10)] = 5  # 1: many servers answer so; 10: no other does
 
 
-class ModelNameSource(_Known):
+class ModelNameSource(_PresetData):
     """Where a server names its first model."""
 
     path: Annotated[str, Field(pattern=r"^/")]
     pointer: PointerText
 
 
-class PresetInfo(_Known):
+class PresetInfo(_PresetData):
     """What is known of a preset's servers.  `endpoint`: an example, in which MODEL stands for the model's name."""
 
     title: str
@@ -66,20 +66,20 @@ def names() -> tuple[str, ...]:
 
 def get(name: str) -> dict[str, Any]:
     """What Description.model_validate takes.  Raises KeyError."""
-    known = _read(name)
-    made = deepcopy(known["description"])
-    for pointer in known.get("without", ()):
-        _clear(made, pointer)
-    return made
+    preset = _read(name)
+    description = deepcopy(preset["description"])
+    for pointer in preset.get("without", ()):
+        _clear(description, pointer)
+    return description
 
 
 def info(name: str) -> PresetInfo:
     """What is known of it.  Raises KeyError."""
-    return _about(name)
+    return _info(name)
 
 
 @cache
-def _about(name: str) -> PresetInfo:
+def _info(name: str) -> PresetInfo:
     known = _read(name)
     return PresetInfo.model_validate(
         {key: value for key, value in known.items() if key not in ("description", "without")}
@@ -93,9 +93,9 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
 
 
-def _clear(made: dict[str, Any], pointer: str) -> None:
+def _clear(description: dict[str, Any], pointer: str) -> None:
     """TOML has no null."""
-    *way, last = pointer.removeprefix("/").split("/")
-    for step in way:
-        made = made.setdefault(step, {})
-    made[last] = None
+    *parents, last = pointer.removeprefix("/").split("/")
+    for step in parents:
+        description = description.setdefault(step, {})
+    description[last] = None

@@ -356,7 +356,7 @@ def test_health_is_asked_as_described(api):
         assert _put(api, {"description": described}).status_code == 200
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = maintenance._read_report(api.dispatcher.catalog.get().servers["gpu0"])
     assert (report.up, report.active_jobs, report.job_ids) == (True, 2, None)
 
 
@@ -367,7 +367,7 @@ def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
             assert config.status_code == 200
             body = {"model": model, "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
             assert api.client.post("/admin/register", json=body).status_code == 201
-        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = maintenance._read_report(api.dispatcher.catalog.get().servers["gpu0"])
         assert [seen.path for seen in there.seen] == ["/h"] and report.active_jobs == 1
 
 
@@ -376,7 +376,7 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
         _put(api, {"description": {"health": {"running": False}}})
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         api.client.post("/admin/register", json=body)
-        report = maintenance._report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = maintenance._read_report(api.dispatcher.catalog.get().servers["gpu0"])
     assert not report.shows_runs
 
 

@@ -74,10 +74,10 @@ def stored(api: Api) -> Api:
 
 @pytest.mark.parametrize("task", ["check_servers", "sync_locks", "check_invariants"])
 def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
-    monkeypatch.setattr(maintenance, "_SECOND_LOOK_S", 0)
+    monkeypatch.setattr(maintenance, "_RECHECK_DELAY_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
-        reports = maintenance._reports(stored.dispatcher.catalog.get().servers.values())
+        reports = maintenance._read_reports(stored.dispatcher.catalog.get().servers.values())
     assert not reports["gpu1"].up, "nobody answers there, and that was found out"
     assert "gpu0" in {line.get("server") for line in lines}
 
@@ -92,9 +92,9 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     worker = Worker(stored.dispatcher, workers(), progress_scripts(), max_runs=1)
     worker.heartbeat.end()
     watch = worker.heartbeat.add(task.lease)
-    io = RetryingIo(worker.engine, watch)
+    io = RetryingIo(worker.worker_loop, watch)
     run = WorkerRun(task, watch, TakenOffer(_offer(task)), _offer(task), io, RunSteps(stored.dispatcher, io))
-    outcome = worker.engine.ask(worker.calls.call(run), 30)
+    outcome = worker.worker_loop.ask(worker.server_calls.call(run), 30)
     worker.close()
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")

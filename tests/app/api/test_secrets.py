@@ -125,9 +125,9 @@ def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, 
     with installed(before):
         _set(api)
     with installed(now, before):
-        assert vault.seal_anew() == 1
+        assert vault.reseal_secrets() == 1
         api.dispatcher.catalog.refresh()
-        assert vault.seal_anew() == 0
+        assert vault.reseal_secrets() == 0
     with installed(now):
         assert _opened() == VALUE
 

@@ -64,14 +64,14 @@ def test_what_a_caller_names_comes_before_its_headers_and_these_before_its_envir
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", "of the environment")
     headers = {"traceparent": "of a header", "tracestate": "x=1", "baggage": "y=1"}
-    assert inference._trace({}, {}) == {"traceparent": "of the environment"}
-    assert inference._trace({}, {"headers": headers}) == {"headers": None, "traceparent": "of a header"}
-    assert inference._trace({"traceparent": GIVEN}, {"headers": headers}) == {"headers": None}
-    assert inference._trace({}, {"traceparent": GIVEN}) == {}
+    assert inference._trace_options({}, {}) == {"traceparent": "of the environment"}
+    assert inference._trace_options({}, {"headers": headers}) == {"headers": None, "traceparent": "of a header"}
+    assert inference._trace_options({"traceparent": GIVEN}, {"headers": headers}) == {"headers": None}
+    assert inference._trace_options({}, {"traceparent": GIVEN}) == {}
 
 
 def test_headers_that_are_not_of_a_trace_are_left_to_be_refused() -> None:
-    assert inference._trace({}, {"headers": {"traceparent": GIVEN, "mine": "1"}})["headers"] == {"mine": "1"}
+    assert inference._trace_options({}, {"headers": {"traceparent": GIVEN, "mine": "1"}})["headers"] == {"mine": "1"}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
     monkeypatch.setenv("TRACEPARENT", "of the worker")
     task = SimpleNamespace(request=SimpleNamespace(headers=headers))
     monkeypatch.setattr(type(celery), "current_worker_task", task)
-    assert inference._trace({}, {}) == {"traceparent": found}
+    assert inference._trace_options({}, {}) == {"traceparent": found}
 
 
 def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatc
 def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
     monkeypatch: pytest.MonkeyPatch, given: str | None, exported: bool, told: bool
 ) -> None:
-    monkeypatch.setattr(tracing, "is_exported", lambda: exported)
-    found = tracing.told("j", given, ATTEMPT, 2)
+    monkeypatch.setattr(tracing, "exports_spans", lambda: exported)
+    found = tracing.outgoing_traceparent("j", given, ATTEMPT, 2)
     assert (found is not None) == told
     assert found is None or found.split("-")[2] == make_span_id("j", ATTEMPT, 2)
 
@@ -109,9 +109,9 @@ def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
 )
 def test_settings_of_events_that_are_wrong_end_no_run(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tracing, "is_exported", singleton(tracing.is_exported._make))
-    assert tracing.told("j", None, ATTEMPT, 1) is None
-    assert tracing.told("j", GIVEN, ATTEMPT, 1) is not None
+    monkeypatch.setattr(tracing, "exports_spans", singleton(tracing.exports_spans._make))
+    assert tracing.outgoing_traceparent("j", None, ATTEMPT, 1) is None
+    assert tracing.outgoing_traceparent("j", GIVEN, ATTEMPT, 1) is not None
 
 
 def test_without_the_setting_no_exporter_is_loaded() -> None:

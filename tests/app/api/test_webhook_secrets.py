@@ -36,7 +36,7 @@ def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
     httpserver.expect_request("/hook").respond_with_data("ok")
     task = api.started(callback_url=f"http://127.0.0.1:{httpserver.port}/hook")
     assert server_push.apply_push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
-    deliveries = delivery_loop.deliveries(api.database)
+    deliveries = delivery_loop.make_delivery_loop(api.database)
     sending = Thread(target=deliveries.run)
     sending.start()
     arrived = eventually(lambda: [it for it, _ in httpserver.log if it.path == "/hook"], "the message arrives")

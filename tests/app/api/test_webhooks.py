@@ -92,14 +92,14 @@ def receiver(httpserver: HTTPServer) -> Receiver:
 @pytest.fixture
 def sending(api: Api) -> Iterator[delivery_loop.DeliveryLoop]:
     """What the process of webhooks does, one turn at a time."""
-    yield delivery_loop.deliveries(api.database)
+    yield delivery_loop.make_delivery_loop(api.database)
 
 
 def _until(sending: delivery_loop.DeliveryLoop, condition: Any, what: str = "it is sent") -> None:
     def turn() -> bool:
-        sending._look_at = 0.0
+        sending._find_at = 0.0
         sending.run_once()
-        return bool(condition()) and not sending.under_way
+        return bool(condition()) and not sending.running
 
     eventually(turn, what)
 
@@ -136,11 +136,11 @@ def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed
 ) -> None:
     added = add(api)
     second = do(api, added["webhook"], "rotate").json["secret"]
-    former = keyring._written(keyring.installation_secrets()[0])
+    former = keyring._encode_secret(keyring.installation_secrets()[0])
     monkeypatch.setenv("SLOTKEEPER_SECRET", base64.b64encode(b"n" * 32).decode())
     monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
     keyring.installation_secrets.cache_clear()
-    assert (vault.seal_anew(), vault.seal_anew()) == (1, 0)
+    assert (vault.reseal_secrets(), vault.reseal_secrets()) == (1, 0)
     monkeypatch.delenv("SLOTKEEPER_FORMER_SECRET")
     keyring.installation_secrets.cache_clear()
     vault.unseal.cache_clear()
@@ -535,7 +535,7 @@ def test_the_tries_of_a_callback_are_shown_to_its_own_tenant(api: Api) -> None:
 
 @ALLOWED
 def test_a_callback_is_tried_again_like_a_webhook_and_410_ends_that(api: Api, httpserver: HTTPServer) -> None:
-    receiver, sending = Receiver(httpserver), delivery_loop.deliveries(api.database)
+    receiver, sending = Receiver(httpserver), delivery_loop.make_delivery_loop(api.database)
     receiver.status = 503
     job = an_end(api, callback_url=receiver.url)
 

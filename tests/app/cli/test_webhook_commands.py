@@ -128,12 +128,12 @@ def test_a_test_says_what_the_receiver_answers(
 ) -> None:
     httpserver.expect_request("/in").respond_with_handler(lambda _: Response("hello \x1b[31m", status))
     webhook = _added(run, f"http://127.0.0.1:{httpserver.port}/in")
-    sending = delivery_loop.deliveries(api.database)
+    sending = delivery_loop.make_delivery_loop(api.database)
 
     def turn(_: float) -> None:
-        sending._look_at = 0.0
+        sending._find_at = 0.0
         sending.run_once()
-        eventually(lambda: not sending.under_way, "its tries end")
+        eventually(lambda: not sending.running, "its tries end")
 
     monkeypatch.setattr(commands.time, "sleep", turn)
     done = run("test", webhook, status=exit_code)

@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         "a message is unpacked without limit",
         "tasks.packed:_bounded",
-        swap("one.decompress(packed, MOST_BYTES + 1)", "one.decompress(packed)"),
+        swap("one.decompress(packed, MAX_DECOMPRESSED_BYTES + 1)", "one.decompress(packed)"),
         kills=["test_what_does_not_is_refused_and_never_whole"],
         breaks="limits",
         still="test_what_fits_is_unpacked",

@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "one secret can be put in the place of another",
-        "tasks.security.vault:_opened_by",
+        "tasks.security.vault:_open_with",
         swap("name.encode()", 'b"KEY"'),
         kills=["test_one_secret_cannot_be_put_in_anothers_place"],
         breaks="secrets",
@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "any callback token is valid",
         "tasks.callbacks:is_valid_token",
-        swap("any(hmac.compare_digest(shown.encode(), one) for one in valid)", "bool(shown)"),
+        swap("any(hmac.compare_digest(token.encode(), expected) for expected in valid)", "bool(token)"),
         kills=["test_a_forged_push_changes_nothing"],
         breaks="LEASE-3",
     ),

@@ -5,8 +5,8 @@ from tests.nightly.mutants.operators import Mutant, drop, lua_swap, swap
 MUTANTS = [
     Mutant(
         "a relay rests while events are pending",
-        "tasks.relay.relay:Relay._rests",
-        swap("self._is_told and self._tail is not None and not self._tail.has_gap", "self._is_told"),
+        "tasks.relay.relay:Relay._is_idle",
+        swap("self._has_listener and self._reader is not None and not self._reader.has_gap", "self._has_listener"),
         kills=["test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is"],
         breaks="no lost event",
         still="test_a_relay_that_rests_publishes_what_is_written",
@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "events that a sink has not confirmed are not published again",
         "tasks.relay.relay:Relay.relay_batch",
-        drop("self._tail = None"),
+        drop("self._reader = None"),
         kills=["test_what_a_sink_has_not_confirmed_is_published_again"],
         breaks="no lost event",
         still="test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_retry_in_ms",

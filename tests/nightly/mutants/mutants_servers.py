@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "an answer of a server that is starting fails its job",
-        "tasks.servers.adapter:ServerAdapter._ask",
+        "tasks.servers.adapter:ServerAdapter._run_step",
         always("(HealthKind.BUSY, HealthKind.DOWN)"),
         kills=["test_a_server_that_is_not_ready_fails_no_job"],
         breaks="charges",
@@ -37,8 +37,8 @@ MUTANTS = [
     ),
     Mutant(
         "a probe reveals secrets",
-        "tasks.servers.probe:_heard",
-        swap("redact(reply.head, secrets or ())", "redact(reply.head)"),
+        "tasks.servers.probe:_make_exchange",
+        swap("redact(reply.beginning, secrets or ())", "redact(reply.beginning)"),
         kills=["test_a_secret_is_sent_and_never_told"],
         breaks="secrets",
         still="test_an_exchange_that_breaks_off_is_told_too",
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "a call that we cut counts as ended by its server",
         "tasks.servers.live:ServerSession.cut_off",
-        drop("self._is_cut = True"),
+        drop("self._is_cut_off = True"),
         kills=["test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown"],
         breaks="SLOT-1",
     ),
@@ -129,13 +129,13 @@ MUTANTS = [
     Mutant(
         "an unrequested response answers the next request",
         "tasks.servers.http_connection:HttpConnection.on_message_begin",
-        drop("self._is_malformed |= self._is_whole"),
+        drop("self._is_malformed |= self._is_complete"),
         kills=["test_after_such_an_answer_a_connection_is_not_used_again"],
         breaks="JOB-1",
     ),
     Mutant(
         "a request header can contain another header",
-        "tasks.servers.http_client:_head",
+        "tasks.servers.http_client:_encode_head",
         swap('not "".join(headers.values()).isprintable()', "headers is None"),
         kills=["test_no_header_can_hold_another"],
         breaks="framing",
@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(
         "a result may be of any depth",
         "tasks.servers.rules:Judge._done",
-        never("not answer.cannot_be_too_deep and is_too_deep(value)"),
+        never("not response.cannot_be_too_deep and is_too_deep(value)"),
         kills=["test_a_result_has_two_hundred_levels_and_no_more", "test_a_result_that_is_too_deep_ends_the_job"],
         breaks="limits",
     ),
@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "a server whose stream is given up counts as done",
-        "tasks.servers.stream_reader:StreamReader._garbage",
+        "tasks.servers.stream_reader:StreamReader._bad_answer",
         swap_argument("server_still_running=True", ""),
         kills=["test_a_server_that_is_not_listened_to_any_longer_may_be_at_it_still"],
         breaks="SLOT-1",
@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "an answer above the limit is retried",
-        "tasks.servers.rules:Judge._judged",
+        "tasks.servers.rules:Judge._first_outcome",
         swap("OutcomeKind.FAILED", "OutcomeKind.RETRY"),
         kills=["test_an_answer_above_the_limit_is_final_and_names_the_remedy"],
         breaks="charges",

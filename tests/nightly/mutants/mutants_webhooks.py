@@ -5,10 +5,10 @@ from tests.nightly.mutants.operators import Mutant, always, never, swap
 MUTANTS = [
     Mutant(
         "one tenant takes all deliveries of a group",
-        "tasks.berths:DeliveryLimits._has_room",
+        "tasks.berths:DeliveryLimits._has_permit",
         swap(
-            "self._of_tenants[tenant, part] < MAX_IN_GROUP[part] - self._taken[part]",
-            "self._taken[part] < MAX_IN_GROUP[part]",
+            "self._taken_by_tenant[tenant, group] < MAX_IN_GROUP[group] - self._taken[group]",
+            "self._taken[group] < MAX_IN_GROUP[group]",
         ),
         kills=[
             "test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new",
@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant(
         "a template may name any value",
         "tasks.webhooks.bodies:validate_template",
-        never("not _OF_RESULT.fullmatch(name)"),
+        never("not _RESULT_PATH.fullmatch(name)"),
         kills=["test_a_template_names_what_is_told_and_nothing_else"],
         breaks="secrets",
         still="test_every_name_that_is_offered_can_be_named",

@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "a worker that was suspended after its claim starts the job",
         "tasks.worker.executor:Executor._start",
-        never("not await self._rights.is_still_held(watch)"),
+        never("not await self._lease_check.is_still_held(watch)"),
         kills=["test_a_worker_that_was_stopped_after_its_claim_starts_nothing"],
         breaks="SLOT-1",
         still="test_a_worker_that_was_stopped_after_its_start_sends_nothing",
@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "a lease that was lost before its run was sent is restored",
         "tasks.worker.inquiry:DatabaseCheck._apply",
-        never("doubted and not watch.sent"),
+        never("unknown_to_redis and not watch.sent"),
         kills=["test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again"],
         breaks="SLOT-1",
         still="test_a_worker_that_was_stopped_after_its_claim_starts_nothing",
@@ -92,14 +92,14 @@ MUTANTS = [
     Mutant(
         "a worker takes more jobs than it has places",
         "tasks.worker.poller:Poller._start_jobs",
-        always("self._room() > 0"),
+        always("self._free_places() > 0"),
         kills=["test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it"],
         breaks="ORDER-1",
     ),
     Mutant(
         "a draining worker starts what it was just offered",
         "tasks.worker.executor:Executor.run",
-        never("not self._capacity.accepts_jobs"),
+        never("not self._concurrency.accepts_jobs"),
         kills=["test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered"],
         breaks="JOB-1",
     ),
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "an id that we give is stored after the request",
         "tasks.worker.server_call:ServerCall._begin",
-        swap("live.description.is_found_by_given_id", "False"),
+        swap("session.description.is_found_by_given_id", "False"),
         kills=[
             "test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent",
             "test_a_request_without_an_answer_is_asked_for_by_our_id",
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "a run that belongs to another worker is sent",
         "tasks.worker.server_call:ServerCall._begin",
-        never("(left := self._stop_reason()) is not None"),
+        never("(reason := self._stop_reason()) is not None"),
         kills=["test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it"],
         breaks="SLOT-1",
     ),
@@ -178,14 +178,14 @@ MUTANTS = [
     Mutant(
         "the heartbeat waits for the database",
         "tasks.worker.inquiry:DatabaseCheck.request",
-        swap("self._aside.request()", "self.check(self._asked)"),
+        swap("self._task.request()", "self.check(self._requests)"),
         kills=["test_leases_are_renewed_in_time_though_the_database_is_silent"],
         breaks="LEASE-4",
     ),
     Mutant(
         "a resumed run that was not sent goes to any server",
         "tasks.worker.executor:Executor._end_run",
-        never("own.offer.is_resumption"),
+        never("worker_run.offer.is_resumption"),
         kills=["test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again"],
         breaks="LEASE-1",
     ),
@@ -199,13 +199,13 @@ MUTANTS = [
     Mutant(
         "the death of a server under a job costs a retry",
         "tasks.worker.server_call:ServerCall._submit",
-        drop("if await live.has_process_ended():"),
+        drop("if await session.has_process_ended():"),
         kills=["test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs"],
         breaks="charges",
     ),
     Mutant(
         "the end of a job is announced before it is on the disk",
-        "tasks.worker.event_loop:CommitQueue._commit_turn",
+        "tasks.worker.event_loop:CommitQueue._commit_pending",
         swap("results is not None and not any(write.durable for write in writes)", "results is not None"),
         kills=["test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it"],
         breaks="JOB-1",
@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "every confirmed cancel frees its slot",
         "tasks.worker.server_call:ServerCall._send_cancel",
-        swap('said_yes and live.description.cancel_frees_slot == "immediate"', "said_yes"),
+        swap('is_accepted and session.description.cancel_frees_slot == "immediate"', "is_accepted"),
         kills=[
             "test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",
             "test_what_a_cancel_frees_is_as_the_server_is_described",
@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "an internal error at the end of a run is left to the reaper",
         "tasks.worker.executor:Executor._call_and_end",
-        swap("await self._end_run(own, _outcome_of_internal_error(error))", "raise"),
+        swap("await self._end_run(worker_run, _outcome_of_internal_error(error))", "raise"),
         kills=["test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told"],
         breaks="charges",
         still="test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back",

@@ -483,9 +483,9 @@ def test_servers_that_hang_do_not_hold_up_the_reports_of_others(monkeypatch) -> 
 
     monkeypatch.setattr(health_checks, "_SLOW_S", 0.0)
     asking = HealthChecks(ask)
-    hanging = [_server(f"hangs{n}") for n in range(health_checks.MOST + 50)]
+    hanging = [_server(f"hangs{n}") for n in range(health_checks.MAX_CONCURRENT + 50)]
     try:
-        first = asking.start(hanging[: health_checks.MOST // 2])
+        first = asking.start(hanging[: health_checks.MAX_CONCURRENT // 2])
         assert asking.start([_server("well")])["well"].result(10).up
         assert not any(report.done() for report in first.values())
         let_go.set()
@@ -514,7 +514,7 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
     assert second["well"] is first["well"] and first["well"].result(10).up
     assert isinstance(first["odd"].exception(10), ValueError)
     assert sorted(asked) == ["odd", "well"]
-    assert maintenance._taken(first).keys() == {"well"}
+    assert maintenance._take_arrived(first).keys() == {"well"}
 
 
 def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> None:
@@ -526,7 +526,7 @@ def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> N
 
 def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
     let_go = threading.Event()
-    monkeypatch.setattr(maintenance, "_ROUND_S", 0.01)
+    monkeypatch.setattr(maintenance, "_REPORTS_LIMIT_S", 0.01)
 
     def ask(server: Server) -> ServerReport:
         if server.name == "late":
@@ -537,9 +537,9 @@ def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> No
     heeded = {name for batch in maintenance.reports_as_they_arrive(asking.start([_server("late")])) for name in batch}
     assert heeded == set()
     let_go.set()
-    eventually(lambda: maintenance._late["late"].done(), "it answers after all")
+    eventually(lambda: maintenance._late_reports["late"].done(), "it answers after all")
     heeded = {name for batch in maintenance.reports_as_they_arrive({}) for name in batch}
-    assert heeded == {"late"} and not maintenance._late
+    assert heeded == {"late"} and not maintenance._late_reports
 
 
 def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(stage) -> None:

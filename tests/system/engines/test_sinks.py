@@ -129,7 +129,7 @@ def test_kafka_gets_all_events_each_jobs_in_order_also_when_it_did_not_answer_fo
         broker.send_signal(signal.SIGSTOP)
         jobs += [an_ended_job(store).id for _ in range(20)]
         with monkeypatch.context() as impatient, pytest.raises(SinkUnavailable):
-            impatient.setattr(kafka, "_ANSWERS_S", 1.0)
+            impatient.setattr(kafka, "_TIMEOUT_S", 1.0)
             relay.relay_batch()
         broker.send_signal(signal.SIGCONT)
         _drained(relay)
@@ -147,11 +147,11 @@ def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
     relay = Relay("kafka", record, sink)
     job = a_queued_job(JobStore(record))
     with monkeypatch.context() as impatient, pytest.raises(SinkUnavailable):
-        impatient.setattr(kafka, "_ANSWERS_S", 0.5)
+        impatient.setattr(kafka, "_TIMEOUT_S", 0.5)
         relay.relay_batch()
     assert SinkCursors(record).list_lags(["kafka"], T0)[0].events == 1
     with _kafka(tmp_path) as (_, servers):  # Another, empty one, in its place.
-        relay._leave()
+        relay._close()
         relay = Relay("kafka", record, kafka.KafkaSink(servers, "slotkeeper.events", {}))
         _drained(relay)
         _assert_whole_and_in_order(_told(_consumed(servers, 1)), record, [job.id])
@@ -283,7 +283,7 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
         _drained(relay)
         os.killpg(broker.pid, signal.SIGSTOP)
         jobs += some_jobs()
-        monkeypatch.setattr(amqp, "_ANSWERS_S", 1.0)
+        monkeypatch.setattr(amqp, "_TIMEOUT_S", 1.0)
         with pytest.raises(SinkUnavailable):  # It has got them, or will: nobody knows.
             relay.relay_batch()
     with pytest.raises(SinkUnavailable):

@@ -116,7 +116,7 @@ class Hands:
 
     def rest(self) -> None:
         """Until no run is under way."""
-        assert this_worker().engine.wait_until_idle(_QUIET_WITHIN_S)
+        assert this_worker().worker_loop.wait_until_idle(_QUIET_WITHIN_S)
 
 
 class Life:
@@ -125,9 +125,9 @@ class Life:
     def __init__(self, name: str, home: Path, url: str) -> None:
         self.name, self.home, self.url = name, home, url
         self.dispatcher = services.dispatcher()
-        self.deliveries = hooks.deliveries(services.database())
+        self.deliveries = hooks.make_delivery_loop(services.database())
         # One that all lives go by, or each would wait until the time of the one before is over.
-        self.relays = relay.relays(services.database(), EventSettings(), holder="life")
+        self.relays = relay.make_relays(services.database(), EventSettings(), holder="life")
         self._prepare()
         self.hands = Hands()
         self._say_room()
@@ -179,7 +179,7 @@ class Life:
 
         with (
             mock.patch.object(server_call.ServerCall, "_poll", unwanted),
-            mock.patch.object(server_call, "_CANCEL_PATIENCE_S", 0.02),
+            mock.patch.object(server_call, "_CANCEL_WAIT_S", 0.02),
         ):
             self.hands.do(*found)
 
@@ -225,7 +225,7 @@ class Life:
         end = time.monotonic() + _QUIET_WITHIN_S
         self.ask_again()
         while True:
-            this_worker().poller.look()
+            this_worker().poller.poll_once()
             self.hands.work()
             for task in (maintenance.keep_time, maintenance.reap_dead_workers, maintenance.reap):
                 task()
@@ -286,7 +286,7 @@ class Life:
 
     def _send_webhooks(self) -> None:
         self.deliveries.run_once()
-        while self.deliveries.under_way:
+        while self.deliveries.running:
             _pause()
 
     def _relay_events(self) -> None:
@@ -386,7 +386,7 @@ def live(step: str) -> None:
     """One life, by the settings of the environment.  `story`: first what others have left, then its own jobs."""
     crash_points._left.clear()
     home = Path(os.environ["SLOTKEEPER_HOME"])
-    hooks._LOOK_EVERY_S = 0.0
+    hooks._FIND_PERIOD_S = 0.0
     message_delivery._FIRST_RETRY_MS = 100
     notifications.NOTIFY_AFTER_MS = 50
     results.ResultNotifier.put = lambda self, owed: self.notify([owed])  # type: ignore[method-assign]  # one pair of hands

@@ -31,7 +31,7 @@ FIRST = {
     "a worker's secret": ["-c", "from tasks.security.keyring import fingerprints; fingerprints()"],
     "a database": ["-c", "from tasks.services import database; database().read().__enter__()"],
     "web": ["-c", "from app.factory import create_app; create_app()"],
-    "beat": ["-c", "from tasks.extensions import signal_handlers as signals; signals._begin()"],
+    "beat": ["-c", "from tasks.extensions import signal_handlers as signals; signals._prepare()"],
     "Flower's password": [
         "-c",
         "from pathlib import Path; from app.up.installation_folder import flower_password as f; import os;"

@@ -38,12 +38,12 @@ def test_a_producer_by_which_nothing_could_be_sent_goes_back_and_is_looked_at_an
     app, offer = Celery(broker=valkey.url), Offer("zimg", "j1", "l1", "gpu-slot0", "gpu", "zimg", 1)
     monkeypatch.setattr(offer_messages, "celery", app)
     offer_messages.publish_offer(offer, 1, failures=0)
-    (kept,) = (producer for of, producer in offer_messages._kept.items() if of is app)
+    (kept,) = (producer for of, producer in offer_messages._kept_producers.items() if of is app)
     with monkeypatch.context() as broken:
         broken.setattr(offer_messages, "build_message", lambda *_: None)
         with pytest.raises(TypeError):
             offer_messages.publish_offer(offer, 1, failures=0)
-    assert app not in offer_messages._kept and kept._channel is None, "it was put back"
+    assert app not in offer_messages._kept_producers and kept._channel is None, "it was put back"
     offer_messages.publish_offer(offer, 1, failures=0)
     assert client.llen("gpu.zimg") == 2
 

@@ -191,10 +191,10 @@ def test_what_is_in_the_stream_already_is_not_added_again(database, store, valke
     """The relay died before its cursor was moved."""
     an_ended_job(store)
     first = a_relay(database, valkey)
-    first._relays.advance = lambda *_: False  # type: ignore[method-assign]
+    first._cursors.advance = lambda *_: False  # type: ignore[method-assign]
     first.relay_batch()
-    first._relays = SinkCursors(database)
-    first._leave()
+    first._cursors = SinkCursors(database)
+    first._close()
     assert SinkCursors(database).find_slowest(["redis"]) < all_ids(database)[0]
     an_ended_job(store)
     _settled(a_relay(database, valkey))
@@ -209,8 +209,8 @@ def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store,
     a_queued_job(store)
     assert second.relay_batch() == 0
     assert Reader(valkey).ids() == [store.list_events(job.id)[0].id]
-    first._leave()
-    second._hold_at = 0.0
+    first._close()
+    second._renew_at = 0.0
     assert second.relay_batch() == 1
 
 
@@ -219,7 +219,7 @@ def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(databas
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     a_queued_job(store)
     first.relay_batch()
-    first._relays.release("redis", first._holder)
+    first._cursors.release("redis", first._holder)
     a_queued_job(store)
     assert second.relay_batch() == 1
     a_queued_job(store)
@@ -367,7 +367,7 @@ def test_events_are_in_the_stream_within_a_second(sqlite_url, valkey):
 
 
 def test_a_relay_that_is_behind_goes_on_without_a_pause(database, store, valkey, monkeypatch):
-    for name, value in (("_FIRST_AT_ONCE", 1), ("_MOST_AT_ONCE", 1), ("_SHORTEST_S", 3600.0), ("_LONGEST_S", 3600.0)):
+    for name, value in (("_FIRST_BATCH", 1), ("_MAX_BATCH", 1), ("_MIN_PAUSE_S", 3600.0), ("_MAX_PAUSE_S", 3600.0)):
         monkeypatch.setattr(relays, name, value)
     an_ended_job(store)
     relay = a_relay(database, valkey)
@@ -389,8 +389,8 @@ def test_dead_jobs_are_told_in_the_words_of_a_queue(database, store, valkey):
 @pytest.fixture
 def resting(database, store, valkey, monkeypatch) -> Iterator[Relay]:
     """One that runs, has published all there was, and would look again in an hour."""
-    monkeypatch.setattr(relays, "_HOLD_EVERY_S", 3600.0)
-    monkeypatch.setattr(relays, "_LONGEST_S", relays._SHORTEST_S)
+    monkeypatch.setattr(relays, "_HOLD_PERIOD_S", 3600.0)
+    monkeypatch.setattr(relays, "_MAX_PAUSE_S", relays._MIN_PAUSE_S)
     found, lookout = a_relay(database, valkey), ChangeListener(database)
     found.wake_on_change(lookout)
     lookout.start()
@@ -416,6 +416,6 @@ def test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told
     for it in (first, second):
         it.wake_on_change(ChangeListener(database))
         it.relay_batch()
-    assert [first._rests, second._rests] == [True, False]
-    first._tail.has_gap = True  # There is more, which time alone may let be told.
-    assert not first._rests
+    assert [first._is_idle, second._is_idle] == [True, False]
+    first._reader.has_gap = True  # There is more, which time alone may let be told.
+    assert not first._is_idle

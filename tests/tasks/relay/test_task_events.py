@@ -15,7 +15,7 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
 from tasks.relay.relay import Relay
 from tasks.relay.sinks.sink import SinkUnavailable
-from tasks.relay.sinks.task_events import CLIENT, TaskEventSink
+from tasks.relay.sinks.task_events import CLIENT_HOSTNAME, TaskEventSink
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_running_job, a_start, an_ended_job
 from tests.support.ends import store_end
 from tests.support.stack import eventually
@@ -92,7 +92,7 @@ def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery
     with received(app) as events:
         _relay(app, store.database).relay_batch()
         eventually(lambda: len(events) == 4, "all are received")
-    assert [it["hostname"] for it in events] == [CLIENT, *["worker@host"] * 3]
+    assert [it["hostname"] for it in events] == [CLIENT_HOSTNAME, *["worker@host"] * 3]
     assert [it["timestamp"] for it in events] == [T0 / 1000, T0 / 1000, T0 / 1000, T0 / 1000 + 2]
     assert (events[-1]["runtime"], events[-1]["result"]) == (2, '{"url":"x"}')
 
@@ -157,7 +157,9 @@ def test_a_receiver_that_comes_late_is_told_of_what_waits_and_runs(app: Celery, 
         state.event(event)
     assert {job_id: task.state for job_id, task in state.tasks.items()} == {waits: "PENDING", runs: "STARTED"}
     assert state.tasks[runs].worker.hostname == "worker@host" and state.tasks[runs].started == (T0 + 9) / 1000
-    assert ended not in state.tasks and CLIENT not in [it.hostname for it in state.workers.values() if it.alive]
+    assert ended not in state.tasks and CLIENT_HOSTNAME not in [
+        it.hostname for it in state.workers.values() if it.alive
+    ]
 
 
 def test_a_receiver_that_knew_better_is_not_misled(app: Celery, store: JobStore) -> None:

@@ -295,8 +295,8 @@ def test_a_slow_receiver_gets_some_and_the_others_at_the_next_turn(database, sto
     relay = a_relay(database, memory)
     for _ in range(4):
         an_ended_job(store)
-    monkeypatch.setattr(otlp, "_AT_ONCE", 1)
-    monkeypatch.setattr(otlp, "_BEGINS_S", -1.0)
+    monkeypatch.setattr(otlp, "_MAX_JOBS", 1)
+    monkeypatch.setattr(otlp, "_BATCH_LIMIT_S", -1.0)
     for n in (1, 2, 3):
         with pytest.raises(otlp.SinkUnavailable):
             relay.relay_batch()

@@ -298,7 +298,7 @@ def test_an_error_that_repeats_the_endpoint_does_not_tell_its_keys(scripted, our
 
 
 def test_the_body_of_a_redirect_is_bounded_too(serving):
-    server, _ = serving(always(answer(b"x" * 5000, 302, Location="/x")), max_answer_bytes=1000)
+    server, _ = serving(always(answer(b"x" * 5000, 302, Location="/x")), max_response_bytes=1000)
     assert server.submit(a_call()).code == "answer_too_large"
 
 
@@ -322,7 +322,7 @@ def gzipped(body: bytes) -> bytes:
     ids=["length", "chunks", "until closed", "packed"],
 )
 def test_an_answer_beyond_the_bound_is_given_up(serving, act):
-    server, _ = serving(always(act), max_answer_bytes=1000)
+    server, _ = serving(always(act), max_response_bytes=1000)
     outcome = server.submit(a_call(deadline_s=2))
     assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
 
@@ -416,7 +416,7 @@ def test_a_refusal_after_an_exchange_is_still_unreachable(scripted, ours):
 
 
 def test_half_read_answers_do_not_spoil_the_next_one(serving):
-    server, _ = serving(lambda seen: answer(b"x" * 5000 if seen.json else DONE), max_answer_bytes=1000)
+    server, _ = serving(lambda seen: answer(b"x" * 5000 if seen.json else DONE), max_response_bytes=1000)
     assert server.submit(a_call(payload=1)).code == "answer_too_large"
     assert server.submit(a_call(payload=0)).kind is OutcomeKind.DONE
 

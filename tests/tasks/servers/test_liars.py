@@ -171,7 +171,7 @@ def speak(scripted, ours):
     def make(says: Callable[[Seen], Act], mode: str = "auto", **parts: Any):
         described = Description.model_validate({"mode": mode, **parts})
         there = scripted(says)
-        return ours(there.url + "/generate", described, max_answer_bytes=100_000), there
+        return ours(there.url + "/generate", described, max_response_bytes=100_000), there
 
     return make
 

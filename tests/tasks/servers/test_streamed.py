@@ -50,7 +50,7 @@ def outcome(scripted, ours):
 
     def make(act: Act, stream: dict[str, Any], deadline_s: float = 5.0, **submit: Any) -> Any:
         there = scripted(lambda _seen: act)
-        server = ours(there.url + "/generate", described(stream, **submit), max_answer_bytes=100_000)
+        server = ours(there.url + "/generate", described(stream, **submit), max_response_bytes=100_000)
         return server.submit(Call("job-1", 1, {"prompt": "a cat"}, deadline_s=deadline_s))
 
     return make

@@ -15,8 +15,8 @@ import pytest
 
 from tasks.servers import HealthKind, ServerAdapter, ServerSession, call_server, http_connection
 from tasks.servers.call import Limits
-from tasks.servers.http_client import HttpExchange, _any_target, _form, _head, _target
-from tasks.servers.http_connection import _LONGEST_HEAD
+from tasks.servers.http_client import HttpExchange, _encode_head, _find_target, _head_template, _parse_target
+from tasks.servers.http_connection import _MAX_HEAD_BYTES
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tests.support.scripted import always, answer, hang_up
 
@@ -119,20 +119,22 @@ def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
 )
 def test_no_header_can_hold_another(name, value):
     with pytest.raises(ValueError, match=r"header|codec"):
-        _head("POST", _target("http://a/"), {"x": "y", name: value}, b"")
+        _encode_head("POST", _find_target("http://a/"), {"x": "y", name: value}, b"")
 
 
 def test_of_a_head_nothing_is_remembered_that_only_one_run_says():
-    _form.cache_clear()
+    _head_template.cache_clear()
     for n in range(3):
-        head = _head("GET", _target(f"http://a/status/{n}%20?prompt=p{n}"), {"X-Job-Id": f"job{n}%s"}, None)
+        head = _encode_head("GET", _find_target(f"http://a/status/{n}%20?prompt=p{n}"), {"X-Job-Id": f"job{n}%s"}, None)
         assert head.startswith(f"GET /status/{n}%20?prompt=p{n} HTTP/1.1\r\nHost: a\r\n".encode())
         assert f"X-Job-Id: job{n}%s\r\n".encode() in head
-    assert _form.cache_info().currsize == 1
+    assert _head_template.cache_info().currsize == 1
 
 
 def test_headers_are_written_beside_those_that_are_always_said():
-    lines = _head("POST", _target("http://a:81/x%20y?z#f"), {"X-A": "1", "user-agent": "mine"}, b"12").split(b"\r\n")
+    lines = _encode_head(
+        "POST", _find_target("http://a:81/x%20y?z#f"), {"X-A": "1", "user-agent": "mine"}, b"12"
+    ).split(b"\r\n")
     assert lines == [
         *(b"POST /x%20y?z HTTP/1.1", b"Host: a:81", b"Accept: */*", b"Accept-Encoding: identity"),
         *(b"Content-Length: 2", b"X-A: 1", b"user-agent: mine", b"", b""),
@@ -140,7 +142,7 @@ def test_headers_are_written_beside_those_that_are_always_said():
 
 
 def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
-    lines = _head("GET", _target("http://a/x%2Fy"), {"X-%s": "%s"}, None).split(b"\r\n")
+    lines = _encode_head("GET", _find_target("http://a/x%2Fy"), {"X-%s": "%s"}, None).split(b"\r\n")
     assert lines[0] == b"GET /x%2Fy HTTP/1.1" and b"X-%s: %s" in lines
 
 
@@ -149,15 +151,15 @@ def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
     [("http://a/", b"a"), ("http://a:80/", b"a"), ("https://a:80/", b"a:80"), ("http://[::1]:9/", b"[::1]:9")],
 )
 def test_a_host_is_named_with_a_port_that_is_not_its_schemes(url, host):
-    assert b"\r\nHost: " + host + b"\r\n" in _head("GET", _target(url), {}, None)
+    assert b"\r\nHost: " + host + b"\r\n" in _encode_head("GET", _find_target(url), {}, None)
 
 
 def test_many_addresses_of_one_server_are_remembered_as_one() -> None:
-    _target("http://of-many/status/0")
-    before = _any_target.cache_info()
+    _find_target("http://of-many/status/0")
+    before = _parse_target.cache_info()
     for n in range(300):
-        assert _target(f"http://of-many/status/job-{n}").path == f"/status/job-{n}"
-    assert _any_target.cache_info().misses == before.misses
+        assert _find_target(f"http://of-many/status/job-{n}").path == f"/status/job-{n}"
+    assert _parse_target.cache_info().misses == before.misses
 
 
 @pytest.mark.parametrize(
@@ -165,18 +167,18 @@ def test_many_addresses_of_one_server_are_remembered_as_one() -> None:
 )
 @pytest.mark.parametrize("at", ["http://a", "https://u:p@a:81", "http://[::1]:80", "http://A.example", "HTTP://a"])
 def test_an_address_means_the_same_whether_it_is_remembered_or_not(at: str, path: str) -> None:
-    assert _target(at + path) == _any_target(at + path)
+    assert _find_target(at + path) == _parse_target(at + path)
 
 
 def test_who_stands_in_an_address_is_told_in_a_header():
-    assert b"\r\nAuthorization: Basic dTpw\r\n" in _head("GET", _target("http://u:p@a/"), {}, None)
+    assert b"\r\nAuthorization: Basic dTpw\r\n" in _encode_head("GET", _find_target("http://u:p@a/"), {}, None)
 
 
 def test_only_a_request_that_may_have_a_body_tells_its_length():
-    target = _target("http://a/")
-    assert b"Content-Length" not in _head("GET", target, {}, None)
-    assert b"Content-Length: 0" in _head("POST", target, {}, None)
-    assert b"Content-Length: 1" in _head("GET", target, {}, b"1")
+    target = _find_target("http://a/")
+    assert b"Content-Length" not in _encode_head("GET", target, {}, None)
+    assert b"Content-Length: 0" in _encode_head("POST", target, {}, None)
+    assert b"Content-Length: 1" in _encode_head("GET", target, {}, b"1")
 
 
 # -- answers ----------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_a_head_is_answered_without_a_body(scripted, ask):
 
 
 def test_an_endless_head_is_no_answer(scripted, ask):
-    server = scripted(always(b"HTTP/1.1 200 OK\r\nA: " + b"x" * (_LONGEST_HEAD + 1)))
+    server = scripted(always(b"HTTP/1.1 200 OK\r\nA: " + b"x" * (_MAX_HEAD_BYTES + 1)))
     reply = ask(server.url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
@@ -311,7 +313,7 @@ def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nA: "
     reply = ask(scripted(always(head + b"1\r\n\r\n")).url)
     assert reply.body == b"x" and "a" not in reply.headers
-    reply = ask(scripted(always(head + b"x" * 2 * _LONGEST_HEAD)).url)
+    reply = ask(scripted(always(head + b"x" * 2 * _MAX_HEAD_BYTES)).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 

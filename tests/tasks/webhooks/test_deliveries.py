@@ -59,11 +59,11 @@ def receivers() -> Iterator[Receivers]:
 
 @pytest.fixture
 def deliveries(database: Database, receivers: Receivers, monkeypatch) -> Iterator[DeliveryLoop]:
-    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(delivery_loop, "_FIND_PERIOD_S", 0.0)
     found = _deliveries(database, receivers)
     yield found
     receivers.let_go.set()
-    eventually(lambda: not found.under_way, "every try ends")
+    eventually(lambda: not found.running, "every try ends")
 
 
 def _deliveries(database: Database, receivers: Receivers) -> DeliveryLoop:
@@ -79,7 +79,7 @@ def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
 
 def _until_quiet(deliveries: DeliveryLoop) -> None:
     def is_quiet() -> bool:
-        return not deliveries.run_once() and not deliveries.under_way
+        return not deliveries.run_once() and not deliveries.running
 
     eventually(is_quiet, "nothing is under way")
 
@@ -88,7 +88,7 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
     for n in range(100):
         _owe(store, f"silent{n}", f"s{n}")
     deliveries.run_once()
-    assert deliveries.under_way == 100
+    assert deliveries.running == 100
     for n in range(20):
         _owe(store, "good", f"g{n}")
 
@@ -97,12 +97,12 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
         return len(receivers.told) == 20
 
     eventually(all_told, "the one that answers has all of its messages")
-    assert deliveries.under_way >= 100, "the silent ones are still being waited for"
+    assert deliveries.running >= 100, "the silent ones are still being waited for"
 
 
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
     monkeypatch.setattr(source, "_PAGE", 10)
-    monkeypatch.setattr(delivery_loop, "_LOOKING_SHARE", 1e9)
+    monkeypatch.setattr(delivery_loop, "_MAX_FIND_SHARE", 1e9)
     monkeypatch.setattr(source, "_NEWEST", 5)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
@@ -114,15 +114,15 @@ def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, st
         return receivers.told == [("good", "inside")]
 
     eventually(is_told, "it is found inside the pile")
-    eventually(lambda: deliveries.under_way == 1, "of the pile one is being tried")
+    eventually(lambda: deliveries.running == 1, "of the pile one is being tried")
 
 
 def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
     deliveries, store, receivers, monkeypatch
 ) -> None:
     monkeypatch.setattr(source, "_PAGE", 10)
-    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 60.0)
-    monkeypatch.setattr(delivery_loop, "_LOOKING_SHARE", 1e-9)
+    monkeypatch.setattr(delivery_loop, "_FIND_PERIOD_S", 60.0)
+    monkeypatch.setattr(delivery_loop, "_MAX_FIND_SHARE", 1e-9)
     for n in range(50):
         _owe(store, "silent", f"s{n}")
     _owe(store, "good", "last")
@@ -135,7 +135,7 @@ def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, sto
         _owe(store, "silent", f"s{n}", tenant=f"t{n}")
     for _ in range(3):
         deliveries.run_once()
-    assert deliveries.under_way == 1
+    assert deliveries.running == 1
 
 
 def test_a_host_that_refuses_one_job_is_sent_the_others_beside_each_other(deliveries, store, receivers) -> None:
@@ -178,7 +178,7 @@ def test_two_processes_tell_each_client_once(database, store, receivers, deliver
             thread.start()
         for thread in threads:
             thread.join()
-        return len(receivers.told) >= 30 and not other.under_way
+        return len(receivers.told) >= 30 and not other.running
 
     eventually(all_told, "all are told")
     assert sorted(job for _, job in receivers.told) == sorted(names)
@@ -194,7 +194,7 @@ def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, 
         away.setattr(MessageQueue, "claim", refuse)
         with pytest.raises(DatabaseUnavailable):
             deliveries.run_once()
-        assert deliveries.under_way == 0
+        assert deliveries.running == 0
     _until_quiet(deliveries)
     assert receivers.told == [("good", "g")]
 
@@ -202,7 +202,7 @@ def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, 
 def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(delivery_loop, "_AWAY_S", 0.01)
+    monkeypatch.setattr(delivery_loop, "_RETRY_S", 0.01)
     looks = iter([DatabaseUnavailable("away"), ZeroDivisionError("a bug")])
     look = MessageQueue.list_due_callbacks
 
@@ -224,11 +224,11 @@ def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
 @contextmanager
 def _resting(deliveries: DeliveryLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While it runs, nothing is owed, and it would look again in an hour."""
-    monkeypatch.setattr(delivery_loop, "_LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr(delivery_loop, "_IDLE_FIND_PERIOD_S", 3600.0)
     thread = threading.Thread(target=deliveries.run)
     thread.start()
     try:
-        eventually(lambda: deliveries._look_at > time.monotonic() + 60, "it rests")
+        eventually(lambda: deliveries._find_at > time.monotonic() + 60, "it rests")
         yield
     finally:
         deliveries.stop()

@@ -24,7 +24,7 @@ def _tenants(taken: list[tuple[DueMessage, Permit]]) -> list[str]:
 
 def test_a_tenant_with_many_receivers_has_no_more_turns_than_one_with_a_single_one() -> None:
     berths = DeliveryLimits()
-    berths.release(berths.take("good", "modest"), True)
+    berths.release(berths.acquire("good", "modest"), True)
     piled = _known(*(_due("greedy", f"host{n}") for n in range(1000)), _due("modest", "good", 3))
     assert _tenants(piled.take(berths, 6)) == ["greedy", "modest"] * 3
 
@@ -32,7 +32,7 @@ def test_a_tenant_with_many_receivers_has_no_more_turns_than_one_with_a_single_o
 def test_of_one_tenant_its_receivers_take_turns() -> None:
     berths = DeliveryLimits()
     for host in ("one", "two"):
-        berths.release(berths.take(host, "t"), True)
+        berths.release(berths.acquire(host, "t"), True)
     taken = _known(_due("t", "one", 5), _due("t", "two", 2)).take(berths, 4)
     assert [owed.receiver for owed, _ in taken] == ["one", "two", "one", "two"]
 
@@ -41,9 +41,9 @@ def test_receivers_that_may_not_be_tried_now_hide_those_that_may_for_a_few_turns
     berths = DeliveryLimits()
     waiting = _known(*(_due("t", f"dead{n}") for n in range(200)), _due("t", "good"))
     for n in range(200):
-        berths.release(berths.take(f"dead{n}", "t"), False)
+        berths.release(berths.acquire(f"dead{n}", "t"), False)
     for n in range(MAX_IN_GROUP[LimitGroup.FAILING] // 2):
-        berths.take(f"dead{n}", "t")
+        berths.acquire(f"dead{n}", "t")
     found = [owed.id for _ in range(10) for owed, _ in waiting.take(berths, 64)]
     assert found == ["m-t-good-0"]
 
@@ -60,7 +60,7 @@ def test_a_message_is_known_once_and_forgotten_when_it_begins() -> None:
 
 
 def test_a_pile_leaves_room_for_the_first_of_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_queue, "_MANY", 10)
+    monkeypatch.setattr(delivery_queue, "_MAX_REMEMBERED", 10)
     piled = _known(_due("greedy", "host", 50), _due("modest", "other", 50))
     assert len(piled._ids) == 11
 

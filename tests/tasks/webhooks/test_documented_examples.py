@@ -43,11 +43,11 @@ def test_the_receiver_of_the_page_takes_what_is_signed_with_its_secret_and_nothi
 
 
 def _tested(api: Api, webhook: str) -> Any:
-    sending = delivery_loop.deliveries(api.database)
+    sending = delivery_loop.make_delivery_loop(api.database)
     api.client.post(f"/webhooks/{webhook}/test")
 
     def deliveries() -> Any:
-        sending._look_at = 0.0
+        sending._find_at = 0.0
         sending.run_once()
         return api.client.get(f"/webhooks/{webhook}/deliveries").json["deliveries"]
 
@@ -68,7 +68,7 @@ def test_the_template_of_the_page_is_one() -> None:
         f"{bodies.MAX_TEMPLATE_BYTES:,} bytes and {bodies.MAX_TEMPLATE_NAMES} names",
         f"cut to {bodies.MAX_VALUE_CHARS:,} characters",
         f"last {retention.MOST_LOGGED:,} tries",
-        f"first {url_guard.QUOTED_MAX} bytes",
+        f"first {url_guard.MAX_QUOTED_BYTES} bytes",
         f"the last {retention.MOST_GIVEN_UP:,} messages",
         f"every {subscriptions.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
         f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",

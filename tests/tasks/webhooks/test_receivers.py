@@ -67,11 +67,11 @@ def outside() -> Iterator[Outside]:
 
 @pytest.fixture
 def deliveries(database: Database, outside: Outside, monkeypatch) -> Iterator[DeliveryLoop]:
-    monkeypatch.setattr(delivery_loop, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(delivery_loop, "_FIND_PERIOD_S", 0.0)
     found = _deliveries(database, outside)
     yield found
     outside.let_go.set()
-    eventually(lambda: not found.under_way, "every try ends")
+    eventually(lambda: not found.running, "every try ends")
 
 
 def _deliveries(database: Database, outside: Outside) -> DeliveryLoop:
@@ -119,25 +119,25 @@ def _owe_very_many(database: Database, store: JobStore, tenant: str) -> None:
 def test_a_tenant_with_very_many_dead_webhooks_delays_no_other_tenants(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
-    monkeypatch.setattr(delivery_loop, "_LONGEST_PAUSE_S", 0.0)  # Each turn looks.
+    monkeypatch.setattr(delivery_loop, "_MAX_PAUSE_S", 0.0)  # Each turn looks.
     _add(database, "good", "modest")
     _owe_very_many(database, store, "greedy")
     for n in range(5):
         _end(store, f"job{n}", "modest")
         deliveries.run_once()
         eventually(lambda n=n: len(outside.told) == n + 1, "the next turn has told the one that answers")
-    _until(deliveries, lambda: deliveries.under_way >= _MOST_OF_ONE, "the dead ones are being tried")
+    _until(deliveries, lambda: deliveries.running >= _MOST_OF_ONE, "the dead ones are being tried")
 
 
 def test_very_many_dead_webhooks_delay_no_other_of_their_tenant_that_has_answered(
     database, store, outside, deliveries, monkeypatch
 ) -> None:
-    monkeypatch.setattr(delivery_loop, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(delivery_loop, "_MAX_PAUSE_S", 0.0)
     _add(database, "good", "greedy")
     _end(store, "first", "greedy")
-    _until(deliveries, lambda: outside.told and not deliveries.under_way, "it has answered")
+    _until(deliveries, lambda: outside.told and not deliveries.running, "it has answered")
     _owe_very_many(database, store, "greedy")
-    _until(deliveries, lambda: deliveries.under_way >= _MOST_OF_ONE, "as many are being tried as may be")
+    _until(deliveries, lambda: deliveries.running >= _MOST_OF_ONE, "as many are being tried as may be")
     _end(store, "second", "greedy")
     _until(deliveries, lambda: len(outside.told) == 3, "it is told of what came before and after")
 
@@ -182,7 +182,7 @@ def test_a_webhook_that_refuses_is_asked_less_and_less(database, store, outside,
     _until(deliveries, lambda: Subscriptions(database).get(receiver.id).breaker_is_open, "its breaker opens")
     for _ in range(20):
         deliveries.run_once()
-    eventually(lambda: not deliveries.under_way, "its tries end")
+    eventually(lambda: not deliveries.running, "its tries end")
     assert len(outside.asked) <= FAILURES_TO_OPEN + 1
 
 
@@ -210,7 +210,7 @@ def test_two_processes_tell_each_message_once(database, store, outside, deliveri
             thread.start()
         for thread in threads:
             thread.join()
-        return len(outside.told) >= 60 and not other.under_way
+        return len(outside.told) >= 60 and not other.running
 
     eventually(all_told, "all are told")
     told = [(name, job) for name, job, _ in outside.told]
@@ -243,7 +243,7 @@ def test_two_processes_keep_to_a_receivers_pace_and_others_do_not_wait_for_it(
 
     def all_told() -> bool:
         other.run_once()
-        return len(outside.told) == 24 and not other.under_way
+        return len(outside.told) == 24 and not other.running
 
     _until(deliveries, all_told, "all are told")
     at_s = {name: [at - began for whose, _, at in outside.told if whose == name] for name in ("slow", "good")}
@@ -266,7 +266,7 @@ def test_a_receiver_that_is_removed_while_it_is_told_is_told_no_more(database, s
     _until(deliveries, lambda: outside.asked, "it is being told")
     Subscriptions(database).remove(receiver.id, None)
     outside.let_go.set()
-    eventually(lambda: not deliveries.under_way, "its try ends")
+    eventually(lambda: not deliveries.running, "its try ends")
     assert deliveries.run_once() == 0 and Redelivery(database).list_attempts(receiver.id) == []
 
 

@@ -16,7 +16,7 @@ import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
 from tasks.security import url_guard
-from tasks.security.url_guard import ANSWER_MAX, SendResult, WebhookSender, parse_networks
+from tasks.security.url_guard import MAX_RESPONSE_BYTES, SendResult, WebhookSender, parse_networks
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 LOOPBACK = parse_networks("127.0.0.1/32")
@@ -426,7 +426,7 @@ def test_a_trickling_body_is_not_waited_for(receiver):
 def test_answers_before_the_answer_are_not_read_for_ever(receiver, taken):
     sent = send(receiver(pour(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)))
     assert (sent.ok, sent.permanent) == (False, False)
-    assert sum(taken) <= ANSWER_MAX + (16 << 10)
+    assert sum(taken) <= MAX_RESPONSE_BYTES + (16 << 10)
 
 
 # TLS

@@ -74,12 +74,14 @@ class FakeServer:
 @contextmanager
 def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     scripts = stage.dispatcher.leases.scripts
-    monkeypatch.setattr(BackgroundTask, "request", lambda it: it._act())  # at once, but where a test is about that
+    monkeypatch.setattr(
+        BackgroundTask, "request", lambda task: task._function()
+    )  # at once, but where a test is about that
     found = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
-    monkeypatch.setattr(found.calls, "session_for", lambda *_: server)
-    monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(found.server_calls, "session_for", lambda *_: server)
+    monkeypatch.setattr(patient_io, "_RETRY_S", 0.001)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
     found.close()
@@ -89,7 +91,7 @@ def run_open_offer(stage: Stage) -> str:
     """Do what the oldest wake-up asks for, and return the id of its job."""
     worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
     worker.executor.run_open_offer(offer)
-    assert worker.engine.wait_until_idle(20)
+    assert worker.worker_loop.wait_until_idle(20)
     return str(offer.job_id)
 
 

@@ -116,8 +116,8 @@ def _watch(
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.01)
-    monkeypatch.setattr(server_call, "_DOWN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(server_call, "_DOWN_LIMIT_S", 0.05)
 
 
 # -- an id of ours ---------------------------------------------------------------------------------------------

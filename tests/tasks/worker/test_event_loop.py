@@ -81,7 +81,7 @@ def test_what_others_would_be_waited_for_is_done_by_the_thread(record: Record) -
 
 
 def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: Record) -> None:
-    many = [str(n) for n in range(event_loop._MAX_IN_LOOP + 1)]
+    many = [str(n) for n in range(event_loop._MAX_WRITES_IN_LOOP + 1)]
     with _commits(record) as ask:
         ask(*many)
     assert record.done == [("record", many)]

@@ -76,7 +76,7 @@ def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stag
 @pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
 def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, what):
     """The worker stops at last: the lease is left to expire, and the job to whoever takes it up then."""
-    monkeypatch.setattr(patient_io, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(patient_io, "_STOP_LIMIT_S", 0.0)
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
@@ -211,7 +211,7 @@ def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage,
 
 def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(stage, worker, server, monkeypatch):
     """The server answers from its recent results, or runs it now: nobody has died under it."""
-    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs = [UNKNOWN, DONE], frozenset()
@@ -221,7 +221,7 @@ def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(st
 
 
 def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch):
-    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs = [UNKNOWN, UNKNOWN], frozenset()
@@ -232,7 +232,7 @@ def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch
 
 def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
     """The job may have brought it down."""
-    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     stage.register()
     job_id = stage.submit()
     server.answers, server.runs, server.down = [UNKNOWN], frozenset(), 2
@@ -332,7 +332,7 @@ def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monk
     _, hold = _begun(stage, worker)
     _forgotten(stage, job_id)
     monkeypatch.undo()
-    monkeypatch.setattr(inquiry, "_ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(inquiry, "_RETRY_S", 0.001)
     asked = threading.Event()
     left, briefs = iter(range(2)), stage.store.get_statuses
     monkeypatch.setattr(
@@ -353,13 +353,13 @@ def test_a_worker_that_has_ended_asks_the_record_no_more(stage, worker, monkeypa
     _forgotten(stage, job_id)
     monkeypatch.undo()
     monkeypatch.setattr(stage.store, "get_statuses", _away)
-    asked, wait = threading.Event(), worker.inquiry._ended.wait
-    monkeypatch.setattr(worker.inquiry._ended, "wait", lambda _: (asked.set(), wait(20))[1])
+    asked, wait = threading.Event(), worker.database_check._ended.wait
+    monkeypatch.setattr(worker.database_check._ended, "wait", lambda _: (asked.set(), wait(20))[1])
     worker.heartbeat.beat()
     assert asked.wait(10), "it asks again in a while"
     asked.clear()
     worker.close()
-    eventually(lambda: not worker.inquiry._aside._at_it)
+    eventually(lambda: not worker.database_check._task._is_running)
     assert not asked.is_set()
 
 
@@ -641,11 +641,11 @@ def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_
         stage.later(late_s * SECOND)
 
     monkeypatch.setattr(LeaseWatch, "sleep", wait)
-    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.0)
     server.answers = [PENDING] * 3
     found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
     assert found.kind is OutcomeKind.CANCELED
-    assert set(waits) == {server_call._FIND_OUT_EVERY_S}
+    assert set(waits) == {server_call._HEALTH_PERIOD_S}
 
 
 # -- a stale worker --------------------------------------------------------------------------------------------
@@ -786,5 +786,5 @@ def test_the_server_of_a_job_whose_offer_came_by_a_message_is_told_whether_its_m
         offer = stage.told.offers.pop(0)
         message = offer_messages.build_message(offer, 0)
         worker.executor.run_open_offer(offer_messages.read_offer(offer.job_id, [offer.model], message.headers))
-        assert worker.engine.wait_until_idle(20)
+        assert worker.worker_loop.wait_until_idle(20)
     assert told == [True, False]

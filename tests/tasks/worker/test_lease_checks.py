@@ -167,7 +167,7 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
         return await health()
 
     monkeypatch.setattr(server, "health", health_and_beat)
-    monkeypatch.setattr("tasks.worker.server_call._FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.worker.server_call._HEALTH_PERIOD_S", 0.001)
     run(stage)
 
     assert server.asked.count("submit") == 1, "the slot may be another job's"

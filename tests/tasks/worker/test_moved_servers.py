@@ -141,7 +141,7 @@ def test_a_report_names_the_addresses_of_the_server_that_was_asked(
     asked = stage.catalog.read().servers["gpu"]
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
     monkeypatch.setattr(maintenance, "call_server", lambda *_: Health(HealthKind.UP, job_ids=frozenset()))
-    assert maintenance._report(asked).endpoints == {"zimg": OLD}
+    assert maintenance._read_report(asked).endpoints == {"zimg": OLD}
 
 
 def test_slots_that_are_taken_away_under_runs_end_and_charge_none(stage: Stage) -> None:

@@ -28,7 +28,7 @@ HOURS_MS = 36_000_000
 @pytest.fixture
 def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """A job whose first worker has sent its request and stopped; its server does not join repeated requests."""
-    monkeypatch.setattr(server_call, "_FIND_OUT_EVERY_S", 0.001)
+    monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     monkeypatch.setattr(server_call, "_REPORT_DELAY_S", 0.0)
     monkeypatch.setattr(stage.dispatcher, "longest_usual_ms", lambda model: HOURS_MS)
     stage.register()

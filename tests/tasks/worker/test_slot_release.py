@@ -38,7 +38,7 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.fixture
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
-    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.05)
     with HoldingServer(asynchronous=True) as found:
         stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
         stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
@@ -48,7 +48,7 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingSer
 
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
-    report = maintenance._report(stage.dispatcher.catalog.get().servers["gpu"])
+    report = maintenance._read_report(stage.dispatcher.catalog.get().servers["gpu"])
     return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
@@ -240,7 +240,7 @@ def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, c
     config = {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 600.0 if canceled else 0.05}
     stage.register(**config)
     stage.submit()
-    monkeypatch.setattr(server_call, "_CANCEL_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.05)
     begun: list[Watching] = []
     status = polite.status
 

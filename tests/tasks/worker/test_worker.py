@@ -151,14 +151,14 @@ class Beginner(Worker):
     @property
     def handed_on(self) -> list[str]:
         """Jobs that it began."""
-        assert self.engine.wait_until_idle(60)
+        assert self.worker_loop.wait_until_idle(60)
         return [task.run.job.id for task in self.tasks.values()]
 
     def start(self, offer: Offer) -> ActiveRun | None:
         """Have a wake-up come to it; answers what it began now."""
         before = set(self.tasks)
         self.executor.run_open_offer(offer)
-        assert self.engine.wait_until_idle(60)
+        assert self.worker_loop.wait_until_idle(60)
         return None if offer.lease in before else self.tasks.get(offer.lease)
 
     def begin_newest(self, stage: Stage) -> ActiveRun:
@@ -170,14 +170,14 @@ class Beginner(Worker):
     def go_on_with(self, offer: Offer) -> None:
         """Have an offer come to it that it holds already."""
         self.executor.run_claimed_offer(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
-        assert self.engine.wait_until_idle(60)
+        assert self.worker_loop.wait_until_idle(60)
 
     def _claimed(self, offer: Offer) -> bool:
         return claim_offer(self.dispatcher.leases, offer, self.owner) is not None
 
     def look(self) -> int:
-        found = self.poller.look()
-        assert self.engine.wait_until_idle(60)
+        found = self.poller.poll_once()
+        assert self.worker_loop.wait_until_idle(60)
         return found
 
 
@@ -188,7 +188,7 @@ class Finisher(Beginner):
         super().__init__(*args, **more)
         self.answered: list[str] = []  # jobs
         del self.executor._call_and_end
-        self.calls.call = self._outcome  # type: ignore[method-assign]
+        self.server_calls.call = self._outcome  # type: ignore[method-assign]
 
     async def _outcome(self, run: WorkerRun) -> Outcome:
         self.answered.append(run.active.run.job.id)
@@ -198,7 +198,7 @@ class Finisher(Beginner):
 def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     scripts = stage.dispatcher.leases.scripts
     found = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
-    stage.postponed = found.background.retry_release
+    stage.postponed = found.background_tasks.retry_release
     yield found
     found.close()  # It would go on in the tests after this one, whose record is another.
 
@@ -206,8 +206,8 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits here."""
-    monkeypatch.setattr(BackgroundTask, "request", lambda it: it._act())
-    monkeypatch.setattr(patient_io, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(BackgroundTask, "request", lambda task: task._function())
+    monkeypatch.setattr(patient_io, "_RETRY_S", 0.001)
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
         else:
             changing.setattr(stage.dispatcher.leases, "claim_command", broken)
         worker.executor.run_open_offer(offer)
-        assert worker.engine.wait_until_idle(60)
+        assert worker.worker_loop.wait_until_idle(60)
     assert worker.concurrency.free_places == 3
     if what == "stored":
         assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
@@ -375,7 +375,7 @@ def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
     stage.submit()
     monkeypatch.setattr(stage.store, "settle_write", lambda *_, **__: Write(_raise(LookupError("no such table"))))
     finisher.executor.run_open_offer(stage.told.offers.pop())
-    assert finisher.engine.wait_until_idle(60)
+    assert finisher.worker_loop.wait_until_idle(60)
     assert finisher.concurrency.free_places == 1 and finisher.heartbeat.watches() == []
 
 
@@ -394,7 +394,7 @@ def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
 
     monkeypatch.setattr(stage.store, "settle_write", fail_once)
     finisher.executor.run_open_offer(stage.told.offers.pop())
-    assert finisher.engine.wait_until_idle(60)
+    assert finisher.worker_loop.wait_until_idle(60)
     job = stage.job(job_id)
     assert (job.state, job.failures, job.crashes) == (State.QUEUED, 0, 0)
     assert job.error_code == "internal_error" and "TypeError" in (job.error_message or "")
@@ -439,7 +439,7 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
         finisher.consumer = None  # It takes nothing more.
         return outcome
 
-    monkeypatch.setattr(finisher.calls, "call", unsent)
+    monkeypatch.setattr(finisher.server_calls, "call", unsent)
     stage.register()
     job_id = stage.submit()
     assert hand_back(stage.dispatcher, stage.start("w1"))
@@ -447,7 +447,7 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
     (offer,) = stage.told.offers
     stage.told.offers.clear()
     finisher.executor.run_open_offer(offer)
-    assert finisher.engine.wait_until_idle(60)
+    assert finisher.worker_loop.wait_until_idle(60)
     if outcome is StopReason.UNSENT:
         assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
         assert [(made.job_id, made.slot) for made in stage.told.offers] == [(job_id, offer.slot)]
@@ -491,7 +491,7 @@ def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
 
     def asked_for(*told: Any) -> Write[Any]:
         holds.extend(worker.heartbeat.watches())
-        worker.inquiry.request(worker.heartbeat.watches(), doubted=True)
+        worker.database_check.request(worker.heartbeat.watches(), unknown_to_redis=True)
         return start(*told)
 
     monkeypatch.setattr(stage.store, "start_write", asked_for)
@@ -593,8 +593,8 @@ def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Begi
     for task in tasks[:2]:
         assert task is not None
         settled = stage.settle(task, claimant=worker.concurrency.claimant)
-        worker.engine.spawn(worker.executor._start_next(task.lease, None, settled.next, boottime_s()))
-        assert worker.engine.wait_until_idle(60)
+        worker.worker_loop.spawn(worker.executor._start_next(task.lease, None, settled.next, boottime_s()))
+        assert worker.worker_loop.wait_until_idle(60)
         worker.concurrency.remove(worker.concurrency._taken[task.lease.name])
 
     assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
@@ -620,7 +620,7 @@ def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_a
 
     stored.set()
 
-    assert finisher.engine.wait_until_idle(20)
+    assert finisher.worker_loop.wait_until_idle(20)
     assert finisher.answered == waiting and finisher.concurrency.free_places == 1
 
 
@@ -652,11 +652,11 @@ def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
 ) -> None:
     """Its poller has ended, and what becomes free here is offered to as many as there is room for."""
     heard: list[str] = []
-    monkeypatch.setattr(worker.background._workers, "read_total", lambda: heard.append("looked"))
-    worker.background.run()
+    monkeypatch.setattr(worker.background_tasks._workers, "read_total", lambda: heard.append("looked"))
+    worker.background_tasks.run()
     assert heard == []
     worker.drain()
-    worker.background.run()
+    worker.background_tasks.run()
     assert heard == ["looked"]
 
 
@@ -665,7 +665,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be one batch again, and it may be what is too large."""
-    monkeypatch.setattr(patient_io, "_AGAIN_S", 1.0)
+    monkeypatch.setattr(patient_io, "_RETRY_S", 1.0)
     waits: list[float] = []
 
     async def wait(hold: LeaseWatch, seconds: float) -> None:
@@ -675,7 +675,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     monkeypatch.setattr(LeaseWatch, "sleep", wait)
     with pytest.raises(DatabaseUnavailable):
         asyncio.run(
-            RetryingIo(worker.engine, LeaseWatch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._repeat_while_away(
+            RetryingIo(worker.worker_loop, LeaseWatch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._repeat_while_away(
                 _is_unavailable
             )
         )
@@ -695,7 +695,7 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     worker.consumer = None
 
     worker.executor.run_claimed_offer(following)
-    assert worker.engine.wait_until_idle(60)
+    assert worker.worker_loop.wait_until_idle(60)
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
     assert stage.offered() == [second], "another worker is told"
@@ -853,7 +853,7 @@ def test_a_lease_that_was_written_again_for_nothing_is_freed_by_the_first_beat_t
     watch = LeaseWatch(task.lease)
     watch.sent = watch.is_removed = True
     with _redis_away(monkeypatch) as tried:
-        worker.inquiry.check({watch: True})
+        worker.database_check.check({watch: True})
         assert tried == [task.lease]
     worker.heartbeat.beat()
     assert stage.room.taken() == {}
@@ -869,10 +869,10 @@ def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_fir
     silent = Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)
     assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
     assert list(stage.room.taken()) == [task.lease.slot]
-    abandoned = AbandonedCalls(worker.engine, stage.dispatcher, worker.background.retry_release)
+    abandoned = AbandonedCalls(worker.worker_loop, stage.dispatcher, worker.background_tasks.retry_release)
     with _redis_away(monkeypatch) as tried:
         abandoned.note(task.lease.name, SimpleNamespace(abandoned=True, is_run_over=_at_once), None)  # type: ignore[arg-type]
-        worker.engine.call_soon(abandoned.observe, task)
+        worker.worker_loop.call_soon(abandoned.observe, task)
         eventually(lambda: tried)
     eventually(lambda: worker.heartbeat.beat() or stage.room.taken() == {})
 
@@ -974,7 +974,7 @@ def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeyp
 def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
     (folder / "record.db").touch()
     scripts, lives = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
-    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, lifetimes=lives)
+    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=lives)
 
 
 @sqlite
@@ -994,7 +994,7 @@ def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ende
     other.close()
     lives = ProcessLocks(tmp_path / "workers")
     assert lives.find_dead() == [], "its threads may still do something"
-    held = other.background._lifetimes
+    held = other.background_tasks._process_locks
     assert held is not None
     os.close(held._held.pop(other.owner))  # as the kernel does it
     assert lives.find_dead() == [other.owner]
@@ -1006,6 +1006,6 @@ def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
 ) -> None:
     scripts, nowhere = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
     with capture_logs() as said:
-        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, lifetimes=nowhere)
+        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=nowhere)
     assert [line["event"] for line in said] == ["end_not_provable"]
     other.close()

@@ -5,8 +5,8 @@ from typing import Any
 
 from app.context import dispatcher
 from app.problems import ProblemError, printable_text
-from tasks import server_adapters
-from tasks.server_adapters import InvalidDescription
+from tasks.servers import validation
+from tasks.servers.validation import InvalidDescription
 
 
 def validate_description(model: str, given: Mapping[str, Any]) -> str | None:
@@ -24,7 +24,7 @@ def validate_description_for_all(given: Mapping[str, Any]) -> str | None:
 
 def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_all: bool) -> str | None:
     try:
-        return server_adapters.validate_description(given, may_use, for_all)
+        return validation.validate_description(given, may_use, for_all)
     except InvalidDescription as unfit:
         errors = [
             {

@@ -17,7 +17,7 @@ from migrations import migrate
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.connections import explain_unsuitable
-from tasks import ready
+from tasks import liveness
 from tasks.celery_app import celery
 from tasks.services import catalog, processes, scripts
 from tasks.services import database as record
@@ -61,7 +61,7 @@ def probe_broker() -> str | None:
 def probe_maintenance() -> str | None:
     """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
     try:
-        problem = ready.maintenance_problem(scripts())
+        problem = liveness.maintenance_problem(scripts())
     except RedisError:
         return None  # It is said elsewhere.
     return problem and f"{problem}  See that beat and a worker of the queue `maintenance` run."
@@ -70,7 +70,7 @@ def probe_maintenance() -> str | None:
 def probe_workers() -> str | None:
     """Some can take jobs, and none has fallen silent."""
     try:
-        return ready.workers_problem(processes().read_all())
+        return liveness.workers_problem(processes().read_all())
     except RedisError:
         return None  # It is said elsewhere.
 
@@ -81,7 +81,7 @@ def probe_secret() -> str | None:
         found = processes().read_all()
     except RedisError:
         return None  # It is said elsewhere.
-    if not (others := ready.processes_with_other_secret(found)):
+    if not (others := liveness.processes_with_other_secret(found)):
         return None
     which = f"{len(others)} of {len(found)} processes have another secret than this one"
     return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."

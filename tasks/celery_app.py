@@ -4,7 +4,7 @@ from celery import Celery
 from click import Option
 
 _MODULES = [
-    *("active", "extensions.bootsteps", "extensions.canary", "extensions.signal_handlers"),
+    *("extensions.bootsteps", "extensions.canary", "extensions.control", "extensions.signal_handlers"),
     *("inference", "maintenance", "webhooks.delivery_loop"),
 ]
 
@@ -14,4 +14,4 @@ celery.set_default()
 celery.user_options["worker"].add(
     Option(["--embedded-beat"], is_flag=True, help="Be beat, too, in a thread that needs no messages.")
 )
-celery.steps["worker"].add("tasks.embedded_beat:EmbeddedBeatStep")
+celery.steps["worker"].add("tasks.extensions.bootsteps:EmbeddedBeatStep")

@@ -22,10 +22,10 @@ from tasks import offer_messages
 from tasks import options as call_options
 from tasks.celery_app import celery
 from tasks.extensions.control import cancel_queue, is_revoked
+from tasks.offer_messages import is_wake_up
 from tasks.results import UNAVAILABLE, notify_refusal
 from tasks.retries import RetriedTask
 from tasks.services import dispatcher
-from tasks.wake_up import is_wake_up
 from tasks.worker.worker import this_worker
 
 T = TypeVar("T")

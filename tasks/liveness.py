@@ -7,7 +7,7 @@ import atexit
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,12 +16,19 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from routing.queries.process_list import REPORT_EVERY_S, ProcessList
+from routing.config import RoutingSettings
+from routing.maintenance import task_runs
+from routing.queries.process_list import REPORT_EVERY_S, Process, ProcessList
+from routing.scripts import make_scripts
 from slotkeeper import logs
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
+from slotkeeper.redis.connections import connect
+from slotkeeper.redis.keys import Keys
+from slotkeeper.redis.scripts import Scripts
 from slotkeeper.state_folder import make_private_folder
 from tasks import process_files
+from tasks.beat import PERIODS_S
 from tasks.security.keyring import fingerprints
 
 log = structlog.get_logger(__name__)
@@ -100,3 +107,77 @@ def start_reporting(role: str, processes: ProcessList, facts: Facts = dict) -> P
     report = ProcessReport(role, processes, facts)
     report.start_reporting()
     return report
+
+
+_MAX_CANARY_AGE_MS = 20_000
+_MAX_FREQUENT_PERIOD_S = 10.0  # Rarer tasks have not yet run when maintenance has just been started again.
+
+
+def liveness_problem(role: str) -> str | None:
+    """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
+    if process_files.live_pids(role):
+        return None
+    return f"No process {role} of this host has reported for {process_files.STALE_S:.0f} s that it is running."
+
+
+def readiness_problem(role: str) -> str | None:
+    """Those of this role on this host can work, as far as it hangs on them."""
+    settings = RoutingSettings()
+    scripts = make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
+    try:
+        own_processes = [
+            process
+            for process in ProcessList(scripts).read_all()
+            if process.role == role and process.host == socket.gethostname()
+        ]
+        problem = maintenance_problem(scripts) if role == "maintenance" else None
+    except RedisError:
+        return "Redis does not answer."
+    alive = [process for process in own_processes if process.is_alive]
+    if not alive:
+        return f"No process {role} of this host has reported lately that it is alive."
+    if problem is not None:
+        return problem
+    return next(filter(None, map(worker_problem, alive)), None)
+
+
+def maintenance_problem(scripts: Scripts) -> str | None:
+    """Return what of maintenance does not go on: its sweeps, or any of its frequent tasks.  Raises redis errors."""
+    if task_runs.has_sweep_stopped(scripts):
+        return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
+    frequent = {name: period_s for name, period_s in PERIODS_S.items() if period_s <= _MAX_FREQUENT_PERIOD_S}
+    if late := task_runs.find_late_tasks(task_runs.read_task_runs(scripts), frequent):
+        return f"Maintenance tasks have not finished for a long time: {', '.join(sorted(late))}."
+    return None
+
+
+def worker_problem(process: Process) -> str | None:
+    """Why a process is not ready."""
+    if process.role != "worker":
+        return None
+    if not process.facts.get("takes", True):
+        return f"{process.name} takes no more jobs: it is about to end."
+    if process.canary_age_ms is None:
+        return f"No canary has come through {process.name} yet."
+    if process.canary_age_ms > _MAX_CANARY_AGE_MS:
+        return f"No canary has come through {process.name} for {process.canary_age_ms / 1000:.0f} s."
+    return None
+
+
+def workers_problem(processes: Sequence[Process]) -> str | None:
+    """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
+    workers = [process for process in processes if process.role == "worker"]
+    alive = [process for process in workers if process.is_alive]
+    if not alive:
+        return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
+    if all(worker_problem(process) for process in alive):
+        return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
+    if silent := len(workers) - len(alive):
+        return f"{silent} of {len(workers)} workers are silent.  `slotkeeper processes` names them."
+    return None
+
+
+def processes_with_other_secret(processes: Sequence[Process]) -> list[Process]:
+    """Return the living processes that have another secret than this one: each refuses what the other has signed."""
+    own = fingerprints()
+    return [process for process in processes if process.is_alive and process.facts.get("secret", own[0]) not in own]

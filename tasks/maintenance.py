@@ -7,44 +7,51 @@ matter what that says.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
-from routing.maintenance.server_checks import ServerChecks
-from routing.maintenance.server_report import ServerReport
 from routing.maintenance.sweep import Sweeper
-from routing.queries.job_counters import EventCounter
+from routing.queries.job_counters import EndedJob, EventCounter
 from slotkeeper.clock import now_ms
 from slotkeeper.config import StorageSettings
-from slotkeeper.errors import SlotkeeperError
-from slotkeeper.jobs import ledger, quarantine
-from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.outbox.sink_cursors import SinkCursors
+from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
 from slotkeeper.process import singleton
 from slotkeeper.registry import server_descriptions
-from slotkeeper.registry.values import Server as ServerRow
-from slotkeeper.urls import refuses_connections
+from slotkeeper.trace_context import find_trace
 from tasks.beat import PERIODS_S
 from tasks.celery_app import celery
 from tasks.config import EventSettings
-from tasks.ends import log_job_end
-from tasks.health_checks import HealthChecks, PendingReports
+from tasks.health_checks import (
+    _check_quarantined_runs,
+    _health_checks,
+    _read_reports,
+    _server_checks,
+    note_servers_with_quarantine,
+    reports_as_they_arrive,
+)
 from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end
-from tasks.security import vault
-from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
-from tasks.servers import Call, HealthKind, ServerSession, call_server
-from tasks.services import database, dispatcher, process_locks, result_notifier, scripts, task_run_recorder, workers
+from tasks.security.keyring import sealing_keys
+from tasks.security.vault import _NO_LIMIT, _open_with, _receiver_seal_name, _seal, seal, unseal
+from tasks.services import (
+    catalog,
+    database,
+    dispatcher,
+    process_locks,
+    result_notifier,
+    scripts,
+    task_run_recorder,
+    workers,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -52,11 +59,6 @@ log = structlog.get_logger(__name__)
 _RECHECK_DELAY_S = 1.0
 # How long deadlines and due jobs are worked on before the next second's turn.
 _KEEP_TIME_LIMIT_S = 0.8
-# How long a round waits for servers; what comes later is heeded by the next.
-_REPORTS_LIMIT_S = 1.5
-_BATCH_DELAY_S = 0.1
-_STATUS_DEADLINE_S = 10.0  # for one question about a run
-_REPORTS_WAIT_S = 3.0
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
 _COUNT_LIMIT_S = 4.0
 _MIN_PERIOD_SHARE = 0.5  # of a task's period
@@ -77,11 +79,6 @@ def _reaper() -> Reaper:
 @singleton
 def _missing_leases() -> MissingLeases:
     return MissingLeases(dispatcher(), _reaper().state)
-
-
-@singleton
-def _server_checks() -> ServerChecks:
-    return ServerChecks(dispatcher())
 
 
 class PeriodicTask:
@@ -189,11 +186,8 @@ def check_urgent_servers() -> None:
 
 
 def _check_health(names: Iterable[str]) -> None:
-    global _servers_with_quarantine
-    servers, _servers_with_quarantine = (
-        dispatcher().catalog.get().servers,
-        frozenset(quarantined_slots.servers_to_ask(dispatcher())),
-    )
+    servers = dispatcher().catalog.get().servers
+    note_servers_with_quarantine(quarantined_slots.servers_to_ask(dispatcher()))
     _check_quarantined_runs()
     for reports in reports_as_they_arrive(_health_checks().start(servers[name] for name in names)):
         _server_checks().apply_health(reports)
@@ -255,7 +249,7 @@ def scan_dlq() -> None:
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
-    vault.reseal_secrets()
+    reseal_secrets()
     log.info("dlq_scanned", dead=dead, purged=removed)
 
 
@@ -295,100 +289,43 @@ def _event_counter() -> EventCounter:
     return EventCounter(database(), log_job_end)
 
 
-# -- asking servers --------------------------------------------------------------------------------------------
-
-
-@singleton
-def _health_checks() -> HealthChecks:
-    return HealthChecks(_read_report)
-
-
-_late_reports: PendingReports = {}
-
-
-def reports_as_they_arrive(pending: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
-    """The reports of these servers, and those that came too late for the last round, some at a time."""
-    for name in list(_late_reports):
-        pending.setdefault(name, _late_reports.pop(name))
-    until = time.monotonic() + _REPORTS_LIMIT_S
-    while pending:
-        done, _ = wait(pending.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
-        if not done:
-            _late_reports.update(pending)
-            return
-        wait(pending.values(), _BATCH_DELAY_S)
-        yield _take_arrived(pending)
-
-
-def _read_reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
-    """Ask all these servers for their health; those that take long are left out."""
-    pending = _health_checks().start(servers)
-    wait(pending.values(), _REPORTS_WAIT_S)
-    return _take_arrived(pending)
-
-
-def _take_arrived(pending: PendingReports) -> Mapping[str, ServerReport]:
-    """Take out the reports that are there; a server that could not be asked at all has none."""
-    arrived = {name: pending.pop(name) for name, report in list(pending.items()) if report.done()}
-    for name, report in arrived.items():
-        if (error := report.exception()) is not None:
-            log.error("server_not_asked", server=name, error=repr(error))
-    return {name: report.result() for name, report in arrived.items() if report.exception() is None}
-
-
-def _read_report(server: ServerRow) -> ServerReport:
-    asked_ms = now_ms()
-    adapter = health_adapter(dispatcher().catalog.get(), server)
-    if adapter is None:
-        return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
-    health = call_server(adapter, ServerSession.health)
-    has_quarantine = server.name in _servers_with_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
-    return ServerReport(
-        up=health.kind is not HealthKind.DOWN,
-        active_jobs=health.active_jobs if health.running_count else None,
-        job_ids=health.job_ids,
-        asked_ms=asked_ms,
-        endpoints=server.endpoints,
-        connection_refused=has_quarantine and refuses_connections(adapter.endpoint),
-        process_started=health.started,
-        is_idle=health.is_idle,
+def log_job_end(ended: EndedJob) -> None:
+    """Who, where, how long and why; nothing that a client or a server has sent."""
+    entry, event = ended.entry, ended.entry.event
+    facts = {"server": entry.server, "run_ms": ended.ran_ms}
+    log.info(
+        "job_ended",
+        job_id=event.job_id,
+        tenant=entry.tenant,
+        trace_id=find_trace(event.job_id, entry.traceparent).id,
+        model=entry.model,
+        state=ended.state.value,
+        why=event.data.get("why"),
+        attempt=event.attempt,
+        **{name: value for name, value in facts.items() if value is not None},
     )
 
 
-_servers_with_quarantine: frozenset[str] = frozenset()
-"""Servers some of whose slots are withheld, when servers were last asked."""
+def reseal_secrets() -> int:
+    """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
+    changed = 0
+    for secret in dispatcher().catalog.get().secrets.values():
+        value = unseal(secret.name, secret.sealed)
+        if value is not None and _open_with(next(sealing_keys()), secret.name, secret.sealed) is None:
+            changed += catalog().reseal_secret(secret, seal(secret.name, value))
+    changed += sum(_reseal_subscription(secret) for secret in Subscriptions(database()).list_of_tenant(limit=_NO_LIMIT))
+    if changed:
+        log.info("secrets_resealed", secrets=changed)
+    return changed
 
 
-def _check_quarantined_runs() -> None:
-    """Ask for the status of runs whose slots are withheld, where their servers have given them ids."""
-    for row in quarantine.list_all(database()):
-        if row.remote_id is not None and (row.job_id, row.attempt) not in _runs_being_checked:
-            _runs_being_checked.add((row.job_id, row.attempt))
-            threading.Thread(target=_check_quarantined_run, args=(row,), name="ask", daemon=True).start()
-
-
-_runs_being_checked: set[tuple[str, int]] = set()
-_END_KINDS = frozenset(
-    {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST}
-)
-
-
-def _check_quarantined_run(row: QuarantinedSlot) -> None:
-    try:
-        job = dispatcher().store.get(row.job_id)
-        server = dispatcher().catalog.get().servers.get(row.server)
-        url = None if server is None else server.endpoints.get(row.model)
-        if job is None or url is None or row.remote_id is None:
-            return
-        adapter = adapter_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
-        if adapter.description.mode in ("async", "auto"):
-            call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
-            outcome = call_server(adapter, partial(ServerSession.status, call=call, remote_id=row.remote_id))
-            if outcome.kind in _END_KINDS:
-                quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
-            elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
-                _server_checks().note_running(row)
-    except (Misconfigured, SlotkeeperError) as error:
-        log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
-    finally:
-        _runs_being_checked.discard((row.job_id, row.attempt))
+def _reseal_subscription(subscription: Subscription) -> bool:
+    """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
+    name = _receiver_seal_name(subscription.id)
+    value = unseal(name, subscription.sealed)
+    if value is None or _open_with(next(sealing_keys()), name, subscription.sealed) is not None:
+        return False
+    former = None if subscription.former_sealed is None else unseal(name, subscription.former_sealed)
+    return Subscriptions(database()).reseal(
+        subscription, _seal(name, value), None if former is None else _seal(name, former)
+    )

@@ -1,9 +1,13 @@
 """The wake-up message for an offer: a Celery task message that carries ids, never the job itself."""
 
-from collections.abc import Mapping, Sequence
+import atexit
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from queue import Full, Queue
 from typing import Any
 
+import structlog
 from celery import Celery
 from celery.app.amqp import task_message
 from celery.app.task import Context
@@ -12,9 +16,9 @@ from kombu.utils import json
 from routing.queries.trace_spans import JOB
 from routing.queue.queues import Offer
 from slotkeeper.jobs.values import Job
+from slotkeeper.process import singleton
 from tasks import tracing
 from tasks.celery_app import celery
-from tasks.wake_up import OFFER_HEADER
 
 TASK = "infer"
 _MODEL_PREFIX = "gpu."  # begins the names of their queues
@@ -125,3 +129,66 @@ def publish_offer(offer: Offer, priority: int, failures: int) -> None:
     _declared_queues.add(queue)
     if _kept_producers.setdefault(celery, producer) is not producer:
         producer.release()
+
+
+OFFER_HEADER = "slotkeeper"
+
+
+def is_wake_up(headers: Mapping[str, Any] | None) -> bool:
+    """Whether a message carries an offer; else it is a bare task from a client without this code."""
+    return OFFER_HEADER in (headers or {})
+
+
+log = structlog.get_logger(__name__)
+
+_MAX_PENDING = 10_000
+_EXIT_FLUSH_S = 2.0
+
+
+class Publisher:
+    """A line of messages to send, and the thread that sends them one after another."""
+
+    def __init__(self, max_pending: int = _MAX_PENDING) -> None:
+        self._queue: Queue[Callable[[], object]] = Queue(max_pending)
+        self._idle = threading.Condition()
+        self._pending_count = 0
+        self._thread = threading.Thread(target=self._send_all, name="publisher", daemon=True)
+        self._thread.start()
+
+    def put(self, send: Callable[[], object]) -> None:
+        """Have `send` called in a moment; what it raises is logged.  Dropped if too many wait already."""
+        with self._idle:
+            self._pending_count += 1
+        try:
+            self._queue.put_nowait(send)
+        except Full:
+            self._note_done()
+            log.warning("message_dropped", waiting=self._queue.maxsize)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is sent that has been handed in; False: it took longer."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._pending_count == 0, timeout_s)
+
+    def _send_all(self) -> None:
+        while True:
+            send = self._queue.get()
+            try:
+                send()
+            except Exception as error:
+                log.warning("message_not_sent", error=str(error))
+            finally:
+                self._note_done()
+
+    def _note_done(self) -> None:
+        with self._idle:
+            self._pending_count -= 1
+            self._idle.notify_all()
+
+
+@singleton
+def publish_queue() -> Publisher:
+    """The process's Publisher, made on first use; before the process ends, it has a moment to send what is left."""
+    publisher = Publisher()
+    atexit.register(publisher.flush, _EXIT_FLUSH_S)
+    return publisher

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, Full, Queue
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
@@ -27,18 +28,20 @@ from kombu.exceptions import EncodeError, OperationalError
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 
+from routing.queue.queues import Offer
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError, TooManyRequests
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.values import Job
+from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.values import Job, QueuedJob
 from slotkeeper.large_json import is_expensive_to_parse
 from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
 from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
+from tasks.offer_messages import publish_queue
 
 log = structlog.get_logger(__name__)
 
@@ -144,7 +147,7 @@ class ResultNotifier:
 
 def _notify_in_subprocess(job: Job) -> None:
     """Celery makes objects of a result, which would keep all threads of this process waiting.  Raises OSError."""
-    ended = subprocess.run([sys.executable, "-P", "-m", "tasks.large_telling", job.id], check=False)
+    ended = subprocess.run([sys.executable, "-P", "-m", "tasks.notify_large_result", job.id], check=False)
     if ended.returncode:
         raise OSError(f"the process that tells a large result has ended with status {ended.returncode}")
 
@@ -268,3 +271,29 @@ def _fail_step(step: Signature, refusal: Exception, chain: Any) -> None:
         return
     error = JobFailed(refusal.code, refusal.detail) if isinstance(refusal, SlotkeeperError) else refusal
     celery.backend.mark_as_failure(request.id, error, request=request)
+
+
+class CeleryNotifier:
+    """Publishes wake-ups, and has Celery's clients told."""
+
+    def __init__(self, store: JobStore, result_notifier: ResultNotifier) -> None:
+        self._store, self._result_notifier = store, result_notifier
+
+    def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None:
+        publish = (
+            partial(self._publish_waiting_job, offer)
+            if new is None
+            else partial(offer_messages.publish_offer, offer, new.priority, failures=0)
+        )
+        publish_queue().put(publish)
+
+    def notify_ended(self, transition: Transition) -> None:
+        if transition.notification_id is not None:
+            self._result_notifier.put(ResultNotification(transition.notification_id, transition.job.id))
+
+    def _publish_waiting_job(self, offer: Offer) -> None:
+        """Publish an offer of a job that has waited, and may have run."""
+        headers = self._store.get_message_headers(offer.job_id)
+        if headers is not None:
+            _, priority, failures, _ = headers
+            offer_messages.publish_offer(offer, priority, failures)

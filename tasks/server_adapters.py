@@ -5,78 +5,26 @@ A version of a description never changes (slotkeeper/registry/server_description
 right for good.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Literal
 
 import structlog
-from pydantic import ValidationError
 
-from slotkeeper import json_text
 from slotkeeper.registry import server_descriptions
 from slotkeeper.registry import values as registered
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.urls import parse_location
-from tasks.security import vault
+from tasks.security.vault import unseal
 from tasks.servers import CompiledDescription, Description, ServerAdapter, compile_description, from_shorthand, presets
-from tasks.servers.pointers import format_pointer, iter_texts
-from tasks.servers.templates import secrets_in
-from tasks.services import database
+from tasks.servers.validation import SHORTHAND, merge
+from tasks.services import database, dispatcher
 
 log = structlog.get_logger(__name__)
-
-SHORTHAND = ("model_type", "poll_endpoint_template", "id_field")
-MAX_BYTES = 256 * 1024  # of a whole description
-MAX_DEPTH = 64  # levels
-
-_MAX_FAULTS = 20
 _MAX_CACHED = 4096
-
-
-# -- checked when it is stored ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DescriptionFault:
-    """What is wrong, and where in what was given, as a JSON pointer."""
-
-    pointer: str
-    message: str
-
-
-class InvalidDescription(Exception):
-    """What was given describes no server."""
-
-    def __init__(self, faults: Sequence[DescriptionFault]) -> None:
-        super().__init__("; ".join(f"{fault.pointer or 'body'}: {fault.message}" for fault in faults))
-        self.faults = tuple(faults)
-
-
-def validate_description(given: Mapping[str, Any], may_use: Callable[[str], bool], for_all: bool = False) -> str | None:
-    """The description that these fields of a configuration make, as JSON; None: they say nothing of it.
-
-    `may_use`: whether there is a secret of this name for the model, or, where it is `for_all`, for all of them.
-    Raises Unfit.
-    """
-    preset, own = given.get("preset"), given.get("description")
-    if preset is None and own is None:
-        return _describe_shorthand(given)
-    if conflicting := [name for name in SHORTHAND if given.get(name) is not None]:
-        message = "{} is said by the description itself: mode, submit.id and status.path; leave it out"
-        raise InvalidDescription(
-            [DescriptionFault(format_pointer([name]), message.format(name)) for name in conflicting]
-        )
-    _check_size(own)
-    base = {} if preset is None else _preset(preset)
-    try:
-        description = Description.model_validate(merge(base, own or {}))
-    except ValidationError as error:
-        raise InvalidDescription(_faults(error, own)) from None
-    _check_secrets(description, own, may_use, for_all)
-    return description.model_dump_json()
 
 
 def effective_description(config: ModelConfig, described_by: str | None) -> dict[str, Any] | None:
@@ -97,108 +45,6 @@ def is_preset_outdated(config: ModelConfig, described_by: str | None) -> bool:
         return _compiled_description(described_by).description != now
     except (ValueError, Misconfigured):
         return False
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`: objects are merged deeply, anything else, lists too, takes the place of what was."""
-    found = dict(base)
-    for name, value in over.items():
-        before = found.get(name)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        found[name] = merge(before, value) if both else value  # type: ignore[arg-type]
-    return found
-
-
-def _describe_shorthand(given: Mapping[str, Any]) -> str | None:
-    if not any(given.get(name) is not None for name in SHORTHAND):
-        return None
-    described = from_shorthand(
-        *(given.get(name) or default for name, default in zip(SHORTHAND, _DEFAULTS, strict=True))
-    )
-    return described.model_dump_json()
-
-
-_DEFAULTS: tuple[Any, ...] = ("sync", None, None)
-
-
-def _preset(name: str) -> dict[str, Any]:
-    try:
-        return presets.get(name)
-    except KeyError:
-        known = ", ".join(presets.names())
-        raise InvalidDescription(
-            [DescriptionFault("/preset", f"there is no preset {name!r}; there is: {known}")]
-        ) from None
-
-
-def _check_size(own: Any) -> None:
-    if not _is_shallow(own):
-        raise InvalidDescription(
-            [DescriptionFault("/description", f"a description is at most {MAX_DEPTH} levels deep")]
-        )
-    if own is not None and len(json_text.dumps(own)) > MAX_BYTES:
-        raise InvalidDescription([DescriptionFault("/description", f"a description has at most {MAX_BYTES} bytes")])
-
-
-def _is_shallow(document: Any) -> bool:
-    level = [document]
-    for _ in range(MAX_DEPTH):
-        parts = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
-        level = [node for part in parts for node in part]
-        if not level:
-            return True
-    return False
-
-
-def _check_secrets(description: Description, own: Any, may_use: Callable[[str], bool], for_all: bool) -> None:
-    faults = []
-    for name in sorted(description.secrets):
-        if not may_use(name):
-            message = f"there is no secret {name} for this model; first: slotkeeper secrets set {name} --model MODEL"
-            if for_all:
-                message = f"there is no secret {name} for all models; first: slotkeeper secrets set {name} --all-models"
-            faults.append(DescriptionFault(_secret_pointer(name, own), message))
-    if faults:
-        raise InvalidDescription(faults)
-
-
-def _secret_pointer(secret: str, own: Any) -> str:
-    places = (at for at, text in iter_texts(own) if secret in secrets_in(text))
-    return next((format_pointer(("description", *at)) for at in places), "/preset")
-
-
-def _faults(error: ValidationError, own: Any) -> list[DescriptionFault]:
-    found: dict[str, DescriptionFault] = {}
-    for one in error.errors(include_url=False)[:_MAX_FAULTS]:
-        within = one.get("ctx", {}).get("at", "") if one["type"] == "placed" else ""
-        pointer = "/description" + _pointer_in_given(one["loc"], own) + within
-        found.setdefault(pointer, DescriptionFault(pointer, _sentence(one)))
-    # What is wrong with a part is said at its innermost place: a list whose items are wrong is not also too short.
-    return [fault for at, fault in found.items() if not any(other.startswith(f"{at}/") for other in found)]
-
-
-def _pointer_in_given(loc: Sequence[str | int], document: Any) -> str:
-    """A place in what was checked, as far as it is one in what was given."""
-    at: list[str | int] = []
-    for part in loc:
-        if isinstance(document, dict) and part in document:
-            document = document[str(part)]
-        elif isinstance(document, list) and isinstance(part, int) and part < len(document):
-            document = document[part]
-        else:
-            continue  # Of a single one where a list may stand, or a word of the checker's own.
-        at.append(part)
-    return format_pointer(at)
-
-
-def _sentence(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return "there is no such field; remove it"
-        case "missing":
-            return f"{error['loc'][-1]!r} is missing; add it"
-    return message[:1].lower() + message[1:] if error["type"] not in ("value_error", "placed") else message
 
 
 def models_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
@@ -327,7 +173,7 @@ def adapter_of_run(
 
 @lru_cache(maxsize=4096)
 def _cached_adapter(url: str, model: str, version: str) -> ServerAdapter:
-    return ServerAdapter(url, _compiled_description(version), secret=partial(vault.secret_for, model))
+    return ServerAdapter(url, _compiled_description(version), secret=partial(secret_for, model))
 
 
 @lru_cache(maxsize=4096)
@@ -343,3 +189,9 @@ def _compiled_shorthand(
 
 
 _shorthand: Callable[[ModelConfig], tuple[Any, ...]] = attrgetter(*SHORTHAND)
+
+
+def secret_for(model: str, name: str) -> str | None:
+    """The secret as it is set now, for requests of this model; None: there is none that it may use."""
+    found: Secret | None = dispatcher().catalog.cached().secrets.get(name)
+    return unseal(name, found.sealed) if found is not None and found.is_for(model) else None

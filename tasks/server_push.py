@@ -4,7 +4,8 @@ Whether the push shows the right token is for the door to check, before.  Everyt
 been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
 """
 
-from functools import partial
+import hmac
+from functools import lru_cache, partial
 
 from routing.dispatch.dispatcher import active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
@@ -15,11 +16,44 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
-from tasks import callbacks, retries
+from slotkeeper.process import singleton
+from tasks import retries
+from tasks.config import TaskSettings
+from tasks.security.keyring import callback_keys
 from tasks.server_adapters import Misconfigured, adapter_for, endpoint_of_run
 from tasks.servers import Call, ServerSession, call_server
 from tasks.servers.pointers import resolve
 from tasks.services import dispatcher
+
+
+def push_token(job_id: str, attempt: int) -> str:
+    return _token(callback_keys()[0], job_id, attempt)
+
+
+def is_valid_token(token: str, job_id: str, attempt: int) -> bool:
+    valid = (_token(key, job_id, attempt).encode() for key in callback_keys())
+    return any(hmac.compare_digest(token.encode(), expected) for expected in valid)
+
+
+def _token(key: bytes, job_id: str, attempt: int) -> str:
+    signature = _keyed_hmac(key).copy()  # `hmac.digest` lets go of the interpreter, which the loop then waits for.
+    signature.update(f"callback {job_id} {attempt}".encode())
+    return signature.hexdigest()
+
+
+@lru_cache(8)
+def _keyed_hmac(key: bytes) -> hmac.HMAC:
+    return hmac.new(key, digestmod="sha256")
+
+
+def push_url(job_id: str) -> str:
+    return f"{_callback_base_url()}/tasks/callback/{job_id}"
+
+
+@singleton
+def _callback_base_url() -> str:
+    return TaskSettings().callback_base  # Settings take a while to read, and this is asked for every run.
+
 
 # What a push can say about the end of a run.  Of anything else the polling worker makes more.
 _END_KINDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
@@ -80,11 +114,9 @@ def _is_about_other_job(job: Job, body: bytes) -> bool:
 
 def is_token_of_run(job: Job, token: str) -> bool:
     """Whether it is the token that the job's present run has at its server.  Of made-up ones nothing is looked up."""
-    if callbacks.is_valid_token(token, job.id, job.attempt):
+    if is_valid_token(token, job.id, job.attempt):
         return True
-    attempt = next(
-        (earlier for earlier in _earlier_attempts(job) if callbacks.is_valid_token(token, job.id, earlier)), None
-    )
+    attempt = next((earlier for earlier in _earlier_attempts(job) if is_valid_token(token, job.id, earlier)), None)
     return attempt is not None and attempt == _attempt_at_server(job)
 
 
@@ -124,8 +156,8 @@ def _make_call(job: Job) -> Call:
         job_id=job.id,
         attempt=job.attempt,
         payload=json_text.loads(job.payload or "{}"),
-        callback_url=callbacks.push_url(job.id),
-        callback_token=callbacks.push_token(job.id, job.attempt),
+        callback_url=push_url(job.id),
+        callback_token=push_token(job.id, job.attempt),
         deadline_s=_FETCH_DEADLINE_S,
         model=job.model,
     )

@@ -123,7 +123,7 @@ def result_notifier() -> "ResultNotifier":
 
 @singleton
 def dispatcher() -> Dispatcher:
-    from tasks.announce import CeleryNotifier  # As above.
+    from tasks.results import CeleryNotifier  # As above.
 
     settings = RoutingSettings()
     queues = Queues(scripts(), settings, workers().total)

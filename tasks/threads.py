@@ -5,6 +5,7 @@ A worker's leases expire then, and other workers go on with its runs.
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
@@ -33,3 +34,42 @@ def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread
     thread = threading.Thread(target=run_or_end, name=name, daemon=True)
     thread.start()
     return thread
+
+
+class BackgroundTask:
+    """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more.
+
+    `delay_s`: before it begins, so that those who ask meanwhile are served together.
+    """
+
+    def __init__(self, name: str, function: Callable[[], object], delay_s: float = 0.0) -> None:
+        self.name, self._function, self._delay_s = name, function, delay_s
+        self._is_requested = self._is_running = False
+        self._lock = threading.Lock()
+
+    def request(self) -> None:
+        """Raises nothing: if no thread can be started now, what was asked for is done when it is asked for again."""
+        with self._lock:
+            self._is_requested = True
+            if self._is_running:
+                return
+            self._is_running = True
+        try:
+            start_vital_thread(self.name, self._run)
+        except RuntimeError as error:
+            log.warning("background_work_postponed", what=self.name, error=str(error))
+            with self._lock:
+                self._is_running = False
+
+    def _run(self) -> None:
+        while self._take_request():
+            try:
+                self._function()
+            except Exception:
+                log.exception("background_work_failed", what=self.name)
+
+    def _take_request(self) -> bool:
+        time.sleep(self._delay_s)
+        with self._lock:
+            self._is_running, self._is_requested = self._is_requested, False
+            return self._is_running

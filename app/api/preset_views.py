@@ -22,10 +22,10 @@ from app.kinds import (
 )
 from routing.admission.submission import check_name
 from slotkeeper.errors import InvalidRequest, NotFound
-from tasks.security import vault
+from tasks import server_adapters
 from tasks.server_adapters import is_preset_outdated
 from tasks.servers import Description, presets
-from tasks.servers.live import run_with_http_client
+from tasks.servers.adapter import run_with_http_client
 from tasks.servers.probe import ProbedExchange, Recognition, Trial, endpoint_for, recognize
 
 api = admin_blueprint("presets", "Kinds of servers", "/admin")
@@ -77,7 +77,7 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
 def _tried(found: Recognition, preset: str, body: ProbeBody, tried: list[ProbedExchange]) -> dict[str, Any]:
     """Try a preset.  `tried`: what was heard from those tried before; this one's exchanges are added."""
     endpoint = endpoint_for(body.url, preset, found.model)
-    secret = partial(vault.secret_for, body.model) if body.model is not None else None
+    secret = partial(server_adapters.secret_for, body.model) if body.model is not None else None
     trial = Trial(endpoint, Description.model_validate(presets.get(preset)), secret)
     health = run_with_http_client(trial.health)
     told = None

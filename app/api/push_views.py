@@ -14,7 +14,7 @@ from app.schemas.job_schemas import JobPath
 from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Job
-from tasks import callbacks, server_push
+from tasks import server_push
 from tasks.servers import TOO_DEEP
 
 api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
@@ -71,7 +71,7 @@ def _pushed_to(job_id: str) -> Job:
     """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
     job = dispatcher().store.get(job_id) if job_id.isprintable() else None
     valid = (
-        callbacks.is_valid_token(_token(), _NO_JOB, 0) if job is None else server_push.is_token_of_run(job, _token())
+        server_push.is_valid_token(_token(), _NO_JOB, 0) if job is None else server_push.is_token_of_run(job, _token())
     )
     if job is None or not valid:
         detail = "The token is not that of this job's present run."

@@ -59,7 +59,7 @@ _MODULES = (
     "tasks.config",
     "tasks.server_adapters",
     "tasks.security.keyring",
-    "tasks.ready",
+    "tasks.liveness",
     "tasks.services",
     "routing.maintenance.quarantined_slots",
     "routing.maintenance.task_runs",
@@ -305,7 +305,7 @@ def broker() -> Iterator[Finding]:
 
 def workers() -> Iterator[Finding]:
     """Check that workers are alive, canaries pass through them, and all processes are of one release."""
-    from tasks.ready import worker_problem
+    from tasks.liveness import worker_problem
     from tasks.services import processes
 
     alive = [process for process in processes().read_all() if process.is_alive]
@@ -460,7 +460,7 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
     """Check that all processes have the secret of this host.  `source`: the start of the sentence if they do."""
     from redis.exceptions import RedisError
 
-    from tasks.ready import processes_with_other_secret
+    from tasks.liveness import processes_with_other_secret
     from tasks.security.keyring import fingerprints
     from tasks.services import processes, scripts
 

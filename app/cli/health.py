@@ -21,9 +21,9 @@ def health(role: str, live: bool) -> None:
     it also reports to Redis, a canary passed through each worker in the last 20 s, and the maintenance task sweep ran
     in the last 15 s.  Exit status 1: not ready, or not alive.
     """
-    from tasks import ready
+    from tasks import liveness
 
-    problem = ready.liveness_problem(role) if live else ready.readiness_problem(role)
+    problem = liveness.liveness_problem(role) if live else liveness.readiness_problem(role)
     if problem is not None:
         echo(problem, err=True)
         sys.exit(1)

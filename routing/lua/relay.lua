@@ -7,7 +7,7 @@
   Returns
     last: int       what it ends with now; if that is not the last of the events, none was added
   Refused when Redis is full
-  Called by tasks/relay/sinks/event_stream.py: EventStream.add
+  Called by tasks/relay/sinks/redis_stream.py: EventStream.add
   Clock none    Cost O(events) ]]
 
 local function last_number()

@@ -4,8 +4,9 @@ import threading
 from typing import Any
 
 import structlog
-from celery import bootsteps
+from celery import beat, bootsteps
 from celery.signals import worker_shutting_down
+from celery.worker import state
 
 from slotkeeper.process import singleton, tune_garbage_collection
 from tasks import liveness, offer_messages
@@ -109,3 +110,36 @@ celery.steps["consumer"].add(JobsStep)
 def _drain(**_: object) -> None:
     if this_worker.created:
         this_worker().drain()
+
+
+class BeatThread(threading.Thread):
+    """Runs beat's service until it is told to stop."""
+
+    def __init__(self, service: beat.Service) -> None:
+        super().__init__(name="beat", daemon=True)
+        self._service = service
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._service.start()
+        except Exception:
+            log.exception("beat_failed")
+        finally:
+            if not self._stopping.is_set():
+                state.should_stop = 1  # type: ignore[assignment]  # the exit status
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._service.stop()
+
+
+class EmbeddedBeatStep(bootsteps.StartStopStep):
+    """The worker's part that is beat, if `--embedded-beat` asks for it."""
+
+    def __init__(self, worker: Any, embedded_beat: bool = False, **options: Any) -> None:
+        super().__init__(worker, **options)
+        self.enabled = embedded_beat
+
+    def create(self, worker: Any) -> Any:
+        return BeatThread(beat.Service(worker.app, scheduler_cls=worker.app.conf.beat_scheduler))

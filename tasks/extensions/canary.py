@@ -16,7 +16,7 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.db import Write
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
-from tasks.publisher import publish_queue
+from tasks.offer_messages import publish_queue
 from tasks.worker.event_loop import WorkerLoop
 
 log = structlog.get_logger(__name__)

@@ -13,9 +13,9 @@ from celery.app.task import Context
 from celery.exceptions import NotRegistered
 from celery.worker.consumer import Consumer as CeleryConsumer
 
-from tasks import queues  # noqa: F401  Its commands take the place of Celery's.
 from tasks.celery_app import celery
-from tasks.publisher import publish_queue
+from tasks.extensions import control  # noqa: F401  Its commands take the place of Celery's.
+from tasks.offer_messages import publish_queue
 from tasks.results import JobFailed
 from tasks.services import dispatcher
 

@@ -4,6 +4,7 @@
 the job in the record, where a second cancel finds nothing left to do; none needs to have seen a message of the job.
 """
 
+import os
 import threading
 from collections.abc import Iterable
 from queue import SimpleQueue
@@ -19,8 +20,11 @@ from slotkeeper import audit
 from slotkeeper.audit import Actor
 from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound
 from slotkeeper.process import singleton
+from tasks import offer_messages
 from tasks.celery_app import celery
 from tasks.services import dispatcher
+from tasks.worker.concurrency import TakenOffer
+from tasks.worker.worker import this_worker
 
 log = structlog.get_logger(__name__)
 
@@ -109,3 +113,47 @@ def terminate(state: Any, signal: Any, task_id: Any, **_: Any) -> dict[str, Any]
 def revoke_by_stamped_headers(state: Any, headers: Any, **_: Any) -> dict[str, Any]:
     """Not done: jobs are not found by stamps; revoke them by their ids."""
     return {"ok": "nothing was revoked: jobs are not found by stamped headers, revoke them by their ids"}
+
+
+_celery_active: Any = control.active  # type: ignore[attr-defined]
+
+
+@control.inspect_command(name="active", alias="dump_active")
+def active(state: Any, safe: bool = False, **_: Any) -> list[dict[str, Any]]:
+    """List of runs and of other tasks currently being executed."""
+    taken = this_worker().concurrency.taken_offers() if this_worker.created else []
+    return [*_celery_active(state, safe=safe), *(_run_info(run, state.hostname) for run in taken)]
+
+
+def _run_info(taken: TakenOffer, hostname: str) -> dict[str, Any]:
+    """Return the fields that Celery shows of a task's request, and the run's server and slot."""
+    offer, queue = taken.offer, offer_messages.queue_name(taken.offer.model)
+    return {
+        "id": offer.job_id,
+        "name": offer_messages.TASK,
+        "type": offer_messages.TASK,
+        "args": [offer.model],
+        "kwargs": {},
+        "hostname": hostname,
+        "time_start": taken.since_s,
+        "acknowledged": True,
+        "delivery_info": {"exchange": "", "routing_key": queue, "priority": None, "redelivered": False},
+        "worker_pid": os.getpid(),
+        "server": offer.server,
+        "slot": offer.slot,
+    }
+
+
+_UNCHANGED = "nothing was changed: a worker's queues are those of its command line; stop it, or start another"
+
+
+@control.control_command(name="cancel_consumer", args=[("queue", str)], signature="<queue>")
+def cancel_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, Any]:
+    """Not done: what no worker takes is waited for by all."""
+    return {"ok": _UNCHANGED}
+
+
+@control.control_command(name="add_consumer", args=[("queue", str)], signature="<queue> [exchange [type [key]]]")
+def add_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, Any]:
+    """Not done: a worker of jobs would take maintenance's messages, and the other way round."""
+    return {"ok": _UNCHANGED}

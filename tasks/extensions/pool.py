@@ -15,7 +15,7 @@ import structlog
 from celery.concurrency.thread import TaskPool
 
 from tasks import offer_messages
-from tasks.wake_up import is_wake_up
+from tasks.offer_messages import is_wake_up
 
 log = structlog.get_logger(__name__)
 

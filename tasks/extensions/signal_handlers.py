@@ -38,7 +38,7 @@ def _prepare(**_: object) -> None:
     if threading.current_thread() is not threading.main_thread():
         return  # Beat that is embedded in a worker, which has begun.
     from tasks import startup
-    from tasks.packed import limit_decompression
+    from tasks.extensions.transport import limit_decompression
 
     limit_decompression()
     startup.prepare_or_exit()  # Celery would only log an error that a signal's receiver raises.

@@ -4,14 +4,20 @@ kombu decodes what it takes from a list or a channel in the loop of the worker; 
 and with a list that is read again, each worker after it.  So would a connection that is cut while it is being closed.
 """
 
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable
 from queue import Empty
-from typing import Any
+from typing import Any, cast
 
 import structlog
+from kombu import compression
 from kombu.transport import redis
 from redis.exceptions import DataError
 
 from slotkeeper.redis.connections import OomTolerantRedis
+from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES
 
 log = structlog.get_logger(__name__)
 
@@ -69,3 +75,41 @@ class Transport(redis.Transport):
     """kombu's own with this channel; celeryconfig.py names it."""
 
     Channel = Channel
+
+
+_GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
+_HEADERS_BYTES = 1 << 20
+MAX_DECOMPRESSED_BYTES = _GROWTH * MAX_PAYLOAD_BYTES + _HEADERS_BYTES
+"""Of an unpacked message: the largest payload that a model may take, as kombu writes it, and what stands around it."""
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "application/x-gzip": zlib.decompressobj,
+    "application/x-bz2": bz2.BZ2Decompressor,
+    "application/x-lzma": lzma.LZMADecompressor,
+}
+
+
+class DecompressedTooLarge(ValueError):
+    """What is packed in this message is more than any of ours holds."""
+
+
+def limit_decompression() -> None:
+    """From now on no message of this process is unpacked beyond the bound, nor by what knows none."""
+    for kind in compression.encoders():
+        compress = cast(Any, compression).get_encoder(kind)[0]
+        compression.register(compress, _bounded(_DECOMPRESSORS[kind]) if kind in _DECOMPRESSORS else _refuse, kind)
+
+
+def _bounded(make_decompressor: Callable[[], Any]) -> Callable[[bytes], bytes]:
+    def decompress(packed: bytes) -> bytes:
+        one = make_decompressor()
+        text: bytes = one.decompress(packed, MAX_DECOMPRESSED_BYTES + 1)
+        if len(text) > MAX_DECOMPRESSED_BYTES or not one.eof:
+            raise DecompressedTooLarge(f"a message may have {MAX_DECOMPRESSED_BYTES} bytes when it is unpacked")
+        return text
+
+    return decompress
+
+
+def _refuse(packed: bytes) -> bytes:
+    raise DecompressedTooLarge("messages may be packed by gzip, bzip2 or lzma")

@@ -1,7 +1,7 @@
 """The relay: publishes all events, from the record to each sink, in their order.
 
-    python -m tasks.relay.relay                        # a process of its own
-    python -m tasks.webhooks.delivery_loop --embedded-relay    # threads of that process, where one of each is enough
+    python -m tasks.relay                        # a process of its own
+    python -m tasks.webhooks --embedded-relay    # threads of that process, where one of each is enough
 
 It reads the events as streams do (slotkeeper/outbox/event_reader.py): none is passed over, and none is told that a
 power cut could take back.  A sink's cursor stands in the record (slotkeeper/outbox/sink_cursors.py) and is moved when
@@ -10,7 +10,6 @@ it has not got waits in the record. Any number of these processes may run; one o
 """
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -19,7 +18,6 @@ import uuid
 import structlog
 
 from slotkeeper.clock import now_ms
-from slotkeeper.config import StorageSettings
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
@@ -27,7 +25,7 @@ from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 from slotkeeper.outbox.sink_cursors import SinkCursors, SinkLag
 from slotkeeper.registry.catalog import Catalog
-from tasks import liveness, services, startup
+from tasks import liveness, services
 from tasks.config import EventSettings
 from tasks.relay import cloudevents, sinks
 from tasks.relay.sinks.sink import CursorMismatch, PublishedEvent, Sink, SinkUnavailable
@@ -230,19 +228,3 @@ class RelayThreads:
         until = time.monotonic() + _STOP_WAIT_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
-
-
-def main() -> None:
-    startup.prepare_or_exit()
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    database = Database(StorageSettings().sqlalchemy_url)
-    relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
-    relay_threads.start()
-    stopped.wait()
-    relay_threads.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,7 @@ from functools import lru_cache
 import structlog
 
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
-from slotkeeper.registry.server_descriptions import Secret
 from tasks.security.keyring import sealing_keys
-from tasks.services import catalog, database, dispatcher
 
 log = structlog.get_logger(__name__)
 
@@ -77,34 +74,3 @@ def _open_with(key: bytes, name: str, sealed: str) -> str | None:
         return AESGCM(key).decrypt(ciphertext[:_NONCE_BYTES], ciphertext[_NONCE_BYTES:], name.encode()).decode()
     except InvalidTag:
         return None
-
-
-def reseal_secrets() -> int:
-    """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
-    changed = 0
-    for secret in dispatcher().catalog.get().secrets.values():
-        value = unseal(secret.name, secret.sealed)
-        if value is not None and _open_with(next(sealing_keys()), secret.name, secret.sealed) is None:
-            changed += catalog().reseal_secret(secret, seal(secret.name, value))
-    changed += sum(_reseal_subscription(secret) for secret in Subscriptions(database()).list_of_tenant(limit=_NO_LIMIT))
-    if changed:
-        log.info("secrets_resealed", secrets=changed)
-    return changed
-
-
-def _reseal_subscription(subscription: Subscription) -> bool:
-    """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
-    name = _receiver_seal_name(subscription.id)
-    value = unseal(name, subscription.sealed)
-    if value is None or _open_with(next(sealing_keys()), name, subscription.sealed) is not None:
-        return False
-    former = None if subscription.former_sealed is None else unseal(name, subscription.former_sealed)
-    return Subscriptions(database()).reseal(
-        subscription, _seal(name, value), None if former is None else _seal(name, former)
-    )
-
-
-def secret_for(model: str, name: str) -> str | None:
-    """The secret as it is set now, for requests of this model; None: there is none that it may use."""
-    found: Secret | None = dispatcher().catalog.cached().secrets.get(name)
-    return unseal(name, found.sealed) if found is not None and found.is_for(model) else None

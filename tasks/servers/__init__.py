@@ -3,13 +3,11 @@
 Description() is the slot protocol.  A `ServerAdapter` calls one server as its description says and returns Outcomes.
 """
 
-from tasks.servers.adapter import ServerAdapter
-from tasks.servers.body import SPOOL_AFTER_BYTES
+from tasks.servers.adapter import ServerAdapter, ServerSession, call_server
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.compiled import CompiledDescription, compile_description
 from tasks.servers.description import DEFAULT, Description, from_shorthand
-from tasks.servers.http_client import HttpClient
-from tasks.servers.live import ServerSession, call_server
+from tasks.servers.http_client import SPOOL_AFTER_BYTES, HttpClient
 from tasks.servers.rules import TOO_DEEP
 
 __all__ = [

@@ -13,9 +13,8 @@ from tasks.servers.description import (
     StatusStep,
     Submit,
 )
-from tasks.servers.health import HealthJudge, compile_health
 from tasks.servers.pointers import Pointer, parse
-from tasks.servers.rules import Judge, compile_rule, error_pointers
+from tasks.servers.rules import HealthJudge, Judge, compile_health, compile_rule, error_pointers
 from tasks.servers.stream_reader import StreamPlan, compile_stream
 from tasks.servers.templates import BodyTemplate, CompiledOutputSize, HeaderTemplates, PathTemplate
 

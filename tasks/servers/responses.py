@@ -1,19 +1,23 @@
 """What came back over the wire, before it is judged: an Answer, or a Broken exchange."""
 
+import asyncio
 import re
+import sys
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import orjson
+import structlog
 
 from slotkeeper import json_text, large_json
 from slotkeeper.json_fault import describe_fault
 from slotkeeper.large_json import AnonymousFile
 from tasks.servers.patterns import TEXT_LIMIT
+from tasks.servers.pointers import Pointer
 
 NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON", "__slots__": ()})()
 MAX_MESSAGE = 500  # characters
@@ -219,3 +223,36 @@ def _printable(ch: str) -> str:
     if ch in "\n\r\t":
         return " "
     return "" if unicodedata.category(ch)[0] == "C" else ch
+
+
+log = structlog.get_logger(__name__)
+
+_PARSE_TIMEOUT_S = 30.0
+
+
+async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> tuple[Any, str]:
+    """Return the JSON value of an answer, which is known where these pointers lead, and "".
+
+    If it cannot be read: NOT_JSON, and why.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "slotkeeper.large_json",
+        orjson.dumps([list(pointer) for pointer in pointers]).decode(),
+    ]
+    source, sent = (body.rewind(), None) if isinstance(body, AnonymousFile) else (asyncio.subprocess.PIPE, body)
+    process = await asyncio.create_subprocess_exec(*command, stdin=source, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(_PARSE_TIMEOUT_S):
+            output, _ = await process.communicate(sent)
+    except TimeoutError:
+        log.warning("answer_not_inspected")
+        return NOT_JSON, f"it could not be read within {_PARSE_TIMEOUT_S:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode == 0:
+        return large_json.apply_report(body, output), ""
+    return NOT_JSON, output.decode() or "it cannot be read"

@@ -1,35 +1,29 @@
 """Webhooks: a process of its own that tells clients what became of their jobs, after the slot is free (HOOK-1).
 
-    python -m tasks.webhooks.delivery_loop
+    python -m tasks.webhooks
 
 It asks for what is owed, claims what it can send at once, and sends each message in a thread of its own.  So nothing
-else waits for a receiver, and receivers wait for each other only within the bounds of tasks/berths.py.  Any number of
+else waits for a receiver, and receivers wait for each other only within the bounds of tasks/webhooks/delivery_queue.py.  Any number of
 these processes may run: a message is claimed before it is sent.
 """
 
-import signal
-import sys
 import threading
 import time
 from typing import Any
 
 import structlog
 
-from slotkeeper.config import StorageSettings
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.tenants import SecretRotations
-from tasks import liveness, startup
-from tasks.berths import DeliveryLimits, Permit
-from tasks.config import EventSettings, TaskSettings
-from tasks.relay.relay import RelayThreads
-from tasks.security.url_guard import WebhookSender, parse_networks
-from tasks.services import processes
-from tasks.webhooks.delivery_queue import FairQueue
+from tasks.config import TaskSettings
+from tasks.security.url_guard import parse_networks
+from tasks.webhooks.delivery_queue import DeliveryLimits, FairQueue, Permit
 from tasks.webhooks.message_delivery import MessageDelivery
+from tasks.webhooks.sender import WebhookSender
 
 log = structlog.get_logger(__name__)
 
@@ -218,30 +212,3 @@ def make_delivery_loop(database: Database, listener: ChangeListener | None = Non
     send = MessageDelivery.sender(sender, SecretRotations(database))
     messages = MessageDelivery(database, send, claim_ms, settings.webhook_keep_s)
     return DeliveryLoop(database, messages, listener)
-
-
-def main() -> None:
-    """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
-    startup.prepare_or_exit()
-    database = Database(StorageSettings().sqlalchemy_url)
-    listener = ChangeListener(database)
-    relay_threads = RelayThreads(database, EventSettings(), listener) if "--embedded-relay" in sys.argv[1:] else None
-    loop = make_delivery_loop(database, listener)
-
-    def stop(*_: object) -> None:
-        loop.stop()
-        if relay_threads is not None:
-            relay_threads.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    liveness.start_reporting("webhooks", processes())
-    if relay_threads is not None:
-        relay_threads.start()
-    loop.run()
-    if relay_threads is not None:
-        relay_threads.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -32,9 +32,9 @@ from slotkeeper.registry.tenants import SecretRotations
 from tasks import tracing
 from tasks.security import vault
 from tasks.security.keyring import webhook_secrets
-from tasks.security.url_guard import SendResult, WebhookSender
 from tasks.webhooks.bodies import event_data, job_end_data, message_body, template_of, test_data
 from tasks.webhooks.delivery_queue import CanSend, DueMessage, host_of_url
+from tasks.webhooks.sender import SendResult, WebhookSender
 
 log = structlog.get_logger(__name__)
 

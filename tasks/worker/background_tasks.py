@@ -12,7 +12,7 @@ from routing.dispatch.run_steps import RunSteps, ThreadIo, run_blocking
 from routing.queue.leases import Lease
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.process_locks import ProcessLocks
-from tasks.aside import BackgroundTask
+from tasks.threads import BackgroundTask
 
 log = structlog.get_logger(__name__)
 

@@ -28,16 +28,14 @@ from slotkeeper.jobs.store import Transition
 from slotkeeper.trace_context import find_trace_id
 from tasks import retries
 from tasks.servers import SPOOL_AFTER_BYTES
-from tasks.worker.abandoned import AbandonedCalls
 from tasks.worker.background_tasks import BackgroundTasks
-from tasks.worker.calls import ServerCalls
 from tasks.worker.concurrency import Concurrency, TakenOffer
 from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.heartbeat import Heartbeat
-from tasks.worker.patient_io import RetryingIo
+from tasks.worker.lease_checks import LeaseCheck, LeaseExpired
 from tasks.worker.poller import Poller
-from tasks.worker.rights import LeaseCheck, LeaseExpired
-from tasks.worker.worker_run import WorkerRun
+from tasks.worker.server_calls import AbandonedCalls, ServerCalls
+from tasks.worker.worker_run import RetryingIo, WorkerRun
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
-from tasks import callbacks, tracing
+from tasks import server_push, tracing
 from tasks.servers import Call, Health, HealthKind, ServerSession
 from tasks.worker.heartbeat import LeaseWatch
 
@@ -276,8 +276,8 @@ class ServerCall:
             job_id=run.job.id,
             attempt=run.attempt,
             payload=payload,
-            callback_url=callbacks.push_url(run.job.id),
-            callback_token=callbacks.push_token(run.job.id, run.attempt),
+            callback_url=server_push.push_url(run.job.id),
+            callback_token=server_push.push_token(run.job.id, run.attempt),
             deadline_s=deadline_s,
             listen_s=listen_s,
             model=run.job.model,

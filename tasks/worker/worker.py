@@ -13,17 +13,15 @@ from slotkeeper.process import singleton
 from slotkeeper.process_locks import ProcessLocks
 from tasks.config import TaskSettings
 from tasks.services import dispatcher, process_counters, process_locks, progress_scripts, workers
-from tasks.worker.abandoned import AbandonedCalls
 from tasks.worker.background_tasks import BackgroundTasks
-from tasks.worker.calls import ServerCalls
 from tasks.worker.concurrency import Concurrency
 from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.executor import Executor
 from tasks.worker.heartbeat import Heartbeat
-from tasks.worker.inquiry import DatabaseCheck
+from tasks.worker.lease_checks import DatabaseCheck, LeaseCheck
 from tasks.worker.poller import Poller
 from tasks.worker.progress_publisher import ProgressPublisher
-from tasks.worker.rights import LeaseCheck
+from tasks.worker.server_calls import AbandonedCalls, ServerCalls
 
 _MAX_AWAITS = 50
 

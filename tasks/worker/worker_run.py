@@ -1,14 +1,76 @@
 """One run of this process, as its executor and its server call share it."""
 
-from typing import NamedTuple
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.run_steps import RunSteps
 from routing.queue.queues import Offer
+from slotkeeper.db import Write
+from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.values import Run
+from slotkeeper.redis.scripts import Command
 from tasks.worker.concurrency import TakenOffer
+from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.patient_io import RetryingIo
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+_RETRY_S = 1.0
+_STOP_LIMIT_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
+
+
+class RetryingIo:
+    """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
+
+    Raises DatabaseUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
+    """
+
+    __slots__ = ("_watch", "_worker_loop")
+
+    def __init__(self, worker_loop: WorkerLoop, watch: LeaseWatch) -> None:
+        self._worker_loop, self._watch = worker_loop, watch
+
+    def redis(self, command: Command[T]) -> Awaitable[T]:
+        return self._worker_loop.redis(command)
+
+    def commit(self, write: Write[T]) -> Awaitable[T]:
+        return self._repeat_while_away(partial(self._worker_loop.commit, write))
+
+    def run_in_thread(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
+        return self._repeat_while_away(partial(self._worker_loop.run_in_thread, function, *args))
+
+    async def wait_until_known(self, unknown: CommitUnknown, read: Callable[[], Awaitable[T]]) -> T:
+        """Ask what became of a start whose COMMIT was not answered.
+
+        Raises what `read` raises but DatabaseUnavailable, or `unknown` if the worker has to stop before it is found out.
+        """
+        while not (self._watch.lost or self._watch.stop):
+            await self._watch.sleep(_RETRY_S)
+            try:
+                return await read()
+            except DatabaseUnavailable as error:
+                log.warning("start_not_known", job_id=self._watch.lease.job_id, error=str(error))
+        raise unknown
+
+    async def _repeat_while_away(self, function: Callable[[], Awaitable[T]]) -> T:
+        give_up_s: float | None = None
+        while True:
+            try:
+                return await function()
+            except DatabaseUnavailable:
+                now = self._worker_loop.loop.time()
+                if self._watch.stop:
+                    give_up_s = give_up_s or now + _STOP_LIMIT_S
+                if self._watch.lost or (give_up_s is not None and now >= give_up_s):
+                    raise
+                # Not all at the same moment, in which they would make one batch again that may be what is too much.
+                await self._watch.sleep(_RETRY_S * random.uniform(0.5, 1.5))
 
 
 class WorkerRun(NamedTuple):

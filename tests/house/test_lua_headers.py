@@ -26,7 +26,7 @@ from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import BoundScript, join_commands, make_caller, parse_signature, render_locals
-from tasks.relay.sinks.event_stream import StreamScripts
+from tasks.relay.sinks.redis_stream import StreamScripts
 from tests.house.lua_text import body, called_functions, callers, header, included
 from tests.house.rule import for_each
 

@@ -45,7 +45,7 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import callbacks, maintenance, services
+    from tasks import maintenance, server_push, services
     from tasks.security import keyring
 
     if services.database.created:
@@ -54,7 +54,7 @@ def clear_wiring() -> None:
         if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()
-    callbacks._callback_base_url.cache_clear()
+    server_push._callback_base_url.cache_clear()
 
 
 def point_celery_at(url: str) -> None:

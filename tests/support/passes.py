@@ -17,7 +17,7 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import Job
 from slotkeeper.process_locks import ProcessLocks
-from tasks import maintenance
+from tasks import health_checks, maintenance
 from tests.support.stage import Stage
 
 
@@ -100,8 +100,9 @@ def find_violations(dispatcher: Dispatcher, reports: Mapping[str, ServerReport])
 def run_tasks_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
     """Let the tasks of tasks.maintenance use this dispatcher, until the test ends."""
     parts = of(dispatcher)
-    monkeypatch.setattr(maintenance, "dispatcher", lambda: dispatcher)
+    for module in (maintenance, health_checks):
+        monkeypatch.setattr(module, "dispatcher", lambda: dispatcher)
+        monkeypatch.setattr(module, "_server_checks", lambda: parts.checks)
     monkeypatch.setattr(maintenance, "_sweeper", lambda: parts.sweeper)
     monkeypatch.setattr(maintenance, "_reaper", lambda: parts.reaper)
     monkeypatch.setattr(maintenance, "_missing_leases", lambda: parts.missing)
-    monkeypatch.setattr(maintenance, "_server_checks", lambda: parts.checks)

@@ -146,10 +146,10 @@ class Stack:
         return self.start(name, self.celery("worker", "-Q", "maintenance", "-n", f"{name}@%h", *options))
 
     def webhooks(self, name: str = "webhooks") -> Process:
-        return self.start(name, [sys.executable, "-P", "-m", "tasks.webhooks.delivery_loop"])
+        return self.start(name, [sys.executable, "-P", "-m", "tasks.webhooks"])
 
     def relay(self, name: str = "relay") -> Process:
-        return self.start(name, [sys.executable, "-P", "-m", "tasks.relay.relay"])
+        return self.start(name, [sys.executable, "-P", "-m", "tasks.relay"])
 
     def beat(self) -> Process:
         return self.start("beat", self.celery("beat"))

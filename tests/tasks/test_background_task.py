@@ -2,7 +2,7 @@
 
 import threading
 
-from tasks.aside import BackgroundTask
+from tasks.threads import BackgroundTask
 from tests.support.threads import no_thread_left
 
 

@@ -21,7 +21,7 @@ from routing.queries.process_list import ProcessList
 from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
 from slotkeeper.redis.keys import Keys
-from tasks import process_files, ready, services
+from tasks import liveness, process_files, services
 from tasks.extensions import canary
 from tasks.extensions.canary import Canary
 from tasks.liveness import ProcessReport
@@ -97,15 +97,15 @@ def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_lives_as_long_as_it_turns_whatever_is_away(mortal_api: Api) -> None:
-    assert ready.liveness_problem("worker")
+    assert liveness.liveness_problem("worker")
     one = ProcessReport("worker", services.processes(), dict)
     one.start_reporting()
     mortal_api.valkey.kill()
     one.report()
-    assert ready.liveness_problem("worker") is None
-    assert ready.liveness_problem("beat"), "another role's process is none of this one"
+    assert liveness.liveness_problem("worker") is None
+    assert liveness.liveness_problem("beat"), "another role's process is none of this one"
     one.end()
-    assert ready.liveness_problem("worker")
+    assert liveness.liveness_problem("worker")
 
 
 def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
@@ -116,7 +116,7 @@ def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
     one.report()
     before = time.time() - process_files.STALE_S - 1
     os.utime(one._file, (before, before))
-    assert ready.liveness_problem("beat")
+    assert liveness.liveness_problem("beat")
     process_files.remove_old(one._file.parent)
     assert not one._file.exists()
 
@@ -159,7 +159,7 @@ def test_signs_of_life_lie_in_the_state_folder_if_there_is_one_and_the_last_to_l
         each.report()
     assert one._file is not None and (tmp_path / used) in one._file.parents
     one.end()
-    assert ready.liveness_problem("beat") is None
+    assert liveness.liveness_problem("beat") is None
     another.end()
     assert list((tmp_path / used).iterdir()) == before
 
@@ -180,23 +180,23 @@ def test_a_worker_is_ready_when_a_canary_went_through_it_lately(
     api: Api, facts: dict[str, Any], problem: str | None
 ) -> None:
     _a_process("worker", **facts)
-    why = ready.readiness_problem("worker")
+    why = liveness.readiness_problem("worker")
     assert why is None if problem is None else problem in str(why)
 
 
 def test_who_says_nothing_is_not_ready(api: Api) -> None:
-    assert "has reported lately" in str(ready.readiness_problem("web"))
+    assert "has reported lately" in str(liveness.readiness_problem("web"))
     _a_process("web")
-    assert ready.readiness_problem("web") is None
+    assert liveness.readiness_problem("web") is None
 
 
 def test_maintenance_is_ready_while_it_sweeps(api: Api) -> None:
     from routing.maintenance import task_runs
 
     _a_process("maintenance")
-    assert "swept" in str(ready.readiness_problem("maintenance"))
+    assert "swept" in str(liveness.readiness_problem("maintenance"))
     task_runs.mark_sweep(services.scripts())
-    assert ready.readiness_problem("maintenance") is None
+    assert liveness.readiness_problem("maintenance") is None
 
 
 def test_maintenance_is_not_ready_while_a_frequent_task_does_not_come_to_its_end(api: Api) -> None:
@@ -211,9 +211,9 @@ def test_maintenance_is_not_ready_while_a_frequent_task_does_not_come_to_its_end
 
     ended_ago("reap", 20)
     ended_ago("check_invariants", 10_000)
-    assert ready.readiness_problem("maintenance") is None, "a rare task may not have run since a new start"
+    assert liveness.readiness_problem("maintenance") is None, "a rare task may not have run since a new start"
     ended_ago("reap", 40)
-    assert "finished for a long time: reap" in str(ready.readiness_problem("maintenance"))
+    assert "finished for a long time: reap" in str(liveness.readiness_problem("maintenance"))
     assert "finished for a long time: reap" in str(readiness.probe_maintenance())
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from routing.queue.queues import Offer
 from slotkeeper.jobs.values import QueuedJob
-from tasks import announce, offer_messages
-from tasks.publisher import Publisher
-from tasks.wake_up import OFFER_HEADER, is_wake_up
+from tasks import offer_messages, results
+from tasks.offer_messages import OFFER_HEADER, Publisher, is_wake_up
 
 OFFER = Offer("zimg", "j1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
@@ -37,12 +36,12 @@ def test_a_wake_up_of_a_release_with_one_field_more_is_understood():
 
 def test_what_the_wake_up_of_a_new_job_says_is_not_read_from_the_record(monkeypatch: pytest.MonkeyPatch):
     sent, publisher = [], Publisher()
-    monkeypatch.setattr(announce, "publish_queue", lambda: publisher)
-    monkeypatch.setattr(announce.CeleryNotifier, "_publish_waiting_job", lambda _, offer: sent.append("read"))
+    monkeypatch.setattr(results, "publish_queue", lambda: publisher)
+    monkeypatch.setattr(results.CeleryNotifier, "_publish_waiting_job", lambda _, offer: sent.append("read"))
     monkeypatch.setattr(
         offer_messages, "publish_offer", lambda offer, priority, failures: sent.append((offer, priority, failures))
     )
-    announcer = announce.CeleryNotifier(None, None)
+    announcer = results.CeleryNotifier(None, None)
     announcer.wake_worker(OFFER, QueuedJob("j1", 1, "zimg", 2, "default"))
     announcer.wake_worker(OFFER, None)
     assert publisher.flush(5) and sent == [(OFFER, 2, 0), "read"]

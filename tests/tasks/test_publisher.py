@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from tasks.publisher import Publisher
+from tasks.offer_messages import Publisher
 
 
 def _fails() -> NoReturn:

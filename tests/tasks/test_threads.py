@@ -14,7 +14,7 @@ import pytest
 from routing.queue.leases import Lease
 from slotkeeper.db import Write
 from tasks import threads
-from tasks.aside import BackgroundTask
+from tasks.threads import BackgroundTask
 from tasks.worker.event_loop import CommitQueue
 from tasks.worker.heartbeat import Heartbeat
 from tasks.worker.poller import Poller

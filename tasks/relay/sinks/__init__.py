@@ -18,8 +18,7 @@ def make(name: str, settings: EventSettings, find_event: FindEvent) -> Sink:
 
 
 def _redis(settings: EventSettings, find_event: FindEvent) -> Sink:
-    from tasks.relay.sinks.event_stream import EventStream
-    from tasks.relay.sinks.redis_stream import RedisStreamSink
+    from tasks.relay.sinks.redis_stream import EventStream, RedisStreamSink
 
     return RedisStreamSink(EventStream(scripts(), settings.stream_length), settings.stream_length, find_event)
 

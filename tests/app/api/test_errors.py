@@ -17,7 +17,7 @@ from routing.queries.process_list import DEAD_AFTER_MS, Process
 from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
 from tasks import maintenance
-from tasks.ready import workers_problem
+from tasks.liveness import workers_problem
 from tasks.security.keyring import fingerprints
 from tasks.services import processes, scripts
 from tests.support.api import Api, clear_wiring

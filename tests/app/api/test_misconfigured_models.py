@@ -13,13 +13,12 @@ from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model
-from tasks import callbacks, maintenance, server_push
+from tasks import health_checks, maintenance, server_push
 from tasks.server_adapters import Misconfigured, adapter_for
 from tasks.services import catalog, progress_scripts, workers
 from tasks.worker.concurrency import TakenOffer
-from tasks.worker.patient_io import RetryingIo
 from tasks.worker.worker import Worker
-from tasks.worker.worker_run import WorkerRun
+from tasks.worker.worker_run import RetryingIo, WorkerRun
 from tests.support.api import Api
 
 TEMPLATES = [
@@ -77,7 +76,7 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(maintenance, "_RECHECK_DELAY_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
-        reports = maintenance._read_reports(stored.dispatcher.catalog.get().servers.values())
+        reports = health_checks._read_reports(stored.dispatcher.catalog.get().servers.values())
     assert not reports["gpu1"].up, "nobody answers there, and that was found out"
     assert "gpu0" in {line.get("server") for line in lines}
 
@@ -103,7 +102,7 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
 
 def test_a_push_about_its_job_is_left_to_the_worker(stored: Api) -> None:
     task = stored.started(model="broken")
-    token = callbacks.push_token(task.run.job.id, task.run.attempt)
+    token = server_push.push_token(task.run.job.id, task.run.attempt)
     header = {"Authorization": f"Bearer {token}"}
     answer = stored.client.post(f"/tasks/callback/{task.run.job.id}", json={"status": "success"}, headers=header)
     assert (answer.status_code, server_push.read_push(stored.job(task.run.job.id), b"{}")) == (202, None)

@@ -11,7 +11,7 @@ from slotkeeper import json_text, large_json
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import JobError, Run
-from tasks import callbacks, server_push
+from tasks import server_push
 from tests.support.api import Api
 from tests.support.ends import end_run_with, store_end
 from tests.support.starts import store_remote_id, store_start
@@ -33,7 +33,7 @@ def _push(api: Api, job_id: str, token: str, body: Any = DONE, **more: Any) -> A
 
 
 def _token(task: ActiveRun) -> str:
-    return callbacks.push_token(task.run.job.id, task.run.attempt)
+    return server_push.push_token(task.run.job.id, task.run.attempt)
 
 
 def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: ActiveRun) -> None:
@@ -151,9 +151,9 @@ FORGERIES: dict[str, Callable[[ActiveRun], str]] = {
     "none": lambda task: "",
     "a guess": lambda task: "0" * 64,
     "no ASCII": lambda task: "\xfc",
-    "of another job": lambda task: callbacks.push_token(UNKNOWN, task.run.attempt),
-    "of the attempt before": lambda task: callbacks.push_token(task.run.job.id, task.run.attempt - 1),
-    "of the next attempt": lambda task: callbacks.push_token(task.run.job.id, task.run.attempt + 1),
+    "of another job": lambda task: server_push.push_token(UNKNOWN, task.run.attempt),
+    "of the attempt before": lambda task: server_push.push_token(task.run.job.id, task.run.attempt - 1),
+    "of the next attempt": lambda task: server_push.push_token(task.run.job.id, task.run.attempt + 1),
 }
 
 
@@ -175,7 +175,7 @@ def test_a_made_up_token_is_compared_once_however_often_the_job_was_started(
     api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(callbacks, "is_valid_token", lambda shown, job_id, attempt: compared.append(attempt))
+    monkeypatch.setattr(server_push, "is_valid_token", lambda shown, job_id, attempt: compared.append(attempt))
     assert not server_push.is_token_of_run(replace(api.job(task.run.job.id), attempt=5_000), "0" * 64)
     assert compared == [5_000]
 
@@ -194,7 +194,7 @@ def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> 
     assert again is not None
     assert _push(api, task.run.job.id, old).status_code == 403
     assert api.job(task.run.job.id).state is State.RUNNING
-    assert _push(api, task.run.job.id, callbacks.push_token(again.job.id, again.attempt)).status_code == 200
+    assert _push(api, task.run.job.id, server_push.push_token(again.job.id, again.attempt)).status_code == 200
 
 
 def _taken_up(api: Api, task: ActiveRun, why: Reason, server: str = "gpu1") -> Run:
@@ -213,7 +213,7 @@ def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_se
     old = _token(task)
     again = _taken_up(api, task, Reason.LEASE_EXPIRED)
     assert (again.attempt, again.remote_id) == (2, "r-1")
-    assert _push(api, task.run.job.id, callbacks.push_token(task.run.job.id, 3)).status_code == 403
+    assert _push(api, task.run.job.id, server_push.push_token(task.run.job.id, 3)).status_code == 403
     assert _push(api, task.run.job.id, old).json == {"status": "completed"}
     assert api.job(task.run.job.id).result == '{"url":"https://cdn.example/1.png"}'
 
@@ -223,7 +223,7 @@ def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task:
     again = _taken_up(api, task, Reason.HANDED_BACK)
     store_end(store, job_id, again.attempt, Reason.LEASE_EXPIRED, again.started_ms + 10)
     assert store_start(store, job_id, "gpu1", "gpu1-slot0", task.lease.stored_text, again.started_ms + 20) is not None
-    assert _push(api, job_id, callbacks.push_token(job_id, 2)).status_code == 403, "nothing was sent under it"
+    assert _push(api, job_id, server_push.push_token(job_id, 2)).status_code == 403, "nothing was sent under it"
     assert _push(api, job_id, old).json == {"status": "completed"}
 
 
@@ -266,7 +266,7 @@ def test_a_push_for_a_job_that_waits_again_changes_nothing(api: Api, task: Activ
 def test_without_the_token_guard_a_forgery_would_get_through(
     api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks, "is_valid_token", lambda *_: True)
+    monkeypatch.setattr(server_push, "is_valid_token", lambda *_: True)
     assert _push(api, task.run.job.id, "0" * 64).status_code == 200
     assert api.job(task.run.job.id).state is State.COMPLETED
 
@@ -288,8 +288,8 @@ def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRu
 def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
     api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = callbacks._token
-    monkeypatch.setattr(callbacks, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
+    real = server_push._token
+    monkeypatch.setattr(server_push, "_token", lambda key, job_id, attempt: real(key, job_id, 0))
     old = _token(task)
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
     assert (

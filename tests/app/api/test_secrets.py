@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.registry.tables import secrets as table
-from tasks import server_adapters
+from tasks import maintenance, server_adapters
 from tasks.security import keyring, vault
 from tasks.server_adapters import adapter_for
 from tasks.servers import Call
@@ -36,7 +36,7 @@ def _opened(model: str = "zimg", name: str = "KEY") -> str | None:
     from tasks.services import dispatcher
 
     dispatcher().catalog.refresh()
-    return vault.secret_for(model, name)
+    return server_adapters.secret_for(model, name)
 
 
 def test_who_sets_a_secret_and_who_lists_them_is_not_shown_its_value(api):
@@ -125,9 +125,9 @@ def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, 
     with installed(before):
         _set(api)
     with installed(now, before):
-        assert vault.reseal_secrets() == 1
+        assert maintenance.reseal_secrets() == 1
         api.dispatcher.catalog.refresh()
-        assert vault.reseal_secrets() == 0
+        assert maintenance.reseal_secrets() == 0
     with installed(now):
         assert _opened() == VALUE
 

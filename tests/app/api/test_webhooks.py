@@ -21,7 +21,7 @@ from slotkeeper.jobs.values import NewJob, new_job_id
 from slotkeeper.outbox.subscriptions import delete_of_tenant
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.registry.tenants import Tenants
-from tasks import server_push
+from tasks import maintenance, server_push
 from tasks.security import keyring, vault
 from tasks.webhooks import delivery_loop
 from tests.support.api import Api
@@ -140,7 +140,7 @@ def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed
     monkeypatch.setenv("SLOTKEEPER_SECRET", base64.b64encode(b"n" * 32).decode())
     monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
     keyring.installation_secrets.cache_clear()
-    assert (vault.reseal_secrets(), vault.reseal_secrets()) == (1, 0)
+    assert (maintenance.reseal_secrets(), maintenance.reseal_secrets()) == (1, 0)
     monkeypatch.delenv("SLOTKEEPER_FORMER_SECRET")
     keyring.installation_secrets.cache_clear()
     vault.unseal.cache_clear()

@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "a message is unpacked without limit",
-        "tasks.packed:_bounded",
+        "tasks.extensions.transport:_bounded",
         swap("one.decompress(packed, MAX_DECOMPRESSED_BYTES + 1)", "one.decompress(packed)"),
         kills=["test_what_does_not_is_refused_and_never_whole"],
         breaks="limits",

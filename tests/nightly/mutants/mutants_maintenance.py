@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "the status of a run that was given up does not free its slot",
-        "tasks.maintenance:_check_quarantined_run",
+        "tasks.health_checks:_check_quarantined_run",
         never("outcome.kind in _END_KINDS"),
         kills=["test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end"],
         breaks="SLOT-2",

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request may use another model's secret",
-        "tasks.security.vault:secret_for",
+        "tasks.server_adapters:secret_for",
         swap("found is not None and found.is_for(model)", "found is not None"),
         kills=["test_only_the_models_that_a_secret_is_for_may_name_it"],
         breaks="secrets",
@@ -129,14 +129,14 @@ MUTANTS = [
     ),
     Mutant(
         "any callback token is valid",
-        "tasks.callbacks:is_valid_token",
+        "tasks.server_push:is_valid_token",
         swap("any(hmac.compare_digest(token.encode(), expected) for expected in valid)", "bool(token)"),
         kills=["test_a_forged_push_changes_nothing"],
         breaks="LEASE-3",
     ),
     Mutant(
         "a callback token is valid for all attempts",
-        "tasks.callbacks:_token",
+        "tasks.server_push:_token",
         swap('f"callback {job_id} {attempt}"', 'f"callback {job_id}"'),
         kills=["test_a_superseded_attempt_cannot_end_the_next"],
         breaks="LEASE-3",

@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call that we cut counts as ended by its server",
-        "tasks.servers.live:ServerSession.cut_off",
+        "tasks.servers.adapter:ServerSession.cut_off",
         drop("self._is_cut_off = True"),
         kills=["test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown"],
         breaks="SLOT-1",
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "a large answer is kept in memory",
-        "tasks.servers.body:ResponseBody.add",
+        "tasks.servers.http_client:ResponseBody.add",
         never("len(self._memory) > SPOOL_AFTER_BYTES"),
         kills=["test_of_a_large_body_only_the_beginning_stays_in_memory"],
         breaks="limits",

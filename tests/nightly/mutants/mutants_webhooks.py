@@ -5,7 +5,7 @@ from tests.nightly.mutants.operators import Mutant, always, never, swap
 MUTANTS = [
     Mutant(
         "one tenant takes all deliveries of a group",
-        "tasks.berths:DeliveryLimits._has_permit",
+        "tasks.webhooks.delivery_queue:DeliveryLimits._has_permit",
         swap(
             "self._taken_by_tenant[tenant, group] < MAX_IN_GROUP[group] - self._taken[group]",
             "self._taken[group] < MAX_IN_GROUP[group]",

@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lease that was lost before its run was sent is restored",
-        "tasks.worker.inquiry:DatabaseCheck._apply",
+        "tasks.worker.lease_checks:DatabaseCheck._apply",
         never("unknown_to_redis and not watch.sent"),
         kills=["test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again"],
         breaks="SLOT-1",
@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start that was stored without an answer counts as a crash",
-        "tasks.worker.patient_io:RetryingIo.wait_until_known",
+        "tasks.worker.worker_run:RetryingIo.wait_until_known",
         never("not (self._watch.lost or self._watch.stop)"),
         kills=["test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing"],
         breaks="LEASE-1",
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "an unavailable database is taken for a lost run",
-        "tasks.worker.calls:ServerCalls.call",
+        "tasks.worker.server_calls:ServerCalls.call",
         swap("DatabaseUnavailable", "ZeroDivisionError", within="except DatabaseUnavailable"),
         kills=["test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody"],
         breaks="LEASE-3",
@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lease that Redis does not know counts as lost",
-        "tasks.worker.inquiry:_runs_under",
+        "tasks.worker.lease_checks:_runs_under",
         swap("found.state is State.RUNNING and found.lease == lease.stored_text", "False"),
         kills=[
             "test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on",
@@ -170,14 +170,14 @@ MUTANTS = [
     ),
     Mutant(
         "a lease that another worker has is restored",
-        "tasks.worker.inquiry:_runs_under",
+        "tasks.worker.lease_checks:_runs_under",
         swap("found.lease == lease.stored_text", "True"),
         kills=["test_a_lease_that_another_has_by_now_is_lost"],
         breaks="LEASE-1",
     ),
     Mutant(
         "the heartbeat waits for the database",
-        "tasks.worker.inquiry:DatabaseCheck.request",
+        "tasks.worker.lease_checks:DatabaseCheck.request",
         swap("self._task.request()", "self.check(self._requests)"),
         kills=["test_leases_are_renewed_in_time_though_the_database_is_silent"],
         breaks="LEASE-4",
@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "a misconfigured model costs its jobs a crash",
-        "tasks.worker.calls:ServerCalls.call",
+        "tasks.worker.server_calls:ServerCalls.call",
         swap("Misconfigured", "ZeroDivisionError", within="except Misconfigured"),
         kills=["test_its_job_costs_a_retry_and_says_why"],
         breaks="charges",

@@ -514,7 +514,7 @@ def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_else
     assert second["well"] is first["well"] and first["well"].result(10).up
     assert isinstance(first["odd"].exception(10), ValueError)
     assert sorted(asked) == ["odd", "well"]
-    assert maintenance._take_arrived(first).keys() == {"well"}
+    assert health_checks._take_arrived(first).keys() == {"well"}
 
 
 def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> None:
@@ -526,7 +526,7 @@ def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> N
 
 def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
     let_go = threading.Event()
-    monkeypatch.setattr(maintenance, "_REPORTS_LIMIT_S", 0.01)
+    monkeypatch.setattr(health_checks, "_REPORTS_LIMIT_S", 0.01)
 
     def ask(server: Server) -> ServerReport:
         if server.name == "late":
@@ -534,12 +534,12 @@ def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> No
         return ServerReport(up=True)
 
     asking = HealthChecks(ask)
-    heeded = {name for batch in maintenance.reports_as_they_arrive(asking.start([_server("late")])) for name in batch}
+    heeded = {name for batch in health_checks.reports_as_they_arrive(asking.start([_server("late")])) for name in batch}
     assert heeded == set()
     let_go.set()
-    eventually(lambda: maintenance._late_reports["late"].done(), "it answers after all")
-    heeded = {name for batch in maintenance.reports_as_they_arrive({}) for name in batch}
-    assert heeded == {"late"} and not maintenance._late_reports
+    eventually(lambda: health_checks._late_reports["late"].done(), "it answers after all")
+    heeded = {name for batch in health_checks.reports_as_they_arrive({}) for name in batch}
+    assert heeded == {"late"} and not health_checks._late_reports
 
 
 def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(stage) -> None:

@@ -18,7 +18,7 @@ from routing.scripts import LIBRARY
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import BoundScript
-from tasks.relay.sinks.event_stream import Entry, EventStream
+from tasks.relay.sinks.redis_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
 from tests.support.valkey import NoValkey, Valkey
 

@@ -15,9 +15,9 @@ REVOKES = "tests/system/faults/test_revokes.py::"
 ENDPOINTS = "tests/app/api/test_endpoint_addresses.py::"
 ADDRESSES = "tests/tasks/security/test_url_guard.py::"
 OUTBOUND = "tests/tasks/webhooks/test_sender.py::"
-DELIVERIES = "tests/tasks/webhooks/test_deliveries.py::"
-SERVER = "tests/tasks/servers/test_client.py::"
-ANSWERS = "tests/tasks/servers/test_answers.py::"
+DELIVERIES = "tests/tasks/webhooks/test_delivery_loop.py::"
+SERVER = "tests/tasks/servers/test_adapter.py::"
+ANSWERS = "tests/tasks/servers/test_responses.py::"
 TERMINAL = "tests/app/cli/test_terminal.py::"
 GUARD = "tests/slotkeeper/serve/test_host_guard.py::"
 BROWSER = "tests/system/browser/test_foreign_pages.py::"
@@ -336,8 +336,8 @@ TABLE = [
         "they are unpacked up to a bound",
         "they are rejected",
         (
-            "tests/tasks/test_packed.py::test_what_does_not_is_refused_and_never_whole",
-            "tests/tasks/test_packed.py::test_what_knows_no_bound_is_refused",
+            "tests/tasks/extensions/test_decompression.py::test_what_does_not_is_refused_and_never_whole",
+            "tests/tasks/extensions/test_decompression.py::test_what_knows_no_bound_is_refused",
         ),
     ),
     Row(
@@ -348,7 +348,7 @@ TABLE = [
         (
             "tests/tasks/test_offer_messages.py::test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner",
             f"{REVOKES}test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up",
-            "tests/tasks/test_packed.py::test_a_workers_queues_are_not_for_the_broker_to_say",
+            "tests/tasks/extensions/test_decompression.py::test_a_workers_queues_are_not_for_the_broker_to_say",
         ),
     ),
     # -- browser origins -----------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ PROCESSES = {
     "worker": ("-m", "tasks", "worker", "-Q", "celery", "-n", "w@%h", "--without-mingle", "--without-gossip"),
     "maintenance": ("-m", "tasks", "worker", "-Q", "maintenance", "-n", "m@%h", "--pool", "threads"),
     "beat": ("-m", "tasks", "beat"),
-    "webhooks": ("-m", "tasks.webhooks.delivery_loop"),
-    "relay": ("-m", "tasks.relay.relay"),
+    "webhooks": ("-m", "tasks.webhooks"),
+    "relay": ("-m", "tasks.relay"),
     "up": ("-m", "app.cli", "up", "--no-demo"),
 }
 

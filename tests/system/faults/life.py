@@ -51,12 +51,12 @@ from tasks import maintenance, offer_messages, results, server_push, services
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
 from tasks.inference import infer
-from tasks.publisher import publish_queue
+from tasks.offer_messages import publish_queue
 from tasks.relay import relay
-from tasks.security import url_guard, vault
+from tasks.security import vault
 from tasks.servers import ServerSession
 from tasks.webhooks import delivery_loop as hooks
-from tasks.webhooks import message_delivery
+from tasks.webhooks import message_delivery, sender
 from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
@@ -408,8 +408,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def nursery() -> None:
     """For each line `{"step", "env"}` fork a life, and say how it ended: 0, or the negative of a signal."""
-    trusted = url_guard._tls()  # Nothing in a life speaks TLS, but each would read all authorities.
-    url_guard._tls = lambda: trusted
+    trusted = sender._tls()  # Nothing in a life speaks TLS, but each would read all authorities.
+    sender._tls = lambda: trusted
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()

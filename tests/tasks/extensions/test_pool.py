@@ -8,7 +8,8 @@ import pytest
 from celery.worker import control, state, strategy
 
 from routing.queue.queues import Offer
-from tasks import active, offer_messages
+from tasks import offer_messages
+from tasks.extensions import control as remote_control
 from tasks.extensions.consumer import Consumer
 from tasks.extensions.pool import Pool
 from tasks.inference import InferRequest, infer
@@ -46,7 +47,7 @@ class FakeWorker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> FakeWorker:
     found = FakeWorker()
     monkeypatch.setattr(worker_module, "this_worker", found)
-    monkeypatch.setattr(active, "this_worker", found)
+    monkeypatch.setattr(remote_control, "this_worker", found)
     return found
 
 

@@ -10,7 +10,7 @@ from redis import Redis
 from routing.queue.queues import Offer
 from tasks import offer_messages
 from tasks.extensions.transport import Transport
-from tasks.wake_up import OFFER_HEADER
+from tasks.offer_messages import OFFER_HEADER
 from tests.support.valkey import Valkey
 
 

@@ -28,8 +28,7 @@ from slotkeeper.registry.catalog import Catalog
 from tasks.relay import cloudevents
 from tasks.relay import relay as relays
 from tasks.relay.relay import Relay
-from tasks.relay.sinks.event_stream import EventStream
-from tasks.relay.sinks.redis_stream import RedisStreamSink
+from tasks.relay.sinks.redis_stream import EventStream, RedisStreamSink
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.ends import store_end

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
 from slotkeeper.registry.tenants import SecretRotation
-from tasks import callbacks
+from tasks import server_push
 from tasks.security import keyring
 from tasks.security.keyring import Purpose, derive, webhook_secrets
 
@@ -51,14 +51,14 @@ def test_who_can_verify_webhooks_can_make_no_token(monkeypatch: pytest.MonkeyPat
     given = webhook_secrets("acme", SecretRotation(), NOW)[0]
     bare = given.removeprefix("whsec_")
     for key in (given.encode(), bare.encode(), base64.b64decode(bare), SECRET.encode()):
-        assert not callbacks.is_valid_token(callbacks._token(key, JOB, 1), JOB, 1)
-    assert callbacks.is_valid_token(callbacks.push_token(JOB, 1), JOB, 1)
+        assert not server_push.is_valid_token(server_push._token(key, JOB, 1), JOB, 1)
+    assert server_push.is_valid_token(server_push.push_token(JOB, 1), JOB, 1)
 
 
 @pytest.mark.parametrize("size", [24, 32, 64])
 def test_a_token_is_hmac_sha256(size: int) -> None:
     key = bytes(range(size))
-    assert callbacks._token(key, JOB, 3) == hmac.new(key, f"callback {JOB} 3".encode(), "sha256").hexdigest()
+    assert server_push._token(key, JOB, 3) == hmac.new(key, f"callback {JOB} 3".encode(), "sha256").hexdigest()
 
 
 def test_each_tenant_has_a_webhook_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +82,13 @@ def test_the_first_secret_has_none_before_it() -> None:
 
 def test_what_a_former_secret_signed_is_valid_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SECRET)
-    token, (hook,) = callbacks.push_token(JOB, 1), webhook_secrets("acme", SecretRotation(), NOW)
+    token, (hook,) = server_push.push_token(JOB, 1), webhook_secrets("acme", SecretRotation(), NOW)
     _set(monkeypatch, OTHER, former=SECRET)
-    assert callbacks.is_valid_token(token, JOB, 1)
-    assert callbacks.push_token(JOB, 1) != token
+    assert server_push.is_valid_token(token, JOB, 1)
+    assert server_push.push_token(JOB, 1) != token
     assert webhook_secrets("acme", SecretRotation(), NOW)[1:] == [hook]
     _set(monkeypatch, OTHER)
-    assert not callbacks.is_valid_token(token, JOB, 1)
+    assert not server_push.is_valid_token(token, JOB, 1)
     assert hook not in webhook_secrets("acme", SecretRotation(), NOW)
 
 
@@ -125,4 +125,4 @@ def test_a_fingerprint_tells_nothing_that_signs(monkeypatch: pytest.MonkeyPatch)
     _set(monkeypatch, SECRET)
     (told,) = keyring.fingerprints()
     assert len(told) == 16
-    assert told not in callbacks.push_token(JOB, 1) and told not in SECRET
+    assert told not in server_push.push_token(JOB, 1) and told not in SECRET

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.security.url_guard import REFUSED_PORTS, WebhookSender, check_url, parse_networks
+from tasks.security.url_guard import REFUSED_PORTS, check_url, parse_networks
+from tasks.webhooks.sender import WebhookSender
 from tests.support.hostile_hosts import METADATA, THIS_MACHINE
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

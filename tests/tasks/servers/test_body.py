@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slotkeeper import large_json
-from tasks.servers.body import SPOOL_AFTER_BYTES, ResponseBody
+from tasks.servers.http_client import SPOOL_AFTER_BYTES, ResponseBody
 
 _PIECE = bytes(range(256)) * 256
 

@@ -3,8 +3,8 @@ import pytest
 
 from tasks.servers.call import HealthKind
 from tasks.servers.description import HealthStep
-from tasks.servers.health import compile_health
 from tasks.servers.responses import FailureReason, NoResponse, Response
+from tasks.servers.rules import compile_health
 
 
 def health(body, status=200, **step):

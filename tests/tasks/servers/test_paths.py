@@ -1,6 +1,6 @@
 import pytest
 
-from tasks.servers.paths import check_path
+from tasks.servers.templates import check_path
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import Description, HealthKind, presets
-from tasks.servers.live import run_with_http_client
+from tasks.servers.adapter import run_with_http_client
 from tasks.servers.probe import GENERIC, Recognition, Trial, endpoint_for, recognize
 from tests.support.scripted import Seen, always, answer, refused_url
 

@@ -7,7 +7,7 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Call, Description, HealthKind, ServerAdapter
-from tasks.servers.body import SPOOL_AFTER_BYTES
+from tasks.servers.http_client import SPOOL_AFTER_BYTES
 from tests.support.scripted import answer
 
 CALL = Call("job-1", 1, {"prompt": "a cat"})

@@ -1,10 +1,10 @@
 """How many webhooks may be under way at once, and to whom."""
 
-from tasks import berths
-from tasks.berths import MAX_IN_GROUP, DeliveryLimits, LimitGroup
+from tasks.webhooks import delivery_queue
+from tasks.webhooks.delivery_queue import MAX_IN_GROUP, DeliveryLimits, LimitGroup
 
 
-def _fill(room: DeliveryLimits, hosts: int, tenant: str = "one", name: str = "silent") -> list[berths.Permit]:
+def _fill(room: DeliveryLimits, hosts: int, tenant: str = "one", name: str = "silent") -> list[delivery_queue.Permit]:
     wished = [f"{name}{n}" for n in range(hosts)]
     return [room.acquire(host, tenant) for host in wished if room.may_send(host, tenant)]
 
@@ -20,8 +20,8 @@ def test_a_receiver_that_was_never_tried_gets_one_try_at_a_time() -> None:
 def test_a_receiver_that_answers_gets_several_tries_and_loses_them_when_it_falls_silent() -> None:
     room = DeliveryLimits()
     room.release(room.acquire("good", "one"), True)
-    tries = [room.acquire("good", "one") for _ in range(berths.MAX_PER_HOST) if room.may_send("good", "one")]
-    assert len(tries) == berths.MAX_PER_HOST and not room.may_send("good", "one")
+    tries = [room.acquire("good", "one") for _ in range(delivery_queue.MAX_PER_HOST) if room.may_send("good", "one")]
+    assert len(tries) == delivery_queue.MAX_PER_HOST and not room.may_send("good", "one")
     for one in tries:
         room.release(one, False)
     room.acquire("good", "one")
@@ -67,7 +67,7 @@ def test_no_tenant_gets_more_berths_than_it_leaves_free() -> None:
 
 
 def test_what_is_remembered_of_receivers_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(berths, "_MAX_REMEMBERED_HOSTS", 3)
+    monkeypatch.setattr(delivery_queue, "_MAX_REMEMBERED_HOSTS", 3)
     room = DeliveryLimits()
     for n in range(10):
         room.release(room.acquire(f"host{n}", "one"), True)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tasks.berths import MAX_IN_GROUP, DeliveryLimits, LimitGroup, Permit
 from tasks.webhooks import delivery_queue
-from tasks.webhooks.delivery_queue import DueMessage, FairQueue
+from tasks.webhooks.delivery_queue import MAX_IN_GROUP, DeliveryLimits, DueMessage, FairQueue, LimitGroup, Permit
 
 
 def _due(tenant: str, host: str, count: int = 1, name: str = "m") -> list[DueMessage]:

@@ -13,8 +13,7 @@ import pytest
 from app.up.ports import free_port, is_open
 from slotkeeper.outbox import retention, subscriptions
 from tasks.config import TaskSettings
-from tasks.security import url_guard
-from tasks.webhooks import bodies, delivery_loop
+from tasks.webhooks import bodies, delivery_loop, sender
 from tests.house.tree import REPO
 from tests.support.api import Api
 from tests.support.stack import eventually
@@ -68,7 +67,7 @@ def test_the_template_of_the_page_is_one() -> None:
         f"{bodies.MAX_TEMPLATE_BYTES:,} bytes and {bodies.MAX_TEMPLATE_NAMES} names",
         f"cut to {bodies.MAX_VALUE_CHARS:,} characters",
         f"last {retention.MOST_LOGGED:,} tries",
-        f"first {url_guard.MAX_QUOTED_BYTES} bytes",
+        f"first {sender.MAX_QUOTED_BYTES} bytes",
         f"the last {retention.MOST_GIVEN_UP:,} messages",
         f"every {subscriptions.LONGEST_COOLDOWN_MS // 60_000} minutes at last",
         f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",

@@ -16,7 +16,9 @@ import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
 from tasks.security import url_guard
-from tasks.security.url_guard import MAX_RESPONSE_BYTES, SendResult, WebhookSender, parse_networks
+from tasks.security.url_guard import parse_networks
+from tasks.webhooks import sender
+from tasks.webhooks.sender import MAX_RESPONSE_BYTES, SendResult, WebhookSender
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 LOOPBACK = parse_networks("127.0.0.1/32")
@@ -348,8 +350,8 @@ class SlowSocket:
 @pytest.mark.parametrize("way", ["send", "read"])
 def test_steady_progress_does_not_move_the_deadline(monkeypatch, way):
     slow = SlowSocket()
-    monkeypatch.setattr(url_guard, "time", SimpleNamespace(monotonic=lambda: slow.clock_s))
-    wire = url_guard._DeadlineSocket(slow, url_guard._Deadline(5))
+    monkeypatch.setattr(sender, "time", SimpleNamespace(monotonic=lambda: slow.clock_s))
+    wire = sender._DeadlineSocket(slow, sender._Deadline(5))
     with pytest.raises(TimeoutError):
         wire.sendall(b"x" * 100) if way == "send" else wire.makefile("rb").read(100)
     assert slow.waits == [5, 4, 3, 2, 1]

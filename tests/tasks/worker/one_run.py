@@ -12,9 +12,9 @@ from routing.dispatch.outcome import Outcome
 from routing.progress import ProgressCommands
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
-from tasks.aside import BackgroundTask
 from tasks.servers import DEFAULT, Call, Health, HealthKind
-from tasks.worker import patient_io
+from tasks.threads import BackgroundTask
+from tasks.worker import worker_run
 from tasks.worker.worker import Worker
 from tests.support.stage import Stage
 
@@ -81,7 +81,7 @@ def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
     found.heartbeat.end()  # The tests beat.
     found.consumer = None  # It takes nothing by itself, but where a test is about that.
     monkeypatch.setattr(found.server_calls, "session_for", lambda *_: server)
-    monkeypatch.setattr(patient_io, "_RETRY_S", 0.001)
+    monkeypatch.setattr(worker_run, "_RETRY_S", 0.001)
     stage.worker = found  # type: ignore[attr-defined]
     yield found
     found.close()

@@ -26,10 +26,10 @@ from tasks.inference import infer
 from tasks.servers import SPOOL_AFTER_BYTES
 from tasks.servers.call import Call
 from tasks.servers.description import Description
-from tasks.worker import inquiry, patient_io, server_call
+from tasks.worker import lease_checks, server_call, worker_run
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.patient_io import RetryingIo
 from tasks.worker.worker import Worker
+from tasks.worker.worker_run import RetryingIo
 from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
@@ -76,7 +76,7 @@ def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stag
 @pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
 def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, what):
     """The worker stops at last: the lease is left to expire, and the job to whoever takes it up then."""
-    monkeypatch.setattr(patient_io, "_STOP_LIMIT_S", 0.0)
+    monkeypatch.setattr(worker_run, "_STOP_LIMIT_S", 0.0)
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
@@ -332,7 +332,7 @@ def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monk
     _, hold = _begun(stage, worker)
     _forgotten(stage, job_id)
     monkeypatch.undo()
-    monkeypatch.setattr(inquiry, "_RETRY_S", 0.001)
+    monkeypatch.setattr(lease_checks, "_RETRY_S", 0.001)
     asked = threading.Event()
     left, briefs = iter(range(2)), stage.store.get_statuses
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from slotkeeper.jobs.states import State
 from tasks.servers import Health
 from tasks.worker import executor
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.rights import LeaseCheck
+from tasks.worker.lease_checks import LeaseCheck
 from tasks.worker.worker import Worker
 from tests.support import passes
 from tests.support.ends import free
@@ -187,7 +187,7 @@ def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attemp
 def test_while_redis_is_away_a_lease_holds_for_its_own_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, holds: bool
 ) -> None:
-    monkeypatch.setattr("tasks.worker.rights.boottime_s", lambda: age_ms / 1000)
+    monkeypatch.setattr("tasks.worker.lease_checks.boottime_s", lambda: age_ms / 1000)
 
     async def ask(_: object) -> str:
         raise Broken("Redis is away.")

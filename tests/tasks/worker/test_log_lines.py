@@ -11,7 +11,7 @@ from routing.queries.job_counters import EventCounter
 from slotkeeper import logs
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.trace_context import find_trace
-from tasks.ends import log_job_end
+from tasks.maintenance import log_job_end
 from tasks.worker import executor
 from tests.support.stage import Stage
 from tests.tasks.worker.one_run import run

@@ -17,7 +17,7 @@ from routing.maintenance import deadlines, quarantined_slots, rebuild
 from routing.maintenance.server_report import MIN_AGE_MS, ServerReport
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
-from tasks import maintenance
+from tasks import health_checks
 from tasks.server_adapters import adapter_for
 from tasks.servers import Description, HttpClient, ServerSession
 from tasks.servers.description import Cancel
@@ -48,7 +48,7 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingSer
 
 def _look(stage: Stage) -> int:
     """What maintenance does: ask the server, and heed its report."""
-    report = maintenance._read_report(stage.dispatcher.catalog.get().servers["gpu"])
+    report = health_checks._read_report(stage.dispatcher.catalog.get().servers["gpu"])
     return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
@@ -159,7 +159,7 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     server.hold("first")
     first = _times_out(stage)
     (row,) = quarantine.list_all(stage.database)
-    maintenance._check_quarantined_run(row)
+    health_checks._check_quarantined_run(row)
     quarantined_slots.apply_report(
         stage.dispatcher,
         passes.of(stage.dispatcher).checks.state,
@@ -171,7 +171,7 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
-    maintenance._check_quarantined_run(row)
+    health_checks._check_quarantined_run(row)
     assert quarantine.list_all(stage.database) == []
 
 
@@ -184,9 +184,9 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     task = stage.start()
     end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     stage.later(MIN_AGE_MS)
-    monkeypatch.setattr(maintenance, "_servers_with_quarantine", frozenset())
+    monkeypatch.setattr(health_checks, "_servers_with_quarantine", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
-    monkeypatch.setattr(maintenance, "_servers_with_quarantine", frozenset({"gpu"}))
+    monkeypatch.setattr(health_checks, "_servers_with_quarantine", frozenset({"gpu"}))
     assert _look(stage) == 1 and quarantine.list_all(stage.database) == []
 
 

@@ -30,15 +30,14 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.process_locks import ProcessLocks
 from tasks import inference
-from tasks.aside import BackgroundTask
 from tasks.inference import infer
-from tasks.worker import patient_io
-from tasks.worker.abandoned import AbandonedCalls
+from tasks.threads import BackgroundTask
+from tasks.worker import worker_run
 from tasks.worker.concurrency import TakenOffer
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.patient_io import RetryingIo
+from tasks.worker.server_calls import AbandonedCalls
 from tasks.worker.worker import Worker
-from tasks.worker.worker_run import WorkerRun
+from tasks.worker.worker_run import RetryingIo, WorkerRun
 from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import decided, end_in_order, hand_back
@@ -207,7 +206,7 @@ def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits here."""
     monkeypatch.setattr(BackgroundTask, "request", lambda task: task._function())
-    monkeypatch.setattr(patient_io, "_RETRY_S", 0.001)
+    monkeypatch.setattr(worker_run, "_RETRY_S", 0.001)
 
 
 @pytest.fixture
@@ -665,7 +664,7 @@ def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
     stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be one batch again, and it may be what is too large."""
-    monkeypatch.setattr(patient_io, "_RETRY_S", 1.0)
+    monkeypatch.setattr(worker_run, "_RETRY_S", 1.0)
     waits: list[float] = []
 
     async def wait(hold: LeaseWatch, seconds: float) -> None:

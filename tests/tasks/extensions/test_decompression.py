@@ -12,9 +12,9 @@ from kombu.message import Message
 from kombu.utils import json
 
 from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES, ModelConfig
-from tasks import packed, queues
+from tasks.extensions import control, transport
 
-MOST_BYTES = packed.MAX_DECOMPRESSED_BYTES
+MOST_BYTES = transport.MAX_DECOMPRESSED_BYTES
 PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compress, "application/x-lzma": lzma.compress}
 
 
@@ -22,9 +22,9 @@ PACKERS = {"application/x-gzip": zlib.compress, "application/x-bz2": bz2.compres
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compression, "_decoders", dict(compression._decoders))  # type: ignore[attr-defined]
     monkeypatch.setattr(compression, "_aliases", dict(compression._aliases))  # type: ignore[attr-defined]
-    monkeypatch.setattr(packed, "MAX_DECOMPRESSED_BYTES", 1000)
+    monkeypatch.setattr(transport, "MAX_DECOMPRESSED_BYTES", 1000)
     compression.register(lambda text: text, lambda text: text * 1_000_000, "application/x-other", aliases=["other"])
-    packed.limit_decompression()
+    transport.limit_decompression()
     yield
 
 
@@ -48,7 +48,7 @@ def test_what_fits_is_unpacked(how: str) -> None:
 
 
 def test_the_largest_payload_that_a_model_may_take_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MAX_DECOMPRESSED_BYTES", MOST_BYTES)
+    monkeypatch.setattr(transport, "MAX_DECOMPRESSED_BYTES", MOST_BYTES)
     payload = b'{"text":"%s"}' % (b"a" * (MAX_PAYLOAD_BYTES - len('{"text":""}')))
     ModelConfig(max_payload_bytes=len(payload))
     args = b'[["zimg",%s],{},{}]' % payload
@@ -66,17 +66,17 @@ def test_it_fits_whatever_it_is_written_in(letter: str) -> None:
 
 @pytest.mark.parametrize("how", PACKERS)
 def test_what_does_not_is_refused_and_never_whole(how: str) -> None:
-    with pytest.raises(packed.DecompressedTooLarge):
+    with pytest.raises(transport.DecompressedTooLarge):
         _read(PACKERS[how](b" " * 50_000_000 + b"[]"), how)
 
 
 @pytest.mark.parametrize("how", ["application/x-other", "other"])
 def test_what_knows_no_bound_is_refused(how: str) -> None:
-    with pytest.raises(packed.DecompressedTooLarge):
+    with pytest.raises(transport.DecompressedTooLarge):
         _read(b"[]", how)
 
 
 @pytest.mark.parametrize("command", ["cancel_consumer", "add_consumer"])
 def test_a_workers_queues_are_not_for_the_broker_to_say(command: str) -> None:
     """What Celery's own would do, it would do to this, which is nothing."""
-    assert Panel.data[command](None, queue="maintenance") == {"ok": queues._UNCHANGED}
+    assert Panel.data[command](None, queue="maintenance") == {"ok": control._UNCHANGED}

@@ -17,12 +17,12 @@ from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message, MessageQueue
-from tasks.security.url_guard import SendResult
 from tasks.webhooks import delivery_loop
 from tasks.webhooks import message_delivery as source
 from tasks.webhooks.delivery_loop import DeliveryLoop
 from tasks.webhooks.delivery_queue import host_of_url
 from tasks.webhooks.message_delivery import MessageDelivery
+from tasks.webhooks.sender import SendResult
 from tests.support.stack import eventually
 
 _CLAIM_MS, _KEEP_S = 20_000, 86_400.0

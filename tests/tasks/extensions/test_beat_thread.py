@@ -13,7 +13,7 @@ from routing.maintenance import task_runs
 from tasks import beat, maintenance
 from tasks.beat import PERIODS_S, AlignedSchedule
 from tasks.celery_app import celery
-from tasks.embedded_beat import BeatThread, EmbeddedBeatStep
+from tasks.extensions.bootsteps import BeatThread, EmbeddedBeatStep
 
 
 class FakeService:

@@ -19,12 +19,12 @@ from slotkeeper.outbox.subscriptions import FAILURES_TO_OPEN, Subscription, Subs
 from slotkeeper.outbox.tables import receivers as table
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.trace_context import make_span_id
-from tasks.berths import MAX_IN_GROUP, LimitGroup
-from tasks.security.url_guard import SendResult
 from tasks.webhooks import delivery_loop
 from tasks.webhooks import message_delivery as source
 from tasks.webhooks.delivery_loop import DeliveryLoop
+from tasks.webhooks.delivery_queue import MAX_IN_GROUP, LimitGroup
 from tasks.webhooks.message_delivery import MessageDelivery
+from tasks.webhooks.sender import SendResult
 from tests.support.clock import set_clock
 from tests.support.stack import eventually
 

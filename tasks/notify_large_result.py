@@ -1,4 +1,4 @@
-"""Tells of one end whose result is large, in a process of its own: python -m tasks.large_telling JOB."""
+"""Tells of one end whose result is large, in a process of its own: python -m tasks.notify_large_result JOB."""
 
 import resource
 import sys

@@ -1,0 +1,27 @@
+"""The process `relay`: python -m tasks.relay."""
+
+import signal
+import threading
+
+from slotkeeper.config import StorageSettings
+from slotkeeper.db import Database
+from slotkeeper.db.change_listener import ChangeListener
+from tasks import startup
+from tasks.config import EventSettings
+from tasks.relay.relay import RelayThreads
+
+
+def main() -> None:
+    startup.prepare_or_exit()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    database = Database(StorageSettings().sqlalchemy_url)
+    relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
+    relay_threads.start()
+    stopped.wait()
+    relay_threads.end()
+
+
+if __name__ == "__main__":
+    main()

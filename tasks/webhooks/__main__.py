@@ -1,0 +1,40 @@
+"""The process `webhooks`: python -m tasks.webhooks [--embedded-relay]."""
+
+import signal
+import sys
+
+from slotkeeper.config import StorageSettings
+from slotkeeper.db import Database
+from slotkeeper.db.change_listener import ChangeListener
+from tasks import liveness, startup
+from tasks.config import EventSettings
+from tasks.relay.relay import RelayThreads
+from tasks.services import processes
+from tasks.webhooks.delivery_loop import make_delivery_loop
+
+
+def main() -> None:
+    """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
+    startup.prepare_or_exit()
+    database = Database(StorageSettings().sqlalchemy_url)
+    listener = ChangeListener(database)
+    relay_threads = RelayThreads(database, EventSettings(), listener) if "--embedded-relay" in sys.argv[1:] else None
+    loop = make_delivery_loop(database, listener)
+
+    def stop(*_: object) -> None:
+        loop.stop()
+        if relay_threads is not None:
+            relay_threads.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    liveness.start_reporting("webhooks", processes())
+    if relay_threads is not None:
+        relay_threads.start()
+    loop.run()
+    if relay_threads is not None:
+        relay_threads.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from slotkeeper.errors import InvalidRequest
 from slotkeeper.urls import is_local_address, is_metadata_host, parse_host_address
 from tasks.servers.adapter import split_endpoint
 
-_WRONG = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
+_INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 
 
 def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
@@ -16,12 +16,12 @@ def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
     try:
         split_endpoint(endpoint)
     except ValueError:
-        raise InvalidRequest(field, _WRONG.format(field)) from None
+        raise InvalidRequest(field, _INVALID_ENDPOINT.format(field)) from None
     parts = urlsplit(endpoint)
     if parts.username is not None or parts.password is not None:
         raise InvalidRequest(field, f"{field} must hold no user or password")
     if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
-        raise InvalidRequest(field, _WRONG.format(field))
+        raise InvalidRequest(field, _INVALID_ENDPOINT.format(field))
     _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), field)
 
 

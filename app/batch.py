@@ -9,14 +9,14 @@ from flask_openapi import RequestBody
 from pydantic import ValidationError
 
 from app.problems import ProblemError, validation_error
-from app.request_json import elements, is_array, parse_json, read_body, require_known_length
+from app.request_json import iter_array, parse_json, read_body, require_known_length, starts_array
 from app.schemas.job_schemas import BatchItem
 
 MAX_BATCH_JOBS = 1000
 NDJSON = "application/x-ndjson"
 
 _ITEM = BatchItem.model_json_schema()
-DESCRIPTION = RequestBody.model_validate(
+BATCH_BODY = RequestBody.model_validate(
     {
         "content": {
             "application/json": {
@@ -38,32 +38,34 @@ def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchIte
         require_known_length(request)
     body = read_body(request)
     if request.mimetype == NDJSON:
-        found = _lines(body, longest)
-    elif is_array(body):
-        found = elements(body, longest)
+        found = _iter_lines(body, longest)
+    elif starts_array(body):
+        found = iter_array(body, longest)
     else:
-        raise _refused("The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson.")
-    items = [_item(index, it) for index, it in enumerate(found)]
+        raise _invalid_batch(
+            "The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson."
+        )
+    items = [_parse_item(index, it) for index, it in enumerate(found)]
     if not items:
-        raise _refused(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
+        raise _invalid_batch(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
     return items
 
 
-def _item(index: int, found: Any) -> BatchItem:
+def _parse_item(index: int, found: Any) -> BatchItem:
     if index == MAX_BATCH_JOBS:
-        raise _refused(f"The batch holds more than {MAX_BATCH_JOBS} jobs; send them in several.")
+        raise _invalid_batch(f"The batch holds more than {MAX_BATCH_JOBS} jobs; send them in several.")
     try:
         return BatchItem.model_validate(found)
     except ValidationError as error:
         raise validation_error(error, index=index) from None
 
 
-def _lines(body: bytes, longest: int) -> Iterator[Any]:
+def _iter_lines(body: bytes, longest: int) -> Iterator[Any]:
     for index, line in enumerate(line for line in BytesIO(body) if line.strip()):
         if len(line) > longest:
-            raise _refused(f"A line may have {longest} bytes.", index=index)
+            raise _invalid_batch(f"A line may have {longest} bytes.", index=index)
         yield parse_json(line, index=index)
 
 
-def _refused(detail: str, **facts: Any) -> ProblemError:
+def _invalid_batch(detail: str, **facts: Any) -> ProblemError:
     return ProblemError(422, "invalid_request", "The request is not valid", detail, field="body", **facts)

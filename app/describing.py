@@ -14,15 +14,15 @@ def validate_description(model: str, given: Mapping[str, Any]) -> str | None:
 
     Raises ProblemError, whose `errors` name each place as a JSON pointer into the body.
     """
-    return _described(given, _may_use(model), for_all=False)
+    return _validate(given, _make_rule_for_model(model), for_all=False)
 
 
 def validate_description_for_all(given: Mapping[str, Any]) -> str | None:
     """The same for any model: only secrets that are for all of them can be put in."""
-    return _described(given, _may_all_use(), for_all=True)
+    return _validate(given, _make_rule_for_all(), for_all=True)
 
 
-def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_all: bool) -> str | None:
+def _validate(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_all: bool) -> str | None:
     try:
         return validation.validate_description(given, may_use, for_all)
     except InvalidDescription as unfit:
@@ -40,11 +40,11 @@ def _described(given: Mapping[str, Any], may_use: Callable[[str], bool], *, for_
         ) from None
 
 
-def _may_all_use() -> Callable[[str], bool]:
+def _make_rule_for_all() -> Callable[[str], bool]:
     secrets = dispatcher().catalog.refresh().secrets
     return lambda name: name in secrets and secrets[name].models is None
 
 
-def _may_use(model: str) -> Callable[[str], bool]:
+def _make_rule_for_model(model: str) -> Callable[[str], bool]:
     secrets = dispatcher().catalog.refresh().secrets
     return lambda name: name in secrets and secrets[name].is_for(model)

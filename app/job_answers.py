@@ -16,13 +16,13 @@ from slotkeeper.jobs.values import AcceptedJob, Job
 from slotkeeper.outbox.event_reader import OutboxEvent
 from slotkeeper.urls import mask_url
 
-Outlook = Literal["starting", "waiting", "later", "unknown"]
+NextStep = Literal["starting", "waiting", "later", "unknown"]
 
 _ESTIMATE: Any = Field(
     description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
     "slots of its model.  null: no run was measured, or it cannot start as things stand."
 )
-_OUTLOOK: Any = Field(
+_NEXT_STEP: Any = Field(
     description="What comes next: `starting`: it has a slot and is being started; `waiting`: in line, at `position`; "
     "`later`: it is delayed; `unknown`: the waiting room cannot be reached, or has not taken it in yet.  null: it has "
     "started or ended, as `status` says."
@@ -75,7 +75,7 @@ def job_error(it: Job) -> dict[str, Any] | None:
     return JobError.build(code=code, message=it.error_message, last_code=it.error_code)
 
 
-def _where(it: Job, name: str | None) -> str | None:
+def _server_or_slot(it: Job, name: str | None) -> str | None:
     """A server or slot that a job has, or had at its end."""
     return name if it.state is State.RUNNING or it.state in FINAL_STATES else None
 
@@ -85,7 +85,7 @@ class SubmitReceipt(ResponseSchema, source=AcceptedJob):
 
     job_id: Annotated[str, From("id")]
     status: Annotated[State, From("state")]
-    next_step: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
     position: Annotated[int | None, PROVIDED] = _POSITION
     deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
@@ -131,8 +131,8 @@ class JobView(ResponseSchema, source=Job):
     attempts: int = Field(description="Runs that a server took up.")
     failures: int = Field(description="Counts against max_retries.")
     crashes: int = Field(description="Counts against max_crashes.")
-    server: Annotated[str | None, From(lambda it: _where(it, it.server))]
-    slot: Annotated[str | None, From(lambda it: _where(it, it.slot))]
+    server: Annotated[str | None, From(lambda it: _server_or_slot(it, it.server))]
+    slot: Annotated[str | None, From(lambda it: _server_or_slot(it, it.slot))]
     error: Annotated[JobError | None, From(lambda it: job_error(it) if it.state in FINAL_STATES else None)] = Field(
         description="Why it ended without a result."
     )
@@ -153,7 +153,7 @@ class JobView(ResponseSchema, source=Job):
 class JobDetail(JobView):
     """A job with its place or its result."""
 
-    next_step: Annotated[Outlook | None, PROVIDED] = _OUTLOOK
+    next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
     position: Annotated[int | None, PROVIDED] = _POSITION
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
     # It is handed on as the text that it is.

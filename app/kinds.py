@@ -132,7 +132,7 @@ class ServerCheck(ResponseSchema):
     health: HealthReport | None = Field(description="null: it serves no model, or cannot be asked as it is described.")
 
 
-_AILING = {
+_HEALTH_SENTENCES = {
     HealthKind.BUSY: "its health check says that it is busy, or still loading; jobs are offered all the same",
     HealthKind.DOWN: "nobody answers its health check",
     HealthKind.FOREIGN: "what answers there does not know the path of its health check: wrong address, or wrong preset",
@@ -143,8 +143,8 @@ _AILING = {
 def check_result(it: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:
     """ServerCheck."""
     found = list(reasons)
-    if health is not None and health.kind in _AILING:
-        found.insert(0, explain.Blocker(f"health_{health.kind}", _AILING[health.kind], it.name))
+    if health is not None and health.kind in _HEALTH_SENTENCES:
+        found.insert(0, explain.Blocker(f"health_{health.kind}", _HEALTH_SENTENCES[health.kind], it.name))
     said = f"{it.name}: " + "; ".join(one.sentence for one in found) if found else "Nothing keeps it from jobs."
     return ServerCheck.build(
         server=it.name,

@@ -87,7 +87,7 @@ class MetricsCollector(Collector):
     def _history(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
         found = job_counters.read_counters(database)
-        yield from _sums(found)
+        yield from _job_counters(found)
         yield _histogram(
             "slotkeeper_wait_seconds",
             "From when a job came into its queue, or back, to its start.",
@@ -115,7 +115,7 @@ class MetricsCollector(Collector):
         help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
         quarantined = gauges.count_quarantined_slots(database)
-        named = _named(self._dispatcher.catalog.get())
+        named = _model_labels(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in quarantined.items():
             by_model[(named(model), reason)] += count
@@ -128,12 +128,12 @@ class MetricsCollector(Collector):
         catalog = self._dispatcher.catalog.get()
         fleets = catalog.fleets()
         rooms = self._dispatcher.fleets.counts(fleets)
-        yield _waiting(catalog, rooms)
-        yield _slots(catalog, rooms)
-        offers = _folded(catalog, gauges.read_offer_counts(self._scripts, list(rooms)).items())
+        yield _waiting_gauge(catalog, rooms)
+        yield _slot_gauge(catalog, rooms)
+        offers = _sum_by_fleet(catalog, gauges.read_offer_counts(self._scripts, list(rooms)).items())
         yield _counter("slotkeeper_offers", "Offers made.", ["fleet"], offers.items())
         states: Counter[tuple[str, str]] = Counter()
-        named = _named_fleet(catalog)
+        named = _fleet_labels(catalog)
         for fleet, servers in read_servers_of_fleets(self._dispatcher.slots, list(rooms)).items():
             for state in ("closed", "open", "half_open", "probing"):
                 states[(named(fleet), state)] += sum(it.breaker == state for it in servers.values())
@@ -152,7 +152,7 @@ class MetricsCollector(Collector):
 
     def _lanes(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
-        named = _named(catalog)
+        named = _model_labels(catalog)
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
         for depth in gauges.read_lane_depths(self._scripts, catalog.fleets()):
@@ -204,15 +204,15 @@ class MetricsCollector(Collector):
         yield _gauge("slotkeeper_canary_seconds", help_text, ["host"], slowest.items())
 
 
-def _sums(found: JobCounters) -> Iterator[Metric]:
+def _job_counters(found: JobCounters) -> Iterator[Metric]:
     yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], found.accepted.items())
     yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], found.ended.items())
     help_text = "Attempts that have ended, by reason."
     yield _counter("slotkeeper_attempts_ended", help_text, ["model", "reason"], found.attempts.items())
 
 
-def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
-    named = _named(catalog)
+def _waiting_gauge(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
+    named = _model_labels(catalog)
     waiting: Counter[str] = Counter()
     for model in catalog.models.values():
         if model.fleet in rooms:
@@ -220,8 +220,8 @@ def _waiting(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metr
     return _gauge("slotkeeper_waiting_jobs", "Jobs in the queue, by model.", ["model"], waiting.items())
 
 
-def _slots(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
-    named = _named_fleet(catalog)
+def _slot_gauge(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
+    named = _fleet_labels(catalog)
     slots: Counter[tuple[str, str]] = Counter()
     for fleet, depths in rooms.items():
         for state, count in (("free", depths.free), ("cooling", depths.cooling), ("taken", depths.taken)):
@@ -237,23 +237,23 @@ def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
     return found
 
 
-def _folded(catalog: CatalogSnapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
-    named, found = _named_fleet(catalog), Counter[str]()
+def _sum_by_fleet(catalog: CatalogSnapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
+    named, found = _fleet_labels(catalog), Counter[str]()
     for fleet, value in values:
         found[named(fleet)] += value
     return found
 
 
-def _named(catalog: CatalogSnapshot) -> Callable[[str], str]:
+def _model_labels(catalog: CatalogSnapshot) -> Callable[[str], str]:
     """The label of a model."""
-    return _among(sorted(catalog.models))
+    return _limit_labels(sorted(catalog.models))
 
 
-def _named_fleet(catalog: CatalogSnapshot) -> Callable[[str], str]:
-    return _among(sorted(catalog.fleets()))
+def _fleet_labels(catalog: CatalogSnapshot) -> Callable[[str], str]:
+    return _limit_labels(sorted(catalog.fleets()))
 
 
-def _among(names: Sequence[str]) -> Callable[[str], str]:
+def _limit_labels(names: Sequence[str]) -> Callable[[str], str]:
     shown = frozenset(names[:MAX_MODEL_LABELS])
     return lambda name: name if name in shown else OTHER_MODELS
 
@@ -263,21 +263,21 @@ def _among(names: Sequence[str]) -> Callable[[str], str]:
 Labels = str | tuple[str, ...]
 
 
-def _texts(labels: Labels) -> list[str]:
+def _label_values(labels: Labels) -> list[str]:
     return [labels] if isinstance(labels, str) else list(labels)
 
 
 def _gauge(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
     family = GaugeMetricFamily(name, help_text, labels=labels)
     for its, value in values:
-        family.add_metric(_texts(its), value)
+        family.add_metric(_label_values(its), value)
     return family
 
 
 def _counter(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
     family = CounterMetricFamily(name, help_text, labels=labels)
     for its, value in values:
-        family.add_metric(_texts(its), value)
+        family.add_metric(_label_values(its), value)
     return family
 
 

@@ -32,9 +32,9 @@ log = structlog.get_logger(__name__)
 
 CONTENT_TYPE = "application/problem+json"
 _RETRY_AFTER_S = 2.0
-_MOST_ERRORS = 20
-_HEARD_OUT, _PIECE = 32 << 20, 64 << 10  # bytes
-_LONGEST_TEXT = 500
+_MAX_ERRORS = 20
+_MAX_DISCARDED, _PIECE = 32 << 20, 64 << 10  # bytes
+_MAX_TEXT_CHARS = 500
 
 # The first that fits.
 _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
@@ -74,7 +74,7 @@ def problem_response(
         "detail": printable_text(detail),
         "instance": printable_text(request.path),
         "code": code,
-        **{_RENAMED.get(name, name): _whole(value) for name, value in (facts or {}).items()},
+        **{_RENAMED.get(name, name): _replace_surrogates(value) for name, value in (facts or {}).items()},
     }
     response = Response(orjson.dumps(body, default=str), status, content_type=CONTENT_TYPE)
     response.headers.update(headers or {})
@@ -83,43 +83,43 @@ def problem_response(
 
 def printable_text(text: str) -> str:
     """What a stranger wrote, as JSON can carry it back: no half of a surrogate pair, and not too much."""
-    whole: str = _whole(text[:_LONGEST_TEXT])
+    whole: str = _replace_surrogates(text[:_MAX_TEXT_CHARS])
     return whole
 
 
-def _whole(fact: Any) -> Any:
+def _replace_surrogates(fact: Any) -> Any:
     """Without halves of surrogate pairs, which JSON cannot carry."""
     return fact.encode(errors="replace").decode() if isinstance(fact, str) else fact
 
 
 def register_error_handlers(app: Flask) -> None:
     """Let every error of `app` leave as a problem."""
-    for kind, answer in _answers().items():
+    for kind, answer in _handlers().items():
         app.register_error_handler(kind, answer)
 
 
 def problem_for(error: Exception) -> Response | HTTPException:
     """The problem that an error is answered with."""
-    return next(answer for kind, answer in _answers().items() if isinstance(error, kind))(error)
+    return next(answer for kind, answer in _handlers().items() if isinstance(error, kind))(error)
 
 
-def _answers() -> dict[type[Exception], Callable[[Any], Response | HTTPException]]:
+def _handlers() -> dict[type[Exception], Callable[[Any], Response | HTTPException]]:
     """By kind of error, the first that fits."""
     return {
-        ProblemError: _of_door,
-        SlotkeeperError: _of_use_case,
+        ProblemError: _from_problem_error,
+        SlotkeeperError: _from_slotkeeper_error,
         ValidationError: validation_problem,
-        HTTPException: _of_http,
-        RedisError: _of_redis,
-        Exception: _of_bug,
+        HTTPException: _from_http_exception,
+        RedisError: _from_redis_error,
+        Exception: _from_unexpected_error,
     }
 
 
-def _of_door(error: ProblemError) -> Response:
+def _from_problem_error(error: ProblemError) -> Response:
     return problem_response(error.status, error.code, error.title, error.detail, error.facts)
 
 
-def _of_use_case(error: SlotkeeperError) -> Response:
+def _from_slotkeeper_error(error: SlotkeeperError) -> Response:
     status = status_of(type(error))
     if status >= 500:
         log.warning("request_refused", code=error.code, path=request.path, detail=error.detail)
@@ -147,13 +147,13 @@ def _retry_after(seconds: float | None) -> dict[str, str]:
 
 def validation_problem(error: ValidationError) -> Response:
     """422: each field that is wrong, and why."""
-    return _of_door(validation_error(error))
+    return _from_problem_error(validation_error(error))
 
 
 def validation_error(error: ValidationError, **facts: Any) -> ProblemError:
     """The refusal of a body or query that is not as described, with `facts`."""
     known = known_fields(error.title)
-    found = [_field_error(one, known) for one in error.errors(include_url=False, include_context=False)[:_MOST_ERRORS]]
+    found = [_field_error(one, known) for one in error.errors(include_url=False, include_context=False)[:_MAX_ERRORS]]
     detail = "; ".join(f"{one['field']} {one['message']}".strip() for one in found)
     told = {"field": found[0]["field"], "errors": found, **facts}
     return ProblemError(422, "invalid_request", "The request is not valid", detail, **told)
@@ -197,24 +197,24 @@ def _message(error: Any, known: Iterable[str]) -> str:
             return "is wrong: " + str(error["msg"])[0].lower() + str(error["msg"])[1:]
 
 
-def _of_http(error: HTTPException) -> Response | HTTPException:
+def _from_http_exception(error: HTTPException) -> Response | HTTPException:
     if error.code is None or error.code < 400:  # a redirect, or an answer that is complete already
         return error
     if error.code == 413:
-        _flush()
+        _discard_body()
     response = error.get_response()
     kept = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
     code = error.name.lower().replace(" ", "_").replace("-", "_")
     return problem_response(error.code, code, error.name, _detail(error), headers=kept)
 
 
-def _flush() -> None:
+def _discard_body() -> None:
     """Take the rest of a body that is refused, up to a bound, and keep none of it.
 
     A client that still sends when the connection is closed sees a broken pipe, and never why.
     """
-    left = request.content_length or _HEARD_OUT
-    if left > _HEARD_OUT:
+    left = request.content_length or _MAX_DISCARDED
+    if left > _MAX_DISCARDED:
         return
     body = request.environ["wsgi.input"]
     while left > 0 and (piece := body.read(min(left, _PIECE))):
@@ -237,7 +237,7 @@ def _detail(error: HTTPException) -> str:
             return error.description or error.name
 
 
-def _of_redis(error: RedisError) -> Response:
+def _from_redis_error(error: RedisError) -> Response:
     log.warning("redis_away", path=request.path, error=str(error))
     detail = "Redis does not answer; try again."
     return problem_response(
@@ -245,7 +245,7 @@ def _of_redis(error: RedisError) -> Response:
     )
 
 
-def _of_bug(error: Exception) -> Response:
+def _from_unexpected_error(error: Exception) -> Response:
     log.error("request_failed", path=request.path, method=request.method, exc_info=error)
     detail = "The server has an error, which is in its log; try again later."
     return problem_response(500, "internal_error", "The server failed", detail)

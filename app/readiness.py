@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 _BROKER_TIMEOUT_S = 2
 # A schema that was right once stays right while this process runs.
-_right_schemas: set[str] = set()
+_checked_urls: set[str] = set()
 
 
 def probe_database() -> str | None:
@@ -100,11 +100,11 @@ def probe_clocks() -> str | None:
 
 
 def _schema_problem(url: str) -> str | None:
-    if url in _right_schemas:
+    if url in _checked_urls:
         return None
     why = migrate.check(url)
     if why is None:
-        _right_schemas.add(url)
+        _checked_urls.add(url)
     return why
 
 
@@ -119,9 +119,9 @@ PROBES: Mapping[str, Callable[[], str | None]] = {
 }
 
 
-FRESH_S = 1.0
+CACHE_S = 1.0
 """For so long an answer is everybody's."""
-WITHIN_S = 0.6
+PROBE_TIMEOUT_S = 0.6
 """For so long a part is waited for: probes of orchestrators wait for a second."""
 
 
@@ -146,14 +146,14 @@ class Readiness:
         with self._lock:
             if self._clock() >= self._until:
                 self._found = self._probe()
-                self._until = self._clock() + FRESH_S
+                self._until = self._clock() + CACHE_S
             return self._found
 
     def _probe(self) -> dict[str, str | None]:
         for name, probe in self._probes.items():
             if name not in self._looks:
                 self._looks[name] = self._threads.submit(probe)
-        wait(self._looks.values(), WITHIN_S)
+        wait(self._looks.values(), PROBE_TIMEOUT_S)
         found: dict[str, str | None] = {}
         for name in self._probes:
             look = self._looks[name]
@@ -161,5 +161,5 @@ class Readiness:
                 del self._looks[name]
                 found[name] = look.result()
             else:
-                found[name] = f"It has not answered within {WITHIN_S:g} s."
+                found[name] = f"It has not answered within {PROBE_TIMEOUT_S:g} s."
         return found

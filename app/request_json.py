@@ -27,59 +27,59 @@ class _Refused(ValueError):
     """Text that the parser would take and we do not."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise _Refused(f"the key {printable_text(_first_twice(pairs))!r} stands twice in one object")
+        raise _Refused(f"the key {printable_text(_first_duplicate(pairs))!r} stands twice in one object")
     return made
 
 
-def _first_twice(pairs: Iterable[tuple[str, Any]]) -> str:
+def _first_duplicate(pairs: Iterable[tuple[str, Any]]) -> str:
     """The first key that has stood before.  One look at each: a body may hold hundreds of thousands."""
     seen: set[str] = set()
     return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
-def _constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise _Refused(f"{name} is no JSON; send null or a text")
 
 
-_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_decoder = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_reject_constant)
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def parse_json(text: bytes, **facts: Any) -> Any:
     """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
-    with _told(facts):
+    with _parse_errors_as_problems(facts):
         return _decoder.decode(text.decode())
 
 
-def elements(text: bytes, longest: int) -> Iterator[Any]:
+def iter_array(text: bytes, longest: int) -> Iterator[Any]:
     """The values in a JSON array, one after the other.  Raises ProblemError 400, with the index of the one.
 
     While the parser is at work no other thread gets a turn.  So it is given one value at a time, which may have
     `longest` characters, and whoever asks for them can leave off.
     """
     facts: dict[str, int] = {}
-    with _told(facts):
+    with _parse_errors_as_problems(facts):
         array = text.decode()
-        at = _after("[", array, 0)
+        at = _skip_sign("[", array, 0)
         while not array.startswith("]", at):
-            at = _after(",", array, at) if facts else at
+            at = _skip_sign(",", array, at) if facts else at
             facts["index"] = facts.get("index", -1) + 1
-            value, at = _value(array, at, longest)
+            value, at = _parse_element(array, at, longest)
             yield value
-            at = _blanks(array, at)
-        if (end := _after("]", array, at)) < len(array):
+            at = _skip_blanks(array, at)
+        if (end := _skip_sign("]", array, at)) < len(array):
             raise json.JSONDecodeError("Extra data", array, end)
 
 
-def is_array(text: bytes) -> bool:
+def starts_array(text: bytes) -> bool:
     """Whether it begins as a JSON array."""
     return text[:1024].lstrip(b" \t\n\r").startswith(b"[")
 
 
-def _value(text: str, at: int, longest: int) -> tuple[Any, int]:
+def _parse_element(text: str, at: int, longest: int) -> tuple[Any, int]:
     """The value there, and where it ends.  Raises ValueError."""
     if len(text) - at <= longest:
         return _decoder.raw_decode(text, at)
@@ -90,22 +90,22 @@ def _value(text: str, at: int, longest: int) -> tuple[Any, int]:
     return value, at + length
 
 
-def _after(sign: str, text: str, at: int) -> int:
+def _skip_sign(sign: str, text: str, at: int) -> int:
     """Where it goes on after this sign.  Raises JSONDecodeError."""
-    at = _blanks(text, at)
+    at = _skip_blanks(text, at)
     if not text.startswith(sign, at):
         raise json.JSONDecodeError(f"Expecting {sign!r}", text, at)
-    return _blanks(text, at + 1)
+    return _skip_blanks(text, at + 1)
 
 
-def _blanks(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     found = _BLANKS.match(text, at)
     assert found is not None, "it matches nothing, too"
     return found.end()
 
 
 @contextmanager
-def _told(facts: dict[str, Any]) -> Iterator[None]:
+def _parse_errors_as_problems(facts: dict[str, Any]) -> Iterator[None]:
     """Turn what parsing raises into a ProblemError."""
     try:
         yield

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from slotkeeper.clock import Clock, clock
-from tests.support.postgres import ENVIRONMENT
+from tools.cluster.postgres_process import ENVIRONMENT
 
 pytest_plugins = (
     "tests.fixtures.record",

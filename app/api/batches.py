@@ -73,21 +73,21 @@ def list_batches(query: BatchQuery) -> dict[str, Any]:
 @api.get("/<batch>", responses={200: BatchView, **problem_responses(404)})
 def get_batch(path: BatchPath) -> dict[str, Any]:
     """Show how far a batch has come.  Its jobs: `GET /queue/jobs?batch=…`."""
-    return BatchView.build(_own(path.batch))
+    return BatchView.build(_visible_batch(path.batch))
 
 
 @api.post("/<batch>/cancel", responses={200: BatchCancelResult, **problem_responses(404, 409, 415)})
 def cancel_batch(path: BatchPath) -> dict[str, Any]:
     """Cancel all jobs of a batch that have not ended.  One all of whose jobs have ended is 409."""
-    batch = _own(path.batch)
+    batch = _visible_batch(path.batch)
     if batch.ended == batch.jobs:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    ended = [_canceled(job_id) for job_id in job_list.unfinished_jobs(database(), batch.id, _whose())]
+    ended = [_cancel_job(job_id) for job_id in job_list.unfinished_jobs(database(), batch.id, _whose())]
     canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
     return BatchCancelResult.build(batch=batch.id, canceled=canceled, canceling=canceling)
 
 
-def _canceled(job_id: str) -> State | None:
+def _cancel_job(job_id: str) -> State | None:
     """None: it has ended meanwhile."""
     try:
         return dispatcher().cancel(job_id)
@@ -95,7 +95,7 @@ def _canceled(job_id: str) -> State | None:
         return None
 
 
-def _own(batch: str) -> Batch:
+def _visible_batch(batch: str) -> Batch:
     """Return a batch by those of its jobs that this request's tenant may see.  Raises NotFound: there are none."""
     found = job_list.read_batches(database(), [batch], _whose()) if batch.isprintable() else []
     if not found:

@@ -20,7 +20,7 @@ api = admin_blueprint("defaults", "Defaults", "/admin")
 @api.get("/defaults", responses={200: DefaultsView})
 def get_defaults() -> dict[str, Any]:
     """Show what holds for all models that do not say otherwise, and what of it is built in."""
-    return DefaultsView.build(_known(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
+    return DefaultsView.build(_find_defaults(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
 
 
 @api.put("/defaults", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
@@ -30,7 +30,7 @@ def put_defaults(body: DefaultsBody) -> dict[str, Any]:
     Jobs that are accepted afterwards are treated so.  If a model could not be configured so, as its own fields and
     these do not go together, that is 422 and nothing has changed.
     """
-    return _set(INSTALLATION, body)
+    return _set_defaults(INSTALLATION, body)
 
 
 @api.get("/kinds", responses={200: KindList})
@@ -44,7 +44,7 @@ def list_kinds() -> dict[str, Any]:
 @api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(404)})
 def get_kind(path: KindPath) -> dict[str, Any]:
     """Show the settings that models of a kind have by default."""
-    found = _known(path.kind)
+    found = _find_defaults(path.kind)
     if found is None:
         raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
     return DefaultsView.build(found)
@@ -57,7 +57,7 @@ def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
     A setting that the body omits has the installation's default.
     """
     check_name(path.kind, "kind")
-    return _set(path.kind, body)
+    return _set_defaults(path.kind, body)
 
 
 @api.delete("/kinds/<path:kind>", responses={204: None, **problem_responses(404, 409, 415)})
@@ -68,7 +68,7 @@ def remove_kind(path: KindPath) -> tuple[str, int]:
     return "", 204
 
 
-def _set(kind: str, body: DefaultsBody) -> dict[str, Any]:
+def _set_defaults(kind: str, body: DefaultsBody) -> dict[str, Any]:
     overrides = body.model_dump(exclude_unset=True)
     it = catalog().set_defaults(
         kind, overrides, now_ms(), current_tenant().name, validate_description_for_all(overrides)
@@ -77,5 +77,5 @@ def _set(kind: str, body: DefaultsBody) -> dict[str, Any]:
     return DefaultsView.build(it)
 
 
-def _known(kind: str) -> Defaults | None:
+def _find_defaults(kind: str) -> Defaults | None:
     return dispatcher().catalog.refresh().defaults.get(kind)

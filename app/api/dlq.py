@@ -24,7 +24,7 @@ class RetryAllQuery(Schema):
 
 
 # What one request takes on; it says when there is more.
-_AT_ONCE = 500
+_MAX_RETRIED = 500
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})
@@ -52,10 +52,12 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
     """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again."""
     found = job_list.find_jobs(
-        dispatcher().store.database, state=State.DEAD, model=model_filter(query.model), limit=_AT_ONCE + 1
+        dispatcher().store.database, state=State.DEAD, model=model_filter(query.model), limit=_MAX_RETRIED + 1
     )
-    oldest_first = found[:_AT_ONCE][::-1]
-    return RetryAllResult.build(retried=sum(_revived(job.id) for job in oldest_first), more=len(found) > _AT_ONCE)
+    oldest_first = found[:_MAX_RETRIED][::-1]
+    return RetryAllResult.build(
+        retried=sum(_try_revive(job.id) for job in oldest_first), more=len(found) > _MAX_RETRIED
+    )
 
 
 @api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
@@ -67,7 +69,7 @@ def delete_dead(path: JobPath) -> tuple[str, int]:
     return "", 204
 
 
-def _revived(job_id: str) -> bool:
+def _try_revive(job_id: str) -> bool:
     """False: somebody else was quicker."""
     try:
         dispatcher().revive(job_id)

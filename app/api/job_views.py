@@ -43,7 +43,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     job = visible_job(path.job_id)
     if query.wait and job.finished_ms is None:
         defer(request.environ, WaitForJob(job.id, query.wait))
-    return JobDetail.build(job, **queue_position(job.state, _place(job)))
+    return JobDetail.build(job, **queue_position(job.state, _position_of(job)))
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})
@@ -117,14 +117,14 @@ def visible_job(job_id: str) -> Job:
     """
     store, mine = dispatcher().store, current_tenant()
     job = store.get(job_id) if job_id.isprintable() else None
-    if job is None and (whole := _whole_id(job_id, None if mine.admin else mine.name)) is not None:
+    if job is None and (whole := _resolve_short_id(job_id, None if mine.admin else mine.name)) is not None:
         job = store.get(whole)
     if job is None or not (mine.admin or job.tenant == mine.name):
         raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
     return job
 
 
-def _whole_id(short: str, whose: str | None) -> str | None:
+def _resolve_short_id(short: str, whose: str | None) -> str | None:
     """Return the id of the only job, of `whose` or of all, that begins or ends so; None: there is none."""
     found = short_ids.find(dispatcher().store.database, short, whose)
     if len(found.ids) > 1:
@@ -133,7 +133,7 @@ def _whole_id(short: str, whose: str | None) -> str | None:
     return found.ids[0] if found.ids else None
 
 
-def _place(job: Job) -> QueuePosition:
+def _position_of(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
         return QueuePosition()
     return read_position(dispatcher(), job.queued)

@@ -75,7 +75,7 @@ def change_model(path: ModelPath, body: StateBody) -> dict[str, Any]:
     if body.state == AdminState.ONLINE:
         close_breaker(known.fleet, "model", known.name)
     refresh_redis(known.fleet)
-    return _shown(known_model(path.model))
+    return _model_response(known_model(path.model))
 
 
 @api.delete(
@@ -107,7 +107,7 @@ def keep_model(path: ModelPath) -> dict[str, Any]:
     known = known_model(path.model)
     catalog_removal.cancel_model_removal(database(), known.name)
     refresh_redis(known.fleet)
-    return _shown(known_model(known.name))
+    return _model_response(known_model(known.name))
 
 
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problem_responses(404)})
@@ -139,7 +139,7 @@ def delete_config(path: ModelPath) -> dict[str, Any]:
     return _configure(known_model(path.model).name, {})
 
 
-def _shown(model: Model) -> dict[str, Any]:
+def _model_response(model: Model) -> dict[str, Any]:
     depths = None
     with suppress(RedisError):
         depths = queue_counts([model.fleet]).get(model.fleet)

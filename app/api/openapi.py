@@ -122,11 +122,11 @@ def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) ->
 
 def no_store(api: APIBlueprint) -> APIBlueprint:
     """Nobody on the way keeps what these views answer."""
-    api.after_request(_not_stored)
+    api.after_request(_set_no_store)
     return api
 
 
-def _not_stored(answer: Response) -> Response:
+def _set_no_store(answer: Response) -> Response:
     answer.headers["Cache-Control"] = "no-store"
     return answer
 
@@ -174,14 +174,14 @@ def openapi_document(app: Flask) -> dict[str, Any]:
     for path in made["paths"].values():
         for operation in path.values():
             _tidy(operation)
-    _tell_names(made)
+    _add_property_names(made)
     return made
 
 
-def _tell_names(part: Any) -> None:
+def _add_property_names(part: Any) -> None:
     """Say which keys attributes and constraints may have: flask-openapi's own schemas know no propertyNames."""
     for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        _tell_names(one)
+        _add_property_names(one)
     fields = part.get("properties") if isinstance(part, dict) else None
     for name in ("attributes", "constraints"):
         for asked in (fields or {}).get(name, {}).get("anyOf", []):

@@ -65,16 +65,16 @@ def probe_server(body: ProbeBody) -> dict[str, Any]:
         raise InvalidRequest("preset", f"there is no such preset; there is: {', '.join(presets.names())}")
     found = run_with_http_client(partial(recognize, body.url))
     if not found.is_there:
-        return _told(found, body.preset, None)
+        return _probe_view(found, body.preset, None)
     tried: list[ProbedExchange] = []
     for preset in [body.preset] if body.preset is not None else found.presets:
-        told = _tried(found, preset, body, tried)
+        told = _try_preset(found, preset, body, tried)
         if told["outcome"] is None or told["outcome"]["code"] != "misconfigured":
             break  # Else the server does not know what the preset asks for, and has run nothing.
     return told
 
 
-def _tried(found: Recognition, preset: str, body: ProbeBody, tried: list[ProbedExchange]) -> dict[str, Any]:
+def _try_preset(found: Recognition, preset: str, body: ProbeBody, tried: list[ProbedExchange]) -> dict[str, Any]:
     """Try a preset.  `tried`: what was heard from those tried before; this one's exchanges are added."""
     endpoint = endpoint_for(body.url, preset, found.model)
     secret = partial(server_adapters.secret_for, body.model) if body.model is not None else None
@@ -86,10 +86,10 @@ def _tried(found: Recognition, preset: str, body: ProbeBody, tried: list[ProbedE
         result = None if outcome.result is None else trial.redacted(outcome.result)
         told = ProbeOutcome.build(outcome, result=result)
     tried += trial.exchanges
-    return _told(found, preset, endpoint, tried, health=HealthReport.build(health), outcome=told)
+    return _probe_view(found, preset, endpoint, tried, health=HealthReport.build(health), outcome=told)
 
 
-def _told(
+def _probe_view(
     found: Recognition,
     preset: str | None,
     endpoint: str | None,

@@ -10,7 +10,7 @@ from tasks.services import processes
 api = admin_blueprint("processes", "Operation", "/admin")
 
 
-def _said(fact: str) -> From:
+def _fact(fact: str) -> From:
     """What a process says of itself; null: nothing."""
     return From(lambda it: it.facts.get(fact))
 
@@ -24,15 +24,15 @@ class ProcessView(ResponseSchema, source=Process):
     name: str
     role: str
     host: str
-    pid: Annotated[int | None, _said("pid")]
-    version: Annotated[str | None, _said("version")]
+    pid: Annotated[int | None, _fact("pid")]
+    version: Annotated[str | None, _fact("version")]
     since: Annotated[Time | None, From(lambda it: iso_time(it.facts.get("since_ms")))]
     lives: Annotated[bool, From("is_alive")]
     silent_s: Annotated[float, From(lambda it: it.age_ms / 1000)]
-    log_lines_dropped: Annotated[int | None, _said("log_lines_dropped")]
-    runs: Annotated[int | None, _said("runs")]
-    capacity: Annotated[int | None, _said("capacity")]
-    canary_ms: Annotated[float | None, _said("canary_ms")]
+    log_lines_dropped: Annotated[int | None, _fact("log_lines_dropped")]
+    runs: Annotated[int | None, _fact("runs")]
+    capacity: Annotated[int | None, _fact("capacity")]
+    canary_ms: Annotated[float | None, _fact("canary_ms")]
     canary_age_s: Annotated[
         float | None, From(lambda it: None if it.canary_age_ms is None else it.canary_age_ms / 1000)
     ]

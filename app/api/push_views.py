@@ -43,7 +43,7 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     answer.  JSON with a fault is refused (422); the refusal names the fault.  Between two workers a run cannot end
     (503): push it again.
     """
-    job = _pushed_to(path.job_id)
+    job = _job_of_token(path.job_id)
     if server_push.is_between_workers(job):
         detail = "The worker of this run has gone, and the next has not begun: push again in a second."
         raise ProblemError(503, "between_workers", "Not now", detail)
@@ -67,7 +67,7 @@ def _status(job: Job) -> int:
     return 202 if job.state is State.RUNNING else 200
 
 
-def _pushed_to(job_id: str) -> Job:
+def _job_of_token(job_id: str) -> Job:
     """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
     job = dispatcher().store.get(job_id) if job_id.isprintable() else None
     valid = (

@@ -100,7 +100,9 @@ def list_servers() -> dict[str, Any]:
         fleets = None
     servers = sorted(found.servers.values(), key=lambda server: server.name)
     quarantined = quarantine.list_by_server(database())
-    return ServerList.build(servers=[_listed(server, statuses, quarantined) for server in servers], fleets=fleets)
+    return ServerList.build(
+        servers=[_server_detail(server, statuses, quarantined) for server in servers], fleets=fleets
+    )
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problem_responses(400, 404, 413, 415, 422)})
@@ -129,7 +131,7 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
     dispatcher().slots.reset_breaker(known.fleet, "server", known.name)
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.reset", server=known.name))
     refresh_redis(known.fleet)
-    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
+    return _server_detail(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
 
 
 @api.post(
@@ -151,7 +153,7 @@ def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
         )
     audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=rows))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
-    return _listed(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
+    return _server_detail(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
 
 
 @api.get("/servers/<path:server>/check", responses={200: ServerCheck, **problem_responses(404)})
@@ -202,7 +204,7 @@ def _overrides(body: RegisterBody) -> dict[str, Any] | None:
     return {name: value for name, value in given.items() if value is not None} if given else None
 
 
-def _listed(
+def _server_detail(
     server: Server,
     statuses: Mapping[str, server_status.ServerStatus],
     quarantined: Mapping[str, Sequence[QuarantinedSlot]],

@@ -26,12 +26,12 @@ _AFTER = "The last `id` that the client has: go on behind it.  The header Last-E
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
 _Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
 
-_LONGEST = 59  # characters of an id in a job's stream
+_MAX_ID_CHARS = 59  # characters of an id in a job's stream
 
 
 class JobStreamQuery(Schema):
     after: str | None = Field(
-        None, max_length=_LONGEST, description=_AFTER, json_schema_extra={"pattern": f"^{PROGRESS_ID}$"}
+        None, max_length=_MAX_ID_CHARS, description=_AFTER, json_schema_extra={"pattern": f"^{PROGRESS_ID}$"}
     )
 
 
@@ -62,7 +62,7 @@ _JOBS_EVENTS = {
     "content": {_KIND: {"schema": {"anyOf": [JobEvent.model_json_schema(), ProgressEvent.model_json_schema()]}}},
 }
 _LAST_SEEN = "The last `id` that the client has; browsers send it by themselves.  Empty: it has none."
-_LAST_HEARD = optional_headers(_LONGEST, f"({PROGRESS_ID})?", shortest=0, Last_Event_ID=_LAST_SEEN)
+_JOB_LAST_EVENT_ID = optional_headers(_MAX_ID_CHARS, f"({PROGRESS_ID})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _LAST = optional_headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -77,7 +77,7 @@ def stream_events(query: StreamQuery) -> Response:
     mine = current_tenant()
     models = frozenset(str(model_filter(model)) for model in query.model)
     wanted = EventFilter(None if mine.admin else mine.name, models, frozenset(query.type), frozenset(query.batch))
-    return _stream(FollowEvents(wanted, parse_event_id(_said(query.after))))
+    return _stream(FollowEvents(wanted, parse_event_id(_last_event_id(query.after))))
 
 
 @api.get(
@@ -87,14 +87,14 @@ def stream_events(query: StreamQuery) -> Response:
         204: {"description": "It has ended, and nothing has happened since"},
         **problem_responses(404, 409, 422, 429),
     },
-    openapi_extensions=_LAST_HEARD,
+    openapi_extensions=_JOB_LAST_EVENT_ID,
 )
 def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
     """Stream the events of one job until it ends, from its first event or after the last one that the client has.
 
     The stream also has what the server reports meanwhile: pieces of the result, and its progress.
     """
-    job, (after, heard) = visible_job(path.job_id), parse_progress_id(_said(query.after))
+    job, (after, heard) = visible_job(path.job_id), parse_progress_id(_last_event_id(query.after))
     if job.finished_ms is not None and after is not None:
         database = dispatcher().store.database
         if not event_reader.read_page(database, after, 1, job.id).events:
@@ -102,7 +102,7 @@ def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
     return _stream(FollowEvents(EventFilter(job_id=job.id), after, heard))
 
 
-def _said(after: str | None) -> str | None:
+def _last_event_id(after: str | None) -> str | None:
     """What the client names as the last that it has."""
     return request.headers.get("Last-Event-ID") or after
 

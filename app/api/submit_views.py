@@ -28,9 +28,9 @@ Answer = tuple[dict[str, Any], int, dict[str, str]]
 api = blueprint("queue", "Submit", "/queue")
 
 _KEY = optional_headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
-_LONGEST_BATCH_KEY = MAX_KEY_LENGTH - len(f"/{batch.MAX_BATCH_JOBS - 1}")
+_MAX_BATCH_KEY_CHARS = MAX_KEY_LENGTH - len(f"/{batch.MAX_BATCH_JOBS - 1}")
 _BATCH_KEY = optional_headers(
-    _LONGEST_BATCH_KEY, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
+    _MAX_BATCH_KEY_CHARS, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
 )
 _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
 
@@ -57,7 +57,7 @@ def submit(body: SubmitBody) -> Answer:
 @api.post(
     "/submit-batch",
     responses={202: BatchReceipt, **_REFUSALS, **problem_responses(411)},
-    request_body=batch.DESCRIPTION,
+    request_body=batch.BATCH_BODY,
     openapi_extensions=_BATCH_KEY,
 )
 def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
@@ -67,15 +67,17 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     counted from 0.  Several requests that name the same `batch` submit one batch.
     """
     whose, sent = current_tenant(), request.headers
-    key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _LONGEST_BATCH_KEY), sent.get("traceparent")
+    key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _MAX_BATCH_KEY_CHARS), sent.get("traceparent")
     settings = context().settings
     items = batch.read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
-    wanted = [replace(_of_batch(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)]
+    wanted = [
+        replace(_batch_submission(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)
+    ]
     receipts = dispatcher().submit(wanted, whose)
     jobs = [BatchReceiptItem.build(it.accepted, notice=it.notice) for it in receipts]
     accepted = sum(not it.accepted.deduplicated for it in receipts)
-    known_as = name if accepted else _batch_of(receipts[0])
+    known_as = name if accepted else _find_batch_name(receipts[0])
     return BatchReceipt.build(batch=known_as, accepted=accepted, jobs=jobs), 202
 
 
@@ -113,7 +115,9 @@ def moment(given: Any) -> tuple[Any, int | None]:
 _SHAPE = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
-def _of_batch(index: int, item: batch.BatchItem, whose: Tenant, key: str | None, trace: str | None) -> Submission:
+def _batch_submission(
+    index: int, item: batch.BatchItem, whose: Tenant, key: str | None, trace: str | None
+) -> Submission:
     own_key = item.idempotency_key
     if own_key is None and key is not None:
         own_key = f"{key}/{index}"
@@ -121,7 +125,7 @@ def _of_batch(index: int, item: batch.BatchItem, whose: Tenant, key: str | None,
         return submission(item, whose, own_key, trace)
 
 
-def _batch_of(receipt: Receipt) -> str | None:
+def _find_batch_name(receipt: Receipt) -> str | None:
     """What a job that had been accepted before came in."""
     known = dispatcher().store.get(receipt.accepted.id)
     return None if known is None else known.batch

@@ -51,7 +51,7 @@ api = no_store(blueprint("webhooks", "Webhooks", "/webhooks"))
 def list_webhooks(query: WebhookQuery) -> dict[str, Any]:
     """List webhooks, the oldest first."""
     mine = current_tenant()
-    found = _receivers().list_of_tenant(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
+    found = _subscriptions().list_of_tenant(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
     cursor = found[-1].id if len(found) == query.limit else None
     return WebhookList.build(webhooks=_views(found), next_cursor=cursor)
 
@@ -72,15 +72,15 @@ def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
     new = Subscription(
         id=id_,
         tenant=whose,
-        url=_checked_url(body.url),
+        url=_validate_url(body.url),
         types=frozenset(body.events or END_EVENT_TYPES),
         sealed=sealed,
         created_ms=now_ms(),
         template=None if body.template is None else bodies.validate_template(body.template),
-        description=_one_line(body.description),
+        description=_validate_description(body.description),
         max_per_s=body.max_per_s,
     )
-    added = _receivers().add(new, TaskSettings().webhook_most_receivers)
+    added = _subscriptions().add(new, TaskSettings().webhook_most_receivers)
     return NewWebhookView.build(added, **shape.webhook_status(added, waiting=0, now_ms=now_ms()), secret=secret), 201
 
 
@@ -88,7 +88,7 @@ def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
 def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
     """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
     if query.webhook is not None:
-        _own(query.webhook)
+        _visible_webhook(query.webhook)
     found = Redelivery(database()).list_given_up_webhooks(
         _whose(), query.webhook, shape.decode_message_cursor(query.cursor), query.limit
     )
@@ -125,13 +125,13 @@ def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
 @api.get("/callbacks/deliveries", responses={200: DeliveryList, **problem_responses(404, 409, 422)})
 def list_callback_deliveries(query: CallbackDeliveriesQuery) -> dict[str, Any]:
     """List the tries of the messages to a job's `callback_url`, the newest first: the last twenty, while it is kept."""
-    return _tries(visible_job(query.job_id).id, query.cursor, query.limit)
+    return _delivery_list(visible_job(query.job_id).id, query.cursor, query.limit)
 
 
 @api.get("/<webhook>", responses={200: WebhookView, **problem_responses(404)})
 def get_webhook(path: WebhookPath) -> dict[str, Any]:
     """Show a webhook, and how it does."""
-    return _view(_own(path.webhook))
+    return _view(_visible_webhook(path.webhook))
 
 
 @api.patch("/<webhook>", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
@@ -140,31 +140,31 @@ def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
     named = body.model_fields_set
     values: dict[str, Any] = {}
     if body.url is not None:
-        values["url"] = _checked_url(body.url)
+        values["url"] = _validate_url(body.url)
     if body.events is not None:
         values["types"] = frozenset(body.events)
     if "template" in named:
         values["template"] = None if body.template is None else bodies.validate_template(body.template)
     if "description" in named:
-        values["description"] = _one_line(body.description)
+        values["description"] = _validate_description(body.description)
     if "max_per_s" in named:
         values["max_per_s"] = body.max_per_s
     if not values:
-        return _view(_own(path.webhook))
-    return _view(_receivers().change(path.webhook, _whose(), **values))
+        return _view(_visible_webhook(path.webhook))
+    return _view(_subscriptions().change(path.webhook, _whose(), **values))
 
 
 @api.delete("/<webhook>", responses={204: None, **problem_responses(404, 415)})
 def remove_webhook(path: WebhookPath) -> tuple[str, int]:
     """Remove a webhook with its pending messages and its deliveries."""
-    _receivers().remove(path.webhook, _whose())
+    _subscriptions().remove(path.webhook, _whose())
     return "", 204
 
 
 @api.post("/<webhook>/test", responses={202: WebhookTestResult, **problem_responses(404, 409, 415)})
 def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
     """Send one test message, `webhook.test`, without retries; the webhook's deliveries show its outcome."""
-    found = _own(path.webhook)
+    found = _visible_webhook(path.webhook)
     if not found.enabled:
         raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
     return WebhookTestResult.build(webhook=found.id, message=Redelivery(database()).send_test(found, now_ms())), 202
@@ -177,28 +177,28 @@ def rotate_webhook(path: WebhookPath) -> dict[str, Any]:
     For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
     rotated again within that day, the oldest one is signed with no more.
     """
-    found = _own(path.webhook)
+    found = _visible_webhook(path.webhook)
     secret, sealed = vault.new_signing_secret(found.id)
-    changed = _view(_receivers().rotate_secret(found.id, _whose(), sealed, now_ms()))
+    changed = _view(_subscriptions().rotate_secret(found.id, _whose(), sealed, now_ms()))
     return NewSecretView.build(webhook=found.id, secret=secret, former_until=changed["former_until"])
 
 
 @api.post("/<webhook>/enable", responses={200: WebhookView, **problem_responses(404, 415)})
 def enable_webhook(path: WebhookPath) -> dict[str, Any]:
     """Tell it again, from where it was disabled on, and at once if it was left alone."""
-    return _view(_receivers().enable(path.webhook, _whose(), current_tenant().name, now_ms()))
+    return _view(_subscriptions().enable(path.webhook, _whose(), current_tenant().name, now_ms()))
 
 
 @api.post("/<webhook>/disable", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
 def disable_webhook(path: WebhookPath, body: DisableBody) -> dict[str, Any]:
     """Disable a webhook.  When it is enabled, it receives the events since then of jobs that are still stored."""
-    return _view(_receivers().disable(path.webhook, _whose(), current_tenant().name, body.reason, now_ms()))
+    return _view(_subscriptions().disable(path.webhook, _whose(), current_tenant().name, body.reason, now_ms()))
 
 
 @api.get("/<webhook>/deliveries", responses={200: DeliveryList, **problem_responses(404, 422)})
 def list_deliveries(path: WebhookPath, query: DeliveriesQuery) -> dict[str, Any]:
     """List the tries of its messages, the newest first: of the last seven days, the last thousand."""
-    return _tries(_own(path.webhook).id, query.cursor, query.limit)
+    return _delivery_list(_visible_webhook(path.webhook).id, query.cursor, query.limit)
 
 
 @api.post("/<webhook>/replay", responses={202: ReplayResult, **problem_responses(400, 404, 413, 415, 422)})
@@ -207,7 +207,7 @@ def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any],
 
     Only events of jobs that are still stored are sent.
     """
-    found, now = _own(path.webhook), now_ms()
+    found, now = _visible_webhook(path.webhook), now_ms()
     given_up: int | None = None
     if body.message is not None:
         if not Redelivery(database()).replay_one(found, shape.event_id_of(body.message), now):
@@ -219,7 +219,7 @@ def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any],
     return ReplayResult.build(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
 
 
-def _receivers() -> Subscriptions:
+def _subscriptions() -> Subscriptions:
     return Subscriptions(database())
 
 
@@ -228,9 +228,9 @@ def _whose() -> str | None:
     return None if current_tenant().admin else current_tenant().name
 
 
-def _own(receiver_id: str) -> Subscription:
+def _visible_webhook(receiver_id: str) -> Subscription:
     """Raises NotFound, also for those of others."""
-    return _receivers().get(receiver_id, _whose())
+    return _subscriptions().get(receiver_id, _whose())
 
 
 def _view(found: Subscription) -> dict[str, Any]:
@@ -238,18 +238,18 @@ def _view(found: Subscription) -> dict[str, Any]:
 
 
 def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
-    waiting, now = _receivers().count_pending([it.id for it in found]), now_ms()
+    waiting, now = _subscriptions().count_pending([it.id for it in found]), now_ms()
     return [WebhookView.build(it, **shape.webhook_status(it, waiting.get(it.id, 0), now)) for it in found]
 
 
-def _tries(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
+def _delivery_list(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
     """TryList."""
     found = Redelivery(database()).list_attempts(receiver_id, shape.decode_delivery_cursor(cursor), limit)
     shown = [shape.delivery_view(it, shows_inside=current_tenant().admin) for it in found]
     return DeliveryList.build(deliveries=shown, next_cursor=shape.encode_delivery_cursor(found, limit))
 
 
-def _checked_url(url: str) -> str:
+def _validate_url(url: str) -> str:
     """Raises InvalidRequest where nothing may be sent to it."""
     problem = check_url(url, parse_networks(TaskSettings().webhook_allow))
     if problem is not None:
@@ -257,7 +257,7 @@ def _checked_url(url: str) -> str:
     return url
 
 
-def _one_line(text: str | None) -> str:
+def _validate_description(text: str | None) -> str:
     """Raises InvalidRequest for what cannot be shown on one line."""
     if text and not text.isprintable():
         raise InvalidRequest("description", "description must be printable, and on one line")

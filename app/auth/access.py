@@ -92,7 +92,7 @@ class Keys:
 def register(app: Flask) -> None:
     """Stand before every view of `app`, but for those marked as public."""
     app.before_request(authorize)
-    app.teardown_request(_leave)
+    app.teardown_request(_reset_actor)
 
 
 def configure_access(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
@@ -127,17 +127,17 @@ def page_access(view: View) -> View:
 
 def set_tenant(whose: Tenant) -> None:
     """This request is that tenant's, as something else than a key has shown."""
-    _come_in(whose, "page")
+    _set_actor(whose, "page")
 
 
-def _come_in(whose: Tenant, door: str) -> None:
+def _set_actor(whose: Tenant, door: str) -> None:
     """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
     g.flask_httpauth_user = whose
     logs.bind_context(tenant=whose.name)
     audit.set_actor(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
 
 
-def _leave(_: BaseException | None) -> None:
+def _reset_actor(_: BaseException | None) -> None:
     """The next request of this thread is somebody else's."""
     audit.set_actor(audit.SYSTEM)
     logs.bind_context()
@@ -168,7 +168,7 @@ def authorize() -> Response | None:
     refused: Response | None = None if is_open else _identify()
     if refused is None and method != "OPTIONS":  # which nobody needs a key for
         whose = LOCAL_TENANT if is_open else current_tenant()
-        _come_in(whose, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
+        _set_actor(whose, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
     return refused
 
 

@@ -12,7 +12,7 @@ from app.auth.session_cookie import SessionKeys
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.registry.tenants import Tenant, Tenants, hash_key
 
-_REST_S, _REST_FACTOR = 1.0, 30  # between two readings: at least so long, and so many times as long as one takes
+_MIN_PAUSE_S, _PAUSE_FACTOR = 1.0, 30  # between two readings: at least so long, and so many times as long as one takes
 
 
 class OwnerKind(Enum):
@@ -72,7 +72,7 @@ class KeyCache:
                 self._read_at = time.monotonic()
                 await asyncio.to_thread(self._read, self._keys)
                 took_s = time.monotonic() - self._read_at
-                self._next_at = time.monotonic() + max(_REST_S, took_s * _REST_FACTOR)
+                self._next_at = time.monotonic() + max(_MIN_PAUSE_S, took_s * _PAUSE_FACTOR)
 
     def _read(self, keys: Tenants) -> None:
         """A database that does not answer leaves what is known."""

@@ -17,7 +17,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import RevokedSessions
 from tasks.security.keyring import session_keys
 
-_MOST = 1000  # characters of a cookie that are looked at
+_MAX_COOKIE_CHARS = 1000  # characters of a cookie that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ def new_session(key: str, lasts_s: int) -> Session:
 
 def encode_session(visit: Session, key: bytes) -> str:
     """The cookie."""
-    body = _encoded(json.dumps([visit.id, visit.key_hash, visit.until_ms]).encode())
-    return f"{body}.{_signed(key, 'visit', body)}"
+    body = _encode(json.dumps([visit.id, visit.key_hash, visit.until_ms]).encode())
+    return f"{body}.{_sign(key, 'visit', body)}"
 
 
 def decode_session(cookie: str, keys: Iterable[bytes]) -> Session | None:
     """What a cookie says; None: it is none of ours, or over."""
-    body, _, signature = cookie[:_MOST].partition(".")
-    if not any(hmac.compare_digest(_signed(key, "visit", body).encode(), signature.encode()) for key in keys):
+    body, _, signature = cookie[:_MAX_COOKIE_CHARS].partition(".")
+    if not any(hmac.compare_digest(_sign(key, "visit", body).encode(), signature.encode()) for key in keys):
         return None
     visit = Session(*json.loads(base64.urlsafe_b64decode(body)))
     return visit if now_ms() < visit.until_ms else None
@@ -78,16 +78,16 @@ class SessionKeys:
 
 def form_token(visit: Session, key: bytes) -> str:
     """What a form must bring along to be this visit's own: a page of somebody else cannot know it."""
-    return _signed(key, "form", visit.id)
+    return _sign(key, "form", visit.id)
 
 
 def is_valid_form_token(token: str, visit: Session, keys: Iterable[bytes]) -> bool:
     return any(hmac.compare_digest(form_token(visit, key).encode(), token.encode()) for key in keys)
 
 
-def _signed(key: bytes, purpose: str, text: str) -> str:
-    return _encoded(hmac.digest(key, f"{purpose} {text}".encode(), sha256))
+def _sign(key: bytes, purpose: str, text: str) -> str:
+    return _encode(hmac.digest(key, f"{purpose} {text}".encode(), sha256))
 
 
-def _encoded(raw: bytes) -> str:
+def _encode(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode()

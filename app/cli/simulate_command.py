@@ -135,19 +135,25 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
 
 
 def _generated(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
-    from app.simulate import load, load_plan, simulated_catalog
+    from app.simulate import generated_load, load_plan, simulated_catalog
     from app.simulate.scenario import Scenario
 
-    made = load_plan.read(wishes["file"], _plan_fields(wishes))
+    made = load_plan.read_plan(wishes["file"], _plan_fields(wishes))
     catalogs = [simulated_catalog.apply_variant(simulated_catalog.from_plan(made), changes) for changes in variants]
     first = sum(server.slots for server in catalogs[0].servers.values())
-    arrivals = load.arrivals(made, first)
-    end_ms = load.BEGIN_MS + int(made.duration * 1000)
-    outages, latency, swap = load.outages(made), int(made.start_latency * 1000), int(made.swap * 1000)
+    arrivals = generated_load.generate_arrivals(made, first)
+    end_ms = generated_load.BEGIN_MS + int(made.duration * 1000)
+    outages, latency, swap = (
+        generated_load.generate_outages(made),
+        int(made.start_latency * 1000),
+        int(made.swap * 1000),
+    )
     scenarios = []
     for changes, catalog in zip(variants, catalogs, strict=True):
         coming = simulated_catalog.scale_run_times(arrivals, catalog.models, changes.speed_ups)
-        scenarios.append(Scenario(coming, catalog, load.BEGIN_MS, end_ms, outages, latency, swap, changes.name))
+        scenarios.append(
+            Scenario(coming, catalog, generated_load.BEGIN_MS, end_ms, outages, latency, swap, changes.name)
+        )
     from app.simulate.terminal_report import duration
 
     tenants = len({arrival.tenant for arrival in arrivals})
@@ -166,10 +172,10 @@ def _recorded(variants: Sequence[Any], wishes: dict[str, Any]) -> _Case:
     given = sorted(set(_plan_fields(wishes)) - {"seed", "start_latency", "swap"}) + ["load"] * bool(wishes["file"])
     if given:
         raise click.UsageError(f"--from-record does not go with --{given[0].replace('_', '-')}: leave one out.")
-    made = load_plan.read(None, _plan_fields(wishes))
-    begin_ms, end_ms = recorded_load.window(wishes["from_record"], datetime.now(UTC))
-    with recorded_load.opened(StorageSettings().sqlalchemy_url) as record:
-        found = recorded_load.read(record, begin_ms, end_ms, made.seed)
+    made = load_plan.read_plan(None, _plan_fields(wishes))
+    begin_ms, end_ms = recorded_load.parse_window(wishes["from_record"], datetime.now(UTC))
+    with recorded_load.open_database(StorageSettings().sqlalchemy_url) as record:
+        found = recorded_load.read_recorded_load(record, begin_ms, end_ms, made.seed)
     latency, swap = int(made.start_latency * 1000), int(made.swap * 1000)
     scenarios = []
     for changes in variants:

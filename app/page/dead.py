@@ -25,7 +25,7 @@ def dead() -> Any:
 def retry_chosen() -> Any:
     """Retry the selected jobs; skip those that another operator has retried or deleted meanwhile."""
     chosen = form().getlist("job")[:_PAGE]
-    return redirect(f"/page/dead?done={sum(_retried(job_id) for job_id in chosen)}-retried", 303)
+    return redirect(f"/page/dead?done={sum(_try_retry(job_id) for job_id in chosen)}-retried", 303)
 
 
 @page_view("/page/dead/retry-all", method="POST", admin=True)
@@ -34,7 +34,7 @@ def retry_all() -> Any:
     return redirect(f"/page/dead?done={answer['retried']}-{'left' if answer['more'] else 'retried'}", 303)
 
 
-def _retried(job_id: str) -> bool:
+def _try_retry(job_id: str) -> bool:
     try:
         dlq_api.retry_dead(JobPath(job_id=job_id))
     except (Conflict, JobNotFound):

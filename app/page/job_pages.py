@@ -22,7 +22,7 @@ from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
 
 _WIDTH = 1000  # of a time line, in its own units
-_NARROWEST = 3
+_MIN_BAR_WIDTH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Bar:
 
 @page_view("/page/jobs")
 def jobs() -> Any:
-    wanted = _wanted("status"), _wanted("model"), _wanted("cursor")
-    if (job_id := _wanted("id")) is not None:
+    wanted = _query_value("status"), _query_value("model"), _query_value("cursor")
+    if (job_id := _query_value("id")) is not None:
         return redirect(f"/page/jobs/{segment(job_id)}", 303)
     status, model, cursor = wanted
     query = ListQuery.model_validate({"status": status, "model": model, "limit": 50, "cursor": cursor})
@@ -65,7 +65,7 @@ def job(job_id: str) -> Any:
         source=known.source,
         explained=None if known.state in FINAL_STATES else jobs_api.explain_job(path),
         attempts=jobs_api.list_attempts(path)["attempts"],
-        events=[_shown(event) for event in trail],
+        events=[_event_row(event) for event in trail],
         life=life,
         result=None if known.result is None else json_preview(shortened(result, files)),
         files=files,
@@ -121,11 +121,11 @@ def _file_name(job_id: str, number: int, file: File) -> str:
     return name or f"{re.sub(r'[^0-9A-Za-z-]', '_', job_id)[-100:]}-{number + 1}{file.ending}"
 
 
-def _wanted(name: str) -> str | None:
+def _query_value(name: str) -> str | None:
     return request.args.get(name, "").strip() or None
 
 
-def _shown(event: Event) -> dict[str, Any]:
+def _event_row(event: Event) -> dict[str, Any]:
     """An event with its facts as pairs of words."""
     facts = {name: value for name, value in event.data.items() if name != "why" and value not in (None, "", 0)}
     error = facts.pop("error", None)
@@ -137,7 +137,7 @@ def _shown(event: Event) -> dict[str, Any]:
 def _bars(life: Timeline, now_ms: int) -> list[Bar]:
     """Return a bar for each phase, as wide as the phase lasted, but wide enough to be seen."""
     lasted = [phase.lasted_ms(now_ms) for phase in life.phases]
-    shown = [max(_NARROWEST, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]
+    shown = [max(_MIN_BAR_WIDTH, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]
     scale = _WIDTH / max(1.0, sum(shown))
     bars, x = [], 0.0
     for phase, ms, width in zip(life.phases, lasted, shown, strict=True):

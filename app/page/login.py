@@ -82,7 +82,7 @@ def equip(app: Flask) -> None:
 
 
 @page.before_request
-def _receive() -> None:
+def _begin_request() -> None:
     request.max_form_parts, request.max_content_length = _MOST_FIELDS, _MOST_FORM_BYTES
     visit = session_cookie.decode_session(request.cookies.get(_cookie(), ""), session_keys())
     if visit is not None and visit.key_hash and RevokedSessions(database()).is_revoked(visit.id):
@@ -111,21 +111,21 @@ def _refuse_foreign_forms(visit: Session) -> None:
 
 
 @page.after_request
-def _see_off(response: Response) -> Response:
+def _finish_response(response: Response) -> Response:
     if g.get("is_new_visit") and request.endpoint != "page.asset":
-        _give(response, g.visit)
+        _set_session_cookie(response, g.visit)
     if request.endpoint != "page.asset":
         response.headers["Cache-Control"] = "no-store"
     response.headers["Referrer-Policy"] = "same-origin"
     return response
 
 
-def _give(response: Response, visit: Session) -> None:
+def _set_session_cookie(response: Response, visit: Session) -> None:
     value, lasts_s = session_cookie.encode_session(visit, next(session_keys())), _settings().session_s
-    _set(response, _cookie(), value, lasts_s)
+    _set_cookie(response, _cookie(), value, lasts_s)
 
 
-def _set(response: Response, name: str, value: str, lasts_s: int) -> None:
+def _set_cookie(response: Response, name: str, value: str, lasts_s: int) -> None:
     secure = TaskSettings().callback_base.startswith("https://")
     response.set_cookie(name, value, lasts_s, httponly=True, samesite="Strict", secure=secure, path="/")
 
@@ -183,7 +183,7 @@ def choose_theme() -> Any:
     chosen = form().get("theme", "")
     response = redirect(own_path(form().get("back", "/")), 303)
     if chosen in THEMES:
-        _set(response, THEME_COOKIE, chosen, 366 * 86_400)  # type: ignore[arg-type]
+        _set_cookie(response, THEME_COOKIE, chosen, 366 * 86_400)  # type: ignore[arg-type]
     return response
 
 
@@ -197,7 +197,7 @@ def own_path(path: str) -> str:
 
 
 @page.errorhandler(Exception)
-def _failed(error: Exception) -> Any:
+def _handle_error(error: Exception) -> Any:
     """As the API would answer it, but for people."""
     if "visit" not in g:  # It was refused before anybody asked who it is.
         g.visit, g.is_new_visit = session_cookie.new_session("", _settings().session_s), False

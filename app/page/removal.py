@@ -34,16 +34,16 @@ def ask_to_remove_model(model: str, wrong: str = "") -> Any:
 @page_view("/page/remove/models/<path:model>", method="POST", admin=True)
 def remove_model(model: str) -> Any:
     def act() -> Any:
-        answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_says("drain")))
-        return redirect("/?done=removed" if answer["state"] == "done" else f"{_of_model(model)}?done=leaving", 303)
+        answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_is_checked("drain")))
+        return redirect("/?done=removed" if answer["state"] == "done" else f"{_model_path(model)}?done=leaving", 303)
 
-    return _done(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
+    return _run_or_ask_again(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
 
 
 @page_view("/page/keep/models/<path:model>", method="POST", admin=True)
 def keep_model(model: str) -> Any:
     models_api.keep_model(ModelPath(model=model))
-    return redirect(f"{_of_model(model)}?done=kept", 303)
+    return redirect(f"{_model_path(model)}?done=kept", 303)
 
 
 # -- servers -----------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def keep_model(model: str) -> Any:
 def ask_to_remove_server(server: str, wrong: str = "") -> Any:
     catalog = dispatcher().catalog.get()
     others = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
-    found = _server(server)
+    found = _find_server(server)
     bereft = set(found["models"]) - others
     return render_page("remove_server.html", server=found, runs=_runs(server), bereft=bereft, wrong=wrong)
 
@@ -61,21 +61,21 @@ def ask_to_remove_server(server: str, wrong: str = "") -> Any:
 @page_view("/page/remove/servers/<path:server>", method="POST", admin=True)
 def remove_server(server: str) -> Any:
     def act() -> Any:
-        asked = ServerRemovalQuery(drain=_says("drain"), force=_says("force"))
+        asked = ServerRemovalQuery(drain=_is_checked("drain"), force=_is_checked("force"))
         answer, _ = servers_api.remove_server(ServerPath(server=server), asked)
         done = answer["state"] == "done"
-        return redirect("/page/servers?done=removed" if done else f"{_of_server(server)}?done=leaving", 303)
+        return redirect("/page/servers?done=removed" if done else f"{_server_path(server)}?done=leaving", 303)
 
-    return _done(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
+    return _run_or_ask_again(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
 
 
 @page_view("/page/keep/servers/<path:server>", method="POST", admin=True)
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
-    return redirect(f"{_of_server(server)}?done=kept", 303)
+    return redirect(f"{_server_path(server)}?done=kept", 303)
 
 
-def _server(name: str) -> Any:
+def _find_server(name: str) -> Any:
     """Return the server as the API lists it.  Raises NotFound."""
     found = next((row for row in servers_api.list_servers()["servers"] if row["server"] == name), None)
     if found is None:
@@ -90,7 +90,7 @@ def _runs(server: str) -> list[Job]:
 # -- both --------------------------------------------------------------------------------------------------
 
 
-def _done(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
+def _run_or_ask_again(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
     """Return the response of the act; if the API refuses it, return the form with the API's message."""
     try:
         return act()
@@ -103,13 +103,13 @@ def _done(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
         return answer
 
 
-def _says(name: str) -> bool:
+def _is_checked(name: str) -> bool:
     return form().get(name) == "yes"
 
 
-def _of_model(name: str) -> str:
+def _model_path(name: str) -> str:
     return f"/page/models/{segment(name)}"
 
 
-def _of_server(name: str) -> str:
+def _server_path(name: str) -> str:
     return f"/page/servers/{segment(name)}"

@@ -28,11 +28,13 @@ _HIDDEN = "set, not shown"
 
 @page_view("/page/settings", admin=True)
 def settings() -> Any:
-    chapters = [(title, [_shown(kind(), kind, name) for name in kind.model_fields]) for title, kind in CHAPTERS.items()]
+    chapters = [
+        (title, [_setting_row(kind(), kind, name) for name in kind.model_fields]) for title, kind in CHAPTERS.items()
+    ]
     return render_page("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
 
 
-def _shown(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
+def _setting_row(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
     value, prefix = getattr(now, name), str(kind.model_config.get("env_prefix", ""))
     default = kind.model_fields[name].default
     return {"name": f"{prefix}{name}".upper(), "value": display_setting(name, value), "is_default": value == default}
@@ -49,10 +51,10 @@ def display_setting(name: str, value: Any) -> str:
 
 def _without_password(url: str) -> str:
     """Several URLs may stand there, with commas or semicolons between them."""
-    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda match: _plain(match[0]), url)
+    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda match: _mask_one_url(match[0]), url)
 
 
-def _plain(url: str) -> str:
+def _mask_one_url(url: str) -> str:
     try:
         made = make_url(url)
     except (ArgumentError, ValueError):

@@ -38,7 +38,7 @@ def webhooks() -> Any:
 
 @page_view("/page/webhooks/callbacks/replay", method="POST")
 def replay_callbacks() -> Any:
-    webhooks_api.replay_callbacks(CallbacksReplayBody.model_validate(_asked()))
+    webhooks_api.replay_callbacks(CallbacksReplayBody.model_validate(_replay_choice()))
     return redirect("/page/webhooks?done=replayed", 303)
 
 
@@ -56,33 +56,33 @@ def webhook(webhook: str) -> Any:
 @page_view("/page/webhooks/<webhook>/test", method="POST")
 def test_webhook(webhook: str) -> Any:
     webhooks_api.test_webhook(WebhookPath(webhook=webhook))
-    return _back(webhook, "tested")
+    return _redirect_to_webhook(webhook, "tested")
 
 
 @page_view("/page/webhooks/<webhook>/enable", method="POST")
 def enable_webhook(webhook: str) -> Any:
     webhooks_api.enable_webhook(WebhookPath(webhook=webhook))
-    return _back(webhook, "enabled")
+    return _redirect_to_webhook(webhook, "enabled")
 
 
 @page_view("/page/webhooks/<webhook>/disable", method="POST")
 def disable_webhook(webhook: str) -> Any:
     body = DisableBody.model_validate({"reason": form().get("reason") or None})
     webhooks_api.disable_webhook(WebhookPath(webhook=webhook), body)
-    return _back(webhook, "disabled")
+    return _redirect_to_webhook(webhook, "disabled")
 
 
 @page_view("/page/webhooks/<webhook>/replay", method="POST")
 def replay_webhook(webhook: str) -> Any:
-    webhooks_api.replay_webhook(WebhookPath(webhook=webhook), ReplayBody.model_validate(_asked()))
-    return _back(webhook, "replayed")
+    webhooks_api.replay_webhook(WebhookPath(webhook=webhook), ReplayBody.model_validate(_replay_choice()))
+    return _redirect_to_webhook(webhook, "replayed")
 
 
-def _asked() -> dict[str, Any]:
+def _replay_choice() -> dict[str, Any]:
     """One message, or all that was given up."""
     message = form().get("message")
     return {"message": message} if message else {"given_up": True}
 
 
-def _back(webhook: str, message: str) -> Any:
+def _redirect_to_webhook(webhook: str, message: str) -> Any:
     return redirect(f"/page/webhooks/{segment(webhook)}?done={message}", 303)

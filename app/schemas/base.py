@@ -35,11 +35,11 @@ class From:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Provided:
     """A field whose value the view gives."""
 
 
-PROVIDED = _Given()
+PROVIDED = _Provided()
 
 
 class ResponseSchema(Schema):
@@ -57,7 +57,7 @@ class ResponseSchema(Schema):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Raises TypeError for a field that is nowhere read."""
         hints = get_type_hints(cls, include_extras=True)
-        cls._readers = {name: _reader(cls, name, hints[name]) for name in cls.model_fields}
+        cls._readers = {name: _make_reader(cls, name, hints[name]) for name in cls.model_fields}
 
     @classmethod
     def build(cls, it: Any = None, **given: Any) -> dict[str, Any]:
@@ -74,18 +74,18 @@ def iso_time(at_ms: int | None) -> str | None:
     return f"{datetime.fromtimestamp(at_ms // 1000, UTC).isoformat()[:19]}.{at_ms % 1000:03d}Z"
 
 
-def _reader(answer: type[ResponseSchema], name: str, hint: Any) -> Reader:
+def _make_reader(answer: type[ResponseSchema], name: str, hint: Any) -> Reader:
     """How the field `name` comes out of what `answer` shows."""
     marks = getattr(hint, "__metadata__", ())
     source = next((it.source for it in marks if isinstance(it, From)), None)
     if PROVIDED in marks or (source is None and answer._shows is None):
-        return _missing(f"{answer.__name__}.build must be given {name}")
-    show = _shown_as(hint)
+        return _raise_missing(f"{answer.__name__}.build must be given {name}")
+    show = _converter_of(hint)
     if source is None:
         source = f"{name.removesuffix('_at')}_ms" if show in (iso_time, _time_or_none) else name
     if isinstance(source, str):
         _check_attribute(answer, source)
-        return attrgetter(source) if show is None else _then(attrgetter(source), show)
+        return attrgetter(source) if show is None else _compose(attrgetter(source), show)
     if not callable(source):  # In a class's body its own fields hide functions of their names.
         raise TypeError(f"{answer.__name__}: {name} is read by something that is no function")
     return source
@@ -97,32 +97,32 @@ def _check_attribute(answer: type[ResponseSchema], path: str) -> None:
         raise TypeError(f"{answer.__name__}: {known.__name__} has no attribute {name}")
 
 
-def _missing(message: str) -> Reader:
+def _raise_missing(message: str) -> Reader:
     def read(_: Any) -> Any:
         raise TypeError(message)
 
     return read
 
 
-def _then(source: Reader, show: Reader) -> Reader:
+def _compose(source: Reader, show: Reader) -> Reader:
     return lambda it: show(source(it))
 
 
-def _shown_as(hint: Any) -> Reader | None:
+def _converter_of(hint: Any) -> Reader | None:
     """How a value of this type is shown; None: as it is."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        return iso_time if _TIME in hint.__metadata__ else _shown_as(parts[0])
+        return iso_time if _TIME in hint.__metadata__ else _converter_of(parts[0])
     if kind in (Union, UnionType):
-        return _or_none(next(filter(None, map(_shown_as, parts)), None))
+        return _convert_unless_none(next(filter(None, map(_converter_of, parts)), None))
     if kind is list:
-        return _each(_shown_as(parts[0]))
+        return _convert_each(_converter_of(parts[0]))
     if kind is dict:
-        return _by_name(_shown_as(parts[1]))
+        return _convert_values(_converter_of(parts[1]))
     return hint.build if isinstance(hint, type) and issubclass(hint, ResponseSchema) else None
 
 
-def _or_none(show: Reader | None) -> Reader | None:
+def _convert_unless_none(show: Reader | None) -> Reader | None:
     if show is None:
         return None
     return _time_or_none if show is iso_time else lambda value: None if value is None else show(value)
@@ -133,11 +133,11 @@ def _time_or_none(at_ms: int | None) -> str | None:
     return iso_time(at_ms) if at_ms else None
 
 
-def _each(show: Reader | None) -> Reader | None:
+def _convert_each(show: Reader | None) -> Reader | None:
     return None if show is None else lambda values: [show(value) for value in values]
 
 
-def _by_name(show: Reader | None) -> Reader:
+def _convert_values(show: Reader | None) -> Reader:
     """Names are texts, also those that are states."""
     if show is None:
         return lambda values: {str(name): value for name, value in values.items()}

@@ -25,11 +25,11 @@ def encode_job_cursor(page: Sequence[Job], limit: int) -> str | None:
 
 def decode_job_cursor(cursor: str | None) -> int | None:
     """The `seq` before which the page begins; None: it is the first.  Raises InvalidRequest, as `cursor_of`."""
-    found = cursor_of(_CURSOR, cursor)
+    found = match_cursor(_CURSOR, cursor)
     return found and bounded_int(found[0][1:])
 
 
-def cursor_of(form: re.Pattern[str], cursor: str | None) -> re.Match[str] | None:
+def match_cursor(form: re.Pattern[str], cursor: str | None) -> re.Match[str] | None:
     """A cursor of this form, read; None: there is none.  Raises InvalidRequest for what is no cursor of ours."""
     found = None if cursor is None else form.fullmatch(cursor)
     if found is None and cursor is not None:

@@ -37,7 +37,7 @@ _Attributes = Annotated[
 ]
 
 
-_MOST_UNKNOWN = 20
+_MAX_UNKNOWN_FIELDS = 20
 
 
 class BodySchema(Schema):
@@ -48,21 +48,21 @@ class BodySchema(Schema):
     @model_validator(mode="before")
     @classmethod
     def _fit_to_look_at(cls, given: Any) -> Any:
-        return _with_whole_numbers(_with_few_unknown(given, cls.model_fields))
+        return _integral_floats_to_int(_drop_excess_unknown(given, cls.model_fields))
 
 
-def _with_whole_numbers(given: Any) -> Any:
+def _integral_floats_to_int(given: Any) -> Any:
     """JSON makes no difference between 7 and 7.0."""
     if not isinstance(given, dict):
         return given
     return {name: int(it) if isinstance(it, float) and it.is_integer() else it for name, it in given.items()}
 
 
-def _with_few_unknown(given: Any, known: Collection[str]) -> Any:
+def _drop_excess_unknown(given: Any, known: Collection[str]) -> Any:
     """Of very many fields that are not known a few are enough to refuse it; each costs a sentence."""
-    if not isinstance(given, dict) or len(given) <= len(known) + _MOST_UNKNOWN:
+    if not isinstance(given, dict) or len(given) <= len(known) + _MAX_UNKNOWN_FIELDS:
         return given
-    unknown = islice((name for name in given if name not in known), _MOST_UNKNOWN)
+    unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN_FIELDS)
     return {name: given[name] for name in (*unknown, *known) if name in given}
 
 
@@ -205,8 +205,8 @@ class ConfigBody(ModelConfig):
     @classmethod
     def _fit_to_look_at(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            given = {name: _with_whole_numbers(value) for name, value in given.items()}
-        return _with_whole_numbers(_with_few_unknown(given, cls.model_fields))
+            given = {name: _integral_floats_to_int(value) for name, value in given.items()}
+        return _integral_floats_to_int(_drop_excess_unknown(given, cls.model_fields))
 
     @field_validator("poll_endpoint_template", "id_field")
     @classmethod

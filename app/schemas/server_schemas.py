@@ -31,7 +31,7 @@ def attribute_value(attribute: str | float) -> str | float | list[str]:
     return attribute.split(",") if isinstance(attribute, str) and "," in attribute else attribute
 
 
-def leaving_of(it: Server) -> dict[str, Any] | None:
+def removal_of_server(it: Server) -> dict[str, Any] | None:
     """Of a server that is being removed."""
     if it.leaving_ms is None:
         return None
@@ -68,7 +68,9 @@ class RemovalProgress(ResponseSchema):
 
 class ServerView(StateView, source=Server):
     server: Annotated[str, From("name")]
-    removal: Annotated[RemovalProgress | None, From(leaving_of)] = Field(description="null: it is not being removed.")
+    removal: Annotated[RemovalProgress | None, From(removal_of_server)] = Field(
+        description="null: it is not being removed."
+    )
     fleet: str
     slots: int
     weight: float

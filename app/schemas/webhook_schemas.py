@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from app.api.openapi import Schema
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
-from app.schemas.cursors import bounded_int, cursor_of
+from app.schemas.cursors import bounded_int, match_cursor
 from app.schemas.job_schemas import BodySchema
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
@@ -310,7 +310,7 @@ def encode_delivery_cursor(page: Sequence[DeliveryAttempt], limit: int) -> str |
 
 def decode_delivery_cursor(cursor: str | None) -> int | None:
     """Raises InvalidRequest for what is no cursor of ours, as those below."""
-    found = cursor_of(_LOG_CURSOR, cursor)
+    found = match_cursor(_LOG_CURSOR, cursor)
     return found and bounded_int(found[1])
 
 
@@ -319,7 +319,7 @@ def encode_message_cursor(page: Sequence[Message], limit: int) -> str | None:
 
 
 def decode_message_cursor(cursor: str | None) -> tuple[str, int] | None:
-    found = cursor_of(_GIVEN_UP_CURSOR, cursor)
+    found = match_cursor(_GIVEN_UP_CURSOR, cursor)
     return found and (found[1], bounded_int(found[2]))
 
 
@@ -331,5 +331,5 @@ def encode_callback_cursor(page: Sequence[GivenUpCallback], limit: int) -> str |
 
 
 def decode_callback_cursor(cursor: str | None) -> tuple[int, str, int] | None:
-    found = cursor_of(_CALLBACK_CURSOR, cursor)
+    found = match_cursor(_CALLBACK_CURSOR, cursor)
     return found and (bounded_int(found[1]), found[3], bounded_int(found[2]))

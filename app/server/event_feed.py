@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.050, 0.200, 1.3
 _REST_FACTOR = 4  # It is at least so many times as long as the streams have kept the event loop.
 _AFTER_FAILURE_S = 1.0
-_MOST_ASKED = 500  # jobs in one query
+_MAX_JOBS_PER_QUERY = 500  # jobs in one query
 _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 
 
@@ -127,7 +127,7 @@ class EventFeed:
             self.position = await loop.run_in_executor(self._thread, tail.skip_to_end)
             self._begun.set()
         while self._followers or self._waiters:
-            asked = {self._asked.pop() for _ in range(min(len(self._asked), _MOST_ASKED))}
+            asked = {self._asked.pop() for _ in range(min(len(self._asked), _MAX_JOBS_PER_QUERY))}
             ended, events = await loop.run_in_executor(self._thread, self._look, tail, asked)
             began = loop.time()
             self.wake_waiters(ended | {it.entry.event.job_id for it in events if it.ends})

@@ -15,8 +15,8 @@ from slotkeeper.outbox import event_reader
 
 HEARTBEAT_S = 15.0
 _PAGE = 200  # events that are read at once
-_MOST_KEPT = 5_000  # events that happen while the missed ones are read; then they are read, too
-_MOST_UNSENT = 128 << 10  # bytes that a client has not read; then it is closed, and may come again
+_MAX_BUFFERED_EVENTS = 5_000  # events that happen while the missed ones are read; then they are read, too
+_MAX_UNSENT_BYTES = 128 << 10  # bytes that a client has not read; then it is closed, and may come again
 _GAP = "Some of what happened after this event is not in the record any more: look at the jobs themselves."
 
 
@@ -53,7 +53,7 @@ class EventStream:
                 self._cursor, self._target = self._target, None
                 yield b"id: %d\n\n" % self._cursor
             else:
-                async for text in self._missed():
+                async for text in self._send_missed():
                     yield text
             while self._kept or self._watcher is None or not self._over:
                 if self._watcher is not None and not self._is_watched:
@@ -71,13 +71,13 @@ class EventStream:
 
     def push(self, events: Sequence[RenderedEvent | ProgressEntry]) -> None:
         """These have happened."""
-        if self._target is None and self._unsent > _MOST_UNSENT:
+        if self._target is None and self._unsent > _MAX_UNSENT_BYTES:
             self._abort()
             return
         self._kept.extend(events)
         self._unsent += sum(len(it.text) for it in events)
         self._woken.set()
-        if self._target is not None and len(self._kept) > _MOST_KEPT:
+        if self._target is not None and len(self._kept) > _MAX_BUFFERED_EVENTS:
             self._target = max(it.number for it in self._kept if isinstance(it, RenderedEvent))
             self._kept.clear()
 
@@ -97,11 +97,11 @@ class EventStream:
 
     # -- what was missed -------------------------------------------------------------------------------------------
 
-    async def _missed(self) -> AsyncIterator[bytes]:
+    async def _send_missed(self) -> AsyncIterator[bytes]:
         is_first = goes_on = True
         while goes_on:
             target = self._target or 0
-            complete, page, events = await self._run(partial(self._look_back, is_first))
+            complete, page, events = await self._run(partial(self._read_missed_page, is_first))
             if not complete:
                 yield b"event: stream.gap\ndata: %b\n\n" % orjson.dumps({"after": self._cursor, "detail": _GAP})
                 self._cursor = min(self._cursor, target)
@@ -111,7 +111,7 @@ class EventStream:
         self._target = None
         yield await self._kept_text()
 
-    def _look_back(self, is_first: bool) -> tuple[bool, event_reader.EventPage, list[RenderedEvent]]:
+    def _read_missed_page(self, is_first: bool) -> tuple[bool, event_reader.EventPage, list[RenderedEvent]]:
         """In a thread.  Raises SlotkeeperError while the database is away."""
         database, job_id = self._feed.database, self.wanted.job_id
         complete = not is_first or job_id is not None or event_reader.has_all_since(database, self._cursor)
@@ -134,12 +134,12 @@ class EventStream:
                 parts.append(self._progress(it))
             elif it.number > self._cursor:
                 if it.ends and self._watcher is not None:
-                    parts += [self._progress(said) for said in await self._rest(self._watcher)]
+                    parts += [self._progress(said) for said in await self._remaining_progress(self._watcher)]
                 parts.append(it.text)
                 self._cursor, self._over = it.number, it.ends
         return b"".join(parts)
 
-    async def _rest(self, watcher: Subscription) -> list[ProgressEntry]:
+    async def _remaining_progress(self, watcher: Subscription) -> list[ProgressEntry]:
         """Return what the job's server has said and is not sent yet."""
         done = asyncio.Event()
         self._watching.finish(watcher, done.set)

@@ -22,10 +22,10 @@ from app.server.wsgi import LARGE_HEAD, LONGEST_HEAD, Refusal, validate_head
 EXTENSION = "slotkeeper"
 """In a scope's extensions: its Connection, as "connection"."""
 _SHARE = 4  # An owner may hold one fourth of all bytes.
-_PIECE = 1 << 10  # bytes parsed at once: many requests fit into few bytes, and each holds far more
-_MOST_AHEAD = 64 << 10  # bytes read from the network before their turn
+_PARSE_BYTES = 1 << 10  # bytes parsed at once: many requests fit into few bytes, and each holds far more
+_MAX_UNPARSED_BYTES = 64 << 10  # bytes read from the network before their turn
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
-_LINGERS_S = 5.0  # A client whose request is refused may send the rest: else it may never read why.
+_DISCARD_S = 5.0  # A client whose request is refused may send the rest: else it may never read why.
 _HALF_CLOSED_S = 5.0  # for which a client that sends no more may wait: that cannot be told from one that has left
 
 
@@ -155,7 +155,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused is None:
             self._ahead += data
             self._read_on()
-        if len(self._ahead) > _MOST_AHEAD:
+        if len(self._ahead) > _MAX_UNPARSED_BYTES:
             self.flow.pause_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -187,7 +187,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _read_on(self) -> None:
         """Parse what has come, but nothing behind a request that waits for its turn."""
         while self._ahead and not self.pipeline and self._refused is None and not self.transport.is_closing():
-            piece = bytes(self._ahead[: max(_PIECE, self._missing)])
+            piece = bytes(self._ahead[: max(_PARSE_BYTES, self._missing)])
             del self._ahead[: len(piece)]
             self._framing += len(piece)
             super().data_received(piece)
@@ -278,7 +278,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self.waits_for_event and self.has_disconnected:
                 self.abort()
         elif self._refused is not None:
-            if now_s - self._refused > _LINGERS_S:
+            if now_s - self._refused > _DISCARD_S:
                 self.abort()
         elif now_s - self._since > (
             settings.keep_alive_s if self._served_any and not self._reads_head else settings.head_timeout_s

@@ -116,13 +116,13 @@ def call_wsgi(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, whole: bool) 
             result.close()
     *_, status, told = started
     is_head = environ["REQUEST_METHOD"] == "HEAD"
-    headers = [_encoded(*header) for header in told if is_head or header[0].lower() != "content-length"]
+    headers = [_encode_header(*header) for header in told if is_head or header[0].lower() != "content-length"]
     if not is_head and status not in _BODILESS:
         headers.append((b"content-length", b"%d" % len(content)))
     return Response(status, headers, content, given.get(DEFERRED))
 
 
-def _encoded(name: str, value: str) -> tuple[bytes, bytes]:
+def _encode_header(name: str, value: str) -> tuple[bytes, bytes]:
     """A header for the wire.  Whatever the application puts into its value, it begins no other header."""
     text = value if value.isprintable() else "".join(sign if sign.isprintable() else " " for sign in value)
     return name.encode("latin-1"), text.encode("latin-1", "replace")

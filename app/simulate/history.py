@@ -50,7 +50,7 @@ _PAST = (
 )
 
 
-def read(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[PastJob]:
+def read_past_jobs(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[PastJob]:
     """Jobs accepted from `since_ms` on and before `until_ms` that have started or ended, as they came.
 
     Read page by page, so that millions take no more memory than one page; close the iterator, or exhaust it,

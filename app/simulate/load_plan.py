@@ -18,7 +18,7 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _LONGEST_S = 366 * 86_400.0
 
 
-def seconds(value: object) -> object:
+def parse_duration_s(value: object) -> object:
     """A length of time in seconds.  Raises ValueError for a text that is none."""
     if not isinstance(value, str):
         return value
@@ -28,7 +28,7 @@ def seconds(value: object) -> object:
     return float(found[1]) * _UNITS_S[found[2] or "s"]
 
 
-Span = Annotated[float, BeforeValidator(seconds), Field(ge=0, le=_LONGEST_S, allow_inf_nan=False)]
+Span = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=0, le=_LONGEST_S, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}$")]
 
@@ -141,16 +141,16 @@ class Plan(_Part):
         return [ServerPlan(name=f"{model}-gpu{n}", slots=8, models=[model]) for model in everything for n in (1, 2)]
 
 
-def read(file: Path | None, changes: dict[str, Any]) -> Plan:
+def read_plan(file: Path | None, changes: dict[str, Any]) -> Plan:
     """The plan of a TOML or JSON file, or the default one, with some fields changed.  Raises Wrong."""
     found = {} if file is None else _content(file)
     try:
         return Plan(**{**found, **changes})
     except ValidationError as error:
-        raise SimulationError(f"{file or 'The load'} is not understood: {sentence(error)}.") from None
+        raise SimulationError(f"{file or 'The load'} is not understood: {describe_first_error(error)}.") from None
 
 
-def sentence(error: ValidationError) -> str:
+def describe_first_error(error: ValidationError) -> str:
     """The first thing that is wrong, and where."""
     fault = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in fault["loc"])

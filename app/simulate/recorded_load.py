@@ -36,7 +36,7 @@ class Recorded:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Database]:
+def open_database(url: str) -> Iterator[Database]:
     """The record at an SQLAlchemy URL, to be read.  Raises Wrong where there is none that this release can read."""
     parts = make_url(url)
     if parts.drivername.startswith("sqlite") and not Path(parts.database or "").is_file():
@@ -52,14 +52,14 @@ def opened(url: str) -> Iterator[Database]:
         database.close()
 
 
-def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorded:
+def read_recorded_load(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorded:
     """The jobs that were accepted in the window, on the catalog as it is now, with everything in it online.
 
     Jobs that never ran are left out: they never asked for a slot's time.  Raises Wrong if there are no others;
     errors of the record pass through.
     """
     catalog = _online(Catalog(database).read())
-    rows = [row for row in history.read(database, since_ms, until_ms) if row.started_ms is not None]
+    rows = [row for row in history.read_past_jobs(database, since_ms, until_ms) if row.started_ms is not None]
     known = [row for row in rows if row.model in catalog.models]
     if not known:
         raise SimulationError(
@@ -90,7 +90,7 @@ def read(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorde
     return Recorded(found, catalog, drawn, len(rows) - len(known))
 
 
-def window(text: str, today: datetime) -> tuple[int, int]:
+def parse_window(text: str, today: datetime) -> tuple[int, int]:
     """Two moments, in ms, from yesterday, today, a date, or FROM..TO; a date means its whole day, in UTC.
 
     Raises Wrong.

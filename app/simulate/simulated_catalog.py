@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from app.simulate.load_plan import Plan, ServerPlan, sentence
+from app.simulate.load_plan import Plan, ServerPlan, describe_first_error
 from app.simulate.scenario import Arrival, SimulationError
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
@@ -100,7 +100,7 @@ def _model(name: str, fleet: str, overrides: Mapping[str, Any], like: Model | No
     try:
         config = ModelConfig(**overrides)
     except ValidationError as error:
-        raise SimulationError(f"Model {name} cannot be configured so: {sentence(error)}.") from None
+        raise SimulationError(f"Model {name} cannot be configured so: {describe_first_error(error)}.") from None
     return replace(like, overrides=overrides, config=config) if like else Model(name, fleet, overrides, config)
 
 

@@ -8,9 +8,9 @@ from itertools import islice
 
 from redis import Redis
 
+from app.simulate.private_valkey import private_valkey
 from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, SimulationError
 from app.simulate.simulated_queue import RunRecord, SimulatedQueue, SimulationEvent
-from app.simulate.valkey import private_valkey
 from slotkeeper.jobs.values import QueuedJob
 
 _EVENTS = 1000  # in one round trip

@@ -46,10 +46,10 @@ class Guardian:
         self._shell.wait()
 
     def add(self, group: int) -> None:
-        self._tell(f"add {group}")
+        self._send_line(f"add {group}")
 
     def drop(self, group: int) -> None:
-        self._tell(f"drop {group}")
+        self._send_line(f"drop {group}")
 
     @property
     def pid(self) -> int:
@@ -60,6 +60,6 @@ class Guardian:
         assert self._shell.stdin is not None
         return self._shell.stdin
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         with suppress(OSError):  # It was killed: then there is nobody to help us, and nothing else is wrong.
             self._stdin.write(f"{line}\n")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from app.up import ports, valkey_server
-from app.up.children import Role
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
 from app.up.installation_folder import InstallationFolder, flower_password, redis_password, write_addresses
+from app.up.managed_process import Role
 from app.up.roles import UpPlan, read_plan, short_path
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor
@@ -82,7 +82,7 @@ def _start(plan: UpPlan, program: str, supervisor: Supervisor) -> None:
         supervisor.wait(lambda: valkey_server.is_ready(plan.redis_port, password), _START_S, "Valkey did not answer")
     flower_password(plan.home)
     start_staggered(plan.roles(), supervisor, _processors())
-    supervisor.wait(_look_at(plan.url), _START_S, "The API did not become ready")
+    supervisor.wait(_make_readiness_check(plan.url), _START_S, "The API did not become ready")
     supervisor.restarts = True
 
 
@@ -144,7 +144,7 @@ def _without_password(text: str, url: str) -> str:
     return text
 
 
-def _look_at(url: str) -> Callable[[], bool]:
+def _make_readiness_check(url: str) -> Callable[[], bool]:
     """Whether the API is ready, each time it is asked."""
     from slotkeeper.client import Client, ClientError  # Here: it loads while our processes do, and not before them.
 

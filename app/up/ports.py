@@ -33,7 +33,7 @@ def check_ports(ports: Iterable[Port]) -> None:
                 f"set {other.variable} or {port.variable} to another one."
             )
         wanted[port.number] = port
-        if reason := _obstacle(port.host, port.number):
+        if reason := _why_not_free(port.host, port.number):
             raise UpError(reason.format(port=port))
 
 
@@ -45,7 +45,7 @@ def free_port() -> int:
     draw = random.SystemRandom()
     for _ in _QUIET:
         number = draw.choice(_QUIET)
-        if number not in _given and _obstacle(_HERE, number) is None:
+        if number not in _given and _why_not_free(_HERE, number) is None:
             _given.add(number)
             return number
     raise UpError(f"No port from {_QUIET.start} to {_QUIET.stop - 1} is free on {_HERE}.")
@@ -60,7 +60,7 @@ def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def _obstacle(host: str, number: int) -> str | None:
+def _why_not_free(host: str, number: int) -> str | None:
     """Why nobody could listen there; None: somebody could."""
     try:
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

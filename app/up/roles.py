@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.config import AppSettings
-from app.up.children import Role
 from app.up.errors import UpError
+from app.up.managed_process import Role
 from app.up.ports import Port, free_port
 from migrations.revisions import is_current
 from routing.config import RoutingSettings
@@ -63,7 +63,7 @@ class UpPlan:
 
     home: Path
     app: AppSettings
-    record_url: str
+    database_url: str
     redis_url: str
     """Of one's own; empty: one is started."""
     broker_url: str
@@ -107,7 +107,7 @@ class UpPlan:
             "SLOTKEEPER_PORT": str(self.app.port),
             "SLOTKEEPER_REDIS_PORT": str(self.redis_port),
             "SLOTKEEPER_FLOWER_PORT": str(self.flower_port),
-            "SLOTKEEPER_DATABASE_URL": self.record_url,
+            "SLOTKEEPER_DATABASE_URL": self.database_url,
             "SLOTKEEPER_GRACE_S": str(self.grace_s),
             "SLOTKEEPER_WEB_THREADS": str(self.app.web_threads),
             "PYTHONUNBUFFERED": "1",
@@ -119,7 +119,7 @@ class UpPlan:
 
     def migration(self) -> Role | None:
         """Return the process that migrates the database, or None if the schema is current."""
-        if is_current(self.record_url):
+        if is_current(self.database_url):
             return None
         return Role("migrate", f'"{sys.executable}" -m app.cli migrate', exits=True)
 
@@ -162,7 +162,7 @@ def read_plan(demo: bool) -> UpPlan:
     return UpPlan(
         home=record.home.absolute(),
         app=app,
-        record_url=_rooted(record.sqlalchemy_url),
+        database_url=_make_path_absolute(record.sqlalchemy_url),
         redis_url=routing.redis_url,
         broker_url=tasks.broker_url,
         redis_port=routing.redis_port,
@@ -195,7 +195,7 @@ def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
     )
 
 
-def _rooted(url: str) -> str:
+def _make_path_absolute(url: str) -> str:
     """The same URL for children that run in another folder.  They parse the rest of it."""
     kind, separator, _ = url.partition("://")
     backend = kind.partition("+")[0]

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HEARD = (*STOPPING, signal.SIGCHLD)
+_HANDLED = (*STOPPING, signal.SIGCHLD)
 
 
 class Signals:
@@ -25,7 +25,7 @@ class Signals:
         # Started by nohup, it shall survive its terminal.  SIGINT is heard even where a script has started us with &
         # and so had it ignored: whoever sends it means us.
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = [number for number in _HEARD if not (nohup and number == signal.SIGHUP)]
+        heard = [number for number in _HANDLED if not (nohup and number == signal.SIGHUP)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         return self
 

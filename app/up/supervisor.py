@@ -15,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from app.up.children import ManagedProcess, Role
 from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
+from app.up.managed_process import ManagedProcess, Role
 from app.up.signals import STOPPING, Signals
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Supervisor:
         """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""
         self.start(role)
         while self._children[role.name].pid is not None:
-            self._turn(_TURN_S)
+            self._run_once(_TURN_S)
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Look after the children until `condition` holds.  Raises UpError after `timeout_s`, Stopped."""
@@ -104,7 +104,7 @@ class Supervisor:
         while not condition():
             if time.monotonic() > until:
                 raise UpError(f"{what} within {timeout_s:.0f} s: see the logs in {self._logs}.")
-            self._turn(_TURN_S)
+            self._run_once(_TURN_S)
 
     def run_beside(self, function: Callable[[], T], on_stop: Callable[[], object] | None = None) -> T:
         """Run `function` in a thread and look after the children meanwhile; its result, or what it raised.
@@ -122,7 +122,7 @@ class Supervisor:
         threading.Thread(target=run, name="aside", daemon=True).start()
         try:
             while not future.done():
-                self._turn(_TURN_S)
+                self._run_once(_TURN_S)
         except Stopped:
             if on_stop is not None:
                 on_stop()
@@ -133,7 +133,7 @@ class Supervisor:
     def supervise(self) -> NoReturn:
         """Look after the children until we shall stop.  Raises Stopped."""
         while True:
-            self._turn(min([_LOGS_EVERY_S, *(at - time.monotonic() for at in self._due.values())]))
+            self._run_once(min([_LOGS_EVERY_S, *(at - time.monotonic() for at in self._due.values())]))
 
     def stop(self) -> list[str]:
         """End all children, the lowest `Role.stop_order` first, and answer which of them had to be killed.
@@ -151,9 +151,9 @@ class Supervisor:
                 child.terminate()
             since = time.monotonic()
             while left := [child for child in children if child.pid is not None]:
-                if self._heard(_TURN_S) and time.monotonic() - began > _HASTE_AFTER_S:
+                if self._wait_for_stop_signal(_TURN_S) and time.monotonic() - began > _HASTE_AFTER_S:
                     haste = True
-                self._look()
+                self._poll_children()
                 now = time.monotonic()
                 for child in left:
                     late = now - since > child.role.stop_timeout_s
@@ -163,20 +163,20 @@ class Supervisor:
         self._selector.close()
         return sorted(set(killed))
 
-    def _turn(self, timeout_s: float) -> None:
+    def _run_once(self, timeout_s: float) -> None:
         """Wait for a signal, but not for long, and do what there is to do."""
-        if self._heard(timeout_s):
+        if self._wait_for_stop_signal(timeout_s):
             raise Stopped
-        self._look()
+        self._poll_children()
         self._start_due()
         self._trim_logs()
 
-    def _heard(self, timeout_s: float) -> bool:
+    def _wait_for_stop_signal(self, timeout_s: float) -> bool:
         """Whether we are asked to stop."""
         self._selector.select(max(timeout_s, 0))
         return bool(self._signals.read() & set(STOPPING))
 
-    def _look(self) -> None:
+    def _poll_children(self) -> None:
         for name, child in self._children.items():
             pid = child.pid
             if pid is None:
@@ -184,9 +184,9 @@ class Supervisor:
             status = child.poll()
             if status is not None:
                 self._guardian.drop(pid)
-                self._ended(name, child, status)
+                self._on_exit(name, child, status)
 
-    def _ended(self, name: str, child: ManagedProcess, status: int) -> None:
+    def _on_exit(self, name: str, child: ManagedProcess, status: int) -> None:
         if self._stopping or (child.role.exits and status == 0):
             return
         if not self.restarts:

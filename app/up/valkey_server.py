@@ -8,8 +8,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from app.up.children import Role
 from app.up.errors import UpError
+from app.up.managed_process import Role
 from slotkeeper.state_folder import make_private_file
 
 _REMOTE_TIMEOUT_S = 5.0

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from app.problems import ProblemError
-from app.request_json import _first_twice, elements, parse_json
+from app.request_json import _first_duplicate, iter_array, parse_json
 from slotkeeper import json_text
 
 
@@ -62,8 +62,8 @@ def test_what_is_not_json_is_said_where(text, said):
     ],
 )
 def test_an_array_is_read_value_by_value(text, values):
-    assert list(elements(text, 100)) == values
-    assert list(elements(text + b" " * 200, 100)) == values
+    assert list(iter_array(text, 100)) == values
+    assert list(iter_array(text + b" " * 200, 100)) == values
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_an_array_is_read_value_by_value(text, values):
 )
 def test_of_an_array_the_value_that_is_none_is_named(text, said, facts):
     with pytest.raises(ProblemError) as refused:
-        list(elements(text, 100_000 if b"[[" in text else 100))
+        list(iter_array(text, 100_000 if b"[[" in text else 100))
     assert (refused.value.status, refused.value.code, refused.value.facts) == (400, "malformed_json", facts)
     assert said in refused.value.detail
 
 
 def test_of_an_array_no_more_is_parsed_than_is_asked_for():
-    found = elements(b"[1," + b"0," * 1_000_000, 100)
+    found = iter_array(b"[1," + b"0," * 1_000_000, 100)
     assert [next(found) for _ in range(3)] == [1, 0, 0]
 
 
@@ -104,5 +104,5 @@ def test_a_key_that_stands_twice_is_found_in_one_look_at_each():
         __hash__ = str.__hash__
 
     names = [Counted(f"k{n}") for n in range(1000)]
-    assert _first_twice([(name, 0) for name in [*names, Counted("k999")]]) == "k999"
+    assert _first_duplicate([(name, 0) for name in [*names, Counted("k999")]]) == "k999"
     assert Counted.looks <= 2 * len(names)

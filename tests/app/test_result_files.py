@@ -14,8 +14,8 @@ from app.result_files import MOST_FILES, files_in, shortened
 from slotkeeper.jobs.states import Reason
 from tests.support.api import Api
 from tests.support.ends import end_run_with
-from tests.support.starts import begin_run
 from tests.support.visitor import key_of, visitor
+from tools.cluster.direct_starts import begin_run
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 TEXT = base64.b64encode(PNG).decode()

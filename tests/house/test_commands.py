@@ -11,7 +11,7 @@ import click
 
 from app.cli.__main__ import main
 from tests.house.tree import syntax_tree
-from tests.support.stack import REPO
+from tools.cluster.stack import REPO
 
 _CODE = re.compile(r"<code>(slotkeeper .*?)</code>", re.DOTALL)
 _TICKED = re.compile(r"`(slotkeeper [^`]+)`")

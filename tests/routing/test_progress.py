@@ -24,7 +24,7 @@ from slotkeeper.redis.scripts import Scripts
 from tasks.servers.stream_reader import Piece
 from tasks.worker import progress_publisher as saying
 from tasks.worker.progress_publisher import ProgressPublisher
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from slotkeeper import json_text, large_json
 from slotkeeper.json_text import RawJson
 from tasks.servers import pointers
-from tests.support.stack import REPO
+from tools.cluster.stack import REPO
 
 _FILL = "x" * large_json.LARGE_BYTES
 

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from slotkeeper import process_locks
 from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.state_folder import StateFolderNotPrivate
-from tests.support.stack import REPO, eventually
+from tools.cluster.stack import REPO, eventually
 
 NAME = "worker/00c0ffee"
 _BEGIN = """

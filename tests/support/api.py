@@ -36,8 +36,8 @@ from slotkeeper.jobs.values import Job, JobError, QueuedJob
 from slotkeeper.process import Singleton
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.ends import end_run_with
-from tests.support.starts import begin_run
-from tests.support.valkey import Valkey
+from tools.cluster.direct_starts import begin_run
+from tools.cluster.valkey_process import Valkey
 
 ENDPOINT = "http://127.0.0.1:9/generate"
 A = TypeVar("A", bound="Api")

@@ -19,7 +19,7 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.jobs.values import Job, JobError, NewJob, Run, new_job_id
 from tests.support.ends import store_end
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 T0 = 1_800_000_000_000
 SECOND = 1000

@@ -5,7 +5,7 @@ from typing import Any
 
 import requests
 
-from tests.support.stack import RefServer, Stack, eventually
+from tools.cluster.stack import RefServer, Stack, eventually
 
 
 class HttpApi:

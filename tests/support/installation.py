@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from app.cli.__main__ import main
 from app.up.ports import free_port, is_open
 from tests.support.api import clear_wiring
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 SLOTKEEPER = str(Path(sys.executable).with_name("slotkeeper"))
 DEADLINE_S = 120.0

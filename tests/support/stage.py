@@ -38,7 +38,7 @@ from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
 from tests.support.room import FRAGMENTS, Room
-from tests.support.starts import begin_run, store_remote_id
+from tools.cluster.direct_starts import begin_run, store_remote_id
 
 SETTINGS = RoutingSettings.model_construct(**{n: f.default for n, f in RoutingSettings.model_fields.items()})
 LEASE_MS, OFFER_MS = SETTINGS.lease_ms, SETTINGS.offer_ms

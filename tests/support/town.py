@@ -26,8 +26,8 @@ from slotkeeper.jobs.values import Job
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from tests.support.gated import Gate
 from tests.support.http_api import HttpApi
-from tests.support.stack import Process, RefServer, Stack, eventually
-from tests.support.valkey import NoValkey
+from tools.cluster.stack import Process, RefServer, Stack, eventually
+from tools.cluster.valkey_process import NoValkey
 
 # Short, and yet long enough that a worker on a busy machine does not lose what it holds.
 LEASE_MS, RENEW_EVERY_MS, OFFER_MS = 3_000, 500, 3_000

@@ -13,7 +13,7 @@ import uvloop
 from app.server.__main__ import configuration, serve
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 
 @dataclass

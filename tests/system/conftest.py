@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import Stack
 from tests.support.town import Town, started_town
+from tools.cluster.stack import Stack
 
 _numbers = itertools.count(1)
 

@@ -25,8 +25,8 @@ from tasks import inference
 from tasks import options as call_options
 from tasks.inference import infer
 from tests.support.builders import T0
-from tests.support.stack import REPO
 from tests.support.stage import Stage
+from tools.cluster.stack import REPO
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 PROMPT = {"prompt": "a cat"}

@@ -19,7 +19,7 @@ from tasks.worker.event_loop import CommitQueue
 from tasks.worker.heartbeat import Heartbeat
 from tasks.worker.poller import Poller
 from tests.support.builders import eventually
-from tests.support.stack import REPO
+from tools.cluster.stack import REPO
 
 _FAILS = """
 import threading

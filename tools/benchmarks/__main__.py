@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.support.stack import RefServer, Stack, eventually
 from tools.benchmarks import stack_calls
 from tools.benchmarks.submits import measure_submits
+from tools.cluster.stack import RefServer, Stack, eventually
 
 
 def _say(text: str) -> None:

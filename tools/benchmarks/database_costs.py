@@ -21,8 +21,8 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, new_job_id
 from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.webhook_messages import MessageQueue
-from tests.support.postgres import running_postgres
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
+from tools.cluster.postgres_process import running_postgres
 
 _FIELDS = (
     "id, model, state, why, priority, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"

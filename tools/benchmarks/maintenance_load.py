@@ -33,7 +33,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
-from tests.support.stack import Stack, eventually
+from tools.cluster.stack import Stack, eventually
 
 _SETTINGS = {
     "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.0/8",

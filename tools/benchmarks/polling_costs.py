@@ -16,9 +16,9 @@ from typing import Any
 import requests
 
 from app.up.ports import free_port
-from tests.support.stack import Process, Stack, eventually
 from tools.benchmarks import stack_calls
 from tools.benchmarks.idle_costs import memory_mib, processor_s
+from tools.cluster.stack import Process, Stack, eventually
 
 _POLLED_EVERY_S = 2
 _WARM_UP = 50  # jobs, after which all is loaded that a run needs

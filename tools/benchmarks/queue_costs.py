@@ -26,7 +26,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 MODEL = "bench"
 SLOTS, RUNS, ROUNDS = 8, 400, 15

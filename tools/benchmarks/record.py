@@ -16,8 +16,8 @@ from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, Run, new_job_id
-from tests.support.postgres import running_postgres
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
+from tools.cluster.postgres_process import running_postgres
 
 _PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'
 _ROUNDS = 5

@@ -38,9 +38,9 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
-from tests.support.stack import Stack, eventually
-from tests.support.starts import begin_run
-from tests.support.valkey import Valkey
+from tools.cluster.direct_starts import begin_run
+from tools.cluster.stack import Stack, eventually
+from tools.cluster.valkey_process import Valkey
 
 _INSERT = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)

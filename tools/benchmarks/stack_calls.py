@@ -13,7 +13,7 @@ from routing.maintenance.rebuild import refresh_fleet
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import ledger
 from tasks.services import catalog, dispatcher, leases
-from tests.support.stack import Stack
+from tools.cluster.stack import Stack
 
 _AT_ONCE = 500
 

@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from tests.support.stack import Stack
+from tools.cluster.stack import Stack
 
 _SUBMITS = 500
 _FOLLOWS_ALL = 10  # one of so many

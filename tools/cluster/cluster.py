@@ -16,19 +16,19 @@ from redis import Redis
 from sqlalchemy import make_url
 
 from app.up import ports, valkey_server
-from app.up.children import ManagedProcess, Role
 from app.up.errors import UpError
 from app.up.guardian import Guardian
+from app.up.managed_process import ManagedProcess, Role
 from app.up.roles import read_procfile
 from migrations import migrate
 from slotkeeper.client import Client, ClientError
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
-from tools.cluster import postgres_server
+from tools.cluster import postgres_server, process_clocks
 from tools.cluster.protocol_filters import BrokerMessages, LostCommits
 from tools.cluster.tcp_proxy import Proxy, ProxyPort
-from tools.drill import clocks, evidence
+from tools.drill import evidence
 from tools.drill.drill_model import STARTS
 from tools.drill.fault_schedule import Fault, Kind, targets
 from tools.drill.setting import DrillSetup
@@ -118,8 +118,8 @@ class Cluster:
         self._room = ["redis", "replica"]  # the child that is the room's Redis now, and the other
         self.url = f"http://127.0.0.1:{self._ports['web']}"
         self.commits = LostCommits(Random(f"{setting.seed} commits"))
-        self.mail = BrokerMessages(Random(f"{setting.seed} messages"))
-        self.doors: dict[str, ProxyPort] = {}
+        self.broker_messages = BrokerMessages(Random(f"{setting.seed} messages"))
+        self.proxy_ports: dict[str, ProxyPort] = {}
         self._children: dict[str, ManagedProcess] = {}
         self._down: set[str] = set()
         self.crashes: list[str] = []
@@ -138,7 +138,7 @@ class Cluster:
     # -- where everything is -------------------------------------------------------------------------------
 
     @property
-    def record_url(self) -> str:
+    def database_url(self) -> str:
         """The database, past every door."""
         if self.setting.owns_postgres:
             return postgres_server.url(self._ports["database"])
@@ -152,13 +152,13 @@ class Cluster:
     @property
     def broker_url(self) -> str:
         """The broker, past its door."""
-        return f"redis://127.0.0.1:{self._ports['broker' if self.setting.has_doors else 'redis']}/0"
+        return f"redis://127.0.0.1:{self._ports['broker' if self.setting.has_proxy else 'redis']}/0"
 
     def endpoint(self, server: ServerSpec) -> str:
-        port = self.doors[server.name].port if server.name in self.doors else server.port
+        port = self.proxy_ports[server.name].port if server.name in self.proxy_ports else server.port
         return f"http://127.0.0.1:{port}/generate"
 
-    def hook(self, number: int) -> str:
+    def receiver_url(self, number: int) -> str:
         """Where the end of job `number` is told."""
         return f"http://127.0.0.1:{self._port('receivers')}/{number}"
 
@@ -171,15 +171,15 @@ class Cluster:
         return targets(self.workers, servers, models, self.helpers, valkeys, reached)
 
     def _port(self, name: str) -> int:
-        return self.doors[name].port if name in self.doors else self._ports[name]
+        return self.proxy_ports[name].port if name in self.proxy_ports else self._ports[name]
 
     def _valkeys(self) -> list[str]:
         setting = self.setting
-        return ["redis"] + ["replica"] * setting.has_replica + ["broker"] * setting.has_doors
+        return ["redis"] + ["replica"] * setting.has_replica + ["broker"] * setting.has_proxy
 
     def _reached(self) -> list[str]:
         """What is reached by a door."""
-        if not self.setting.has_doors:
+        if not self.setting.has_proxy:
             return []
         database = ["database"] * self.setting.has_postgres
         receivers = ["receivers"] * ("receivers" in self._ports)
@@ -302,7 +302,7 @@ class Cluster:
         self._end([self._children[old]])
         self.last_event_before_failover = self.latest_event()  # From here on offers are numbered by the replica.
         self._room = [new, old]
-        self.doors["redis"].redirect(("127.0.0.1", self._ports[new]))
+        self.proxy_ports["redis"].redirect(("127.0.0.1", self._ports[new]))
         self._launch(old)
         self._down.discard(old)
         self._wait(lambda: valkey_server.is_ready(self._ports[old]), f"{old} did not answer")
@@ -310,7 +310,7 @@ class Cluster:
 
     def latest_event(self) -> int | None:
         """The number of the record's latest event; None: the record is away."""
-        database = Database(self.record_url)
+        database = Database(self.database_url)
         try:
             return evidence.latest_event(database)
         except DatabaseUnavailable:
@@ -320,7 +320,7 @@ class Cluster:
 
     def set_clock(self, name: str, offset_s: str) -> None:
         """Let a process see a time that is `offset_s` later, such as "-30", within a second."""
-        clocks.set_clock(self._clock(name), offset_s)
+        process_clocks.set_clock(self._clock(name), offset_s)
 
     def register(self, server: ServerSpec, slots: int | None = None) -> None:
         """Raises UpError."""
@@ -332,7 +332,7 @@ class Cluster:
         except ClientError as error:
             raise UpError(f"The servers could not be registered: {error}") from error
 
-    def look(self) -> None:
+    def restart_ended(self) -> None:
         """Start again, as a supervisor would, what has ended by itself."""
         for name, child in self._children.items():
             if name not in self._down and not self._runs(child):
@@ -356,10 +356,10 @@ class Cluster:
         for name in self._reached():
             door = self._proxy.open(name, self._address(name))
             if name == "broker":
-                door.screen(self.mail.sieve)
+                door.filter_streams(self.broker_messages.make_filter)
             if name == "database":
-                door.screen(self.commits.sieve)
-            self.doors[name] = door
+                door.filter_streams(self.commits.make_filter)
+            self.proxy_ports[name] = door
 
     def _address(self, name: str) -> tuple[str, int]:
         if name == "database" and not self.setting.owns_postgres:
@@ -384,8 +384,8 @@ class Cluster:
         """Raises UpError."""
         if self.setting.owns_postgres:
             self._wait(lambda: postgres_server.answers(self._ports["database"]), "PostgreSQL did not answer")
-        migrate.upgrade(self.record_url)
-        database = Database(self.record_url)
+        migrate.upgrade(self.database_url)
+        database = Database(self.database_url)
         try:
             if ledger.read(database).accepted:
                 raise UpError("The database has jobs already: give --database the URL of an empty one.")
@@ -421,13 +421,13 @@ class Cluster:
                 "SLOTKEEPER_HOME": str(self.home / "state"),
                 "SLOTKEEPER_DATABASE_URL": self._reached_record(),
                 "SLOTKEEPER_REDIS_URL": self.redis_url,
-                "SLOTKEEPER_BROKER_URL": f"redis://127.0.0.1:{self._port('broker')}/0" if self.doors else "",
+                "SLOTKEEPER_BROKER_URL": f"redis://127.0.0.1:{self._port('broker')}/0" if self.proxy_ports else "",
                 "SLOTKEEPER_PORT": str(self._ports["web"]),
                 "SLOTKEEPER_GRACE_S": str(GRACE_S),
                 "SLOTKEEPER_LOG_LEVEL": "INFO",
                 "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32",
                 STARTS: str(self.starts(name)),
-                "PYTHONPATH": clocks.python_path(),
+                "PYTHONPATH": process_clocks.python_path(),
                 "PYTHONUNBUFFERED": "1",
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             }
@@ -436,9 +436,9 @@ class Cluster:
 
     def _reached_record(self) -> str:
         """The database as the processes reach it."""
-        if "database" not in self.doors:
-            return self.record_url
-        port = self.doors["database"].port
+        if "database" not in self.proxy_ports:
+            return self.database_url
+        port = self.proxy_ports["database"].port
         if self.setting.owns_postgres:
             return postgres_server.url(port)
         # No TLS, so that the proxy can read along.
@@ -447,11 +447,11 @@ class Cluster:
 
     def _time(self, name: str) -> dict[str, str]:
         """Environment of a process whose clock can be set."""
-        library = clocks.library()
+        library = process_clocks.library()
         if not self.setting.has_clocks or library is None or name not in (*self.workers, *self.helpers, "beat"):
             return {}
-        self.set_clock(name, clocks.RIGHT)
-        return clocks.environment(library, self._clock(name))
+        self.set_clock(name, process_clocks.RIGHT)
+        return process_clocks.environment(library, self._clock(name))
 
     def _clock(self, name: str) -> Path:
         return self.home / f"{name}.clock"
@@ -471,7 +471,7 @@ class Cluster:
         pid = child.pid
         if pid is not None and child.poll() is not None:
             self._guardian.drop(pid)
-            clocks.clear_after(pid)
+            process_clocks.clear_after(pid)
         return child.pid is not None
 
     def _signal(self, child: ManagedProcess, number: signal.Signals) -> None:

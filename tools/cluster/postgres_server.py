@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.up.children import Role
 from app.up.errors import UpError
+from app.up.managed_process import Role
 
 USER = "slotkeeper"
 # Nothing here has to survive a power cut, and everything that was committed the death of the server: so the disk need

@@ -33,17 +33,17 @@ class LostCommits:
     def stop(self) -> None:
         self._way = None
 
-    def sieve(self, _: Later) -> StreamFilter:
-        return _CommitSieve(self)
+    def make_filter(self, _: Later) -> StreamFilter:
+        return _CommitFilter(self)
 
-    def seen(self, way: Direction) -> None:
+    def on_commit(self, way: Direction) -> None:
         """A COMMIT, or its answer, comes by.  Raises Cut."""
         if self._way is way and self._chance.random() < self._share:
             self.lost += 1
             raise Cut
 
 
-class _CommitSieve:
+class _CommitFilter:
     def __init__(self, plan: LostCommits) -> None:
         self._plan = plan
         self._sent, self._told = _Frames(begun=False), _Frames(begun=True)
@@ -51,13 +51,13 @@ class _CommitSieve:
     def requests(self, piece: bytes) -> bytes:
         for kind, body in self._sent.feed(piece):
             if (kind == _QUERY and _says_commit(body)) or (kind == _PARSE and _says_commit(body.partition(b"\0")[2])):
-                self._plan.seen(Direction.REQUESTS)
+                self._plan.on_commit(Direction.REQUESTS)
         return piece
 
     def answers(self, piece: bytes) -> bytes:
         for kind, body in self._told.feed(piece):
             if kind == _COMPLETE and body == b"COMMIT\0":
-                self._plan.seen(Direction.ANSWERS)
+                self._plan.on_commit(Direction.ANSWERS)
         return piece
 
 
@@ -109,10 +109,10 @@ class BrokerMessages:
         self._chance = chance
         self._twist: MessageFault | None = None
         self._share = self._longest_s = 0.0
-        self.twisted = 0
+        self.injected = 0
         """How many were."""
 
-    def twist(self, how: MessageFault, share: float, longest_s: float) -> None:
+    def inject(self, how: MessageFault, share: float, longest_s: float) -> None:
         """`longest_s`: by which a message, or its double, is late at most."""
         self._twist, self._share, self._longest_s = how, share, longest_s
 
@@ -120,22 +120,22 @@ class BrokerMessages:
         """What is delayed arrives all the same."""
         self._twist = None
 
-    def sieve(self, later: Later) -> StreamFilter:
-        return _MailSieve(self, later)
+    def make_filter(self, later: Later) -> StreamFilter:
+        return _MessageFilter(self, later)
 
     def deliver(self, queue: bytes, command: bytes, later: Later) -> bytes:
         """What the broker gets instead of `command`, which puts a message into `queue`."""
         how = self._twist
         if how is None or self._chance.random() >= self._share:
             return command
-        self.twisted += 1
+        self.injected += 1
         if how is not MessageFault.LOST:
             later(command, self._chance.uniform(0, self._longest_s))
         # Whoever sent it gets a number as an answer, as LPUSH would give one.
         return command if how is MessageFault.DOUBLED else _command(b"LLEN", queue)
 
 
-class _MailSieve:
+class _MessageFilter:
     def __init__(self, mail: BrokerMessages, later: Later) -> None:
         self._mail, self._later = mail, later
         self._rest = b""

@@ -100,7 +100,7 @@ class ProxyPort:
 
         self._call(change)
 
-    def screen(self, sieve: Callable[[Later], StreamFilter]) -> Self:
+    def filter_streams(self, sieve: Callable[[Later], StreamFilter]) -> Self:
         """Have new connections pass a sieve, one of its own for each."""
         self._sieve = sieve
         return self

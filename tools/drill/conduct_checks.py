@@ -18,7 +18,7 @@ from slotkeeper.jobs import events
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Event
 from tools.drill.history_checks import Run
-from tools.drill.receivers import Delivery
+from tools.drill.webhook_receiver import Delivery
 
 _STARTED = events.EVENT_TYPES[State.RUNNING]
 _RETRIES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED})
@@ -159,7 +159,7 @@ def over_limits(runs: Sequence[Run], limits: Iterable[Limit]) -> list[str]:
     return found
 
 
-def webhooks(
+def webhook_faults(
     hooked: Mapping[str, State | None], deliveries: Iterable[Delivery], owed: Iterable[PendingMessage]
 ) -> dict[str, list[str]]:
     """What is wrong with the messages.  `hooked`: jobs with a receiver, and where they stand."""

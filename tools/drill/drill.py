@@ -28,11 +28,11 @@ from tools.drill.fault_schedule import OUTSIDE, Fault, Kind, schedule
 from tools.drill.faults import FaultInjector, InjectedFault
 from tools.drill.history_checks import Disturbance, Evidence, Run, check, unexplained
 from tools.drill.jobs import PlannedJob, plan_deadline_bursts, plan_jobs
-from tools.drill.limits import limits
-from tools.drill.receivers import Receiver
+from tools.drill.limits import limits_in_force
 from tools.drill.score_card import ScoreCard
 from tools.drill.setting import DrillSetup
 from tools.drill.truth import LeaseComparison
+from tools.drill.webhook_receiver import Receiver
 from tools.drill.workload import Clients
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Drill:
         )
         self._seconds = wishes.seconds if wishes.kills is None else self._faults[-1].at_s
         self._orders = self._ordered()
-        self._clients = Clients(stack.url, self._orders, wishes.clients, stack.hook)
+        self._clients = Clients(stack.url, self._orders, wishes.clients, stack.receiver_url)
         self._saboteur = FaultInjector(stack, self._faults, self._say_fault)
         self._agreed_s: float | None = None
         self._left: list[str] = []
@@ -131,7 +131,7 @@ class _Drill:
                 f"seed {self._wishes.seed}: {len(self._orders)} jobs, {len(self._faults)} faults in "
                 f"{self._seconds:.0f} s (the same seed brings the same)"
             )
-            database = Database(self._stack.record_url)
+            database = Database(self._stack.database_url)
             left.callback(database.close)
             stalled = self._follow(database)
             self._saboteur.stop()
@@ -179,7 +179,7 @@ class _Drill:
             return False
         if self._saboteur.error is not None:
             raise self._saboteur.error
-        self._stack.look()
+        self._stack.restart_ended()
         if self._agreed_s is None and self._truth.differs() == set():
             self._agreed_s = self._since_faults()
         waits_still = self._agreed_s is None and self._since_faults() < _AGREE_S
@@ -199,7 +199,7 @@ class _Drill:
             slots[server.model] += server.slots
         for name, job in running:
             at_servers[model_of[name]].add(job)
-        waiting, said = evidence.going_on(database)
+        waiting, said = evidence.active_jobs(database)
         self._stuck.see(Snapshot(waiting, said, at_servers, slots), time.monotonic())
 
     def _wait_for_webhooks(self, database: Database) -> None:
@@ -207,13 +207,15 @@ class _Drill:
         until = time.monotonic() + _HOOKS_S
         with self._console.status("Waiting for the last webhooks ..."):
             while time.monotonic() < until:
-                if not any(one.state == "pending" and not one.put_off for one in evidence.owed(database, now_ms())):
+                if not any(
+                    one.state == "pending" and not one.put_off for one in evidence.pending_messages(database, now_ms())
+                ):
                     return
-                self._stack.look()
+                self._stack.restart_ended()
                 time.sleep(_LOOK_S)
 
     def _since_faults(self) -> float:
-        last = max((one.mended_ns for one in self._saboteur.struck), default=time.monotonic_ns())
+        last = max((one.mended_ns for one in self._saboteur.injected), default=time.monotonic_ns())
         return (time.monotonic_ns() - last) / 1e9
 
     def _at_rest(self) -> list[str]:
@@ -263,7 +265,7 @@ class _Drill:
     # -- afterwards ----------------------------------------------------------------------------------------
 
     def _card(self, seen: "_Read", stalled: bool, slow: Sequence[str]) -> ScoreCard:
-        struck, receipts, runs = self._saboteur.struck, self._clients.receipts, self._runs()
+        struck, receipts, runs = self._saboteur.injected, self._clients.receipts, self._runs()
         emptied = [one.last_event for one in struck if one.last_event is not None and one.fault.target == "redis"]
         record = evidence.recorded(seen.states, seen.trails, emptied)
         evidence.write_receipts(self._stack.home / "clients.journal", receipts)
@@ -295,11 +297,11 @@ class _Drill:
             slow=list(slow),
             states={job_id: record[job_id].state if job_id in record else None for job_id in findings.lost},
             lost_commits=self._stack.commits.lost,
-            twisted=self._stack.mail.twisted,
+            twisted=self._stack.broker_messages.injected,
         )
 
     def _conduct(self, seen: "_Read", runs: Sequence[Run]) -> ConductReport:
-        struck, clients = self._saboteur.struck, self._clients
+        struck, clients = self._saboteur.injected, self._clients
         deaths = [(one.at_ns, one.mended_ns or time.monotonic_ns()) for one in struck if _takes_runs_along(one)]
         wall_ns = None if self._clocks_were_wrong() else time.time_ns() - time.monotonic_ns()
         hooked = {job_id: seen.states.get(job_id) for job_id, order in clients.orders_of.items() if order.hooked}
@@ -314,8 +316,8 @@ class _Drill:
                 "undue retries": conduct_checks.undue_retries(seen.trails, runs),
                 "undue crashes": conduct_checks.undue_crashes(seen.trails, runs, deaths, wall_ns),
                 "undeserved ends": conduct_checks.unexpected_ends(seen.states, self._stack.revoked, mortal),
-                "over limits": conduct_checks.over_limits(runs, limits(struck, self._stack.servers)),
-                **conduct_checks.webhooks(hooked, self._receiver.deliveries, seen.owed),
+                "over limits": conduct_checks.over_limits(runs, limits_in_force(struck, self._stack.servers)),
+                **conduct_checks.webhook_faults(hooked, self._receiver.deliveries, seen.owed),
             }
         )
 
@@ -329,7 +331,7 @@ class _Drill:
                 self._stack.starts(server.name),
                 [
                     one.at_ns
-                    for one in self._saboteur.struck
+                    for one in self._saboteur.injected
                     if one.fault.kind is Kind.SERVER and one.fault.target == server.name
                 ],
                 time.monotonic_ns(),
@@ -345,7 +347,7 @@ class _Drill:
         ]
 
     def _clocks_were_wrong(self) -> bool:
-        return any(one.fault.kind is Kind.CLOCK for one in self._saboteur.struck)
+        return any(one.fault.kind is Kind.CLOCK for one in self._saboteur.injected)
 
     def _disturbance(self, one: InjectedFault) -> Disturbance:
         fault, all_slots, clients = one.fault, sum(self._slots.values()), self._wishes.clients
@@ -380,8 +382,8 @@ class _Read:
     def __init__(self, database: Database) -> None:
         self.trails: dict[str, list[Event]] = evidence.job_events(database)
         self.states = evidence.states(database)
-        self.numbers = evidence.numbers(database)
-        self.owed = evidence.owed(database, now_ms())
+        self.numbers = evidence.job_numbers(database)
+        self.owed = evidence.pending_messages(database, now_ms())
         self.balance = ledger.read(database)
 
 

@@ -116,14 +116,14 @@ def latest_event(database: Database) -> int:
         return connection.execute(select(func.max(_events.c.id))).scalar() or 0
 
 
-def numbers(database: Database) -> dict[str, int]:
+def job_numbers(database: Database) -> dict[str, int]:
     """Job -> the number of its order."""
     with database.read() as connection:
         rows = connection.execute(select(_jobs.c.id, _jobs.c.payload)).all()
     return {row.id: int(orjson.loads(row.payload)["number"]) for row in rows}
 
 
-def owed(database: Database, now_ms: int) -> list[PendingMessage]:
+def pending_messages(database: Database, now_ms: int) -> list[PendingMessage]:
     """What jobs' `callback_url` were not told yet, or not at all, judged at this time."""
     names = ("job_id", "event", "state", "next_ms", "tries")
     columns = (_messages.c[name] for name in names)
@@ -145,7 +145,7 @@ def owed(database: Database, now_ms: int) -> list[PendingMessage]:
     return found
 
 
-def going_on(database: Database) -> tuple[dict[str, str], dict[str, str]]:
+def active_jobs(database: Database) -> tuple[dict[str, str], dict[str, str]]:
     """(those that are queued, those that run): job -> model."""
     query = select(_jobs.c.id, _jobs.c.model, _jobs.c.state).where(_jobs.c.state.in_([State.QUEUED, State.RUNNING]))
     with database.read() as connection:

@@ -16,10 +16,11 @@ from slotkeeper.client import ApiError, Client, ClientError
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.policies import POLICIES
+from tools.cluster import process_clocks
 from tools.cluster.cluster import Cluster, ServerSpec, operated
 from tools.cluster.protocol_filters import MessageFault
 from tools.cluster.tcp_proxy import Direction
-from tools.drill import clocks, evidence
+from tools.drill import evidence
 from tools.drill.fault_schedule import BOTH, DEAD, Change, Fault, Kind
 
 Undo = Callable[[], object]
@@ -62,7 +63,7 @@ def _restart(stack: Cluster, fault: Fault) -> Undo:
 
 def _clock(stack: Cluster, fault: Fault) -> Undo:
     stack.set_clock(fault.target, fault.how)
-    return lambda: stack.set_clock(fault.target, clocks.RIGHT)
+    return lambda: stack.set_clock(fault.target, process_clocks.RIGHT)
 
 
 # -- Redis -------------------------------------------------------------------------------------------------
@@ -97,24 +98,24 @@ def _stale(stack: Cluster, fault: Fault) -> Undo:
 
 
 def _silence(stack: Cluster, fault: Fault) -> Undo:
-    door = stack.doors[fault.target]
+    door = stack.proxy_ports[fault.target]
     door.blackhole(*(() if fault.how == BOTH else (Direction(fault.how),)))
     return door.restore
 
 
 def _cut(stack: Cluster, fault: Fault) -> Undo:
-    stack.doors[fault.target].reset()
+    stack.proxy_ports[fault.target].reset()
     return _nothing
 
 
 def _delay(stack: Cluster, fault: Fault) -> Undo:
-    door = stack.doors[fault.target]
+    door = stack.proxy_ports[fault.target]
     door.delay(_DELAY_S)
     return door.restore
 
 
 def _receivers(stack: Cluster, fault: Fault) -> Undo:
-    door = stack.doors["receivers"]
+    door = stack.proxy_ports["receivers"]
     if fault.how == DEAD:
         door.blackhole()
     else:
@@ -123,8 +124,8 @@ def _receivers(stack: Cluster, fault: Fault) -> Undo:
 
 
 def _twist_messages(stack: Cluster, fault: Fault) -> Undo:
-    stack.mail.twist(MessageFault(fault.how), _SHARE, _LATE_S)
-    return stack.mail.stop
+    stack.broker_messages.inject(MessageFault(fault.how), _SHARE, _LATE_S)
+    return stack.broker_messages.stop
 
 
 def _lose_commits(stack: Cluster, fault: Fault) -> Undo:
@@ -150,9 +151,9 @@ def _revoke(stack: Cluster, fault: Fault) -> Undo:
 
 def _going_on(stack: Cluster) -> list[str]:
     """Jobs that wait or run.  Raises NotApplicable."""
-    database = Database(stack.record_url)
+    database = Database(stack.database_url)
     try:
-        waiting, running = evidence.going_on(database)
+        waiting, running = evidence.active_jobs(database)
         return sorted({**waiting, **running})
     except DatabaseUnavailable as error:
         raise NotApplicable from error

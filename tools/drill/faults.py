@@ -46,7 +46,7 @@ class FaultInjector(threading.Thread):
         self.error: Exception | None = None
 
     @property
-    def struck(self) -> list[InjectedFault]:
+    def injected(self) -> list[InjectedFault]:
         """In the order of their times."""
         return sorted(self._struck.values(), key=lambda it: it.at_ns)
 
@@ -67,7 +67,7 @@ class FaultInjector(threading.Thread):
     def _wait_until(self, at: float) -> None:
         while not self._told.is_set() and (left := at - time.monotonic()) > 0:
             self._told.wait(min(left, _LOOK_EVERY_S))
-            self._stack.look()
+            self._stack.restart_ended()
 
     def _strike(self, fault: Fault) -> None:
         self._struck[fault] = InjectedFault(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)

@@ -8,7 +8,7 @@ from tools.drill.fault_schedule import Change, Kind
 from tools.drill.faults import InjectedFault
 
 
-def limits(struck: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
+def limits_in_force(struck: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
     """What may not be exceeded, and when; a change of policy forbids nothing."""
     found = []
     for one in struck:

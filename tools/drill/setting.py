@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.drill import clocks
+from tools.cluster import process_clocks
 from tools.drill.fault_schedule import OUTSIDE, Kind
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
@@ -29,7 +29,7 @@ class DrillSetup:
         return self.database != SQLITE
 
     @property
-    def has_doors(self) -> bool:
+    def has_proxy(self) -> bool:
         """Then the broker has a Valkey of its own, too, so that it can fail without the waiting room."""
         return bool(OUTSIDE & set(self.kinds))
 
@@ -59,6 +59,6 @@ def unavailable_reason(kind: Kind, database: str) -> str | None:
             return "SQLite has no process that could be killed: --database postgresql"
         case Kind.DATABASE if database != POSTGRESQL:
             return "a database that the drill has not started is not killed"
-        case Kind.CLOCK if clocks.library() is None:
+        case Kind.CLOCK if process_clocks.library() is None:
             return "libfaketime is not installed (Debian: apt-get install faketime)"
     return None

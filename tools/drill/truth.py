@@ -14,7 +14,7 @@ from tools.cluster.cluster import ServerSpec
 _SLOTS_KEY = FLEET_KEYS.index("slots")  # slot -> job
 _TIMEOUT_S = 2.0
 
-Held = set[tuple[str, str]]  # (server, job)
+HeldSlots = set[tuple[str, str]]  # (server, job)
 
 
 class LeaseComparison:
@@ -24,23 +24,23 @@ class LeaseComparison:
         self._redis = Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
         self._keys = Keys(RoutingSettings.model_fields["redis_prefix"].default)
         self._servers = servers
-        self._before: Held | None = None
+        self._before: HeldSlots | None = None
 
-    def leases(self) -> Held:
+    def leases(self) -> HeldSlots:
         """Raises redis errors."""
-        found: Held = set()
+        found: HeldSlots = set()
         for fleet in {server.model for server in self._servers}:
             held: dict[str, str] = self._redis.hgetall(self._keys.fleet_keys(fleet)[_SLOTS_KEY])  # type: ignore[assignment]
             found |= {(slot.rsplit("-slot", 1)[0], job) for slot, job in held.items()}
         return found
 
-    def running(self) -> Held:
+    def running(self) -> HeldSlots:
         """Raises requests errors."""
         with ThreadPoolExecutor(len(self._servers)) as pool:
             reports = list(pool.map(_report, self._servers))
         return {(server.name, job) for server, jobs in zip(self._servers, reports, strict=True) for job in jobs}
 
-    def differs(self) -> Held | None:
+    def differs(self) -> HeldSlots | None:
         """What only one side knows, now and at the last look; None: somebody did not answer.
 
         What differs once may be on its way.

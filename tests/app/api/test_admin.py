@@ -250,7 +250,7 @@ def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
 def test_retry_all_takes_on_no_more_than_it_can(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.api import dlq
 
-    monkeypatch.setattr(dlq, "_AT_ONCE", 2)
+    monkeypatch.setattr(dlq, "_MAX_RETRIED", 2)
     api.model()
     for _ in range(3):
         an_ended_job(api.dispatcher.store, State.DEAD)

@@ -12,7 +12,7 @@ from slotkeeper.outbox import retention
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
 from tests.support.sql_plans import plans_of
-from tests.support.starts import begin_run
+from tools.cluster.direct_starts import begin_run
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
 _JOB: dict[str, Any] = {"model": "zimg", "payload": {"prompt": "a cat"}}

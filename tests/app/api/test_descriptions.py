@@ -22,7 +22,7 @@ from tests.support.api import Api
 from tests.support.blocking import Blocking
 from tests.support.ends import hand_back, store_end
 from tests.support.scripted import Scripted, answer
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 CONFIG = "/admin/model-configs/zimg"
 RULE = {"if": {"status": 200}, "then": "done"}

@@ -14,7 +14,7 @@ from slotkeeper.jobs.values import JobError, Run
 from tasks import server_push
 from tests.support.api import Api
 from tests.support.ends import end_run_with, store_end
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 DONE = {"status": "success", "result": {"url": "https://cdn.example/1.png"}}
 UNKNOWN = "01920000-0000-7000-8000-000000000000"

@@ -11,8 +11,8 @@ from slotkeeper.jobs.values import JobError
 from tests.support import passes
 from tests.support.api import NOTHING, Api, TimedApi
 from tests.support.ends import cool_down, end_run_with, free
-from tests.support.starts import begin_run
 from tests.support.visitor import visitor
+from tools.cluster.direct_starts import begin_run
 
 STATES = ["paused", "draining", "frozen"]
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

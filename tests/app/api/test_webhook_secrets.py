@@ -16,7 +16,7 @@ from tasks import server_push, startup
 from tasks.security import keyring
 from tasks.webhooks import delivery_loop
 from tests.support.api import Api
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

@@ -27,8 +27,8 @@ from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.callbacks import claim, due_ids, failed
 from tests.support.ends import store_end
-from tests.support.stack import eventually
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
+from tools.cluster.stack import eventually
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])

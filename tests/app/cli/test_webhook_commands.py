@@ -16,7 +16,7 @@ from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 URL = "https://hooks.example.com/slotkeeper"
 

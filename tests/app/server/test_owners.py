@@ -35,7 +35,7 @@ class Visits:
 
 @pytest.fixture
 def database(monkeypatch):
-    monkeypatch.setattr(module, "_REST_S", 0.0)
+    monkeypatch.setattr(module, "_MIN_PAUSE_S", 0.0)
     return Database()
 
 

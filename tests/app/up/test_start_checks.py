@@ -150,7 +150,7 @@ def test_a_redis_of_ones_own_needs_no_port(settings: pytest.MonkeyPatch) -> None
 def test_a_relative_record_means_the_same_file_in_every_process(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings.chdir(tmp_path)
     settings.setenv("SLOTKEEPER_DATABASE_URL", "sqlite:///here.db")
-    assert read_plan(demo=False).record_url == f"sqlite:///{tmp_path}/here.db"
+    assert read_plan(demo=False).database_url == f"sqlite:///{tmp_path}/here.db"
 
 
 def test_a_password_in_the_url_of_a_record_is_kept(settings: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from app.up import launcher
-from app.up.children import Role
 from app.up.errors import Stopped, UpError
 from app.up.launcher import start_staggered
+from app.up.managed_process import Role
 from app.up.ports import free_port, is_open
 from app.up.supervisor import how_it_ended, restart_delay_s
 from tasks import process_files
@@ -221,7 +221,7 @@ def test_a_second_signal_asks_for_haste_but_what_keeps_state_gets_its_time(
 
 
 def test_a_log_does_not_grow_without_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.up.children._LARGEST_LOG", 1000)
+    monkeypatch.setattr("app.up.managed_process._LARGEST_LOG", 1000)
     monkeypatch.setattr("app.up.supervisor._LOGS_EVERY_S", 0.05)
     bench.start("talks", "while :; do echo a line of a log; sleep 0.001; done")
     bench.until(lambda: (bench.folder / "logs" / "talks.log.1").exists())
@@ -245,7 +245,7 @@ def test_a_stop_that_comes_while_a_thread_begins_is_no_error_of_the_thread(monke
 def test_children_end_even_when_the_parent_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, pathlib, time
-from app.up.children import Role
+from app.up.managed_process import Role
 from app.up.guardian import Guardian
 from app.up.signals import Signals
 from app.up.supervisor import Supervisor

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from app.up.children import Role
+from app.up.managed_process import Role
 from app.up.supervisor import Supervisor
 
 

@@ -30,8 +30,8 @@ from tests.nightly.live_presets.servers import (
     wait_until_ready,
     wanted,
 )
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(300)]
 

@@ -17,8 +17,8 @@ import requests
 
 from slotkeeper.jobs.values import Job
 from tests.nightly.live_presets.servers import LLAMA_CONTEXT, Live, chat, installed, prompt, started, wanted
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
 

@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     Mutant(
         "an internal address is stored",
-        "app.api.webhook_views:_checked_url",
+        "app.api.webhook_views:_validate_url",
         never("problem is not None"),
         kills=["test_an_address_inside_or_one_that_hides_something_is_refused_when_it_is_stored"],
         breaks="SSRF",

@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     Mutant(
         "a batch may be of any size",
-        "app.batch:_item",
+        "app.batch:_parse_item",
         never("index == MAX_BATCH_JOBS"),
         kills=["test_a_thousand_jobs_are_a_batch"],
         breaks="limits",
@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         "a response header can begin another header",
-        "app.server.wsgi:_encoded",
+        "app.server.wsgi:_encode_header",
         always("value.isprintable()"),
         kills=["test_no_header_of_an_answer_begins_another"],
         breaks="framing",
@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "events that occur while the database is read are lost",
-        "app.server.event_stream:EventStream._missed",
+        "app.server.event_stream:EventStream._send_missed",
         swap("yield await self._kept_text()", "self._kept = []"),
         kills=["test_what_happens_while_the_record_is_read_is_told_once_and_in_order"],
         breaks="no lost event",

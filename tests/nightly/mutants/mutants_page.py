@@ -5,7 +5,7 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, s
 MUTANTS = [
     Mutant(
         "a copied cookie outlives its log-out",
-        "app.page.login:_receive",
+        "app.page.login:_begin_request",
         never("RevokedSessions(database()).is_revoked(visit.id)"),
         kills=["test_a_copied_cookie_opens_nothing_after_log_out"],
         breaks="authentication",
@@ -53,7 +53,7 @@ MUTANTS = [
     ),
     Mutant(
         "a form without a token is accepted",
-        "app.page.login:_receive",
+        "app.page.login:_begin_request",
         drop("_refuse_foreign_forms(g.visit)"),
         kills=["test_a_form_without_the_visits_token_does_nothing", "test_every_form_asks_for_the_token"],
         breaks="CSRF",
@@ -71,7 +71,7 @@ MUTANTS = [
         "the signature of a cookie is not verified",
         "app.auth.session_cookie:decode_session",
         swap(
-            'hmac.compare_digest(_signed(key, "visit", body).encode(), signature.encode())',
+            'hmac.compare_digest(_sign(key, "visit", body).encode(), signature.encode())',
             "hmac.compare_digest(body.encode(), body.encode()) and body",
         ),
         kills=["test_a_cookie_that_was_written_by_somebody_else_opens_nothing"],
@@ -127,14 +127,14 @@ MUTANTS = [
     Mutant(
         "the page may run inline scripts",
         "app.api.docs:_security_headers",
-        swap("allowed = _OF_SCREENS", "allowed = _OF_PAGE"),
+        swap("allowed = _PAGE_POLICY", "allowed = _DOCS_POLICY"),
         kills=["test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline"],
         breaks="XSS",
         still="test_a_form_leads_to_no_other_site",
     ),
     Mutant(
         "a setting is shown with its password",
-        "app.page.settings:_plain",
+        "app.page.settings:_mask_one_url",
         swap_argument("hide_password=True", "hide_password=False"),
         kills=["test_settings_are_shown_without_what_is_secret_in_them"],
         breaks="secrets",
@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "a server is removed from its runs without force",
         "app.page.removal:remove_server",
-        swap_argument('force=_says("force")', "force=True"),
+        swap_argument('force=_is_checked("force")', "force=True"),
         kills=["test_a_server_with_a_run_is_drained_which_can_be_called_off"],
         breaks="SLOT-1",
         still="test_a_server_on_which_nothing_runs_is_removed_at_once",

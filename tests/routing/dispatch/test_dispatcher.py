@@ -20,7 +20,7 @@ from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
 from tests.support.ends import end_run_with, free, hand_back
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
-from tests.support.starts import begin_run
+from tools.cluster.direct_starts import begin_run
 
 # -- submit ----------------------------------------------------------------------------------------------------
 

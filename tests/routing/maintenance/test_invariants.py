@@ -21,7 +21,7 @@ from tests.support import passes
 from tests.support.builders import an_ended_job
 from tests.support.ends import store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
-from tests.support.starts import claim_offer
+from tools.cluster.direct_starts import claim_offer
 
 
 @pytest.fixture

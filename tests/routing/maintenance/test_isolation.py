@@ -26,9 +26,9 @@ from tasks.health_checks import HealthChecks
 from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import free, store_end
-from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.threads import no_thread_left
+from tools.cluster.stack import eventually
 
 # -- one fleet's error is no other's ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import end_run_with, free, hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, Stage
-from tests.support.starts import claim_offer, store_start
+from tools.cluster.direct_starts import claim_offer, store_start
 
 KILLED, LIVING = "worker/killed", "worker/living"
 

@@ -19,7 +19,7 @@ from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, SECOND, UP_AND_IDLE, YEAR, OutcomeKind, Stage
-from tests.support.starts import claim_offer
+from tools.cluster.direct_starts import claim_offer
 
 # -- reap ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from redis import Redis
 
 from tests.support.room import LEASE_MS, Room, Server, a
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from tests.support.ends import release
 from tests.support.stage import SETTINGS
-from tests.support.starts import claim_offer
+from tools.cluster.direct_starts import claim_offer
 
 JOB, SLOT, FLEET = "one", "gpu-slot0", "zimg"
 

@@ -26,7 +26,7 @@ from slotkeeper.jobs.tables import jobs as jobs_table
 from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
 from tests.support.groups import held, in_one_group
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 Act = Callable[[], Any]
 

@@ -30,7 +30,7 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.tenants import SecretRotations, Tenants
 from tests.support.builders import T0, a_job
 from tests.support.ends import store_end
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 ENDED, WAITING = 4000, 400
 LATER = T0 + 60_000

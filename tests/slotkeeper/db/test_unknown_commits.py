@@ -20,7 +20,7 @@ from tests.support.builders import T0, a_job, a_queued_job, a_running_job, at_on
 from tests.support.ends import store_end
 from tests.support.groups import in_one_group
 from tests.support.silence import Network, between
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 # A new connection is given two seconds at least.
 QUICK = DatabaseTimeouts(turn_s=0.5, transaction_s=2.5, inquiry_s=2.5, lock_s=0.3)

@@ -16,7 +16,7 @@ from slotkeeper.jobs.values import new_job_id
 from slotkeeper.outbox import event_reader, retention
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, an_ended_job, at_once, eventually, row_of, trail_of
 from tests.support.ends import store_end
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 WINDOW_S = 100
 KEYED: dict[str, Any] = {"idempotency_key": "k1", "fingerprint": "same request"}

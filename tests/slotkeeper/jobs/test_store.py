@@ -38,7 +38,7 @@ from tests.support.builders import (
 )
 from tests.support.callbacks import claim, due_ids, failed
 from tests.support.ends import store_end
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'

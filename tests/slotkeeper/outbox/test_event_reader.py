@@ -16,7 +16,7 @@ from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.retention import EventRetention
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 from tests.support.ends import store_end
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 LATE = {"job_id": "late", "type": "job.enqueued", "at_ms": T0, "attempt": 0, "data": "{}"}
 

@@ -20,7 +20,7 @@ from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import BoundScript
 from tasks.relay.sinks.redis_stream import Entry, EventStream
 from tests.support.room import Job, Room, Server, a
-from tests.support.valkey import NoValkey, Valkey
+from tools.cluster.valkey_process import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"
 NO_FLEETS = ["test:events", "test:rate:acme", "test:said:j1", "test:workers"]

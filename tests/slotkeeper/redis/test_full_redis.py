@@ -19,7 +19,7 @@ from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts
 from tasks.extensions.transport import Transport
 from tests.house.rule import for_each
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 BRING_IN_NEW_WORK = {"rate_limit", "enqueue"}
 ADD_TO_STREAMS = {

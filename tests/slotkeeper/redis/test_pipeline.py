@@ -22,7 +22,7 @@ from slotkeeper.redis.pipeline import Pipeline, _Connection
 from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import pack_words
 from tests.support.room import Room, a
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 KEYS = Keys("test")
 SCRIPTS = make_scripts(Redis(), KEYS)  # Makes commands, and sends none.

@@ -21,7 +21,7 @@ from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 KEYS = Keys("test")
 SCRIPTS = make_scripts(Redis(), KEYS)  # Makes commands, and sends none.

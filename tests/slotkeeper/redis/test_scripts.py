@@ -16,7 +16,7 @@ from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
 from tests.house.lua_text import body, called_functions
 from tests.house.rule import for_each
 from tests.support.room import CLOCK, FRAGMENTS, Room, a
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from app.up.ports import free_port
 from slotkeeper.redis.connections import connect
 from tasks.config import TaskSettings
 from tests.support.certificates import self_signed
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.support.builders import (
     eventually,
 )
 from tests.support.ends import store_end
-from tests.support.starts import store_start
+from tools.cluster.direct_starts import store_start
 
 URL = "http://10.0.0.1:8000/generate"
 

@@ -9,7 +9,7 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.server_descriptions import KEEP_UNUSED_MS, Secret
 from tests.support.builders import SECOND, T0, a_queued_job, at_once
 from tests.support.ends import store_end
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 LATER = T0 + SECOND
 

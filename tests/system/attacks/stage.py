@@ -15,7 +15,7 @@ from app.up.roles import read_procfile
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
-from tests.support.stack import BIN, Stack
+from tools.cluster.stack import BIN, Stack
 
 PLACES = 1200
 """Connections that the process takes."""

@@ -7,9 +7,9 @@ tests are names of pytest's, or attacks of tests/system/attacks, which look befo
 from dataclasses import dataclass
 
 API = "tests/app/api/"
-CONNECTION = "tests/app/server/test_connection.py::"
-STREAMS = "tests/app/server/test_streams.py::"
-CAPACITY = "tests/app/server/test_capacity.py::"
+CONNECTION = "tests/app/server/test_http_protocol.py::"
+STREAMS = "tests/app/server/test_event_stream.py::"
+CAPACITY = "tests/app/server/test_connection_limits.py::"
 MALFORMED = "tests/system/faults/test_malformed.py::"
 REVOKES = "tests/system/faults/test_revokes.py::"
 ENDPOINTS = "tests/app/api/test_endpoint_addresses.py::"
@@ -191,7 +191,7 @@ TABLE = [
             f"{ATTACK}anybody asks for the health",
             f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",
             f"{STREAMS}test_waiting_ends_with_the_job_and_holds_no_thread",
-            "tests/app/server/test_threads.py::test_no_owner_holds_more_than_its_share",
+            "tests/app/server/test_fair_pool.py::test_no_owner_holds_more_than_its_share",
         ),
     ),
     # -- streams -------------------------------------------------------------------------------------------------------

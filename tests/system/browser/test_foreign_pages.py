@@ -15,7 +15,7 @@ import requests
 from app.up.ports import free_port
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
 from tests.support.scripted import Scripted, Seen, answer
-from tests.support.stack import BIN, Stack, eventually
+from tools.cluster.stack import BIN, Stack, eventually
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -24,7 +24,7 @@ from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.serve.demo import zimg
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
-from tests.support.stack import Stack, eventually
+from tools.cluster.stack import Stack, eventually
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 REPO = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import pytest
 from app.up.ports import free_port
 from tests.support.installation import Installation
 from tests.support.snippets import PAGES, RUNNABLE, Snippet, snippets
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.support.rabbitmq import NoRabbitMQ, RabbitMQ
-from tests.support.stack import eventually
 from tests.support.town import Town, ready, started_town
+from tools.cluster.rabbitmq_process import NoRabbitMQ, RabbitMQ
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -16,9 +16,9 @@ import pytest
 from app.up.errors import UpError
 from app.up.ports import free_port
 from slotkeeper.jobs import ledger
-from tests.support.stack import eventually
 from tests.support.town import Town, started_town
 from tools.cluster import postgres_server
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.postgres, pytest.mark.timeout(240)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slotkeeper.jobs import ledger
-from tests.support.stack import eventually
 from tests.support.town import Town, started_town
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

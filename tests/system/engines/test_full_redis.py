@@ -9,9 +9,9 @@ from redis.exceptions import OutOfMemoryError
 from routing.maintenance import rebuild
 from slotkeeper.jobs.values import QueuedJob
 from tests.support import passes
-from tests.support.stack import eventually
 from tests.support.stage import Stage
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 
 @contextmanager

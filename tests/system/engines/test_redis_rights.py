@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import REPO, Stack, eventually
+from tools.cluster.stack import REPO, Stack, eventually
 
 _RULES = re.compile(r"^ACL SETUSER slotkeeper (.*)$", re.MULTILINE)
 _BY_CELERY = (

@@ -18,8 +18,8 @@ from app.up.valkey_server import check_remote
 from slotkeeper.redis.connections import UnsuitableRedis, connect, explain_unsuitable
 from tasks import startup
 from tests.support.api import clear_wiring
-from tests.support.stack import REPO
-from tests.support.valkey import NoValkey, Valkey, find_binary
+from tools.cluster.stack import REPO
+from tools.cluster.valkey_process import NoValkey, Valkey, find_binary
 
 REMEDIES = {
     "cluster": "give the URL of a single Redis",

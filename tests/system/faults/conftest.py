@@ -11,9 +11,9 @@ import pytest
 
 from migrations import migrate
 from slotkeeper.db.schema import metadata
-from tests.support.postgres import Postgres
-from tests.support.valkey import NoValkey, Valkey
 from tests.system.faults.lanes import Lane, free_lanes
+from tools.cluster.postgres_process import Postgres
+from tools.cluster.valkey_process import NoValkey, Valkey
 
 LANES, POSTGRES_LANES = 6, 3
 

@@ -17,9 +17,9 @@ from typing import Any
 from slotkeeper.db import Database
 from slotkeeper.jobs.tables import events, jobs
 from tests.support.scripted import Scripted, Seen, answer
-from tests.support.stack import REPO
-from tests.support.valkey import Valkey
 from tests.system.faults import life as a_life
+from tools.cluster.stack import REPO
+from tools.cluster.valkey_process import Valkey
 
 _RUNS_FOR_S = 0.03  # a polled job
 

@@ -62,8 +62,8 @@ from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
 from tests.support import passes
 from tests.support.builders import a_submission
-from tests.support.starts import begin_run
 from tests.support.untold import untold_events
+from tools.cluster.direct_starts import begin_run
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
 SETTINGS = {

@@ -40,9 +40,9 @@ from slotkeeper.jobs.tables import events, jobs, messages
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.outbox.tables import receivers
 from slotkeeper.outbox.webhook_messages import message_id
-from tests.support.stack import REPO
 from tests.system.faults.lanes import Aftermath, Lane, Oracle, ended
 from tests.system.faults.life import SLOTS, read_lines
+from tools.cluster.stack import REPO
 
 Case = tuple[str, ...]
 _ENDS = {EVENT_TYPES[state]: state for state in FINAL_STATES}

@@ -14,9 +14,9 @@ from slotkeeper.jobs.values import Job
 from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import hand_back
-from tests.support.stack import eventually
 from tests.support.stage import OFFER_MS, SECOND, YEAR, Stage
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 _FINAL_EVENTS = {"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"}
 

@@ -16,15 +16,15 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from werkzeug import Request, Response
 
 from app.up.guardian import Guardian
-from tests.support.valkey import Valkey
-from tests.tools.drill.sockets import Listener, hears_nothing
+from tests.tools.cluster.sockets import Listener, hears_nothing
 from tools.cluster.cluster import Cluster, ServerSpec
 from tools.cluster.tcp_proxy import Proxy
+from tools.cluster.valkey_process import Valkey
 from tools.drill import fault_injection
 from tools.drill.fault_injection import ACTS, NotApplicable
 from tools.drill.fault_schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
 from tools.drill.faults import FaultInjector, InjectedFault
-from tools.drill.limits import limits
+from tools.drill.limits import limits_in_force
 from tools.drill.setting import DrillSetup
 
 S = 1_000_000_000
@@ -65,7 +65,7 @@ def doors(proxy: Proxy, listener: Listener) -> Cluster:
     ],
 )
 def test_silence_lasts_until_it_is_mended(doors: Cluster, listener: Listener, one: Fault) -> None:
-    talk = listener.reached_by(doors.doors[one.target].port)
+    talk = listener.reached_by(doors.proxy_ports[one.target].port)
     mend = ACTS[one.kind](doors, one)
     talk.client.sendall(b"hello")
     assert hears_nothing(talk.server)
@@ -79,7 +79,7 @@ def test_delays_end_when_they_are_mended(
 ) -> None:
     monkeypatch.setattr(fault_injection, "_DELAY_S", 0.05)
     monkeypatch.setattr(fault_injection, "_SLOW_S", 0.05)
-    talk = listener.reached_by(doors.doors[one.target].port)
+    talk = listener.reached_by(doors.proxy_ports[one.target].port)
     mend = ACTS[one.kind](doors, one)
     began = time.monotonic()
     for _ in range(10):
@@ -90,7 +90,7 @@ def test_delays_end_when_they_are_mended(
 
 
 def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
-    door = doors.doors["redis"]
+    door = doors.proxy_ports["redis"]
     talk = listener.reached_by(door.port)
     talk.says(b"hello")
     ACTS[Kind.CUTS](doors, fault(Kind.CUTS, "redis"))()
@@ -284,13 +284,13 @@ def test_a_change_limits_runs_for_as_long_as_it_lasts(change: Change, most: int)
     struck = InjectedFault(
         fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S
     )
-    (limit,) = limits([struck], [SERVER])
+    (limit,) = limits_in_force([struck], [SERVER])
     assert (limit.most, limit.from_ns, limit.until_ns, limit.servers) == (most, 2 * S, 9 * S, {"a"})
 
 
 def test_a_change_of_policy_limits_nothing() -> None:
     struck = InjectedFault(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
-    assert limits([struck], [SERVER]) == []
+    assert limits_in_force([struck], [SERVER]) == []
 
 
 # -- the order of it all -----------------------------------------------------------------------------------
@@ -311,6 +311,6 @@ def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pyte
     saboteur.start()
     saboteur.join(10)
     assert saboteur.error is None
-    assert [one.fault.target for one in saboteur.struck] == mended == ["beat"]
-    (one,) = saboteur.struck
+    assert [one.fault.target for one in saboteur.injected] == mended == ["beat"]
+    (one,) = saboteur.injected
     assert one.at_ns <= one.effect_ns <= one.mending_ns <= one.mended_ns

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -16,10 +16,10 @@ from tests.support import passes
 from tests.support import stage as stages
 from tests.support.ends import end_run_with
 from tests.support.room import CLOCK, FRAGMENTS
-from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, Stage
-from tests.support.starts import begin_run
-from tests.support.valkey import Valkey
+from tools.cluster.direct_starts import begin_run
+from tools.cluster.stack import eventually
+from tools.cluster.valkey_process import Valkey
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

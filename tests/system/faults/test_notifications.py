@@ -19,9 +19,9 @@ from slotkeeper.outbox.result_notifications import ResultNotification, ResultNot
 from tasks.results import ResultNotifier
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 from tests.support.ends import store_end
-from tests.support.stack import eventually
 from tests.support.town import Town, started_town
-from tests.support.valkey import Valkey
+from tools.cluster.stack import eventually
+from tools.cluster.valkey_process import Valkey
 
 # -- the record ------------------------------------------------------------------------------------------------
 

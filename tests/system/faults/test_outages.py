@@ -33,11 +33,11 @@ from slotkeeper.redis.keys import Keys
 from tasks import maintenance
 from tests.support import passes
 from tests.support.ends import cool_down
-from tests.support.postgres import Postgres
-from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.town import LEASE_S, Town, started_town
-from tests.support.valkey import Valkey
+from tools.cluster.postgres_process import Postgres
+from tools.cluster.stack import eventually
+from tools.cluster.valkey_process import Valkey
 
 # Two seconds are promised; twice that is for a machine that has much else to do.
 _FREE_WITHIN_MS = 4_000

@@ -13,8 +13,8 @@ import pytest
 
 from app.up.ports import free_port
 from tests.support.gated import Gate
-from tests.support.stack import REPO, eventually
 from tests.support.town import Town
+from tools.cluster.stack import REPO, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

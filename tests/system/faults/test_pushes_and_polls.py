@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from slotkeeper.jobs.states import FINAL_STATES
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

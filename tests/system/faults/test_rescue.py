@@ -3,8 +3,8 @@
 import pytest
 
 from slotkeeper.jobs.states import Reason
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = pytest.mark.e2e
 

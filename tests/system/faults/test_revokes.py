@@ -14,9 +14,9 @@ from redis.exceptions import ConnectionError
 
 from tasks.inference import InferRequest, infer
 from tests.support.gated import Gate
-from tests.support.stack import eventually
 from tests.support.task_messages import received
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = pytest.mark.e2e
 

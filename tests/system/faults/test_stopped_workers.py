@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.stack import Process, eventually
 from tests.support.town import Town, started_town, thaw
+from tools.cluster.stack import Process, eventually
 
 _SHORT_S = 1.0
 _POINTS = ("start_claimed", "start_committed", "run_sent", "slot_passed_on", "settle_committed", "end_notified")

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from slotkeeper.jobs.values import Job
-from tests.support.stack import Process, eventually
 from tests.support.town import Town, freeze, thaw
+from tools.cluster.stack import Process, eventually
 
 pytestmark = pytest.mark.e2e
 

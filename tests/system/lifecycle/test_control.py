@@ -8,8 +8,8 @@ import pytest
 from celery import Celery
 from redis.exceptions import ConnectionError
 
-from tests.support.stack import eventually
 from tests.support.town import Town
+from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -12,7 +12,7 @@ import requests
 
 from tests.support.http_api import HttpApi
 from tests.support.scripted import Act, Scripted, Seen, answer, reset
-from tests.support.stack import Stack, eventually
+from tools.cluster.stack import Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -11,8 +11,8 @@ from flower.urls import handlers
 from tornado.web import URLSpec
 
 from app.up.ports import free_port
-from tests.support.stack import BIN, Stack, eventually
 from tests.support.town import Town, started_town
+from tools.cluster.stack import BIN, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.support.stack import Stack
 from tests.support.town import ready
+from tools.cluster.stack import Stack
 
 
 def test_each_line_of_workers_and_beat_is_json(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import Stack, eventually
+from tools.cluster.stack import Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import REPO, Stack, eventually
+from tools.cluster.stack import REPO, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import REPO, Stack, eventually
+from tools.cluster.stack import REPO, Stack, eventually
 
 
 def _health(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:

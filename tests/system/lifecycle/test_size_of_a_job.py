@@ -15,7 +15,7 @@ import pytest
 
 from tests.house.tree import PACKAGES, REPO
 from tests.support.http_api import HttpApi
-from tests.support.stack import Process, Stack, eventually
+from tools.cluster.stack import Process, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 import requests
 
-from tests.support.stack import Process, RefServer, Stack, eventually
+from tools.cluster.stack import Process, RefServer, Stack, eventually
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.http_api import HttpApi
 from tests.support.scripted import Scripted, Seen, answer
-from tests.support.stack import REPO, RefServer, Stack, eventually
+from tools.cluster.stack import REPO, RefServer, Stack, eventually
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 from tests.support.collector import Collector

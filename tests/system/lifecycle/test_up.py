@@ -19,8 +19,8 @@ import pytest
 from redis import Redis
 
 from tests.support.installation import DEADLINE_S, Installation, Up
-from tests.support.stack import eventually
-from tests.support.valkey import Valkey
+from tools.cluster.stack import eventually
+from tools.cluster.valkey_process import Valkey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from standardwebhooks import Webhook
 from werkzeug import Request
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import RefServer, Stack, eventually
+from tools.cluster.stack import RefServer, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -18,7 +18,7 @@ from slotkeeper.redis.keys import Keys
 from tests.app.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from tests.support.ends import release
 from tests.support.room import FRAGMENTS
-from tests.support.starts import claim_offer
+from tools.cluster.direct_starts import claim_offer
 
 FLEET = "zimg"
 

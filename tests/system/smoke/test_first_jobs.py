@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.http_api import HttpApi
-from tests.support.stack import Stack
+from tools.cluster.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.postgres import Postgres
+from tools.cluster.postgres_process import Postgres
 
 
 @pytest.fixture

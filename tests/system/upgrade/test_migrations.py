@@ -25,8 +25,8 @@ from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
 from tests.house.tree import PACKAGES
 from tests.support.builders import a_queued_job, at_once, row_of
-from tests.support.postgres import Postgres
 from tests.system.upgrade.schema import schema_of
+from tools.cluster.postgres_process import Postgres
 
 _KNOWN, _ = revisions.read_revisions()
 _HEAD = ScriptDirectory.from_config(migrate._config("sqlite:///unused")).get_current_head()

@@ -11,7 +11,7 @@ from routing.queue.queues import Offer
 from tasks import offer_messages
 from tasks.extensions.transport import Transport
 from tasks.offer_messages import OFFER_HEADER
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 
 def _with_one_message_unanswered(valkey: Valkey) -> Connection:

@@ -32,7 +32,7 @@ from tasks.relay.sinks.redis_stream import EventStream, RedisStreamSink
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.ends import store_end
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 CAP = 100_000
 
@@ -313,7 +313,7 @@ _PROCESS = """
 import sys
 from slotkeeper.db import Database
 from tests.tasks.relay.test_relay import a_relay
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 class At:
     url = sys.argv[2]

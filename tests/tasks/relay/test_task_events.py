@@ -18,8 +18,8 @@ from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import CLIENT_HOSTNAME, TaskEventSink
 from tests.support.builders import SECOND, T0, a_delayed_job, a_job_in, a_running_job, a_start, an_ended_job
 from tests.support.ends import store_end
-from tests.support.stack import eventually
-from tests.support.valkey import Valkey
+from tools.cluster.stack import eventually
+from tools.cluster.valkey_process import Valkey
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tasks.webhooks.delivery_loop import DeliveryLoop
 from tasks.webhooks.delivery_queue import host_of_url
 from tasks.webhooks.message_delivery import MessageDelivery
 from tasks.webhooks.sender import SendResult
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 _CLAIM_MS, _KEEP_S = 20_000, 86_400.0
 

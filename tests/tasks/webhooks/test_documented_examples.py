@@ -16,7 +16,7 @@ from tasks.config import TaskSettings
 from tasks.webhooks import bodies, delivery_loop, sender
 from tests.house.tree import REPO
 from tests.support.api import Api
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 PAGE = (REPO / "docs/how-to/webhooks.md").read_text("utf-8")
 TEMPLATE = json.loads(shlex.split(re.search(r"--template ('.*?')\n", PAGE)[1])[0])  # type: ignore[index]

@@ -26,7 +26,7 @@ from tasks.webhooks.delivery_queue import MAX_IN_GROUP, LimitGroup
 from tasks.webhooks.message_delivery import MessageDelivery
 from tasks.webhooks.sender import SendResult
 from tests.support.clock import set_clock
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 
 _CLAIM_MS = 20_000
 _KEEP_S = 3 * 86_400.0

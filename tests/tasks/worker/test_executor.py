@@ -34,8 +34,8 @@ from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
-from tests.support.starts import begin_run, claim_offer
 from tests.tasks.worker.one_run import FakeServer, run
+from tools.cluster.direct_starts import begin_run, claim_offer
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -19,8 +19,8 @@ from tasks.worker import server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tests.support import passes
 from tests.support.room import a
-from tests.support.stack import eventually
 from tests.support.stage import LEASE_MS, SECOND, YEAR
+from tools.cluster.stack import eventually
 
 MINUTE = 60 * SECOND
 

@@ -19,7 +19,7 @@ from tests.support import passes
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
 from tests.support.stage import Stage
-from tests.support.starts import store_remote_id, store_start
+from tools.cluster.direct_starts import store_remote_id, store_start
 
 OLD, NEW = "http://gpu:1/run", "http://other:1/run"
 KNOWS_NOTHING = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})

@@ -27,9 +27,9 @@ from tests.support import passes
 from tests.support.ends import end_in_order, end_run_with, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
-from tests.support.stack import eventually
 from tests.support.stage import Stage
-from tests.support.starts import store_remote_id
+from tools.cluster.direct_starts import store_remote_id
+from tools.cluster.stack import eventually
 
 _TELLS_NOTHING = ServerReport(True)
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

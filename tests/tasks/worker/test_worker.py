@@ -42,7 +42,7 @@ from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import decided, end_in_order, hand_back
 from tests.support.stage import LEASE_MS, SECOND, Stage
-from tests.support.starts import begin_run, claim_offer
+from tools.cluster.direct_starts import begin_run, claim_offer
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from tests.support.builders import eventually
-from tests.support.postgres import ENVIRONMENT, NoPostgres, running_postgres
+from tools.cluster.postgres_process import ENVIRONMENT, NoPostgres, running_postgres
 
 _MEMORY = Path("/dev/shm")
 

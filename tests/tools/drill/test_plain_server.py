@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from app.up import ports
-from tests.support.stack import eventually
+from tools.cluster.stack import eventually
 from tools.drill.evidence import crowded_starts, server_runs
 
 

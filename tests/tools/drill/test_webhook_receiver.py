@@ -1,7 +1,7 @@
 import requests
 
 from tools.cluster.tcp_proxy import Proxy
-from tools.drill.receivers import Receiver
+from tools.drill.webhook_receiver import Receiver
 
 
 def test_a_receiver_notes_what_it_is_told(proxy: Proxy) -> None:

@@ -6,10 +6,10 @@ from click.testing import CliRunner
 
 from app.up import ports
 from app.up.errors import Stopped
+from tools.cluster import process_clocks
 from tools.cluster.cluster import Cluster
 from tools.cluster.tcp_proxy import Proxy
 from tools.drill import __main__ as command_line
-from tools.drill import clocks
 from tools.drill.drill import DrillOptions
 from tools.drill.fault_schedule import Change, Kind, schedule, targets
 from tools.drill.jobs import plan_deadline_bursts, plan_jobs
@@ -95,13 +95,13 @@ def test_a_database_of_somebody_else_is_not_killed() -> None:
 
 
 def test_clocks_are_left_out_with_a_sentence_where_libfaketime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "library", lambda: None)
+    monkeypatch.setattr(process_clocks, "library", lambda: None)
     assert "apt-get install faketime" in str(unavailable_reason(Kind.CLOCK, "sqlite"))
 
 
 def test_a_proxy_stands_between_only_where_a_fault_needs_one() -> None:
-    assert not DrillSetup(kinds=(Kind.WORKER, Kind.CLOCK)).has_doors
-    assert DrillSetup(kinds=(Kind.WORKER, Kind.SILENCE)).has_doors
+    assert not DrillSetup(kinds=(Kind.WORKER, Kind.CLOCK)).has_proxy
+    assert DrillSetup(kinds=(Kind.WORKER, Kind.SILENCE)).has_proxy
 
 
 def test_a_drill_has_the_workers_and_slots_that_were_asked_for(tmp_path: Path) -> None:

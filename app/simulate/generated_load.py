@@ -30,7 +30,7 @@ class _Mix(Generic[T]):
         return self._values[bisect(self._sums, chance.random() * self._sums[-1], hi=len(self._sums) - 1)]
 
 
-def arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
+def generate_arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
     """The jobs of a plan, in order of time.  `slots`: those that `busy` means; None: those of the plan's servers."""
     rate = jobs_per_s(plan, sum(server.slots for server in plan.fleet()) if slots is None else slots)
     models = {model.name: model for model in plan.models}
@@ -47,7 +47,7 @@ def arrivals(plan: Plan, slots: int | None = None) -> list[Arrival]:
     return found
 
 
-def outages(plan: Plan) -> list[Outage]:
+def generate_outages(plan: Plan) -> list[Outage]:
     """When servers are gone: those that the plan names, and those by chance."""
     chance = random.Random(f"{plan.seed} outages")
     found = [_outage(down.server, down.at, down.lasts) for down in plan.outages]

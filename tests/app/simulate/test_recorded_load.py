@@ -38,7 +38,9 @@ def ran(store: JobStore, created: int, started: int, seconds: int, **fields) -> 
 
 
 def read(database: Database, **window: int):
-    return recorded_load.read(database, window.get("since", T0), window.get("until", T0 + HOUR_MS), seed=1)
+    return recorded_load.read_recorded_load(
+        database, window.get("since", T0), window.get("until", T0 + HOUR_MS), seed=1
+    )
 
 
 def test_what_the_record_knows_comes_back_as_arrivals(database, store):
@@ -133,7 +135,7 @@ def test_a_window_without_jobs_is_refused_with_a_way_out(database, store):
 )
 def test_a_window_is_a_day_or_two_moments(text, begin, end):
     today = datetime(2026, 3, 2, 15, tzinfo=UTC)
-    assert recorded_load.window(text, today) == tuple(
+    assert recorded_load.parse_window(text, today) == tuple(
         int(datetime.fromisoformat(it).replace(tzinfo=UTC).timestamp() * 1000) for it in (begin, end)
     )
 
@@ -141,4 +143,4 @@ def test_a_window_is_a_day_or_two_moments(text, begin, end):
 @pytest.mark.parametrize("text", ["tomorrow", "", "..", "2026-13-01", "2026-01-05..2026-01-04", "2026-01-05T06:00"])
 def test_a_window_that_is_none_is_refused(text):
     with pytest.raises(SimulationError, match="--from-record"):
-        recorded_load.window(text, datetime(2026, 3, 2, tzinfo=UTC))
+        recorded_load.parse_window(text, datetime(2026, 3, 2, tzinfo=UTC))

@@ -15,12 +15,12 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
 from app.up import ports
-from app.up.children import ManagedProcess
 from app.up.errors import UpError
-from tests.support.valkey import Valkey
+from app.up.managed_process import ManagedProcess
 from tools.cluster import postgres_server
 from tools.cluster.protocol_filters import BrokerMessages, LostCommits, MessageFault
 from tools.cluster.tcp_proxy import Cut, Direction, Proxy
+from tools.cluster.valkey_process import Valkey
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def plan() -> LostCommits:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, size: int) -> None:
     plan.lose(Direction.ANSWERS, 1.0)
-    sieve = plan.sieve(lambda *_: None)
+    sieve = plan.make_filter(lambda *_: None)
     sent, told = startup() + COMMIT, message(b"C", b"INSERT 0 1\0") + COMMITTED
     assert b"".join(sieve.requests(sent[n : n + size]) for n in range(0, len(sent), size)) == sent
     with pytest.raises(Cut):
@@ -58,7 +58,7 @@ def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, 
 def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
     plan.lose(Direction.REQUESTS, 1.0)
     for commit in (COMMIT, message(b"Q", b"COMMIT\0"), message(b"Q", b"commit\0")):
-        sieve = plan.sieve(lambda *_: None)
+        sieve = plan.make_filter(lambda *_: None)
         assert sieve.requests(startup()) == startup()
         assert sieve.requests(message(b"Q", b"SELECT 'COMMIT'\0"))
         with pytest.raises(Cut):
@@ -68,9 +68,9 @@ def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
 def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> None:
     plan.lose(Direction.ANSWERS, 1.0)
     other = message(b"C", b"ROLLBACK\0")
-    assert plan.sieve(lambda *_: None).answers(other) == other
+    assert plan.make_filter(lambda *_: None).answers(other) == other
     plan.stop()
-    assert plan.sieve(lambda *_: None).answers(COMMITTED) == COMMITTED
+    assert plan.make_filter(lambda *_: None).answers(COMMITTED) == COMMITTED
 
 
 @pytest.mark.postgres
@@ -78,7 +78,7 @@ def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> Non
 def test_what_a_lost_commit_wrote_is_there_if_only_its_answer_was_lost(
     a_postgres: int, proxy: Proxy, plan: LostCommits, way: Direction, stored: int
 ) -> None:
-    door = proxy.open("database", ("127.0.0.1", a_postgres)).screen(plan.sieve)
+    door = proxy.open("database", ("127.0.0.1", a_postgres)).filter_streams(plan.make_filter)
     direct, by_door = create_engine(postgres_server.url(a_postgres)), create_engine(postgres_server.url(door.port))
     with direct.begin() as connection:
         connection.execute(text("CREATE TABLE IF NOT EXISTS t (n INTEGER)"))
@@ -179,7 +179,7 @@ def mail() -> BrokerMessages:
 @pytest.fixture
 def client(broker: Valkey, proxy: Proxy, mail: BrokerMessages) -> Iterator[Redis]:
     broker.flush()
-    door = proxy.open("broker", ("127.0.0.1", broker.port)).screen(mail.sieve)
+    door = proxy.open("broker", ("127.0.0.1", broker.port)).filter_streams(mail.make_filter)
     with Redis(port=door.port, socket_timeout=5) as client:
         yield client
 
@@ -197,35 +197,35 @@ def test_mail_passes_as_it_is_while_nothing_is_twisted(client: Redis) -> None:
 
 
 def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, mail: BrokerMessages) -> None:
-    mail.twist(MessageFault.LOST, 1.0, 0.0)
+    mail.inject(MessageFault.LOST, 1.0, 0.0)
     with client.pipeline() as pipe:
         assert pipe.set("a", 1).lpush("gpu.zimg", "m").get("a").execute() == [True, 0, b"1"]
     assert client.llen("gpu.zimg") == 0
-    assert mail.twisted == 1
+    assert mail.injected == 1
 
 
 def test_a_doubled_message_comes_twice(client: Redis, mail: BrokerMessages) -> None:
-    mail.twist(MessageFault.DOUBLED, 1.0, 0.1)
+    mail.inject(MessageFault.DOUBLED, 1.0, 0.1)
     client.lpush("gpu.zimg", "m")
     waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m", b"m"])
 
 
 def test_a_delayed_message_comes_later_even_when_the_fault_is_over(client: Redis, mail: BrokerMessages) -> None:
-    mail.twist(MessageFault.DELAYED, 1.0, 0.4)
+    mail.inject(MessageFault.DELAYED, 1.0, 0.4)
     assert client.lpush("gpu.zimg", "m") == 0
     mail.stop()
     waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m"])
 
 
 def test_what_is_no_message_passes(client: Redis, mail: BrokerMessages) -> None:
-    mail.twist(MessageFault.LOST, 1.0, 0.0)
+    mail.inject(MessageFault.LOST, 1.0, 0.0)
     assert client.lpush("something-else", "m") == 1
     assert client.rpush("gpu.zimg", "m") == 1
-    assert mail.twisted == 0
+    assert mail.injected == 0
 
 
 def test_about_the_share_that_was_asked_for_is_lost(client: Redis, mail: BrokerMessages) -> None:
-    mail.twist(MessageFault.LOST, 0.5, 0.0)
+    mail.inject(MessageFault.LOST, 0.5, 0.0)
     for _ in range(200):
         client.lpush("webhooks", "m")
     assert 70 < client.llen("webhooks") < 130

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 _LIBRARIES = ("usr/lib/*/faketime", "usr/lib/faketime", "usr/lib64/faketime", "usr/local/lib/faketime")
-_CLOCKED = Path(__file__).parent / "clocked"
+_CLOCKED = Path(__file__).parent / "fake_clock"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _LEFT_BEHIND = ("faketime_shm_{}", "sem.faketime_sem_{}")  # in memory that all share, by a process that was killed
 _SHARED = Path("/dev/shm")

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from tests.tools.drill.sockets import Listener, hears_nothing
+from tests.tools.cluster.sockets import Listener, hears_nothing
 from tools.cluster.tcp_proxy import Cut, Direction, Later, Proxy, ProxyPort
 
 
@@ -111,18 +111,18 @@ class Censor:
 
 
 def test_a_sieve_changes_what_passes(door: ProxyPort, listener: Listener) -> None:
-    talk = listener.reached_by(door.screen(Censor).port)
+    talk = listener.reached_by(door.filter_streams(Censor).port)
     assert talk.says(b"Hello") == b"HELLO"
     assert talk.hears(b"Hello") == b"hello"
 
 
 def test_what_a_sieve_sends_later_comes_on_a_connection_of_its_own(door: ProxyPort, listener: Listener) -> None:
-    listener.reached_by(door.screen(Censor).port).says(b"Hello")
+    listener.reached_by(door.filter_streams(Censor).port).says(b"Hello")
     assert listener.accept().recv(4096) == b"Hello"
 
 
 def test_a_sieve_can_cut_before_a_piece_has_passed(door: ProxyPort, listener: Listener) -> None:
-    talk = listener.reached_by(door.screen(Censor).port)
+    talk = listener.reached_by(door.filter_streams(Censor).port)
     talk.client.sendall(b"no")
     for end in (talk.client, talk.server):
         with pytest.raises(ConnectionResetError):

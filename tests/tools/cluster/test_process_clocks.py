@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.drill import clocks
+from tools.cluster import process_clocks
 
 # At each line that it reads it tells the time of day, and how long it has slept.
 TELLS = """
@@ -22,14 +22,14 @@ class Clocked:
     """A Python process whose clock is set."""
 
     def __init__(self, folder: Path) -> None:
-        library = clocks.library()
+        library = process_clocks.library()
         if library is None:
             pytest.skip("libfaketime is not installed")
         self.clock = folder / "clock"
-        clocks.set_clock(self.clock, clocks.RIGHT)
+        process_clocks.set_clock(self.clock, process_clocks.RIGHT)
         self.process = subprocess.Popen(
             [sys.executable, "-c", TELLS],
-            env=clocks.environment(library, self.clock),
+            env=process_clocks.environment(library, self.clock),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -56,7 +56,7 @@ def test_a_clock_can_be_wrong_and_right_again_while_sleeps_stay_as_long_as_they_
     clocked: Clocked, offset_s: int
 ) -> None:
     for steps_s in (0, offset_s, 0):
-        clocks.set_clock(clocked.clock, f"{steps_s:+}")
+        process_clocks.set_clock(clocked.clock, f"{steps_s:+}")
         until = time.monotonic() + 10
         while abs(clocked.error_s() - steps_s) > 3:
             assert time.monotonic() < until
@@ -68,7 +68,7 @@ def test_a_process_that_is_killed_leaves_nothing_in_shared_memory(clocked: Clock
     process.kill()
     process.wait()
     assert _left_by(process.pid)
-    clocks.clear_after(process.pid)
+    process_clocks.clear_after(process.pid)
     assert not _left_by(process.pid)
 
 

@@ -493,7 +493,7 @@ def test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own(
 def test_who_does_not_read_is_closed_and_others_are_not_kept(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "_MOST_UNSENT", 2000)
+    monkeypatch.setattr(streaming, "_MAX_UNSENT_BYTES", 2000)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.connect(served.address)

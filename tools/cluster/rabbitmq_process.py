@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from app.up.ports import free_port
-from tests.support.stack import eventually, listens
+from tools.cluster.stack import eventually, listens
 
 _PROGRAMS = "/usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"  # Those on PATH change the user.
 # Its standard input closes when the tests end, in whatever way; then both groups of processes end too.

@@ -17,10 +17,10 @@ from tools.drill.conduct_checks import (
     undue_crashes,
     undue_retries,
     unexpected_ends,
-    webhooks,
+    webhook_faults,
 )
 from tools.drill.history_checks import Run
-from tools.drill.receivers import Delivery
+from tools.drill.webhook_receiver import Delivery
 
 S = 1_000_000_000
 
@@ -143,7 +143,7 @@ DELIVERED = PendingMessage("w", "j", "delivered")
 
 
 def wrong(deliveries: list[Delivery], *rows: PendingMessage, state: State | None = State.COMPLETED) -> set[str]:
-    return {name for name, those in webhooks({"j": state}, deliveries, rows).items() if those}
+    return {name for name, those in webhook_faults({"j": state}, deliveries, rows).items() if those}
 
 
 def test_a_webhook_may_come_twice_under_one_id() -> None:

@@ -18,7 +18,7 @@ from typing import IO, Any
 import requests
 
 from app.up.ports import free_port
-from tests.support.valkey import Valkey
+from tools.cluster.valkey_process import Valkey
 
 REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -20,8 +20,8 @@ from app.server.http_protocol import LimitedHttpProtocol
 from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
-from tests.support.stack import eventually
 from tests.support.web import Web, serving
+from tools.cluster.stack import eventually
 
 CRLF = b"\r\n"
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"

@@ -11,7 +11,7 @@ from slotkeeper.jobs.tables import messages
 from slotkeeper.jobs.values import Event
 from tests.support.builders import an_ended_job
 from tools.drill.conduct_checks import PendingMessage
-from tools.drill.evidence import crowded_starts, job_events, owed, recorded, server_runs
+from tools.drill.evidence import crowded_starts, job_events, pending_messages, recorded, server_runs
 from tools.drill.history_checks import Run
 
 
@@ -92,7 +92,9 @@ def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is
     row = {"receiver": "j", "event": 11, "job_id": "j", "type": "job.completed", "at_ms": 0, "owed_ms": 0}
     row |= {"tries": tries, "next_ms": 1_000_000 + next_in_s * 1000}
     database.write(lambda tx: tx.connection.execute(messages.insert(), row))
-    assert owed(database, 1_000_000) == [PendingMessage("msg_j_1_completed", "j", "pending", overdue, put_off)]
+    assert pending_messages(database, 1_000_000) == [
+        PendingMessage("msg_j_1_completed", "j", "pending", overdue, put_off)
+    ]
 
 
 def test_runs_beyond_the_slots_are_named_as_their_server_counted(tmp_path: Path) -> None:

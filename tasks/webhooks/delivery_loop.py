@@ -1,10 +1,10 @@
-"""Webhooks: a process of its own that tells clients what became of their jobs, after the slot is free (HOOK-1).
+"""The loop of the process `webhooks`, which notifies clients of the ends of their jobs (HOOK-1).
 
     python -m tasks.webhooks
 
-It asks for what is owed, claims what it can send at once, and sends each message in a thread of its own.  So nothing
-else waits for a receiver, and receivers wait for each other only within the bounds of tasks/webhooks/delivery_queue.py.  Any number of
-these processes may run: a message is claimed before it is sent.
+It finds due messages, claims those that it can send at once, and sends each in a thread of its own.  So nothing else
+waits for a receiver, and receivers wait for each other only within the limits of tasks/webhooks/delivery_queue.py.  Any
+number of these processes may run: a message is claimed before it is sent.
 """
 
 import threading

@@ -183,7 +183,7 @@ class WorkerLoop:
             self.loop.call_soon_threadsafe(function, *args)
 
     def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Have the loop carry out `coroutine`; from the loop's own thread it begins at once, up to where it first waits."""
+        """Run a coroutine in the loop; called from the loop's own thread, it begins at once, up to its first await."""
         with self._idle:
             self._run_count += 1
         if self._is_loop_thread:

@@ -75,7 +75,7 @@ class DatabaseCheck:
         self._task = BackgroundTask("inquiry", self._run)
 
     def request(self, watches: Collection[LeaseWatch], *, unknown_to_redis: bool = False) -> None:
-        """Tell these runs, soon, what the record says of them.  `unknown_to_redis`: Redis does not know their leases."""
+        """Ask the database about these runs soon.  `unknown_to_redis`: Redis does not know their leases."""
         watches = [watch for watch in watches if not watch.starting]
         if not watches:
             return

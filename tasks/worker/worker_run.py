@@ -48,7 +48,7 @@ class RetryingIo:
     async def wait_until_known(self, unknown: CommitUnknown, read: Callable[[], Awaitable[T]]) -> T:
         """Ask what became of a start whose COMMIT was not answered.
 
-        Raises what `read` raises but DatabaseUnavailable, or `unknown` if the worker has to stop before it is found out.
+        Raises what `read` raises except DatabaseUnavailable; `unknown` if the worker has to stop before that.
         """
         while not (self._watch.lost or self._watch.stop):
             await self._watch.sleep(_RETRY_S)

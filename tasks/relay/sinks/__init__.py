@@ -10,9 +10,11 @@ FindEvent = Callable[[int], "str | None"]
 
 
 def make(name: str, settings: EventSettings, find_event: FindEvent) -> Sink:
-    """A sink by its word.  `find_event`: what the record says of an event by its number, as it is published; None: nothing.
+    """Return the sink of this name, and load its library.
 
-    Their libraries are loaded here.  Raises ValueError: a setting or a library that it needs is missing.
+    find_event: returns an event by its number in the form in which it is published; None: it is not stored.
+
+    Raises ValueError if a setting or a library is missing.
     """
     return _MAKERS[name](settings, find_event)
 

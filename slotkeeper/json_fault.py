@@ -8,7 +8,8 @@ from slotkeeper.json_text import MAX_DIGITS, TOO_MANY_DIGITS
 
 _MAX_NUMBER = 30  # characters
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_TITLE = re.compile(r"<title[^>]*>\s*([^<]{1,200}?)\s*<", re.IGNORECASE)
+_TITLE = re.compile(r"<title[^<>]{0,100}>([^<]{1,300})<", re.IGNORECASE)
+_TITLE_WITHIN, _MAX_TITLE = 2048, 200  # characters
 _CONSTANT = re.compile(r"[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
 # Digits that orjson takes for infinity, but json_text.loads for an integer.
 _BIG_INTEGER = re.compile(rb"(?<![0-9.eE])[0-9]{300,}(?![0-9.eE])")
@@ -47,8 +48,10 @@ def _shrink(integer: re.Match[bytes]) -> bytes:
 
 
 def _describe_page(page: str) -> str:
-    title = _TITLE.search(page)
-    return f"it is an HTML or XML page ({title[1]!r})" if title else "it is an HTML or XML page"
+    # Only the beginning: a server could send a page that takes the search minutes, and all threads wait for it.
+    found = _TITLE.search(page[:_TITLE_WITHIN])
+    title = " ".join(found[1].split())[:_MAX_TITLE] if found else ""
+    return f"it is an HTML or XML page ({title!r})" if title else "it is an HTML or XML page"
 
 
 def _describe_place(text: str, error: orjson.JSONDecodeError) -> str:

@@ -51,7 +51,7 @@ def display_setting(name: str, value: Any) -> str:
 
 def _without_password(url: str) -> str:
     """Several URLs may stand there, with commas or semicolons between them."""
-    return re.sub(r"[^,;\s]+://[^,;\s]+", lambda match: _mask_one_url(match[0]), url)
+    return re.sub(r"[^,;\s]+", lambda match: _mask_one_url(match[0]) if "://" in match[0] else match[0], url)
 
 
 def _mask_one_url(url: str) -> str:

@@ -26,7 +26,7 @@ CHOICE_SCHEMAS = [
 ]
 """JSON Schemas of an attribute, and of a condition that names values: one value, or several."""
 _BOUNDS = {"min": ">=", "max": "<="}
-_DECIMAL = re.compile(r"-?[0-9][0-9.]*[eE]?[-+]?[0-9]*")
+_DECIMAL = re.compile(r"-?[0-9][0-9.]*(?:[eE][-+]?[0-9]*)?")
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
 
 

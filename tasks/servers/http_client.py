@@ -28,7 +28,7 @@ from requests.utils import get_auth_from_url
 from slotkeeper.large_json import AnonymousFile
 from tasks.servers import http_connection as connections
 from tasks.servers.call import Limits
-from tasks.servers.http_connection import HttpConnection
+from tasks.servers.http_connection import HttpConnection, ParseTurns
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tasks.servers.stream_reader import StreamReader
 
@@ -222,6 +222,9 @@ class HttpExchange:
     def on_failure(self) -> None:
         self.fail(FailureReason.RESET)
 
+    def on_too_many_pieces(self) -> None:
+        self.fail(FailureReason.TOO_MANY_PIECES)
+
     # -- its bounds ------------------------------------------------------------------------------------------
 
     def _reason(self, sent: FailureReason) -> FailureReason:
@@ -294,6 +297,7 @@ class HttpClient:
         self.loop = loop
         self._exchanges: set[HttpExchange] = set()
         self._open: set[HttpConnection] = set()
+        self._turns = ParseTurns()
         self._idle: dict[Origin, list[HttpConnection]] = defaultdict(list)  # that which was used last is the last
         self._cleanup_timer: asyncio.TimerHandle | None = None
         self.large_response_lock = asyncio.Lock()  # of a large answer: together they would take the memory of all
@@ -363,7 +367,8 @@ class HttpClient:
         scheme, host, port = origin
         found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         connected = await start_connection(found, happy_eyeballs_delay=_HAPPY_EYEBALLS_DELAY_S, loop=self.loop)
-        make = partial(HttpConnection, connected, partial(self._return, origin), partial(self._remove, origin))
+        callbacks = partial(self._return, origin), partial(self._remove, origin)
+        make = partial(HttpConnection, connected, *callbacks, self._turns)
         tls, name = (_tls_context(), host) if scheme == "https" else (None, None)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

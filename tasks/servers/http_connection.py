@@ -1,12 +1,16 @@
 """A connection to a server in an event loop: HTTP/1.1, one exchange after another.
 
-httptools takes answers apart; who asks gives an Asking, and hears what comes.  A connection that has said what nobody
-asked for, or of which it is not sure where an answer ended, is closed, and never used again.
+httptools parses the responses; a ResponseHandler gets them piece by piece.  A connection that has sent what was not
+requested, or on which the end of a response is uncertain, is closed, and never used again.
+
+A server may send megabytes in pieces of two bytes, each of which costs as much as a large one.  So the time is bounded
+for which one connection keeps the loop (ParseTurns), and the number of pieces of a body.
 """
 
 import asyncio
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Protocol, cast
@@ -27,6 +31,9 @@ _PEEK_FLAGS = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
 _ESTABLISHED = b"\x01"
 _SO_MEMINFO = 55  # Linux: first, what is taken by that which has come and was not read, in four bytes
+_SLICE_BYTES = 2 << 10  # parsed at once: a slice may hold hundreds of pieces
+_TURN_S = 0.002  # for which a connection may keep the event loop
+_MAX_PIECES = 1_000_000  # of one body
 _SWITCHING_PROTOCOLS = 101  # protocols: the last head that is HTTP's
 
 
@@ -45,6 +52,40 @@ class ResponseHandler(Protocol):
     def on_failure(self) -> None:
         """It will not be."""
 
+    def on_too_many_pieces(self) -> None:
+        """Its body came in more than _MAX_PIECES pieces; the connection is to be closed."""
+
+
+class ParseTurns:
+    """Shares an event loop between the connections whose data take long to parse, such as bodies in tiny pieces.
+
+    Such a connection stops reading.  All of them together have one turn of _TURN_S at a time, and after it everything
+    else has the loop for as long.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[HttpConnection] = deque()
+        self._is_scheduled = False
+
+    def add(self, connection: "HttpConnection", after_s: float) -> None:
+        """Let a connection parse its next data when its turn comes, not before `after_s`."""
+        self._waiting.append(connection)
+        self._schedule(after_s)
+
+    def _schedule(self, after_s: float) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_later(after_s, self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._is_scheduled = False
+        connection = self._waiting.popleft()
+        began_s = time.monotonic()
+        if not connection.parse_unparsed():
+            self._waiting.append(connection)
+        if self._waiting:
+            self._schedule(time.monotonic() - began_s)
+
 
 class HttpConnection(asyncio.Protocol):
     """`keep` is called when it has done with an exchange and may be used for another, `ended` when it is closed."""
@@ -56,13 +97,17 @@ class HttpConnection(asyncio.Protocol):
         connected: socket.socket,
         on_reusable: Callable[["HttpConnection"], object],
         on_closed: Callable[["HttpConnection"], object],
+        turns: ParseTurns,
     ) -> None:
         self._socket, self._on_reusable, self._on_closed = connected, on_reusable, on_closed
+        self._turns = turns
+        self._unparsed = bytearray()  # what has come and waits for its turn
+        self._is_slow = False  # The response that is being read takes long to parse.
         self._handler: ResponseHandler | None = None
         self._is_bodiless = False  # what is asked for is answered by a head alone
         self.is_closed = False
         self._idle_since_s = 0.0  # monotonic
-        self.bytes_received = 0  # bytes
+        self.bytes_received = 0  # and parsed
         self._received_at_body = 0  # of these, when the last of a body had come, or a request left
         self._fields: dict[bytes, bytes] = {}
         self._reset_response()
@@ -77,6 +122,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _reset_response(self) -> None:
         self._status = 0  # of its last head; 0: none has come
+        self._pieces = 0  # of its body
+        self._is_slow = False
         self._is_complete = self._is_malformed = self._keep_alive = False
 
     @property
@@ -117,6 +164,46 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._unparsed:  # TLS gives what it had read before reading was paused.
+            self._unparsed += data
+        elif self._is_slow:
+            self._wait_for_turn(data, 0.0)
+        elif len(data) <= _SLICE_BYTES:
+            self._parse_slice(data)
+        else:
+            self._parse(data)
+
+    def parse_unparsed(self) -> bool:
+        """Parse what waits, for _TURN_S.  Returns True if nothing is left, and reading goes on."""
+        data, self._unparsed = bytes(self._unparsed), bytearray()
+        parsed, _ = self._parse_for_a_turn(data)
+        if parsed < len(data) and not self.is_closed:
+            self._unparsed += data[parsed:]
+            return False
+        if not self.is_closed:
+            self._transport.resume_reading()
+        return True
+
+    def _parse(self, data: bytes) -> None:
+        parsed, took_s = self._parse_for_a_turn(data)
+        if parsed < len(data) and not self.is_closed:
+            self._wait_for_turn(data[parsed:], took_s)
+
+    def _wait_for_turn(self, data: bytes, after_s: float) -> None:
+        self._is_slow = True
+        self._unparsed += data
+        self._transport.pause_reading()
+        self._turns.add(self, after_s)
+
+    def _parse_for_a_turn(self, data: bytes) -> tuple[int, float]:
+        """Parse at least a slice, for _TURN_S.  Returns how many bytes were parsed, and how long (s) that took."""
+        began_s, parsed, took_s = time.monotonic(), 0, 0.0
+        while not self.is_closed and (not parsed or (parsed < len(data) and took_s < _TURN_S)):
+            self._parse_slice(data[parsed : parsed + _SLICE_BYTES])
+            parsed, took_s = parsed + _SLICE_BYTES, time.monotonic() - began_s
+        return parsed, took_s
+
+    def _parse_slice(self, data: bytes) -> None:
         self.bytes_received += len(data)
         if self._handler is None:  # Nobody has asked.
             self.close()
@@ -131,6 +218,9 @@ class HttpConnection(asyncio.Protocol):
             self._fail()
 
     def connection_lost(self, error: Exception | None) -> None:
+        unparsed, self._unparsed = bytes(self._unparsed), bytearray()
+        if unparsed and not self.is_closed:  # Its end may stand there.
+            self._parse_slice(unparsed)
         self.is_closed = True
         self._on_closed(self)
         if error is None and self._status and not _has_length(self._fields):
@@ -184,7 +274,12 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         self._received_at_body = self.bytes_received
-        if self._handler is not None and not self._is_complete:
+        self._pieces += 1
+        if self._handler is None or self._is_complete:
+            return
+        if self._pieces > _MAX_PIECES:
+            self._handler.on_too_many_pieces()
+        else:
             self._handler.on_body(piece)
 
     def on_message_complete(self) -> None:

@@ -41,6 +41,7 @@ class FailureReason(StrEnum):
     TIMEOUT = "timeout"  # the request may have been sent, and no whole answer came in time
     RESET = "reset"  # the request may have been sent, and the connection broke or spoke no HTTP
     TOO_LARGE = "too_large"  # the answer was longer than allowed
+    TOO_MANY_PIECES = "too_many_pieces"  # the answer's body came in more pieces than allowed
     DAMAGED = "damaged"  # the answer's body is compressed, and cannot be decompressed
     UNSENDABLE = "unsendable"  # nothing was sent: no HTTP request can be made of this
 
@@ -53,6 +54,7 @@ MESSAGES = {
     FailureReason.RESET: "the connection broke before the whole answer was there",
     FailureReason.TOO_LARGE: f"the server's answer is larger than {MAX_RESPONSE_BYTES >> 20} MiB: have the server "
     "store large results, and answer with their URL",
+    FailureReason.TOO_MANY_PIECES: "the server's answer came in too many pieces: have the server send larger ones",
     FailureReason.DAMAGED: "the server compressed its answer, and the compressed data are damaged",
     FailureReason.UNSENDABLE: "no HTTP request can be made of the address or the headers",
 }

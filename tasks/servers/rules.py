@@ -43,6 +43,7 @@ _CODES = {
     OutcomeKind.UNREACHABLE: "unreachable",
 }
 # FAILED, not RETRY: the same request has the same result, and each try is a whole run on a GPU.
+_TOO_LARGE = frozenset({FailureReason.TOO_LARGE, FailureReason.TOO_MANY_PIECES})
 TOO_DEEP = Outcome(
     OutcomeKind.FAILED,
     code="answer_too_deep",
@@ -108,8 +109,12 @@ def _with_id(pointer: Pointer, remote_id: str | None) -> Pointer:
 def _mentions(body: bytes, remote_id: str | None) -> bool:
     if not remote_id:
         return False
-    whole = rb"(?<![\w-])" + re.escape(remote_id.encode()) + rb"(?![\w-])"  # "12" is not in "123"
-    return re.search(whole, body[:_MENTION_SEARCH_BYTES]) is not None
+    return _mention_pattern(remote_id).search(body[:_MENTION_SEARCH_BYTES]) is not None
+
+
+def _mention_pattern(remote_id: str) -> re.Pattern[bytes]:
+    """Return the pattern of an id that stands by itself: "12" is not in "123"."""
+    return re.compile(rb"(?<![\w-])" + re.escape(remote_id.encode()) + rb"(?![\w-])")
 
 
 def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
@@ -181,7 +186,7 @@ class Judge:
         return TOO_DEEP if reply.is_too_deep_to_read else found._replace(is_faulty_json=reply.is_faulty_json)
 
     def _first_outcome(self, reply: Response | NoResponse, context: ResponseContext) -> Outcome | None:
-        if isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE:
+        if isinstance(reply, NoResponse) and reply.reason in _TOO_LARGE:
             return Outcome(OutcomeKind.FAILED, code="answer_too_large", message=reply.message)
         if isinstance(reply, NoResponse) and reply.reason is FailureReason.UNSENDABLE:
             return self._bad_answer(reply.message, context, code="misconfigured")

@@ -8,6 +8,7 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any, NamedTuple
 
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
@@ -27,7 +28,7 @@ _WITHOUT_END = Outcome(
     OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
 )
 # The connection was closed here, so the server may still be running the job.
-_CLOSED_HERE = frozenset({FailureReason.TOO_LARGE, FailureReason.DAMAGED})
+_CLOSED_HERE = frozenset({FailureReason.TOO_LARGE, FailureReason.TOO_MANY_PIECES, FailureReason.DAMAGED})
 _TOO_MANY_PIECES = Outcome(
     OutcomeKind.FAILED,
     code="answer_too_large",
@@ -134,7 +135,7 @@ class StreamReader:
         self._headers: Mapping[str, str] = {}
         self._split: Callable[[bytes], Iterator[_Event]] = _Events() if self._stream.frames == "sse" else _Lines()
         self._decode = getincrementaldecoder("utf-8")("replace")
-        self._texts: list[str] = []
+        self._text = StringIO()  # Pieces of some characters as a list would take fifty times their size.
         self._values: list[Any] = []
         self._offset = 0
         self._kept_values: dict[str, Any] = {}
@@ -248,7 +249,7 @@ class StreamReader:
         if not text:
             return
         if self._stream.join == "text":
-            self._texts.append(text)
+            self._text.write(text)
         elif self._stream.join == "list":
             self._add_value(text)
             return
@@ -271,7 +272,7 @@ class StreamReader:
         if self._stream.join == "last":
             judged = None if self._last is None else self._judge.outcome(self._last, self._make_context())
             return judged if judged and judged.kind in _END_KINDS else self._bad_answer("its last event is no answer")
-        joined: Any = "".join(self._texts) if self._stream.join == "text" else self._values
+        joined: Any = self._text.getvalue() if self._stream.join == "text" else self._values
         whole = {"output": joined, **self._kept_values} if self._stream.keep else joined
         return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)
 
@@ -288,7 +289,7 @@ class _Splitter:
     """Whole lines of what comes, whose ends are LF, CR or both; each byte is looked at once."""
 
     def __init__(self) -> None:
-        self._begun: list[bytes] = []
+        self._unfinished = bytearray()
         self._after_cr = False
 
     def lines(self, data: bytes) -> list[bytes]:
@@ -297,12 +298,12 @@ class _Splitter:
             self._after_cr = False
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end:
-            self._begun.append(data)
+            self._unfinished += data
             return []
         self._after_cr = data.endswith(b"\r")
-        whole = b"".join([*self._begun, data[:end]])
-        self._begun = [data[end:]]
-        return whole.splitlines()
+        complete = bytes(self._unfinished) + data[:end]
+        self._unfinished = bytearray(data[end:])
+        return complete.splitlines()
 
 
 class _Lines(_Splitter):
@@ -317,7 +318,7 @@ class _Events(_Splitter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._data: list[bytes] = []
+        self._data: bytearray | None = None  # None: no line of data has come
         self._name = ""
 
     def __call__(self, data: bytes) -> Iterator[_Event]:
@@ -325,14 +326,17 @@ class _Events(_Splitter):
             if line:
                 self._read(line)
                 continue
-            if self._data or self._name:
-                yield _Event(b"\n".join(self._data), self._name or "message")
-            self._data, self._name = [], ""
+            if self._data is not None or self._name:
+                yield _Event(bytes(self._data or b""), self._name or "message")
+            self._data, self._name = None, ""
 
     def _read(self, line: bytes) -> None:
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field.removeprefix(b"\xef\xbb\xbf") == b"data":
-            self._data.append(value)
+            if self._data is None:
+                self._data = bytearray(value)
+            else:
+                self._data += b"\n" + value
         elif field == b"event":
             self._name = value.decode("utf-8", "replace")

@@ -120,6 +120,28 @@ MUTANTS = [
         breaks="SLOT-1",
     ),
     Mutant(
+        "a page of any length is searched for its title",
+        "slotkeeper.json_fault:_describe_page",
+        swap("page[:_TITLE_WITHIN]", "page"),
+        kills=["test_the_first_fault_is_named_with_its_place"],
+        breaks="limits",
+    ),
+    Mutant(
+        "a body in tiny pieces is parsed in one turn of the loop",
+        "tasks.servers.http_connection:HttpConnection._parse_for_a_turn",
+        swap("took_s < _TURN_S", "took_s < 1e9"),
+        kills=["test_a_body_in_tiny_pieces_leaves_the_loop_to_others_after_each_turn"],
+        breaks="limits",
+        still="test_many_connections_with_tiny_pieces_take_turns",
+    ),
+    Mutant(
+        "a body may have any number of pieces",
+        "tasks.servers.http_connection:HttpConnection.on_body",
+        never("self._pieces > _MAX_PIECES"),
+        kills=["test_a_body_of_too_many_pieces_is_no_answer"],
+        breaks="limits",
+    ),
+    Mutant(
         "a truncated answer counts as complete",
         "tasks.servers.http_connection:HttpConnection.connection_lost",
         swap("error is None and self._status and not _has_length(self._fields)", "error is None and self._status"),

@@ -317,6 +317,67 @@ def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
+TINY = b"2\r\nab\r\n"
+
+
+def chunked(count: int, piece: bytes = TINY) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + piece * count + b"0\r\n\r\n"
+
+
+def test_a_body_in_tiny_pieces_leaves_the_loop_to_others_after_each_turn(scripted, loop, monkeypatch):
+    """With a turn of no time at all, between two turns of the loop no more than two slices are parsed."""
+    monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
+    server = scripted(always(chunked(60_000)))
+
+    async def largest_step() -> tuple[Response | NoResponse, int]:
+        exchange = loop.http.send(
+            "GET", f"{server.url}/x", {}, None, Limits(5.0, math.inf, time.monotonic() + 60, 1 << 20)
+        )
+        before = largest = 0
+        while not exchange.reply.done():
+            await asyncio.sleep(0)
+            received = sum(one.bytes_received for one in loop.http._open)
+            before, largest = received, max(largest, received - before)
+        return exchange.reply.result(), largest
+
+    reply, largest = loop.wait_for(largest_step())
+    assert isinstance(reply, Response) and reply.body == b"ab" * 60_000
+    assert 0 < largest <= 2 * http_connection._SLICE_BYTES
+
+
+def test_many_connections_with_tiny_pieces_take_turns(scripted, loop, monkeypatch):
+    monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
+    server = scripted(always(chunked(20_000)))
+
+    async def all_of_them() -> list[Response | NoResponse]:
+        limits = Limits(5.0, math.inf, time.monotonic() + 60, 1 << 20)
+        sent = [loop.http.send("GET", f"{server.url}/x", {}, None, limits) for _ in range(4)]
+        return [await exchange.reply for exchange in sent]
+
+    assert [reply.body for reply in loop.wait_for(all_of_them())] == [b"ab" * 20_000] * 4
+
+
+def test_the_end_of_a_body_that_waits_for_its_turn_is_not_lost_with_the_connection(scripted, loop, monkeypatch):
+    monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000)
+        hang_up(sock)
+
+    async def asked() -> Response | NoResponse:
+        limits = Limits(5.0, math.inf, time.monotonic() + 60, 1 << 20)
+        return await loop.http.send("GET", f"{scripted(always(act)).url}/x", {}, None, limits).reply
+
+    assert loop.wait_for(asked()).body == b"x" * 100_000
+
+
+def test_a_body_of_too_many_pieces_is_no_answer(scripted, ask, monkeypatch):
+    monkeypatch.setattr(http_connection, "_MAX_PIECES", 1000)
+    assert ask(scripted(always(chunked(1000))).url).body == b"ab" * 1000
+    reply = ask(scripted(always(chunked(1001))).url)
+    assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_MANY_PIECES
+
+
 def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
     server = scripted(always(answer(gzip.compress(b"x" * 1000), Content_Encoding="gzip")))
     assert ask(server.url, max_bytes=1000).body == b"x" * 1000

@@ -199,11 +199,18 @@ def test_a_request_that_cannot_be_sent_costs_a_retry_as_the_configuration_may_be
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")
 
 
+@pytest.mark.parametrize(
+    "reason, words",
+    [
+        (FailureReason.TOO_LARGE, ("64 MiB", "answer with their URL")),
+        (FailureReason.TOO_MANY_PIECES, ("too many pieces", "send larger ones")),
+    ],
+)
 @pytest.mark.parametrize("asked", [submitted, polled])
-def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked):
-    outcome = asked(NoResponse(FailureReason.TOO_LARGE))
+def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked, reason, words):
+    outcome = asked(NoResponse(reason))
     assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
-    assert "64 MiB" in outcome.message and "answer with their URL" in outcome.message
+    assert all(one in outcome.message for one in words)
 
 
 # -- messages --------------------------------------------------------------------------------------

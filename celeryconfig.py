@@ -20,6 +20,8 @@ result_expires = timedelta(days=1)
 redis_socket_timeout = 10
 redis_socket_connect_timeout = 5
 broker_connection_retry_on_startup = True
+# A Redis that answers and refuses writes (READONLY, MISCONF, NOPERM) is waited for like one that is away.
+broker_channel_error_retry = True
 broker_connection_timeout = 3
 broker_transport_options = {
     "visibility_timeout": 3600,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import structlog
 from kombu.exceptions import OperationalError as BrokerError
@@ -15,8 +16,9 @@ from redis.exceptions import RedisError
 
 from migrations import migrate
 from slotkeeper.clock import MAX_SKEW_MS, clock
+from slotkeeper.db.driver_errors import explain_refusal
 from slotkeeper.errors import SlotkeeperError
-from slotkeeper.redis.connections import explain_unsuitable
+from slotkeeper.redis.connections import explain_refused_writes, explain_unsuitable
 from tasks import liveness
 from tasks.celery_app import celery
 from tasks.services import catalog, processes, scripts
@@ -30,19 +32,27 @@ _checked_urls: set[str] = set()
 
 
 def probe_database() -> str | None:
-    """It answers, and has the schema that this release needs."""
+    """It answers, has the schema that this release needs, and takes writes."""
     try:
         catalog().get_version()
-        return _schema_problem(record().url)
+        if (problem := _schema_problem(record().url)) is not None:
+            return problem
+        record().check_writable()
     except SlotkeeperError as error:
         log.warning("database_away", error=error.detail)
+        if (refusal := explain_refusal(error)) is not None:
+            return f"The database takes no writes: {refusal}.  Jobs are accepted again when it does."
         return "The database does not answer, or has no tables yet."
+    return None
 
 
 def probe_redis() -> str | None:
-    """It answers, is a single Redis, and throws nothing away."""
+    """It answers, is a single Redis, throws nothing away, and takes writes."""
+    redis = scripts().redis
     try:
-        return explain_unsuitable(scripts().redis)
+        if (refusal := explain_refused_writes(redis, scripts().keys.write_check())) is not None:
+            return f"{refusal}  Jobs are accepted, and start when it takes writes again."
+        return explain_unsuitable(redis)
     except RedisError as error:
         log.warning("redis_away", error=str(error))
         return "Redis does not answer; jobs are accepted, and start when it is back."
@@ -52,6 +62,10 @@ def probe_broker() -> str | None:
     try:
         with celery.connection_for_write(connect_timeout=_BROKER_TIMEOUT_S) as connection:
             connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_TIMEOUT_S)
+            if connection.transport.driver_type == "redis":
+                channel: Any = connection.default_channel
+                refusal = explain_refused_writes(channel.client, scripts().keys.write_check())
+                return refusal and f"The broker: {refusal}  Jobs are accepted, and start when it takes writes again."
     except (BrokerError, OSError, RedisError) as error:
         log.warning("broker_away", error=str(error))
         return "The broker does not answer; jobs are accepted, and start when it is back."

@@ -210,10 +210,9 @@ def _find_contradictions() -> Iterator[Finding]:
 
 def database() -> Iterator[Finding]:
     """Check that the database answers, has this release's schema, and commits a write fast enough."""
-    from sqlalchemy import insert, update
-
     from migrations.migrate import check
-    from slotkeeper.db.schema import counters
+    from slotkeeper.db.driver_errors import explain_refusal
+    from slotkeeper.errors import DatabaseUnavailable
     from tasks.services import database as open_database
 
     job_store = open_database()
@@ -221,13 +220,14 @@ def database() -> Iterator[Finding]:
         yield Finding("database", "fail", problem, "Run `slotkeeper migrate` with the newest release.")
         return
 
-    def write(tx: object) -> None:
-        connection = tx.connection  # type: ignore[attr-defined]
-        mark = {"value": time.time_ns() // 1_000_000}
-        if connection.execute(update(counters).where(counters.c.name == "doctor").values(mark)).rowcount == 0:
-            connection.execute(insert(counters), {"name": "doctor", **mark})
-
-    took_s = _measure_fastest_s(lambda: job_store.write(write))
+    try:
+        took_s = _measure_fastest_s(lambda: job_store.check_writable(durable=True))
+    except DatabaseUnavailable as error:
+        if (refusal := explain_refusal(error)) is None:
+            raise
+        remedy = "Until then submits are refused, and workers keep the results of their runs."
+        yield Finding("database", "fail", f"It answers and takes no writes: {refusal}.", remedy)
+        return
     message = f"It answers, its schema is right, and a durable write takes {took_s * 1000:.0f} ms."
     level = "fail" if took_s > _TOO_SLOW_S else "warn" if took_s > _SLOW_S else "ok"
     remedy = "" if level == "ok" else "Each submit waits for such a write: see what else uses the disk or the server."
@@ -265,10 +265,14 @@ def disk() -> Iterator[Finding]:
 
 def redis() -> Iterator[Finding]:
     """Check that Redis answers, is new enough, keeps its keys, and has the same time as this host."""
-    from slotkeeper.redis.connections import explain_no_persistence, explain_unsuitable
+    from slotkeeper.redis.connections import explain_no_persistence, explain_refused_writes, explain_unsuitable
     from tasks.services import scripts
 
     client, problems = scripts().redis, 0
+    if (advice := explain_refused_writes(client, scripts().keys.write_check())) is not None:
+        message, _, remedy = advice.partition(": ")
+        yield Finding("redis", "fail", f"{message}.", f"{remedy[:1].upper()}{remedy[1:]}")
+        return
     info = client.info("server")
     version = str(info.get("valkey_version") or info.get("redis_version"))
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:

@@ -1,6 +1,7 @@
 """The database of one process: read, write, and wait for the disk."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,6 +14,7 @@ from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db import sqlite, time_limits
 from slotkeeper.db.driver_errors import explain_unavailable
 from slotkeeper.db.group_commit import GroupCommit, Transaction, Write
+from slotkeeper.db.schema import raise_counter_to
 from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError
 
 T = TypeVar("T")
@@ -22,6 +24,8 @@ _READ_OPTIONS: dict[str, dict[str, Any]] = {
     "sqlite": sqlite.NO_BEGIN,
     "postgresql": {"isolation_level": "AUTOCOMMIT"},
 }
+_WRITE_CHECK = "doctor"
+"""Counter that `check_writable` writes."""
 # PostgreSQL reads page by page only inside a transaction; on SQLite that would lock out all writers.
 _SNAPSHOT_OPTIONS: dict[str, dict[str, Any]] = {"sqlite": sqlite.NO_BEGIN, "postgresql": {}}
 
@@ -81,6 +85,11 @@ class Database:
     def sync(self) -> None:
         """Wait until the disk has everything that this process committed.  Raises CommitUnknown."""
         self._group.sync()
+
+    def check_writable(self, *, durable: bool = False) -> None:
+        """Write a row that nothing reads.  Raises as `write`: DatabaseUnavailable with a full disk, for example."""
+        now_ms = time.time_ns() // 1_000_000
+        self.write(lambda tx: raise_counter_to(tx.connection, _WRITE_CHECK, now_ms), durable=durable)
 
     # -- reading ---------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Translate errors of the database's driver into those that callers see."""
 
+import sqlite3
+
 from sqlalchemy.exc import (
     DBAPIError,
     InterfaceError,
@@ -18,6 +20,20 @@ _UNAVAILABLE = (OperationalError, InterfaceError, InternalError, TimeoutError)
 # SQLite has only words.
 _NOT_MIGRATED = ("42P01", "42703")
 _MISSING_IN_SQLITE = ("no such table", "no such column", "has no column named")
+# Why a database that is there refuses, by SQLSTATE of PostgreSQL and by SQLite's primary error code.
+_REFUSALS: dict[str | int, str] = {
+    "53100": "its disk is full",
+    "25006": "it is read-only: a standby, or set so",
+    "28P01": "it refuses the log-in",
+    "28000": "it refuses the log-in",
+    "42501": "its user lacks the rights",
+    "53300": "it has no connection left",
+    sqlite3.SQLITE_FULL: "its disk is full",
+    sqlite3.SQLITE_READONLY: "its file is read-only",
+    sqlite3.SQLITE_IOERR: "its disk has an error",
+    sqlite3.SQLITE_CORRUPT: "its file is damaged",
+    sqlite3.SQLITE_NOTADB: "its file is damaged",
+}
 
 
 def explain_unavailable(error: SQLAlchemyError, *, reading: bool = False) -> DatabaseUnavailable | None:
@@ -34,6 +50,23 @@ def explain_unavailable(error: SQLAlchemyError, *, reading: bool = False) -> Dat
 def was_disconnected(error: BaseException) -> bool:
     """Return whether the connection was lost before COMMIT was sent."""
     return isinstance(error.__cause__, DBAPIError) and error.__cause__.connection_invalidated
+
+
+def explain_refusal(error: BaseException) -> str | None:
+    """Return why the database refused, as a clause without addresses; None: it did not answer, or said nothing known.
+
+    error: as raised, with the driver's as its cause.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        driver = getattr(cause, "orig", None)
+        code = getattr(driver, "sqlstate", None) or getattr(driver, "sqlite_errorcode", 0) & 0xFF
+        if code in _REFUSALS:
+            return _REFUSALS[code]
+        if driver is not None and "FATAL:" in str(driver):  # PostgreSQL, while a connection is made: without SQLSTATE
+            return "it refuses connections"
+        cause = cause.__cause__
+    return None
 
 
 def first_line(error: BaseException) -> str:

@@ -341,13 +341,13 @@ class GroupCommit:
     def _resolve_lost_commit(self, group: Sequence[_Entry[Any]], results: Sequence[Any], lost: _CommitLost) -> None:
         """Find out the outcome of a COMMIT whose answer was lost, and set it for every entry."""
         for entry in group:
-            entry.fail(commit_unknown(lost.reason))
+            entry.fail(_with_cause(commit_unknown(lost.reason), lost))
         found = self._find_outcome(lost.mark)
         if found is CommitOutcome.COMMITTED:
             _succeed(group, results)
         elif found is CommitOutcome.NOT_COMMITTED:
             for entry in group:
-                entry.fail(nothing_stored(lost.reason))
+                entry.fail(_with_cause(nothing_stored(lost.reason), lost))
         if lost.interrupt is not None:
             raise lost.interrupt
 
@@ -389,6 +389,12 @@ class GroupCommit:
 def _succeed(group: Sequence[_Entry[Any]], results: Sequence[Any]) -> None:
     for entry, result in zip(group, results, strict=True):
         entry.succeed(result)
+
+
+def _with_cause(error: Exception, lost: _CommitLost) -> Exception:
+    """Return an error that is raised in another place, with the driver's error as its cause."""
+    error.__cause__ = lost.__cause__
+    return error
 
 
 def _turn_expired() -> Exception:

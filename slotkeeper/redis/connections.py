@@ -16,7 +16,7 @@ from redis.asyncio import connection as asyncio_connection
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import BusyLoadingError, NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 
 from slotkeeper.errors import SlotkeeperError
@@ -41,6 +41,22 @@ _EVICTS = (
     "Redis may evict keys when its memory is full (maxmemory-policy {policy}), among them leases and waiting "
     "jobs: set maxmemory-policy noeviction."
 )
+# Error code -> why a Redis that answers refuses writes, and what to do.
+_REFUSALS = {
+    "READONLY": "it is a replica. Let its address lead to the primary",
+    "MISCONF": "it cannot save to its disk. See that disk's free space, and Redis' log",
+    "NOPERM": "its user lacks the rights. See docs/reference/dependencies.md for those that Slotkeeper needs",
+    "NOREPLICAS": "fewer replicas are connected than min-replicas-to-write. See its replicas",
+    "OOM": "its memory is full. Raise maxmemory",
+    "LOADING": "it is still loading its data. It takes writes when it has",
+}
+_CODES: dict[type[ResponseError] | type[BusyLoadingError], str] = {
+    ReadOnlyError: "READONLY",
+    NoPermissionError: "NOPERM",
+    OutOfMemoryError: "OOM",
+    BusyLoadingError: "LOADING",
+}
+_WRITE_CHECK_MS = 10_000
 _FORGETS = (
     "Redis keeps no append-only file: after each restart the queue is filled from the database again, and "
     "messages at the broker, if that is the same Redis, are lost: set appendonly yes."
@@ -168,6 +184,20 @@ def explain_not_single(redis: Redis, variable: str = URL_VARIABLE) -> str | None
         return _SENTINEL.format(variable=variable)
     is_cluster = mode == "cluster" or redis.info("cluster").get("cluster_enabled")
     return _CLUSTER.format(variable=variable) if is_cluster else None
+
+
+def explain_refused_writes(redis: Redis, key: str) -> str | None:
+    """Return why a Redis that answers takes no writes, and what to do, or None.  Raises redis errors.
+
+    key: is written, and expires.
+    """
+    try:
+        Redis.execute_command(redis, "SET", key, 1, "PX", _WRITE_CHECK_MS)  # not as a script that a full Redis allows
+    except (ResponseError, BusyLoadingError) as error:
+        code = _CODES.get(type(error)) or str(error).partition(" ")[0]
+        because = _REFUSALS.get(code, "see its log")
+        return f"Redis answers and refuses writes ({code}): {because}."
+    return None
 
 
 def explain_eviction(redis: Redis) -> str | None:

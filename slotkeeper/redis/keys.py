@@ -103,6 +103,10 @@ class Keys:
         """stream: the newest events, each under the id "<its number>-0" as the field `event`; see lua/relay.lua."""
         return f"{self._prefix}:events"
 
+    def write_check(self) -> str:
+        """string: written to find out whether Redis takes writes."""
+        return f"{self._prefix}:write_check"
+
     def secret(self) -> str:
         """string: fingerprint of the secret that all processes must have."""
         return f"{self._prefix}:secret"

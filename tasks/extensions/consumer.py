@@ -4,6 +4,7 @@ Celery trusts those who may write to its queues.  It looks at a message piece by
 come through; there, a list where a name should be ends the worker, and the message goes back to the next one.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_ID_CHARS = 255
 _MAX_SHOWN_CHARS = 80
+_REFUSED_PAUSE_S = 1.0
 _EMBEDDED = ("callbacks", "chain", "chord", "errbacks")
 
 
@@ -34,6 +36,7 @@ class Consumer(CeleryConsumer):
     """Hands on what may be a task, and rejects the rest."""
 
     connection_errors: tuple[type[Exception], ...]
+    channel_errors: tuple[type[Exception], ...]
     prefetch_multiplier: int
 
     @property
@@ -54,6 +57,19 @@ class Consumer(CeleryConsumer):
                 self._reject(message, error)
 
         return on_task_received
+
+    def on_connection_error_before_connected(self, exc: Exception) -> None:
+        log.warning("broker_not_connected", error=str(exc))
+        self._pause_if_refused(exc)
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        super().on_connection_error_after_connected(exc)
+        self._pause_if_refused(exc)
+
+    def _pause_if_refused(self, error: Exception) -> None:
+        """Pause before the next try at a broker that answers and refuses; Celery would try again at once."""
+        if isinstance(error, self.channel_errors) and not isinstance(error, self.connection_errors):
+            time.sleep(_REFUSED_PAUSE_S)
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         self._reject(message, exc)

@@ -93,7 +93,8 @@ class Stack:
 
     def __enter__(self) -> "Stack":
         self.home.mkdir(parents=True, exist_ok=True)
-        self.valkey = Valkey(self.home / "valkey", appendonly=True, settings={"appendfsync": "everysec"})
+        settings = {"appendfsync": "everysec", "enable-protected-configs": "local"}
+        self.valkey = Valkey(self.home / "valkey", appendonly=True, settings=settings)
         self.valkey.start()
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")},

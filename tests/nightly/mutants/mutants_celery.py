@@ -26,6 +26,13 @@ MUTANTS = [
         still="test_a_wake_up_carries_its_offer",
     ),
     Mutant(
+        "a worker ends when the broker refuses a command",
+        "celeryconfig",
+        swap("broker_channel_error_retry = True", "broker_channel_error_retry = False"),
+        kills=["test_redis_answers_and_refuses_writes"],
+        breaks="outages",
+    ),
+    Mutant(
         "a revoked wake-up is dropped",
         "tasks.inference:InferRequest.revoked",
         swap("return False", "return super().revoked()"),

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,11 @@ def _submit(town: Town, model: str, accepted: list[str]) -> int:
     return answer.status_code
 
 
+def _refused_readiness(town: Town) -> dict[str, Any] | None:
+    response = town.api.call("GET", "/health/ready")
+    return response.json() if response.status_code == 503 else None
+
+
 def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_can_be_stored(
     disk: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +74,8 @@ def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_
         with full(disk):
             # What is left of the log's last page may still take one.
             eventually(lambda: _submit(town, model, accepted) == 503, "a submit is refused")
+            ready = eventually(lambda: _refused_readiness(town), "readiness says so, too")
+            assert "its disk is full" in ready["parts"]["database"]["why"]
             gate.open()
             eventually(lambda: town.runs(model), "the server is done with the first job")
             assert _submit(town, model, accepted) == 503

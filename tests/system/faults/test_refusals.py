@@ -1,0 +1,185 @@
+"""Redis or the database is there and refuses: no process ends, a run keeps its result, and all goes on afterwards."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from redis import Redis
+from sqlalchemy import make_url
+
+from tests.support.town import LEASE_S, Town, started_town
+from tools.cluster.postgres_process import Postgres
+from tools.cluster.stack import Process, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+_BACK_WITHIN_S = 5.0
+"""After the end of a refusal, jobs start again so soon; the bound of the tests is longer, for a busy machine."""
+
+
+def _processes(town: Town, worker: Process) -> list[Process]:
+    return [worker, *(town.stack.processes[name] for name in ("maintenance", "beat", "web"))]
+
+
+def _part(town: Town, name: str) -> str:
+    """Return what readiness says of a part; "": it is well."""
+    return town.api.call("GET", "/health/ready").json()["parts"][name]["why"] or ""
+
+
+def _play(town: Town, refusal: Callable[[], AbstractContextManager[None]], part: str, names: str) -> None:
+    """Let a run end, and jobs come in, while something refuses."""
+    (worker,) = town.crew(1)
+    model, gate = town.model(1), town.gate()
+    accepted = [town.submit(model, gate)]
+    town.sent(model)
+    accepted.append(town.submit(model, 0.01))
+
+    with refusal():
+        eventually(lambda: names in _part(town, part), f"readiness says {names!r} of {part}")
+        response = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
+        if response.status_code == 202:
+            accepted.append(response.json()["job_id"])
+        else:
+            assert (part, response.status_code) == ("database", 503)
+        gate.open()
+        eventually(lambda: town.runs(model), "the server is done with the first job")
+        eventually(_have_passed(LEASE_S), "leases would have expired", every_s=0.1)
+        assert [one.name for one in _processes(town, worker) if one.popen.poll() is not None] == []
+
+    jobs = [town.until(job_id, "completed") for job_id in accepted]
+    assert [(job.attempt, job.crashes, job.failures) for job in jobs] == [(1, 0, 0)] * len(jobs)
+    assert [run["job_id"] for run in town.runs(model)] == accepted, "each ran once, in order"
+    assert [one.name for one in _processes(town, worker) if one.popen.poll() is not None] == []
+    eventually(lambda: not _part(town, part), f"{part} is well again")
+
+
+def _have_passed(seconds: float) -> Callable[[], bool]:
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until
+
+
+# -- Redis -----------------------------------------------------------------------------------------------------
+
+
+def _read_only(redis: Redis) -> Iterator[None]:
+    redis.replicaof("127.0.0.1", 1)
+    yield
+    redis.replicaof("no", "one")
+
+
+def _no_rights(redis: Redis) -> Iterator[None]:
+    redis.execute_command("ACL", "SETUSER", "default", "-@write")
+    yield
+    redis.execute_command("ACL", "SETUSER", "default", "+@all")
+
+
+def _too_few_replicas(redis: Redis) -> Iterator[None]:
+    redis.config_set("min-replicas-to-write", 1)
+    yield
+    redis.config_set("min-replicas-to-write", 0)
+
+
+def _cannot_save(redis: Redis) -> Iterator[None]:
+    """Its disk is full: as it cannot save, it takes no writes."""
+    folder = redis.config_get("dir")["dir"]
+    redis.config_set("save", "3600 1000000")
+    redis.config_set("dir", "/proc")
+    redis.bgsave()
+    eventually(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "err", "it cannot save")
+    yield
+    redis.config_set("dir", folder)
+    redis.bgsave()
+    eventually(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "ok", "it can save")
+    redis.config_set("save", "")
+
+
+@pytest.mark.parametrize(
+    "refuse, names",
+    [
+        pytest.param(_read_only, "READONLY", id="READONLY"),
+        pytest.param(_cannot_save, "MISCONF", id="MISCONF"),
+        pytest.param(_no_rights, "NOPERM", id="NOPERM"),
+        pytest.param(_too_few_replicas, "NOREPLICAS", id="NOREPLICAS"),
+    ],
+)
+def test_redis_answers_and_refuses_writes(town: Town, refuse: Callable[[Redis], Any], names: str):
+    @contextmanager
+    def refusal() -> Iterator[None]:
+        with town.redis() as redis, contextmanager(refuse)(redis):
+            yield
+
+    _play(town, refusal, "redis", names)
+
+
+# -- PostgreSQL ------------------------------------------------------------------------------------------------
+
+
+def _standby(admin: psycopg.Connection[Any], _: str, __: str) -> Iterator[None]:
+    """As after a failover to which connections have followed."""
+    admin.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+    admin.execute("SELECT pg_reload_conf()")
+    yield
+    admin.execute("SET default_transaction_read_only = off")
+    admin.execute("ALTER SYSTEM RESET default_transaction_read_only")
+    admin.execute("SELECT pg_reload_conf()")
+
+
+def _full_disk(_: psycopg.Connection[Any], url: str, __: str) -> Iterator[None]:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(_REFUSE)
+        for table in ("jobs", "events", "counters"):
+            connection.execute(f"CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON {table} EXECUTE FUNCTION refuse()")
+        yield
+        for table in ("jobs", "events", "counters"):
+            connection.execute(f"DROP TRIGGER full_disk ON {table}")
+
+
+_REFUSE = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$
+"""
+
+
+def _revoked(admin: psycopg.Connection[Any], _: str, role: str) -> Iterator[None]:
+    """Connections that exist go on, as the server's own are closed by it now and then."""
+    admin.execute(f"ALTER ROLE {role} NOLOGIN")
+    admin.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", [role])
+    yield
+    admin.execute(f"ALTER ROLE {role} LOGIN")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    "refuse, names",
+    [
+        pytest.param(_standby, "read-only", id="25006: read-only"),
+        pytest.param(_full_disk, "disk is full", id="53100: full"),
+        pytest.param(_revoked, "refuses", id="28000: no log-in"),
+    ],
+)
+def test_postgresql_answers_and_refuses(postgres: Postgres, tmp_path: Path, refuse: Callable[..., Any], names: str):
+    url = postgres.create()
+    admin_url = make_url(url).set(database="postgres").render_as_string(hide_password=False)
+    with psycopg.connect(admin_url, autocommit=True) as admin:
+        role = "refused"
+        admin.execute(f"CREATE ROLE {role} LOGIN SUPERUSER PASSWORD 'x'")
+        own = make_url(url).set(username=role, password="x", drivername="postgresql+psycopg")
+        try:
+            with started_town(
+                tmp_path / "town", SLOTKEEPER_DATABASE_URL=own.render_as_string(hide_password=False)
+            ) as town:
+
+                @contextmanager
+                def refusal() -> Iterator[None]:
+                    with contextmanager(refuse)(admin, url, role):
+                        yield
+
+                _play(town, refusal, "database", names)
+        finally:
+            postgres.put_out(url)
+            admin.execute(f"DROP DATABASE {make_url(url).database}")
+            admin.execute(f"DROP ROLE {role}")

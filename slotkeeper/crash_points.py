@@ -41,6 +41,7 @@ POINTS = (
     "reap_committed",  # queued in the database, the slot is still held
     "stale_seized",  # the lease is seized, the database says running, the server does not know the run
     "stale_committed",  # queued in the database, the slot is still held
+    "rebuild_claimed",  # the queue has a new epoch, nothing is filled in
     "rebuild_leases",  # leases are restored, the queue is empty
     "rebuild_filled",  # the queue is filled, not open
     "reconcile_filled",  # missing jobs are enqueued

@@ -77,7 +77,7 @@ class SimulatedQueue:
         self._sha = redis.script_load(_assembled({command.target.script for command in acts.values()}))
         fleets = Fleets(scripts, settings)
         fleets.begin_rebuild([fleet], catalog.database_id)
-        fleets.open([fleet])
+        fleets.open({fleet: 1})
 
     def opening(self, at_ms: int) -> SimulationEvent:
         """The fleet's servers come up."""

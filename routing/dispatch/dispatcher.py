@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from routing.admission import constraints
 from routing.admission.admission import REFUSALS, Admission
@@ -25,6 +25,7 @@ from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import Conflict, JobNotFound, UnknownModel
+from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
@@ -253,6 +254,15 @@ class Dispatcher:
         if job.state not in FINAL_STATES:  # Its run ended between the two statements, and it waits again.
             return self.cancel(job_id)
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
+
+    def is_of_older_queue(self, lease: Lease) -> bool:
+        """Return whether a newer queue of the fleet was filled since this lease was made: it can start nothing."""
+        newest = queue_epochs.read_numbers(self.store.database, [lease.fleet]).get(lease.fleet, 0)
+        if (epoch := queue_epochs.epoch_of_lease(lease.name)) >= newest:
+            return False
+        log.warning("offer_of_older_queue", fleet=lease.fleet, job_id=lease.job_id, epoch=epoch, newest=newest)
+        self.queues.mark_unavailable(lease.fleet, ResponseError("its queue is older than the newest"))
+        return True
 
     def withdraw(self, jobs: Sequence[QueuedJob]) -> None:
         """Take jobs out of Redis, or mark the leases of those that run as canceled.  Failures are left to the sweep."""

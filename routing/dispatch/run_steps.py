@@ -41,6 +41,9 @@ class StepIo(Protocol):
     def run_in_thread(self, act: Callable[..., T], *args: Any) -> Awaitable[T]:
         """Call a function that blocks."""
 
+    def reconnect(self) -> None:
+        """Close the connections to Redis: their primary was replaced."""
+
 
 class ThreadIo:
     """For steps in a thread: each call is made at once, and no step is suspended."""
@@ -56,6 +59,9 @@ class ThreadIo:
 
     async def run_in_thread(self, act: Callable[..., T], *args: Any) -> T:
         return act(*args)
+
+    def reconnect(self) -> None:
+        self._dispatcher.leases.scripts.reconnect()
 
 
 def run_blocking(step: Coroutine[Any, Any, T]) -> T:
@@ -91,7 +97,9 @@ class RunSteps:
         return await self._io.redis(self._dispatcher.leases.claim_command(offer, owner))
 
     async def start(self, offer: Offer, lease: Lease, worker: str = "") -> ActiveRun | None:
-        """Store the start of the offered job; None: the job is gone.  `worker`: Celery's name of the worker.
+        """Store the start of the offered job; None: the job is gone, or its offer is of an older queue.
+
+        `worker`: Celery's name of the worker.
 
         Raises DatabaseUnavailable: it was not stored; CommitUnknown: call `find_stored_start`.
         """
@@ -108,8 +116,11 @@ class RunSteps:
             catalog.find_description(offer.server, offer.model),
             worker,
             catalog.endpoint(offer.server, offer.model),
+            fleet=offer.fleet,
         )
         run = await self._io.commit(write)
+        if run is None and await self._io.run_in_thread(dispatcher.is_of_older_queue, lease):
+            self._io.reconnect()
         return None if run is None else ActiveRun(run, lease)
 
     async def find_stored_start(self, lease: Lease) -> ActiveRun | None:

@@ -1,10 +1,14 @@
---[[ begin_rebuild: make a closed queue ready to be filled.  What Redis kept of another copy of the data, of another
-  database, or of a moment that was lost, is deleted; means and breakers stay, unless the database is another.
+--[[ begin_rebuild: make a closed queue ready to be filled.  If Redis may lack leases, as it has another copy of the
+  data, another database's, or has lost its last moments, everything is deleted but means and breakers (these, too, if
+  the database is another).  If it was closed on purpose, only what waits is deleted: no lease was lost.
   Keys: classes, groups, kinds, lanes, rules, free, cooling, slots, leases, servers, tags, stats, held, meta
   Takes
     database_id: text      of the database that it will be filled from
+    filling: text          a name for a new filling of the queue
   Returns
-    answer: "open" | "ready" | "cleared"      open: it is left as it is; ready: nothing had to be deleted
+    answer: "open" | "ready" | "emptied" | "cleared"      open: it is left as it is; ready: nothing had to be deleted
+    filling: text          the name of the present filling: the given one, unless the leases are of an earlier one
+    epoch: int             the last epoch of this queue as Redis knows it; 0: it knows none
   Several processes may begin; once it is ready, none deletes what another has filled meanwhile
   Called by routing/queue/fleets.py: Fleets.begin_rebuild
   Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
@@ -21,6 +25,10 @@ local function delete_waiting()
   end
   delete_members(redis.call("HKEYS", GROUPS), group_key)
   delete_members(redis.call("HKEYS", LANES), account_lanes_key)
+  redis.call("UNLINK", CLASSES, GROUPS, LANES, accounts_to_reindex_key(), classes_to_regroup_key())
+  for _, field in ipairs(redis.call("HKEYS", META)) do
+    if string.sub(field, 1, 8) == "waiting:" then redis.call("HDEL", META, field) end
+  end
 end
 
 local function delete_stats(all)
@@ -36,18 +44,23 @@ local function delete_stats(all)
   end
 end
 
-if is_open() then return "open" end
+if is_open() then return { "open", "", 0 } end
 
-local found, id = redis.call("HMGET", META, "copy", "lost"), replication_id()
-local answer = "ready"
-if (found[1] and found[1] ~= id) or found[2] or is_other_database(database_id) then
+local found, id = redis.call("HMGET", META, "copy", "lost", "filling", "number"), replication_id()
+local answer, name, last = "ready", found[3], tonumber(found[4] or "0")
+if (found[1] and found[1] ~= id) or found[2] == LOST or is_other_database(database_id) then
   delete_waiting()
   delete_members(redis.call("ZRANGE", LEASES, 0, -1), lease_key)
   delete_members(redis.call("HKEYS", SLOTS), displaced_key)
   delete_stats(is_other_database(database_id))
-  redis.call("UNLINK", CLASSES, GROUPS, KINDS, LANES, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META,
-    excess_key(), open_offers_key(), accounts_to_reindex_key(), classes_to_regroup_key())
-  answer = "cleared"
+  redis.call("UNLINK", KINDS, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META, excess_key(), open_offers_key())
+  answer, name = "cleared", false
+elseif found[2] then
+  delete_waiting()
+  redis.call("HDEL", META, "lost", "catalog")
+  answer = "emptied"
 end
-redis.call("HSET", META, "copy", id, "record", database_id)
-return answer
+name = name or filling
+redis.call("HSET", META, "copy", id, "record", database_id, "filling", name)
+if last > 0 then redis.call("HSET", META, "number", last) end
+return { answer, name, last }

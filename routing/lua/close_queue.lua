@@ -7,9 +7,8 @@
   Writes only on "closed"
   Called by routing/queue/fleets.py: Fleets.close
   Cost O(1)    Upholds ORDER-1 ]]
--- @include lib/keys
+-- @include lib/epoch
 
 if tonumber(redis.call("HGET", META, "catalog") or nil) ~= version then return "changed" end
-redis.call("HDEL", META, "epoch")
-redis.call("HSET", META, "lost", "1")
+close_for_refill()
 return "closed"

@@ -22,9 +22,10 @@
 -- @include lib/position
 
 -- A job that still holds a lease returns to its lane when that is released: its last run has ended in the database and
--- has not freed its slot yet.  An open offer is left as it is.
-local function requeue_on_release(job)
-  if redis.call("HGET", lease_key(job), "owner") ~= "" then redis.call("HSET", lease_key(job), "again", "1") end
+-- has not freed its slot yet.  An open offer stays, and gets the score of the present policy.
+local function requeue_on_release(job, lane)
+  redis.call("HSET", lease_key(job.id), "seq", score_in_lane(lane.model, job))
+  if redis.call("HGET", lease_key(job.id), "owner") ~= "" then redis.call("HSET", lease_key(job.id), "again", "1") end
 end
 
 -- Put the jobs into their lanes.  Returns how many were not there yet.
@@ -35,7 +36,7 @@ local function add_entries()
   for n, entry in ipairs(entries) do
     local job, name = entry.job, entry.lane
     if leased[n] then
-      requeue_on_release(job.id)
+      requeue_on_release(job, parse_lane(name))
     else
       lanes[name] = lanes[name] or { lane = parse_lane(name), constraints = job.constraints, members = {} }
       local members = lanes[name].members

@@ -33,6 +33,8 @@ for _, lost in ipairs(leases) do
     redis.call("ZADD", LEASES, integer_text(now + lease_ms), lease.job_id)
     update_open_offers(lease.job_id, lease.owner)
     restored = restored + 1
+  elseif not is_complete and present and present.name == lease.name then
+    redis.call("HSET", lease_key(lease.job_id), "seq", score_in_lane(lane.model, job)) -- The policy may have changed.
   elseif not waits and not is_slot_taken and not present then
     write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints,
       score_in_lane(lane.model, job), job.created_ms, 0, 0, now, now + lease_ms)

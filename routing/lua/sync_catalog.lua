@@ -177,8 +177,5 @@ if next(changed) then
   end
 end
 flush_hashes()
-if has_jobs_of_removed_models(changed) or needs_other_scores then
-  redis.call("HDEL", META, "epoch")
-  redis.call("HSET", META, "lost", "1")
-end
+if has_jobs_of_removed_models(changed) or needs_other_scores then close_for_refill() end
 return { "synced", version }

@@ -29,8 +29,10 @@ class SweepState:
     """When (monotonic s) the outbox was read, and its last event then."""
     events: set[int] = field(default_factory=set)
     """Events after the oldest of these reads whose jobs were enqueued."""
-    rebuilding: set[str] = field(default_factory=set)
-    """Fleets whose rebuild has begun, and whose queue is not open yet."""
+    rebuilding: dict[str, int] = field(default_factory=dict)
+    """Fleets whose rebuild has begun, and whose queue is not open yet; and the epoch of the filling."""
+    stale: dict[str, int] = field(default_factory=dict)
+    """Fleets whose queue had an older epoch than the database at the last sweep, and that epoch."""
     filling: dict[str, int] = field(default_factory=dict)
     """Fleets whose queue is being filled, and up to which `seq`."""
     synced: dict[str, tuple[int, float]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Fill an empty queue from the database and open it; bring a changed catalog to Redis."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 from redis.exceptions import OutOfMemoryError
@@ -9,8 +9,11 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance import quarantined_slots, restore_leases
 from routing.queue.fleets import isolate_errors
 from routing.queue.slots import SyncResult
+from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
+from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.redis.keys import QUEUE_FORMAT
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
@@ -60,43 +63,51 @@ def rebuild_queue(dispatcher: Dispatcher, fleet: str) -> int:
 
     A closed queue offers nothing, so no late job overtakes an early one that is not in Redis yet (ORDER-1).
     """
-    if not begin(dispatcher, [fleet]):
+    epochs = begin(dispatcher, [fleet])
+    if not epochs:
         return 0
     filled = 0
     try:
         filled = fill(dispatcher, fleet)
     except OutOfMemoryError as error:  # The sweep counts too few jobs, and fills the rest when there is memory again.
         log.warning("queue_not_filled", fleet=fleet, error=str(error))
-    end(dispatcher, [fleet])
+    end(dispatcher, epochs)
     dispatcher.publish_offers(dispatcher.queues.offer_all(fleet))
     return filled
 
 
-def begin(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:
-    """Begin the rebuild of closed queues, and return those that can be filled now."""
+def begin(dispatcher: Dispatcher, fleets: Sequence[str]) -> dict[str, int]:
+    """Begin the rebuild of closed queues, and return the epochs of those that can be filled now.
+
+    The epoch is claimed before running jobs are read: what starts afterwards has a lease of this filling.
+    """
     if not fleets:
-        return []
+        return {}
     catalog = dispatcher.catalog.get()
+    dispatcher.fleets.scripts.reconnect()  # Not by a connection that has stayed with a primary that was replaced.
     begun = dispatcher.fleets.begin_rebuild(fleets, catalog.database_id)
-    for fleet in [fleet for fleet, cleared in begun.items() if cleared]:
+    for fleet in [fleet for fleet, one in begun.items() if one.answer == "cleared"]:
         log.warning("queue_discarded", fleet=fleet, because="Redis, or the database, is not what it was filled from")
-    sync_catalog(dispatcher, list(begun), catalog)  # Leases and jobs get their scores by its policies.
-    restore_leases.restore_leases(dispatcher, begun)
-    quarantined_slots.restore_quarantine(dispatcher, begun)
-    restore_leases.restore_offers(dispatcher, begun)
+    fillings = {fleet: queue_epochs.Filling(one.filling, one.epoch) for fleet, one in begun.items()}
+    epochs = queue_epochs.claim(dispatcher.store.database, fillings, QUEUE_FORMAT, now_ms())
+    for fleet in sorted(begun.keys() - epochs.keys()):
+        log.warning("queue_of_a_newer_release", fleet=fleet)
+    crash_at("rebuild_claimed")
+    sync_catalog(dispatcher, list(epochs), catalog)  # Leases and jobs get their scores by its policies.
+    restore_leases.restore_leases(dispatcher, epochs)
+    quarantined_slots.restore_quarantine(dispatcher, epochs)
+    restore_leases.restore_offers(dispatcher, epochs)
     crash_at("rebuild_leases")
-    return list(begun)
+    return epochs
 
 
-def end(dispatcher: Dispatcher, fleets: Sequence[str]) -> None:
-    """Open queues that are filled."""
-    if not fleets:
+def end(dispatcher: Dispatcher, epochs: Mapping[str, int]) -> None:
+    """Open queues that are filled under these epochs."""
+    if not epochs:
         return
     crash_at("rebuild_filled")
-    # Again, for runs whose start was on its way to the database when `begin` read it.
-    restore_leases.restore_leases(dispatcher, fleets)
-    for fleet in [fleet for fleet, opened in dispatcher.fleets.open(fleets).items() if opened]:
-        log.info("queue_rebuilt", fleet=fleet)
+    for fleet in [fleet for fleet, opened in dispatcher.fleets.open(epochs).items() if opened]:
+        log.info("queue_rebuilt", fleet=fleet, epoch=epochs[fleet])
 
 
 def fill(dispatcher: Dispatcher, fleet: str) -> int:

@@ -27,19 +27,20 @@ def restore_leases(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
                 _write(dispatcher, fleet, runs, dispatcher.settings.lease_ms)
 
 
-def restore_offers(dispatcher: Dispatcher, fleets: Collection[str]) -> None:
+def restore_offers(dispatcher: Dispatcher, epochs: Mapping[str, int]) -> None:
     """After Redis was emptied, offer queued jobs again in the slots whose servers may still run them.
 
     On another server they would run twice at once.  A job whose server was removed is left to be filled in.
+    `epochs`: of the queues that are being filled, by fleet.
     """
     catalog, found = dispatcher.catalog.get(), defaultdict[str, list[LeasedJob]](list)
     for job, slot in dispatcher.store.list_resumable():
         lease = Lease("", job.id, "", "", slot)
         if job.model in catalog.models and lease.server in catalog.servers:
             found[catalog.models[job.model].fleet].append(LeasedJob(lease, job))
-    for fleet in found.keys() & set(fleets):
+    for fleet in found.keys() & epochs.keys():
         with isolate_errors("restore_offers", fleet=fleet):
-            dispatcher.leases.restore_offers(fleet, found[fleet])
+            dispatcher.leases.restore_offers(fleet, found[fleet], epochs[fleet])
 
 
 def restore_for_owners(dispatcher: Dispatcher, owners: Collection[str]) -> set[str]:

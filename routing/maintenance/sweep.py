@@ -15,7 +15,7 @@ from routing.queue.fleets import QueueCounts, isolate_errors
 from routing.queue.leases import QUARANTINE_OWNER
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
-from slotkeeper.jobs import ledger
+from slotkeeper.jobs import ledger, queue_epochs
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.outbox import event_reader
 from slotkeeper.registry.snapshot import CatalogSnapshot
@@ -46,13 +46,15 @@ class Sweeper:
         catalog = dispatcher.catalog.get()
         counts = dispatcher.fleets.counts(catalog.fleets())
         until = time.monotonic() + _READ_S
+        with isolate_errors("stale_queues"):
+            self._leave_stale_queues(counts)
         with isolate_errors("enqueue_from_events"):
             self._enqueue_from_events(counts, catalog)
         with isolate_errors("rebuild"):
             self._continue_rebuilds([fleet for fleet, count in counts.items() if not count.is_open], until)
         with isolate_errors("count"):
             self._fill_short_queues(catalog)
-        self._continue_filling(state.filling.keys() - state.rebuilding, until)
+        self._continue_filling(state.filling.keys() - state.rebuilding.keys(), until)
         return self._offer_all(catalog)
 
     def reconcile(self) -> int:
@@ -74,6 +76,23 @@ class Sweeper:
         for fleet in dispatcher.fleets.remove_unknown(dispatcher.catalog.refresh().fleets()):
             log.info("queue_removed", fleet=fleet)
         return found
+
+    def _leave_stale_queues(self, counts: Mapping[str, QueueCounts]) -> None:
+        """Leave a Redis whose queue is older than the newest that was filled: its primary was replaced.
+
+        By the next sweep the connections are new.  A Redis that still has the older queue is the right one, such as
+        one that was restored, and its queue is filled again.
+        """
+        dispatcher, state = self._dispatcher, self.state
+        newest = queue_epochs.read_numbers(dispatcher.store.database)
+        stale = {fleet: count.epoch for fleet, count in counts.items() if count.epoch < newest.get(fleet, 0)}
+        stale = {fleet: epoch for fleet, epoch in stale.items() if counts[fleet].is_open}
+        for fleet in [fleet for fleet, epoch in stale.items() if state.stale.get(fleet) == epoch]:
+            if dispatcher.fleets.discard(fleet, stale[fleet]):
+                log.warning("stale_queue_discarded", fleet=fleet, epoch=stale[fleet], newest=newest[fleet])
+        if stale:
+            dispatcher.fleets.scripts.reconnect()
+        state.stale = stale
 
     # -- offers ----------------------------------------------------------------------------------------------
 
@@ -181,15 +200,15 @@ class Sweeper:
         was emptied; then those are filled that have queued jobs.
         """
         dispatcher, state = self._dispatcher, self.state
-        state.rebuilding &= set(closed)
+        state.rebuilding = {fleet: epoch for fleet, epoch in state.rebuilding.items() if fleet in closed}
         begun = rebuild.begin(dispatcher, [fleet for fleet in closed if fleet not in state.rebuilding])
-        state.rebuilding |= set(begun)
-        state.filling.update(dict.fromkeys(rebuild.with_queued_jobs(dispatcher, begun), 0))
-        full = self._continue_filling(state.rebuilding & state.filling.keys(), until)
+        state.rebuilding |= begun
+        state.filling.update(dict.fromkeys(rebuild.with_queued_jobs(dispatcher, list(begun)), 0))
+        full = self._continue_filling(state.rebuilding.keys() & state.filling.keys(), until)
         # A queue for which Redis has no more memory opens with its oldest jobs: waiting would free nothing.
-        filled = sorted(state.rebuilding - state.filling.keys() | full)
-        state.rebuilding.difference_update(filled)  # Before `end`: if that fails, the next sweep begins again.
-        rebuild.end(dispatcher, filled)
+        filled = sorted(state.rebuilding.keys() - state.filling.keys() | full)
+        # Removed before `end`: if that fails, the next sweep begins again.
+        rebuild.end(dispatcher, {fleet: state.rebuilding.pop(fleet) for fleet in filled})
 
     def _continue_filling(self, fleets: Collection[str], until: float) -> set[str]:
         """Continue to fill queues.  Return those for which Redis has no more memory; the next sweep continues there."""

@@ -3,10 +3,10 @@
 Methods for several fleets take few round trips, and leave out a fleet that fails.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 from redis.exceptions import ConnectionError, TimeoutError
@@ -27,6 +27,7 @@ OUTAGES = (ConnectionError, TimeoutError, DatabaseUnavailable)
 class QueueCounts:
     """What a fleet has in Redis.  `is_open`: it is complete; False after Redis was emptied, restarted or failed over.
 
+    `epoch`: the number of its last filling that was opened in this Redis; 0: none was.
     `waiting`: jobs by model; models without any are left out.  `free`, `cooling`, `taken`: slots.
     """
 
@@ -35,6 +36,15 @@ class QueueCounts:
     cooling: int
     taken: int
     waiting: dict[str, int]
+    epoch: int
+
+
+class Begun(NamedTuple):
+    """How the rebuild of a queue has begun, see lua/begin_rebuild.lua."""
+
+    answer: Literal["open", "ready", "emptied", "cleared"]
+    filling: str
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +66,9 @@ class FleetScripts(Protocol):
     def queue_counts(self, fleet: str) -> Command[QueueCounts]: ...
     def lease_span(self, fleet: str) -> Command[LeaseSpan]: ...
     def clamp_times(self, fleet: str, *, lease_ms: int, cooldown_ms: int, open_ms: int) -> Command[int]: ...
-    def begin_rebuild(self, fleet: str, *, database_id: str) -> Command[Literal["open", "ready", "cleared"]]: ...
-    def open_queue(self, fleet: str, *, epoch: str) -> Command[Literal["opened", "open", "lost"]]: ...
+    def begin_rebuild(self, fleet: str, *, database_id: str, filling: str) -> Command[Begun]: ...
+    def open_queue(self, fleet: str, *, epoch: int) -> Command[Literal["opened", "open", "lost"]]: ...
+    def discard_queue(self, fleet: str, *, epoch: int) -> Command[Literal["closed", "changed"]]: ...
     def close_queue(self, fleet: str, *, version: int) -> Command[Literal["closed", "changed"]]: ...
 
 
@@ -97,18 +108,24 @@ class Fleets:
         log_failures("times_not_clamped", failed)
         return found
 
-    def begin_rebuild(self, fleets: Sequence[str], database_id: str) -> dict[str, bool]:
-        """Make closed queues ready to be filled from this database.  True: what Redis had was discarded."""
+    def begin_rebuild(self, fleets: Sequence[str], database_id: str) -> dict[str, Begun]:
+        """Make closed queues ready to be filled from this database, and return those that were not open."""
         found, failed = self.scripts.run_each(
-            {fleet: self._lua.begin_rebuild(fleet, database_id=database_id) for fleet in fleets}
+            {
+                fleet: self._lua.begin_rebuild(fleet, database_id=database_id, filling=new_lease_prefix())
+                for fleet in fleets
+            }
         )
         log_failures("rebuild_not_begun", failed)
-        return {fleet: answer == "cleared" for fleet, answer in found.items()}
+        return {fleet: begun for fleet, begun in found.items() if begun.answer != "open"}
 
-    def open(self, fleets: Sequence[str]) -> dict[str, bool]:
-        """Declare queues complete, so that jobs are offered.  False: it was open, or Redis has lost what was filled."""
+    def open(self, epochs: Mapping[str, int]) -> dict[str, bool]:
+        """Declare queues complete under these epochs, so that jobs are offered.
+
+        False: it was open, or Redis has lost what was filled.
+        """
         found, failed = self.scripts.run_each(
-            {fleet: self._lua.open_queue(fleet, epoch=new_lease_prefix()) for fleet in fleets}
+            {fleet: self._lua.open_queue(fleet, epoch=epoch) for fleet, epoch in epochs.items()}
         )
         log_failures("queue_not_opened", failed)
         return {fleet: answer == "opened" for fleet, answer in found.items()}
@@ -116,6 +133,10 @@ class Fleets:
     def close(self, fleet: str, version: int) -> bool:
         """Let nothing be offered until the queue has been filled again.  False: its catalog is not this version."""
         return self.scripts.run(self._lua.close_queue(fleet, version=version)) == "closed"
+
+    def discard(self, fleet: str, epoch: int) -> bool:
+        """Close a queue of this epoch, to be filled from nothing.  False: it has another epoch."""
+        return self.scripts.run(self._lua.discard_queue(fleet, epoch=epoch)) == "closed"
 
     def remove_unknown(self, fleets: Sequence[str]) -> list[str]:
         """Remove all fleets but these from Redis, unless one holds a lease; return their names.

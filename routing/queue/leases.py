@@ -18,6 +18,7 @@ from routing.queue import lanes
 from routing.queue.queues import Offer, OfferTerms, new_lease_prefix, offer_terms
 from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import CapacitySource, unlimited
+from slotkeeper.jobs.queue_epochs import make_lease_name
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.pipeline import Pipeline
 from slotkeeper.redis.scripts import Command, Scripts, log_failures
@@ -32,7 +33,6 @@ HealthSignal = Literal["ok", "refused", "failed", "busy", "retry_after", ""]
 
 ExtendResult = Literal["kept", "closed", "lost"]
 LeaseCheck = Literal["held", "displaced", "lost"]
-_Seized = Literal["seized", "lost"]
 
 
 class Renewal(StrEnum):
@@ -149,7 +149,7 @@ class LeaseScripts(Protocol):
     def extend_offer(self, fleet: str, *, lease: Lease, offer_ms: int, resumes: bool) -> Command[ExtendResult]: ...
     def seize(
         self, fleet: str, *, lease: Lease, new_name: str, owner: str, lease_ms: int, only_expired: bool
-    ) -> Command[_Seized]: ...
+    ) -> Command[str]: ...
     def restore_leases(self, fleet: str, *, lease_ms: int, leases: Sequence[_Running]) -> Command[int]: ...
     def list_leases(self, fleet: str, *, only_expired: bool, limit: int) -> Command[list[_Listed]]: ...
     def check_lease(self, fleet: str, *, lease: Lease, lease_ms: int) -> Command[LeaseCheck]: ...
@@ -185,6 +185,10 @@ class Leases:
         Its result is "displaced" if another job holds the slot.
         """
         return self._lua.check_lease(lease.fleet, lease=lease, lease_ms=self._settings.lease_ms)
+
+    def seen_epochs(self) -> dict[str, int]:
+        """Return the epochs of the queues whose leases this process renews, as their Redis knows them."""
+        return {fleet: int(epoch) for fleet, (epoch, _) in list(self._last_renewal.items()) if epoch}
 
     def renew(self, fleet: str, owner: str, leases: Sequence[Lease]) -> list[Renewal]:
         """Renew all of an owner's leases in a fleet, and return a result for each."""
@@ -260,13 +264,13 @@ class Leases:
 
     def seize(self, lease: Lease, owner: str, ttl_ms: int, *, only_expired: bool) -> Lease | None:
         """Take a lease over under a new name, and return it; None: its holder has renewed or released it."""
-        name = f"{new_lease_prefix()}-s"
-        answer = self.scripts.run(
+        new_name = f"{new_lease_prefix()}-s"
+        name = self.scripts.run(
             self._lua.seize(
-                lease.fleet, lease=lease, new_name=name, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
+                lease.fleet, lease=lease, new_name=new_name, owner=owner, lease_ms=ttl_ms, only_expired=only_expired
             )
         )
-        return replace(lease, name=name, owner=owner) if answer == "seized" else None
+        return replace(lease, name=name, owner=owner) if name else None
 
     def restore(self, fleet: str, leases: Sequence[LeasedJob], ttl_ms: int | None = None) -> int:
         """Write leases again that Redis has lost, and return how many were missing.  `ttl_ms` None: as usual."""
@@ -277,11 +281,14 @@ class Leases:
             self._lua.restore_leases(fleet, lease_ms=ttl_ms or self._settings.lease_ms, leases=rows)
         )
 
-    def restore_offers(self, fleet: str, leases: Sequence[LeasedJob]) -> int:
-        """Write open offers again that Redis has lost, under new names, and return how many were missing."""
+    def restore_offers(self, fleet: str, leases: Sequence[LeasedJob], epoch: int) -> int:
+        """Write open offers again that Redis has lost, under new names, and return how many were missing.
+
+        `epoch`: of the filling of the queue to which they belong.
+        """
         prefix = new_lease_prefix()
         named = [
-            replace(leased, lease=replace(leased.lease, name=f"{prefix}-{n}", owner=""))
+            replace(leased, lease=replace(leased.lease, name=make_lease_name(epoch, f"{prefix}-{n}"), owner=""))
             for n, leased in enumerate(leases)
         ]
         return self.restore(fleet, named, self._settings.offer_ms)

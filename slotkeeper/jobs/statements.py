@@ -36,6 +36,7 @@ from sqlalchemy import (
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State, find_edge
 from slotkeeper.jobs.tables import (
     ACTIVE_CONDITION,
@@ -108,6 +109,8 @@ class ManyJobsUpdate:
 
 def _update_one(state: State, why: Reason) -> CompiledStatement:
     statement = update(jobs).where(jobs.c.id == bindparam("p_id"), in_state(state))
+    if why is Reason.STARTED:  # QUEUE-2: only from the newest filling of the fleet's queue
+        statement = statement.where(queue_epochs.is_current())
     if state is State.RUNNING:  # LEASE-3: only under the token of this very run
         statement = statement.where(jobs.c.attempt == bindparam("p_attempt"))
     if state is State.RUNNING and find_edge(state, why).to in REQUEUING_STATES:

@@ -18,6 +18,7 @@ from slotkeeper.db.schema import storable_text
 from slotkeeper.errors import IdempotencyConflict
 from slotkeeper.jobs import acceptance, closed_models, events, notifications, statements
 from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quarantine_slots
+from slotkeeper.jobs.queue_epochs import epoch_of_lease
 from slotkeeper.jobs.statements import MANY_JOBS, ONE_JOB, QUEUED_JOB_COLUMNS, REQUEUING_STATES
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.tables import jobs
@@ -135,14 +136,19 @@ class JobStore:
         described_by: str | None = None,
         worker: str = "",
         sent_to: str | None = None,
+        *,
+        fleet: str,
     ) -> Write[Run | None]:
-        """Return the write that gives a queued job to a worker.  It returns None if the job is not queued.
+        """Return the write that gives a queued job to a worker.
+
+        It returns None if the job is not queued, or if the lease is of an older filling of the fleet's queue.
 
         described_by: version of the description of how the server is called; sent_to: the server's address.  A run
         that is resumed keeps those with which it began.  worker: Celery's name of the worker, for the event.
         """
         params = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
         params |= {"p_described_by": described_by, "p_sent_to": sent_to}
+        params |= {"p_fleet": fleet, "p_epoch": epoch_of_lease(lease)}
         data = {"server": server, "slot": slot, "offer": offer} | ({"worker": worker} if worker else {})
         change = _Change(State.QUEUED, Reason.STARTED, now_ms, params, data)
 

@@ -166,6 +166,18 @@ quarantined_slots = Table(
     Column("quiet_ms", BigInteger),  # since when the server reports too few runs for this one to be among them
 )
 
+# Which filling of a fleet's queue in Redis may start jobs; see slotkeeper/jobs/queue_epochs.py.
+queue_epochs = Table(
+    "queue_epochs",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("filling", Text, nullable=False),  # random name of the filling that has this number
+    Column("store", Text, nullable=False, server_default="main"),  # the Redis in which it is
+    Column("format", Integer, nullable=False),  # of its keys; see slotkeeper/redis/keys.py
+    Column("since_ms", BigInteger, nullable=False),
+)
+
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,

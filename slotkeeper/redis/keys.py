@@ -26,7 +26,8 @@ FLEET_KEYS = (
     "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)
     "stats",  # stats:server:<s>, stats:model:<m> hash of measurements: breaker, penalty, means
     "held",  # hash  account -> number of slots that it holds
-    "meta",  # hash  epoch, copy, record, offers (a count), catalog (a version), waiting:<model>, failures:<server>,
+    "meta",  # hash  epoch (a number, while the queue is open), number (of the last epoch), filling (its name), copy,
+    # record, lost (why it is closed), offers (a count), catalog (a version), waiting:<model>, failures:<server>,
     # excess ("1": there is meta:excess);
     # meta:unsorted list of accounts whose lanes need new keys after a change of rules;
     # meta:open zset job -> number of its offer, of the leases that no worker has claimed yet;
@@ -36,7 +37,7 @@ FLEET_KEYS = (
 
 # Version of the keys' types and meaning; raise it with any change of them.  Processes of another release have
 # another queue, which is filled from the database, so that none reads or writes what it does not understand.
-QUEUE_FORMAT = 3
+QUEUE_FORMAT = 4
 
 
 class Keys:

@@ -155,6 +155,11 @@ class Pipeline:
         self._send(pending)
         return pending.future
 
+    def reconnect(self) -> None:
+        """Close the connection, so that the next command leaves by a new one.  Commands without a reply fail."""
+        if self._connection is not None:
+            self._connection.close(RedisConnectionError("The connection was closed: Redis may have been replaced."))
+
     async def close(self) -> None:
         """Close the connection.  Commands without a reply fail."""
         if self._serving is not None:

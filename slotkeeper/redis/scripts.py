@@ -40,6 +40,10 @@ class Scripts:
         self._functions: dict[str, Function] = {}
         self._bound: dict[type, Any] = {}
 
+    def reconnect(self) -> None:
+        """Close the connections that no call uses, so that the next calls reach the Redis behind the address now."""
+        self.redis.connection_pool.disconnect(inuse_connections=False)
+
     def bind(self, declared: type) -> Any:
         """Return an object with a method for each script that the class declares.  A method returns a `Command`.
 

@@ -11,6 +11,8 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.dispatch.run_steps import RunSteps, ThreadIo, run_blocking
 from routing.queue.leases import Lease
 from routing.queue.worker_capacity import WorkerCapacity
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs import queue_epochs
 from slotkeeper.process_locks import ProcessLocks
 from tasks.threads import BackgroundTask
 
@@ -33,8 +35,10 @@ class BackgroundTasks:
         owner: str,
         process_locks: ProcessLocks | None,
         check_database: Callable[[], object],
+        reconnect: Callable[[], object],
     ) -> None:
-        """`check_database`: called when Redis was away."""
+        """`check_database`: called when Redis was away.  `reconnect`: closes the connections to Redis."""
+        self._reconnect = reconnect
         self._dispatcher, self._workers, self._owner, self._process_locks = dispatcher, workers, owner, process_locks
         self._check_database = check_database
         self.is_draining = False
@@ -61,9 +65,20 @@ class BackgroundTasks:
 
     def run(self) -> None:
         """Do what is pending."""
+        self._leave_stale_queues()
         self._repeat_releases()
         if self.is_draining:  # The poller has ended, and slots that become free here are for others.
             self._refresh_workers()
+
+    def _leave_stale_queues(self) -> None:
+        """Leave a Redis with older queues than the newest: its primary was replaced, and its leases do not count."""
+        seen, database = self._dispatcher.leases.seen_epochs(), self._dispatcher.store.database
+        with suppress(DatabaseUnavailable):
+            newest = queue_epochs.read_numbers(database, seen)
+            stale = sorted(fleet for fleet, epoch in seen.items() if epoch < newest.get(fleet, 0))
+            if stale:
+                log.warning("queues_are_stale", fleets=stale)
+                self._reconnect()
 
     def end(self) -> None:
         """Forget a worker that has no runs."""

@@ -161,7 +161,7 @@ class WorkerLoop:
     def __init__(self, database: Database, leases: Leases) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.http = HttpClient(self.loop)
-        self._redis_pipeline = leases.open_pipeline(self.loop)
+        self._leases, self._redis_pipeline = leases, leases.open_pipeline(self.loop)
         self._not_durable = CommitQueue("database-starts", self.loop, database)
         self._durable = CommitQueue("database-durable", self.loop, database, _DELAY_S)
         self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="rare")
@@ -240,6 +240,11 @@ class WorkerLoop:
     def redis(self, command: Command[T]) -> "asyncio.Future[T]":
         """Run a script.  The future raises redis errors."""
         return self._redis_pipeline.execute(command)
+
+    def reconnect(self) -> None:
+        """Close the connections to Redis, whose primary was replaced.  From any thread."""
+        self._leases.scripts.reconnect()
+        self.call_soon(self._redis_pipeline.reconnect)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """Commit a write.  The future raises DatabaseUnavailable, CommitUnknown."""

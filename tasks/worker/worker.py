@@ -43,14 +43,15 @@ class Worker:
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._is_draining = False  # for good
         self.concurrency = Concurrency(max_runs, self.owner, lambda: self.accepts_jobs)
+        self.worker_loop = WorkerLoop(dispatcher.store.database, dispatcher.leases)
         self.background_tasks = BackgroundTasks(
             dispatcher,
             workers,
             self.owner,
             process_locks,
             lambda: self.database_check.request(self.heartbeat.watches()),
+            self.worker_loop.reconnect,
         )
-        self.worker_loop = WorkerLoop(dispatcher.store.database, dispatcher.leases)
         self.database_check = DatabaseCheck(dispatcher, self.background_tasks.retry_release)
         self.heartbeat = Heartbeat(
             dispatcher.leases,

@@ -45,6 +45,9 @@ class RetryingIo:
     def run_in_thread(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
         return self._repeat_while_away(partial(self._worker_loop.run_in_thread, function, *args))
 
+    def reconnect(self) -> None:
+        self._worker_loop.reconnect()
+
     async def wait_until_known(self, unknown: CommitUnknown, read: Callable[[], Awaitable[T]]) -> T:
         """Ask what became of a start whose COMMIT was not answered.
 

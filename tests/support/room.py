@@ -29,6 +29,8 @@ BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_
 BUSY_MAX_MS = 30_000
 ROOM = 1_000_000  # runs that workers have room for
 RECORD = "record1"
+EPOCH = 1
+"""Of a room that was opened once: the names of its leases begin with it."""
 
 # Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
 CLOCK = """
@@ -116,7 +118,7 @@ class Room:
         self.rules: dict[str, str] = {}
         self.servers: tuple[Server, ...] = ()
         self.now = START_MS
-        self._prefixes = 0
+        self._prefixes = self._fillings = 0
         self.set_clock(START_MS)
 
     # -- the clock, and what stands in Redis -----------------------------------------------------------------
@@ -222,9 +224,10 @@ class Room:
         return self
 
     def begin(self, record: str = RECORD) -> str:
-        return self.run("begin_rebuild", record)
+        self._fillings += 1
+        return self.run("begin_rebuild", record, f"filling{self._fillings}")[0]
 
-    def open(self, epoch: str = "epoch1") -> str:
+    def open(self, epoch: int = EPOCH) -> str:
         self.begin()
         return self.run("open_queue", epoch)
 
@@ -293,7 +296,7 @@ class Room:
         only_expired: bool,
     ) -> str:
         args = [offer.job, offer.lease, owner, new_lease, new_lease_owner, LEASE_MS, int(only_expired)]
-        return self.run("seize", *args)
+        return "seized" if self.run("seize", *args) else "lost"
 
     def restore(self, *leases: tuple[Job, str, str, str]) -> int:
         """Each: job, lease, owner, slot."""

@@ -63,7 +63,7 @@ class _Bench:
 
     def start(self) -> list[Offer]:
         self.fleets.begin_rebuild([MODEL], "")
-        self.fleets.open([MODEL])
+        self.fleets.open({MODEL: 1})
         return self.queues.offer(MODEL)
 
     def hand_off(self, running: list[Offer]) -> float:

@@ -30,9 +30,10 @@ def store_start(
     offer: int = 0,
     described_by: str | None = None,
     sent_to: str | None = None,
+    fleet: str = "zimg",
 ) -> Run | None:
-    """Give a queued job to the caller; None: it is not queued."""
-    write = store.start_write(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to)
+    """Give a queued job to the caller; None: it is not queued, or its lease is of an older queue of the fleet."""
+    write = store.start_write(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to, fleet=fleet)
     return store.database.commit(write)
 
 

@@ -5,6 +5,8 @@
 -- @include lib/keys
 
 local known_replication_id, asked_ms = "", -1
+-- Values of the field `lost`: leases may be missing; only what waits is wrong, as after a change of the policy.
+local LOST, WAITING_IS_WRONG = "leases", "waiting"
 
 -- Return the replication id, which changes whenever another process, or another copy of the data, answers; "": this
 -- server has none.
@@ -25,7 +27,7 @@ end
 -- Return whether the queue is complete.  If not, nothing is offered, for whose turn it is and which slot is free are
 -- unknown (ORDER-1).  Without `now`, INFO is asked.
 local function is_open(now)
-  load_fields(META, "epoch", "copy", "offers", "excess")
+  load_fields(META, "epoch", "number", "copy", "offers", "excess")
   local id = get_field(META, "epoch") and (now and recent_replication_id(now) or replication_id())
   return id and get_field(META, "copy") == id
 end
@@ -39,9 +41,15 @@ end
 -- A caller has seen `offers` made since the queue was filled as `epoch`.  If Redis knows of fewer, it has lost some:
 -- close the queue until it is filled again.
 local function close_if_offers_were_lost(epoch, offers)
-  load_fields(META, "epoch", "copy", "offers", "excess")
+  load_fields(META, "epoch", "number", "copy", "offers", "excess")
   local is_same = get_field(META, "epoch") and get_field(META, "epoch") == epoch
   if not is_same or get_number(META, "offers") >= offers then return end
   set_field(META, "epoch", false)
-  set_field(META, "lost", "1")
+  set_field(META, "lost", LOST)
+end
+
+-- Close the queue, although no lease was lost: what waits is filled in anew.
+local function close_for_refill()
+  redis.call("HDEL", META, "epoch")
+  redis.call("HSETNX", META, "lost", WAITING_IS_WRONG)
 end

@@ -2,6 +2,9 @@
 -- @include lib/lanes
 -- @include lib/slots
 
+-- The name of a lease begins with the epoch of its queue: the database stores a start only under the newest.
+local function lease_name(name) return (get_field(META, "number") or "0") .. "." .. name end
+
 -- LEASE-4: only the holder, who knows the lease's name and its owner, renews or releases it.
 local function is_holder(lease, name, owner) return lease and lease.name == name and lease.owner == owner end
 
@@ -89,7 +92,7 @@ end
 
 -- Delete a lease that read_lease has returned.  Returns whether its slot holds no lease now.
 local function delete_lease(lease, now)
-  load_fields(META, "epoch", "copy", "offers", "excess", "waiting:" .. lease.lane.model)
+  load_fields(META, "epoch", "number", "copy", "offers", "excess", "waiting:" .. lease.lane.model)
   load_rules(lease.lane)
   redis.call("DEL", lease_key(lease.job))
   redis.call("ZREM", LEASES, lease.job)

@@ -182,7 +182,7 @@ local function make_offer(head, servers, server, by_name, prefix, owner, now, le
   local is_new = redis.call("ZADD", LEASES, "NX", now + lease_ms, job) == 1
   if not is_new then remove_from_lane(lane, head.member, head.following) return end
   local slot, number = take_slot(servers, server), increment_field(META, "offers", 1)
-  local lease, stats = prefix .. "-" .. number, stats_key("model", lane.model)
+  local lease, stats = lease_name(prefix .. "-" .. number), stats_key("model", lane.model)
   local policy = policy_of(lane.model)
   local charged = policy.charge_offer and policy.charge_offer(lane, number) or 0
   remove_from_lane(lane, head.member, head.following)

@@ -1,8 +1,36 @@
 """The queue, leases and slots in Redis."""
 
-from tests.nightly.mutants.operators import Mutant, always, lua_swap, swap, swap_argument
+from tests.nightly.mutants.operators import Mutant, always, drop, lua_swap, swap, swap_argument
 
 MUTANTS = [
+    Mutant(
+        "a start from an older queue is stored",
+        "slotkeeper.jobs.statements:_update_one",
+        drop("statement = statement.where(queue_epochs.is_current())"),
+        kills=["test_slot_1_a_start_on_its_way_while_the_queue_is_filled_again_shares_its_slot_with_none"],
+        breaks="QUEUE-2",
+    ),
+    Mutant(
+        "a change of the policy discards leases",
+        "lua:lib/epoch",
+        lua_swap('"lost", WAITING_IS_WRONG)', '"lost", LOST)'),
+        kills=["test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits"],
+        breaks="LEASE-1",
+    ),
+    Mutant(
+        "a kept lease keeps the score of the policy before",
+        "lua:restore_leases",
+        lua_swap('redis.call("HSET", lease_key(lease.job_id), "seq", score_in_lane(lane.model, job))', ""),
+        kills=["test_a_job_that_returns_after_a_change_of_the_policy_comes_to_its_place_by_the_new_one"],
+        breaks="ORDER-1",
+    ),
+    Mutant(
+        "the queue of a replaced primary stays open",
+        "routing.maintenance.sweep:Sweeper.sweep",
+        drop("self._leave_stale_queues(counts)"),
+        kills=["test_a_queue_that_is_older_than_the_newest_is_left_and_then_filled_again"],
+        breaks="QUEUE-2",
+    ),
     Mutant(
         "a displaced lease is used for a first request",
         "lua:check_lease",
@@ -363,16 +391,14 @@ MUTANTS = [
     Mutant(
         "any lease can be seized",
         "lua:seize",
-        lua_swap('if not is_held_by(job, lease.name, lease.owner) then return "lost" end', ""),
+        lua_swap('if not is_held_by(job, lease.name, lease.owner) then return "" end', ""),
         kills=["test_only_the_lease_that_was_seen_can_be_seized"],
         breaks="LEASE-4",
     ),
     Mutant(
         "a renewed lease is seized as expired",
         "lua:seize",
-        lua_swap(
-            'if only_expired and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return "lost" end', ""
-        ),
+        lua_swap('if only_expired and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return "" end', ""),
         kills=[
             "test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",
             "test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped",

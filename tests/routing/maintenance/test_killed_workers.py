@@ -136,7 +136,8 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert claim_offer(stage.dispatcher.leases, offer, KILLED) is not None
     deaths.kill()
     assert deaths.reap() == 1
-    assert store_start(stage.store, job_id, offer.server, offer.slot, f"{offer.lease} {KILLED}", stage.now) is not None
+    lease = f"{offer.lease} {KILLED}"
+    assert store_start(stage.store, job_id, offer.server, offer.slot, lease, stage.now, fleet="zimg") is not None
     assert deaths.reap() == 0, "its job is offered again"
     again = stage.told.offers.pop()
     assert claim_offer(stage.dispatcher.leases, again, LIVING) is not None

@@ -45,8 +45,8 @@ def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(
         assert room.enqueue(a("j2", 2)) == [] and room.offer() == []
         assert room.run("queue_counts")[0] == 0
         assert room.claim(held) == "lost", "its slot may be another's by now"
-        assert room.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["epoch1", 1, ["unknown"]]
-        assert room.open("epoch2") == "opened"
+        assert room.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["1", 1, ["unknown"]]
+        assert room.open(2) == "opened"
         assert room.waiting() == [] and room.taken() == {}, "what Redis kept is forgotten"
         room.sync(Server("gpu", 2))
         assert [offer.job for offer in room.enqueue(a("j1", 1))] == ["j1"]
@@ -73,17 +73,53 @@ def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own
     own.start()
     with own.client() as client:
         room.client = room.scripts.redis = client
-        assert room.run("open_queue", "epoch1") == "lost"
+        assert room.run("open_queue", 1) == "lost"
 
 
 def test_who_begins_later_forgets_nothing_of_what_is_being_filled(room):
     room.with_slots(1)
-    room.run("close_queue", room.version)
+    room.run("discard_queue", 1)
     assert room.begin() == "cleared"
     room.enqueue(a("j1", 1))
     assert room.begin() == "ready" and room.waiting() == ["j1"]
     room.open()
     assert room.begin() == "open" and room.waiting() == ["j1"]
+
+
+def test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits(room):
+    room.with_slots(2)
+    running, offered = room.enqueue(a("running", 1), a("offered", 2))
+    room.claim(running)
+    room.enqueue(a("waits", 3))
+    assert room.run("close_queue", room.version) == "closed"
+    assert room.begin() == "emptied"
+    assert room.waiting() == [] and room.run("queue_counts")[4] == []
+    assert room.taken() == {"gpu-slot0": "running", "gpu-slot1": "offered"}
+    assert room.claim(offered, "w2") == "lost", "nothing begins before the room is filled"
+    room.sync(*room.servers)
+    room.enqueue(a("offered", 2), a("waits", 3))
+    assert room.open(7) == "opened" and room.waiting() == ["waits"]
+    assert room.renew("w1", running) == ["renewed"] and room.claim(offered, "w2") != "lost"
+
+
+def test_a_newer_room_elsewhere_closes_this_one_and_all_of_it_is_forgotten(room):
+    room.with_slots(1)
+    room.enqueue(a("j1", 1))
+    assert room.run("discard_queue", 2) == "changed" and room.run("queue_counts")[0] == 1
+    assert room.run("discard_queue", 1) == "closed" and room.run("queue_counts")[0] == 0
+    assert room.begin() == "cleared" and room.taken() == {}
+
+
+@pytest.mark.parametrize("close", ["close_queue", "discard_queue"])
+def test_only_a_new_filling_gets_another_name(room, close):
+    room.with_slots(1)
+    before = room.client.hget(room.key("meta"), "filling")
+    room.run(close, room.version if close == "close_queue" else 1)
+    room.begin()
+    after = room.client.hget(room.key("meta"), "filling")
+    assert (after == before) == (close == "close_queue")
+    room.begin()
+    assert room.client.hget(room.key("meta"), "filling") == after
 
 
 def test_fewer_offers_than_somebody_has_seen_close_the_room(room):
@@ -99,11 +135,11 @@ def test_fewer_offers_than_somebody_has_seen_close_the_room(room):
     assert room.begin() == "cleared"
 
 
-@pytest.mark.parametrize(("epoch", "offers"), [("epoch1", 2), ("another", 99), ("", 0)])
+@pytest.mark.parametrize(("epoch", "offers"), [("1", 2), ("another", 99), ("", 0)])
 def test_a_room_that_has_lost_nothing_stays_open(room, epoch, offers):
     room.with_slots(2)
     room.enqueue(a("j1", 1), a("j2", 2))
-    assert seen(room, epoch, offers) == ["epoch1", 2, []]
+    assert seen(room, epoch, offers) == ["1", 2, []]
     assert room.run("queue_counts")[0] == 1
 
 

@@ -249,7 +249,7 @@ def test_while_the_room_is_not_rebuilt_nobody_can_say_who_holds_a_lease(room, he
     room.client.flushall()
     room.set_clock(room.now)
     unchanged(room, lambda: room.renew("w1", held), ["unknown"])
-    room.open("epoch2")
+    room.open(2)
     unchanged(room, lambda: room.renew("w1", held), ["lost"])
 
 
@@ -274,7 +274,7 @@ def test_a_late_release_does_not_free_the_next_holders_slot(room, held):
     room.enqueue(a("next", 2))
     room.later(LEASE_MS)
     assert room.seize(held, "w1", only_expired=True) == "seized"
-    _, (following,) = room.release(held._replace(lease="seized"), "reaper")
+    _, (following,) = room.release(held._replace(lease="1.seized"), "reaper")
     room.claim(following, "w2")
     unchanged(room, lambda: room.release(held, "w1"), ("lost", []))
     assert room.taken() == {"gpu-slot0": "next"}
@@ -359,7 +359,7 @@ def test_who_seizes_a_lease_holds_it_and_its_former_holder_does_not(room, held):
     room.later(3)
     assert room.seize(held, "w1", "reaper", new_lease="s1", only_expired=False) == "seized"
     assert room.expiry_of("j") == room.now + LEASE_MS
-    mine = held._replace(lease="s1")
+    mine = held._replace(lease="1.s1")
     unchanged(room, lambda: room.renew("w1", held), ["lost"])
     unchanged(room, lambda: room.release(held, "w1"), ("lost", []))
     unchanged(room, lambda: room.claim(held, "w1"), "lost")
@@ -392,8 +392,8 @@ def test_a_lease_expires_at_the_very_millisecond(room, held):
 def test_a_seized_lease_can_be_opened_for_another_worker(room, held):
     room.withdraw(a("j", 1))
     assert room.seize(held, "w1", "", new_lease="s1", only_expired=False) == "seized"
-    again = held._replace(lease="s1")
-    assert room.run("claim", "j", "s1", "w2", LEASE_MS)[2:6] == ["gpu-slot0", "gpu", "zimg", 0], "offered again"
+    again = held._replace(lease="1.s1")
+    assert room.run("claim", "j", "1.s1", "w2", LEASE_MS)[2:6] == ["gpu-slot0", "gpu", "zimg", 0], "offered again"
     assert room.renew("w2", again) == ["cancel"], "the wish to cancel stays with the job"
     assert room.release(again, "w2", return_to_lane=True, limit=0)[0] == "released"
     assert room.waiting() == ["j"]

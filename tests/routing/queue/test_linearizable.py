@@ -178,7 +178,7 @@ class Game:
         fleets.begin_rebuild([FLEET], "")
         server = Server("gpu", FLEET, 1, "online", {FLEET: ""}, 0)
         Slots(self.scripts, SETTINGS).sync_all([FLEET], CatalogSnapshot(1, {}, {"gpu": server}))
-        fleets.open([FLEET])
+        fleets.open({FLEET: 1})
         (offer,) = queues.enqueue(FLEET, [QueuedJob(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")

@@ -141,9 +141,9 @@ def test_nothing_is_offered_before_the_room_is_open(room):
 
 
 def test_a_room_is_opened_once(room):
-    assert room.open("one") == "opened"
+    assert room.open(1) == "opened"
     before = room.dump()
-    assert room.open("two") == "open"
+    assert room.open(2) == "open"
     assert room.dump() == before
 
 
@@ -247,12 +247,12 @@ def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_poli
 
 
 def test_depths_counts_jobs_by_model_and_slots_by_what_they_do(room):
-    assert room.run("queue_counts") == [0, 0, 0, 0, []]
+    assert room.run("queue_counts") == [0, 0, 0, 0, [], 0]
     room.with_servers(Server("gpu", 3), Server("sick", 2))
     room.cool_down("sick", 1000)
     room.enqueue(a("j1", 1), limit=1)
     room.enqueue(a("j2", 2), a("j3", 3), a("u", 4, 1), limit=0)
-    assert room.run("queue_counts") == [1, 2, 2, 1, [["zimg", 3]]]
+    assert room.run("queue_counts") == [1, 2, 2, 1, [["zimg", 3]], 1]
 
 
 def test_depths_writes_nothing(room: Room):

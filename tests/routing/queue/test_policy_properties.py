@@ -26,7 +26,7 @@ from routing.admission.constraints import meets
 from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.registry.values import Server as CatalogServer
 from tests.routing.queue.search import search
-from tests.support.room import Job, Offered, Room, Server
+from tests.support.room import EPOCH, Job, Offered, Room, Server
 
 MODELS = ("flux", "zimg")
 TENANTS = ("t1", "t2", "a b%|é")
@@ -177,7 +177,7 @@ class PoliciesMachine(RuleBasedStateMachine):
             self.names += 1
             name = f"s{self.names}"
             assert self.room.seize(offer, offer.owner, "reaper", new_lease=name, only_expired=False) == "seized"
-            offer = offer._replace(lease=name, owner="reaper")
+            offer = offer._replace(lease=f"{EPOCH}.{name}", owner="reaper")
         self.held[offer.job] = offer
         self.filled = False
 
@@ -238,12 +238,13 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     def _rebuild(self) -> None:
         """Fill the queue from what the database knows: leases that were claimed, the other jobs in order."""
-        self.room.begin()
+        keeps_leases = self.room.begin() == "emptied"
         self._bring_catalog()
-        running = {job: it for job, it in self.held.items() if it.owner}
-        leases = [(self.jobs[job], it.lease, it.owner, it.slot) for job, it in running.items()]
-        assert self.room.restore(*leases) == len(leases)
-        self.held, self.virtual, self.turns = running, {}, {}
+        running = {job: it for job, it in self.held.items() if it.owner or keeps_leases}
+        leases = [(self.jobs[job], it.lease, it.owner, it.slot) for job, it in running.items() if it.owner]
+        assert self.room.restore(*leases) == (0 if keeps_leases else len(leases))
+        self.held, self.turns = running, {}
+        self.virtual = self.virtual if keeps_leases else {}
         waiting = sorted((job for job in self.jobs.values() if job.id not in running), key=lambda job: job.seq)
         assert self.room.enqueue(*waiting) == []
         self.room.open()

@@ -26,7 +26,7 @@ from routing.queue.slots import model_rules
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model as CatalogModel
 from tests.routing.queue.search import search
-from tests.support.room import LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
+from tests.support.room import EPOCH, LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
 
 MODELS = {"gpu-a": ("zimg",), "gpu-slot3": ("flux", "zimg")}
 SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
@@ -258,6 +258,7 @@ class RoomMachine(RuleBasedStateMachine):
         assert answer == ("seized" if lease else "lost")
         if not lease:
             return multiple()
+        name = f"{EPOCH}.{name}"
         self.names.add(name)
         lease.name, lease.owner, lease.expires = name, new_lease_owner, self.model.now + LEASE_MS
         lease.number = lease.number if new_lease_owner else 0
@@ -285,7 +286,7 @@ class RoomMachine(RuleBasedStateMachine):
                     self.room.seize(offer, lease.owner, "reaper", new_lease=f"r{lease.name}", only_expired=True)
                     == "seized"
                 )
-                offer, lease.owner = offer._replace(lease=f"r{lease.name}"), "reaper"
+                offer, lease.owner = offer._replace(lease=f"{EPOCH}.r{lease.name}"), "reaper"
             return_to_lane = crashed or not lease.owner
             self.model.drop(lease, 0, return_to_lane=return_to_lane)
             answer, offers = self.room.release(offer, lease.owner, return_to_lane=return_to_lane)
@@ -413,7 +414,7 @@ class RoomMachine(RuleBasedStateMachine):
         assert self.room.sync(*servers, version=self.model.version) == "synced"
 
     def _open(self) -> None:
-        assert self.room.open(f"epoch{self.model.version}") == "opened"
+        assert self.room.open() == "opened"
         self.model.is_open = True
 
 

@@ -64,7 +64,7 @@ def test_ends_that_come_together_have_one_commit_and_insert_their_events_at_once
 def test_starts_that_come_together_are_each_given_their_own_job(database, store):
     waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
-        store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}")
+        store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}", fleet="")
         for n, job in enumerate(waiting)
     ]
     runs = database.commit_all(starts)
@@ -109,7 +109,7 @@ def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itse
 def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, store):
     first, running, last = a_queued_job(store), a_running_job(store).job, a_queued_job(store)
     started = database.commit_all(
-        [store.start_write(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1) for job in (first, running, last)]
+        [store.start_write(job.id, "gpu1", "gpu1-slot0", "l", LATER, 1, fleet="") for job in (first, running, last)]
     )
     assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
 

@@ -175,7 +175,7 @@ BY_KEY: dict[str, Callable[[Database, JobStore], Any]] = {
     "start": lambda _, store: store_start(store, "wait-1", "gpu1", "gpu1-slot0", "l w", T0),
     "settle": lambda _, store: store_end(store, "wait-1", 1, Reason.FINISHED, T0, result="{}"),
     "starts at once": lambda database, store: _all_at_once(
-        database, *[store.start_write(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0) for n in (3, 4, 5)]
+        database, *[store.start_write(f"wait-{n}", "gpu1", f"gpu1-slot{n}", "l w", T0, 0, fleet="") for n in (3, 4, 5)]
     ),
     "settles at once": lambda database, store: _all_at_once(
         database, *[store.settle_write(f"wait-{n}", 1, Reason.FINISHED, T0, result="{}") for n in (3, 4, 5)]

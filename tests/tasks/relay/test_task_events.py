@@ -87,7 +87,9 @@ def test_each_transition_is_the_task_event_that_says_the_same(app: Celery, store
 
 def test_an_event_names_the_worker_the_time_and_what_came_of_the_run(app: Celery, store: JobStore) -> None:
     job_id = a_job_in(store, State.QUEUED).id
-    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store.database.commit(
+        store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host", fleet="")
+    )
     store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND, result='{"url":"x"}')
     with received(app) as events:
         _relay(app, store.database).relay_batch()
@@ -117,7 +119,9 @@ def test_a_broker_that_was_away_gets_every_event_in_order_when_it_is_back(
 
 def test_an_event_is_whole_for_a_receiver_and_a_relay_that_came_late(app: Celery, store: JobStore) -> None:
     job_id = a_job_in(store, State.QUEUED).id
-    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store.database.commit(
+        store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host", fleet="")
+    )
     _relay(app, store.database).relay_batch()
     store_end(store, job_id, 1, Reason.FINISHED, T0 + 2 * SECOND)
     with received(app) as events:
@@ -148,7 +152,9 @@ def test_no_worker_is_online_by_the_name_of_jobs_that_none_had(app: Celery, stor
 
 def test_a_receiver_that_comes_late_is_told_of_what_waits_and_runs(app: Celery, store: JobStore) -> None:
     waits, runs, ended = a_job_in(store, State.QUEUED).id, a_job_in(store, State.QUEUED).id, an_ended_job(store).id
-    store.database.commit(store.start_write(runs, "gpu1", "gpu1-slot0", "lease", T0 + 9, 0, worker="worker@host"))
+    store.database.commit(
+        store.start_write(runs, "gpu1", "gpu1-slot0", "lease", T0 + 9, 0, worker="worker@host", fleet="")
+    )
     with received(app) as events:
         TaskEventSink(app, store.database).publish_active()
         eventually(lambda: len(events) == 3, "all are received")
@@ -164,7 +170,9 @@ def test_a_receiver_that_comes_late_is_told_of_what_waits_and_runs(app: Celery, 
 
 def test_a_receiver_that_knew_better_is_not_misled(app: Celery, store: JobStore) -> None:
     job_id = a_job_in(store, State.QUEUED).id
-    store.database.commit(store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host"))
+    store.database.commit(
+        store.start_write(job_id, "gpu1", "gpu1-slot0", "lease", T0, 0, worker="worker@host", fleet="")
+    )
     with received(app) as events:
         TaskEventSink(app, store.database).publish_active()
         eventually(lambda: len(events) == 2, "both are received")

@@ -265,9 +265,9 @@ def _starts_unheard(
 ) -> Iterator[None]:
     start = stage.store.start_write
 
-    def unheard(*told: Any) -> Write[Any]:
+    def unheard(*told: Any, **more: Any) -> Write[Any]:
         if stored:
-            stage.database.commit(start(*told))
+            stage.database.commit(start(*told, **more))
         also()
         return Write(_raise(CommitUnknown("the commit was not answered")))
 
@@ -319,12 +319,12 @@ def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_
     (offer,) = stage.told.offers
 
     def is_taken() -> None:
-        stage.database.commit(starting(job_id, "gpu", "gpu-slot1", "another w2", stage.now, 1))
+        stage.database.commit(starting(job_id, "gpu", "gpu-slot1", "1.another w2", stage.now, 1, fleet="zimg"))
 
     starting = stage.store.start_write
     with _starts_unheard(stage, monkeypatch, is_taken, stored=False):
         assert worker.start(offer) is None
-    assert stage.room.taken() == {} and stage.room.waiting() == [] and stage.job(job_id).lease == "another w2"
+    assert stage.room.taken() == {} and stage.room.waiting() == [] and stage.job(job_id).lease == "1.another w2"
 
 
 @pytest.mark.parametrize("what", ["claimed", "stored"])
@@ -342,7 +342,7 @@ def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the
 
     with monkeypatch.context() as changing:
         if what == "stored":
-            changing.setattr(stage.store, "start_write", lambda *_: Write(broken))
+            changing.setattr(stage.store, "start_write", lambda *_, **__: Write(broken))
         else:
             changing.setattr(stage.dispatcher.leases, "claim_command", broken)
         worker.executor.run_open_offer(offer)
@@ -465,11 +465,11 @@ def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes
     offer = stage.told.offers.pop()
     start = stage.store.start_write
 
-    def slow(*told: Any) -> Write[Any]:
+    def slow(*told: Any, **more: Any) -> Write[Any]:
         stage.later(LEASE_MS - SECOND)
         worker.heartbeat.beat()
         stage.later(2 * SECOND)
-        return start(*told)
+        return start(*told, **more)
 
     monkeypatch.setattr(stage.store, "start_write", slow)
     task = worker.start(offer)
@@ -488,10 +488,10 @@ def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
     offer = stage.told.offers.pop()
     start, holds = stage.store.start_write, []
 
-    def asked_for(*told: Any) -> Write[Any]:
+    def asked_for(*told: Any, **more: Any) -> Write[Any]:
         holds.extend(worker.heartbeat.watches())
         worker.database_check.request(worker.heartbeat.watches(), unknown_to_redis=True)
-        return start(*told)
+        return start(*told, **more)
 
     monkeypatch.setattr(stage.store, "start_write", asked_for)
     assert worker.start(offer) is not None

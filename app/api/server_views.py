@@ -24,6 +24,7 @@ from app.schemas.server_schemas import (
 )
 from routing.admission.constraints import parse_attributes, parse_model_attributes
 from routing.admission.submission import check_name
+from routing.dispatch import earlier_requests
 from routing.maintenance import decommission as upkeep
 from routing.maintenance import quarantined_slots
 from routing.queries import server_status
@@ -141,18 +142,22 @@ def reset_server(path: ServerPath) -> dict[str, Any]:
 def release_server(path: ServerPath, body: ReleaseSlotsBody) -> dict[str, Any]:
     """Release the quarantined slots of a server, which are used again at once.
 
-    Only for a server that certainly does not run these jobs any more, such as one whose process has ended.  If it still
-    runs one of them, its slot then has two jobs.
+    Runs that wait until the server has ended their earlier request send it again.  Only for a server that certainly
+    does not run these jobs any more, such as one whose process has ended.  If it still runs one of them, its slot then
+    has two jobs.
     """
     known = known_server(path.server)
-    rows = [row.slot for row in quarantine.list_by_server(database())[known.name] if body.slot in (None, row.slot)]
-    if not rows:
+    slots = [row.slot for row in quarantine.list_by_server(database())[known.name] if body.slot in (None, row.slot)]
+    slots += earlier_requests.list_slots(database(), known.name, body.slot)
+    if not slots:
         which = "no slot" if body.slot is None else f"no slot {body.slot!r}"
         raise Conflict(
-            f"Server {known.name!r} has {which} that is quarantined; GET /admin/servers lists those that are."
+            f"Server {known.name!r} has {which} that is quarantined, or whose run waits for an earlier request; "
+            "GET /admin/servers lists those that are quarantined, GET /admin/servers/{server}/check names the runs."
         )
-    audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=rows))
+    audit.write_entry(dispatcher().store.database, audit.make_entry("server.release", server=known.name, slots=slots))
     quarantined_slots.release_all(dispatcher(), known, body.slot)
+    earlier_requests.release(database(), known.name, body.slot)
     return _server_detail(known, read_server_status([known.fleet]), quarantine.list_by_server(database()))
 
 

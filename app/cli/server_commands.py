@@ -201,16 +201,17 @@ def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
 @click.option("--slot", metavar="SLOT", help="One slot, such as gpu1-slot0.  [default: all quarantined]")
 @json_option
 def release_server(server: str, slot: str | None, as_json: bool) -> None:
-    """Release the quarantined slots of a server.
+    """Release the quarantined slots of a server, and runs that wait for it.
 
-    Slotkeeper quarantines a slot while its server may still run a job that has ended in Slotkeeper.  Release the slot
-    only if you know that the server does not run that job, for example because its process has ended.
+    Slotkeeper quarantines a slot while its server may still run a job that has ended in Slotkeeper.  After a worker has
+    stopped, a run waits in its slot while its server may still be running the first request.  Release them only if you
+    know that the server does not run these jobs, for example because its process has ended.
     """
     answer = api_client().post(f"/admin/servers/{path_segment(server)}/release", {"slot": slot})
     if as_json:
         print_json(answer)
     else:
-        echo(f"The quarantined slots of {escape_line(server)} are released.")
+        echo(f"The quarantined slots of {escape_line(server)}, and runs that waited for it, are released.")
 
 
 @servers.command("reset")

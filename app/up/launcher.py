@@ -22,6 +22,7 @@ from tasks import process_files
 _START_S = 60.0
 _HERE = "127.0.0.1"
 _LAST_TURN = 3
+_MAX_NAMED = 5  # running jobs, when everything stops
 
 Say = Callable[[str], None]
 
@@ -52,7 +53,7 @@ def run_up(wishes: UpOptions, say: Say) -> int:
         signals = stack.enter_context(Signals())
         guardian = stack.enter_context(Guardian())
         supervisor = Supervisor(signals, guardian, plan.environment(), plan.home, home.logs, say)
-        stack.callback(_stop, supervisor, say)
+        stack.callback(_stop, supervisor, plan, say)
         try:
             say("Starting ...")  # It takes seconds, and more where nothing is compiled yet.
             _start(plan, program, supervisor)
@@ -159,14 +160,37 @@ def _make_readiness_check(url: str) -> Callable[[], bool]:
     return is_ready
 
 
-def _stop(supervisor: Supervisor, say: Say) -> None:
+def _stop(supervisor: Supervisor, plan: UpPlan, say: Say) -> None:
     if not supervisor.running:
         return
     began = time.monotonic()
-    say("Stopping ...")
+    say(f"Stopping ...{_explain_wait(_running_jobs(plan), plan.grace_s)}")
     killed = supervisor.stop()
     took = f"Stopped after {time.monotonic() - began:.1f} s."
     say(f"{took}  These took too long and were killed: {', '.join(killed)}." if killed else took)
+
+
+def _running_jobs(plan: UpPlan) -> list[str] | None:
+    """Return the jobs that run, each with its model; None: the API does not say, or requires a key."""
+    from slotkeeper.client import Client, ClientError
+
+    try:
+        found = Client(plan.url).get("/queue/jobs", status="running", limit=_MAX_NAMED + 1)
+    except ClientError:
+        return None
+    return [f"{job['job_id']} ({job['model']})" for job in found["jobs"]]
+
+
+def _explain_wait(running: list[str] | None, grace_s: float) -> str:
+    """Return what is waited for, and how to wait no longer; "": nothing is."""
+    if running == []:
+        return ""
+    more = ", ..." if len(running or ()) > _MAX_NAMED else ""
+    named = f"running jobs: {', '.join(running[:_MAX_NAMED])}{more}" if running else "running jobs"
+    return (
+        f"  Waiting up to {grace_s:g} s for the end of {named}.  Ctrl-C again stops at once; "
+        "they go on when Slotkeeper is started again."
+    )
 
 
 def _welcome(plan: UpPlan, took_s: float) -> str:

@@ -23,7 +23,6 @@ from tasks.config import TaskSettings
 
 S = TypeVar("S", bound=BaseSettings)
 
-_GRACE_S = 4.0  # On one machine Ctrl-C should take only seconds.
 _ENDS_AFTER_GRACE_S = 4.0
 
 
@@ -167,7 +166,7 @@ def read_plan(demo: bool) -> UpPlan:
         broker_url=tasks.broker_url,
         redis_port=routing.redis_port,
         flower_port=up.flower_port,
-        grace_s=tasks.grace_s if "grace_s" in tasks.model_fields_set else _GRACE_S,
+        grace_s=tasks.grace_s,
         demo=_demo_servers(up.demo_port) if demo else (),
     )
 

@@ -188,7 +188,11 @@ def _is_over_by_count(dispatcher: Dispatcher, report: ServerReport, row: Quarant
     if report.job_ids is not None or not report.shows_runs:
         return False
     now = now_ms()
-    counted = [job for job in jobs if now - (job.started_ms or now) >= server_report.MIN_AGE_MS]
+    counted = [
+        job
+        for job in jobs
+        if now - (job.started_ms or now) >= server_report.MIN_AGE_MS and not job.awaits_earlier_request
+    ]
     if report.active_jobs is None or report.active_jobs > len(counted):
         if row.quiet_ms is not None:
             quarantine.set_quiet_since(dispatcher.store.database, row, None)

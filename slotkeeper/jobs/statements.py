@@ -150,7 +150,7 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 "lease": bindparam("p_lease"),
                 # A remote id means something only to the server that gave it.
                 "remote_id": _if_same_server(jobs.c.remote_id),
-                "sent_ms": _if_same_server(jobs.c.sent_ms),
+                "sent_ms": case((_MAY_BE_AT_SERVER, jobs.c.sent_ms), else_=None),
                 "described_by": case((_IS_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
                 "sent_to": case((_WAS_SENT, jobs.c.sent_to), else_=bindparam("p_sent_to", type_=Text)),
             }
@@ -162,7 +162,8 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
         case State.QUEUED if state is State.DELAYED:
             return {"due_ms": None}
         case State.QUEUED:
-            return stopped | forgotten | error
+            kept: dict[str, Any] = {"sent_ms": func.coalesce(jobs.c.sent_ms, jobs.c.started_ms)}
+            return stopped | (forgotten or kept) | error
         case State.DELAYED:
             return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
         case _:
@@ -179,12 +180,11 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
 
 # A resumed run is continued by the description with which it began.
 _IS_RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
-# The server may be running the job, under the address to which it was sent.
-_WAS_SENT = (
-    (jobs.c.server == bindparam("p_server"))
-    & jobs.c.sent_to.is_not(None)
-    & (jobs.c.remote_id.is_not(None) | (bindparam("p_offer", type_=Integer) == 0))
+_MAY_BE_AT_SERVER = (jobs.c.server == bindparam("p_server")) & (
+    jobs.c.remote_id.is_not(None) | (bindparam("p_offer", type_=Integer) == 0)
 )
+# The server may be running the job, under the address to which it was sent.
+_WAS_SENT = _MAY_BE_AT_SERVER & jobs.c.sent_to.is_not(None)
 
 
 def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -199,15 +199,17 @@ MANY_JOBS = {
 # -- changes that are no transition ------------------------------------------------------------------------------
 
 _THIS = jobs.c.id == bindparam("p_id")
+_THIS_RUN = (_THIS, in_state(State.RUNNING), jobs.c.attempt == bindparam("p_attempt"))
 
 SET_REMOTE_ID = CompiledStatement(
     update(jobs)
-    .where(_THIS, in_state(State.RUNNING), jobs.c.attempt == bindparam("p_attempt"))
+    .where(*_THIS_RUN)
     .values(
         remote_id=bindparam("p_remote_id"),
         sent_ms=case((jobs.c.remote_id == bindparam("p_remote_id"), jobs.c.sent_ms), else_=bindparam("p_now")),
     )
 )
+SET_SENT = CompiledStatement(update(jobs).where(*_THIS_RUN).values(sent_ms=bindparam("p_now")))
 REQUEST_CANCEL = CompiledStatement(
     update(jobs)
     .where(_THIS, in_state(State.RUNNING))
@@ -274,7 +276,11 @@ QUEUED_OF_ALL = _FIRST.where(key_range(jobs.c.state, State.QUEUED.value, bindpar
 
 _LATEST_ENDS, _LATEST_OF_MODEL = 2_000, 200
 _LATEST = (
-    select(jobs.c.model, jobs.c.state, (jobs.c.finished_ms - jobs.c.started_ms).label("run_ms"))
+    select(
+        *(jobs.c.model, jobs.c.state),
+        # Without the time for which a resumed run waited for the end of its earlier request.
+        (jobs.c.finished_ms - func.coalesce(jobs.c.sent_ms, jobs.c.started_ms)).label("run_ms"),
+    )
     .where(jobs.c.finished_ms.is_not(None))
     .order_by(jobs.c.finished_ms.desc())
     .limit(_LATEST_ENDS)

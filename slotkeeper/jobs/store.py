@@ -204,6 +204,11 @@ class JobStore:
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now_ms}
         return Write(lambda tx: statements.SET_REMOTE_ID.execute(tx.connection, params) == 1)
 
+    def sent_write(self, job_id: str, attempt: int, now_ms: int) -> Write[bool]:
+        """Return the write that stores when a resumed run was sent again.  It returns False if the run is over."""
+        params = {"p_id": job_id, "p_attempt": attempt, "p_now": now_ms}
+        return Write(lambda tx: statements.SET_SENT.execute(tx.connection, params) == 1)
+
     # -- cancel, deadlines, retries --------------------------------------------------------------------------
 
     def cancel_waiting(

@@ -53,7 +53,8 @@ jobs = Table(
     Column("slot", Text),
     Column("lease", Text),  # running: the lease it runs under, so that a lost Redis can be rebuilt
     Column("remote_id", Text),  # the server's own id, stored before the first poll
-    Column("sent_ms", BigInteger),  # when the server took it up
+    # When the server took it up; of a run to be resumed, when its request was sent; 0: an operator says it has ended.
+    Column("sent_ms", BigInteger),
     Column("cancel_requested_ms", BigInteger),
     Column("callback_url", Text),
     Column("source", Text, nullable=False),

@@ -193,6 +193,11 @@ class Job(JobSpec):
         )
 
     @property
+    def awaits_earlier_request(self) -> bool:
+        """Whether a running job is not sent again yet: its server may be running an earlier attempt's request."""
+        return self.remote_id is None and self.sent_ms is not None and self.sent_ms < (self.started_ms or 0)
+
+    @property
     def attempts(self) -> int:
         """Number of runs that a server accepted; starts that met a busy or unreachable server do not count."""
         return self.attempt - self.waits

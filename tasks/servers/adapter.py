@@ -250,17 +250,17 @@ class ServerAdapter:
         body = self._body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
-        listen_s = values.call.listen_s if values.call is not None and self._response_ends_run(request) else 0.0
+        call = values.call
+        listen_s = call.listen_s if call is not None and self._response_ends_run(request, call) else 0.0
         limits = Limits(request.connect_s, request.read_s, deadline_s, max_bytes, listen_s)
         return HttpRequest(request.method, url, headers, body, limits, reader)
 
-    def _response_ends_run(self, request: RequestTemplate) -> bool:
-        """Whether the answer to a request comes when the run is over, however late."""
-        submit = self.description.submit
+    def _response_ends_run(self, request: RequestTemplate, call: Call) -> bool:
+        """Return whether the response to a request comes when the run is over, however late."""
         return (
             request is self._compiled.submit.request
             and self.description.mode in ("sync", "auto")
-            and not submit.ends_on_disconnect
+            and not self.description.ends_on_disconnect(call.payload)
         )
 
     def _body(self, request: RequestTemplate, values: TemplateValues, headers: dict[str, str]) -> bytes | None:

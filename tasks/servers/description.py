@@ -312,11 +312,12 @@ class Submit(_RequestStep, _ResponseReading):
     """Handing the job over.  No path: the registered endpoint.  No body: the payload itself."""
 
     sources = SUBMIT_SOURCES
-    meanings = frozenset(["done", "pending", "failed", "retry", "busy", "canceled", "unknown", "unreachable"])
+    meanings = frozenset(["done", "pending", "failed", "retry", "busy", "canceled", "lost", "unknown", "unreachable"])
     method: Method = "POST"
     read_s: Seconds | None = None
     id: PointerText = "/job_id"  # where the server says how it calls the job
-    ends_on_disconnect: bool = False  # The server ends a run whose client closes the connection.
+    # The server ends a run whose client closes the connection; "stream": only if it answers with a stream.
+    ends_on_disconnect: bool | Literal["stream"] = False
     idempotent: bool = False  # A request with the key of a run joins it, or gets its result: no second run begins.
     stream: Stream | None = None  # None: an answer is read when it is whole
 
@@ -478,7 +479,16 @@ class Description(_Data):
         submit = self.submit
         texts = [text for _, text in iter_texts({"path": submit.path, "headers": submit.headers})]
         uses_payload = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
-        return submit.body is None and not (submit.stream and submit.stream.ask) and not uses_payload
+        asks_payload = bool(submit.stream and submit.stream.ask) or submit.ends_on_disconnect == "stream"
+        return submit.body is None and not asks_payload and not uses_payload
+
+    def ends_on_disconnect(self, payload: Any) -> bool:
+        """Return whether the server ends the run of this payload when the connection closes."""
+        submit = self.submit
+        if submit.ends_on_disconnect != "stream":
+            return submit.ends_on_disconnect
+        asked = {**(submit.stream.ask if submit.stream else {}), **(payload if isinstance(payload, dict) else {})}
+        return asked.get("stream") is True
 
     @cached_property
     def asks_for_swap(self) -> bool:

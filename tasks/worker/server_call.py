@@ -1,6 +1,7 @@
 """One run: a job is handed to its server, and watched until something final can be said about it."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ import orjson
 import structlog
 
 from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.earlier_requests import RELEASED_MS, EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.maintenance.server_report import MIN_AGE_MS
 from routing.queries.trace_spans import ATTEMPT
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 _DOWN_LIMIT_S = 10.0
 _CANCEL_WAIT_S = 5.0
 _HEALTH_PERIOD_S = 1.0
+_FEW_RUNS_S = 2.0  # beside `poll_interval`: for so long a server must count too few runs for an earlier one to be there
 _REPORT_DELAY_S = MIN_AGE_MS / 1000
 _OBSERVE_S = 600.0  # for the end of a run that is given up, at most
 _POLL_DEADLINE_S = (
@@ -43,6 +46,17 @@ _AWAITS_EARLIER_REQUEST = (
 
 async def _always_held(_: LeaseWatch) -> bool:
     return True
+
+
+async def _finds_none() -> EarlierRequest | None:
+    return None
+
+
+def _is_over_by_count(health: Health, earlier: EarlierRequest | None) -> bool:
+    """Return whether a server that only counts its runs has ended an earlier request."""
+    if earlier is None or health.job_ids is not None or health.active_jobs is None or not health.running_count:
+        return False
+    return earlier.is_over_by_count(health.active_jobs)
 
 
 StoreRemoteId = Callable[[str], Awaitable[bool]]
@@ -63,6 +77,7 @@ class ServerCall:
         "_config",
         "_down_since",
         "_ends_s",
+        "_find_earlier_request",
         "_has_one_slot",
         "_has_response",
         "_is_lease_held",
@@ -77,6 +92,7 @@ class ServerCall:
         "_run",
         "_session",
         "_silent_since",
+        "_store_sent_time",
         "_submit_unconfirmed",
         "_watch",
         "_write_remote_id",
@@ -93,15 +109,21 @@ class ServerCall:
         changes_model: bool = True,
         is_lease_held: Callable[[LeaseWatch], Awaitable[bool]] = _always_held,
         longest_usual_ms: Callable[[], Awaitable[int]] | None = None,
+        find_earlier_request: Callable[[], Awaitable[EarlierRequest | None]] = _finds_none,
+        store_sent_time: Callable[[], Awaitable[bool]] | None = None,
         has_one_slot: bool = False,
         may_be_at_server: bool = False,
     ) -> None:
         """`longest_usual_ms`: asks how long a run of the model may take before it is given up; None: to its own end.
 
+        `find_earlier_request`: reads what is known of the request of an earlier worker.  `store_sent_time`: stores that
+        the request is sent now; its result is False if the run is over.
+
         `has_one_slot`: its server has no other, so if that is idle, the run has ended.  `may_be_at_server`: an earlier
         worker, which stopped or was lost, may have sent the request.
         """
         self._run: Run = active.run
+        self._find_earlier_request, self._store_sent_time = find_earlier_request, store_sent_time
         self._watch = watch
         self._config = config
         self._session = session
@@ -189,6 +211,8 @@ class ServerCall:
                 return ended
             self._ends_s = time.monotonic() + _seconds_left(self._run, self._config, now_ms())  # Its own time begins.
             self._watch.awaits = ""
+            if self._store_sent_time is not None and not await self._store_sent_time():
+                return StopReason.LOST
         if session.description.is_found_by_given_id and not await self._store_remote_id(
             session.given_id_of(self.poll_call)
         ):
@@ -196,6 +220,8 @@ class ServerCall:
         call = self._submit_call
         if not await self._is_lease_held(self._watch):
             return StopReason.UNSENT
+        if self._watch.cancel:  # It came while something else was awaited; the server does not have the request.
+            return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
         self._watch.sent = True
         return await self._submit(session, call)
 
@@ -204,14 +230,11 @@ class ServerCall:
 
         A server that joins a repeated request to its run is sent it at once.  Any other could run the job twice at the
         same time, so something must show that it is free of the earlier request: its health, a process that has ended,
-        or, where its health does not tell, the time that runs of the model usually take.
+        an operator, or that its longest time is over, counted from when that request was sent.
         """
         if session.description.submit.idempotent:
             return None
-        began_s = time.monotonic()
-        longest_s = self._config.max_poll_time
-        if self._longest_usual_ms is not None:
-            longest_s = min(longest_s, await self._longest_usual_ms() / 1000)
+        began_s, few_since_s = time.monotonic(), math.inf
         while True:
             if (reason := self._stop_reason()) is not None:
                 return reason
@@ -220,17 +243,38 @@ class ServerCall:
             health = await session.health()
             if health.idempotent or await self._refuses_connections(session, health):
                 return None
-            is_known, waited_s = self._is_known(health), time.monotonic() - began_s
-            latest = f", or in {max(longest_s - waited_s, 0):.0f} s" if is_known is None else ""
-            self._watch.awaits = f"{_AWAITS_EARLIER_REQUEST}{latest}."
-            # A request that was sent just before may be missing in the server's report.
-            if is_known is False and waited_s >= _REPORT_DELAY_S:
+            earlier, now_s = await self._find_earlier_request(), time.monotonic()
+            few_since_s = min(few_since_s, now_s) if _is_over_by_count(health, earlier) else math.inf
+            # For a moment, a run that has just ended at the server may be counted here.
+            if now_s - few_since_s >= _FEW_RUNS_S + self._config.poll_interval:
                 return None
-            if is_known is None and waited_s >= longest_s:
+            if self._is_earlier_request_over(session, self._is_known(health), earlier, now_s - began_s):
                 return None
             if self._is_overdue:
                 return await self._time_out(session, Outcome(OutcomeKind.UNKNOWN, message=health.message))
             await self._watch.sleep(_HEALTH_PERIOD_S)
+
+    def _is_earlier_request_over(
+        self, session: ServerSession, is_known: bool | None, earlier: EarlierRequest | None, waited_s: float
+    ) -> bool:
+        """Return whether the server has ended an earlier request, and say what is awaited if not.
+
+        is_known: whether its health shows the run; None: it does not tell.
+        """
+        sent_ms = self._run.started_ms if earlier is None else earlier.sent_ms
+        left_s = sent_ms / 1000 + self._config.max_poll_time - now_ms() / 1000
+        latest = f", or in {max(left_s, 0):.0f} s" if is_known is None else ""
+        self._watch.awaits = (
+            f"{_AWAITS_EARLIER_REQUEST}{latest}. If the server certainly does not run it any more: "
+            f"slotkeeper servers release {self._run.server}"
+        )
+        if sent_ms == RELEASED_MS or (is_known is None and left_s <= 0):
+            return True
+        # A request that was sent just before may be missing in the server's report, and its connection still open.
+        may_judge = waited_s >= _REPORT_DELAY_S
+        return may_judge and (
+            is_known is False or (is_known is None and session.description.ends_on_disconnect(self._payload))
+        )
 
     async def _submit(self, session: ServerSession, call: Call) -> Outcome:
         outcome = await session.submit(call)
@@ -261,6 +305,10 @@ class ServerCall:
                 json_text.loads(self._run.payload) if by_payload else None, _POLL_DEADLINE_S
             )
         return self._poll_call
+
+    @property
+    def _payload(self) -> Any:
+        return json_text.loads(self._run.payload)
 
     @property
     def _submit_call(self) -> Call:
@@ -309,7 +357,7 @@ class ServerCall:
         """Whether another worker can ask the server for this run, and nothing is lost if our connection closes."""
         if self._remote_id is None or self._session is None:
             return False
-        return self._resumes or self._has_response or not self._session.description.submit.ends_on_disconnect
+        return self._resumes or self._has_response or not self._session.description.ends_on_disconnect(self._payload)
 
     async def _outcome_after_wait(self, session: ServerSession, last: Outcome) -> Outcome | StopReason | None:
         """What the waiting itself has come to, if it is over."""

@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import structlog
 
+from routing.dispatch import earlier_requests
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.earlier_requests import EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.dispatch.run_steps import OnPostponed, RunSteps
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import format_attribute
@@ -141,9 +145,21 @@ class ServerCalls:
             changes_model,
             self._lease_check.is_still_held,
             partial(self._worker_loop.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
+            partial(self._worker_loop.run_in_thread, self._find_earlier_request, run),
+            partial(self._store_sent_time, worker_run),
             _has_one_slot(catalog, run.server),
             may_be_at_server=worker_run.offer.is_resumption,
         )
+
+    def _find_earlier_request(self, run: Run) -> EarlierRequest | None:
+        """Return the earlier request of a run; None also while the database is away: then its end is not known."""
+        with suppress(DatabaseUnavailable):
+            return earlier_requests.find(self._dispatcher.store.database, run.server, run.job.id)
+        return None
+
+    def _store_sent_time(self, worker_run: WorkerRun) -> Awaitable[bool]:
+        run = worker_run.run
+        return worker_run.io.commit(self._dispatcher.store.sent_write(run.job.id, run.attempt, now_ms()))
 
     def _store_remote_id(self, worker_run: WorkerRun, remote_id: str) -> Awaitable[bool]:
         run = worker_run.run

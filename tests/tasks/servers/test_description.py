@@ -58,7 +58,7 @@ def test_a_description_is_frozen():
         {"submit": {"path": "/{{secret/KEY}}"}},
         {"submit": {"path": "/{{callback_token}}"}},
         {"submit": {"rules": [rule("next")]}},
-        {"submit": {"rules": [rule("lost")]}},
+        {"submit": {"rules": [rule("next")]}},
         {"submit": {"rules": [rule()] * 51}},
         {"submit": {"rules": [rule(status=99)]}},
         {"submit": {"rules": [rule(status="9xx")]}},

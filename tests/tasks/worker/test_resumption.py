@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from routing.dispatch import earlier_requests
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.queue.worker_capacity import is_stopping
 from slotkeeper.jobs import quarantine
@@ -14,15 +15,15 @@ from tasks.worker import server_call
 from tasks.worker.worker import Worker
 from tests.support.builders import eventually
 from tests.support.ends import hand_back
-from tests.support.stage import Stage
+from tests.support.stage import SECOND, Stage
 from tests.tasks.worker.one_run import FakeServer, run
+from tools.cluster.direct_starts import begin_run
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 DONE = Outcome(OutcomeKind.DONE, result={"url": "x"})
 PENDING = Outcome(OutcomeKind.PENDING, remote_id="r-1")
 SILENT = Health(HealthKind.UP)
-HOURS_MS = 36_000_000
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest
     """A job whose first worker has sent its request and stopped; its server does not join repeated requests."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     monkeypatch.setattr(server_call, "_REPORT_DELAY_S", 0.0)
-    monkeypatch.setattr(stage.dispatcher, "longest_usual_ms", lambda model: HOURS_MS)
     stage.register()
     submitted = stage.submit()
     assert hand_back(stage.dispatcher, stage.start("w0"))
+    stage.later(1)
     server.idempotent = False
     server.answers = [DONE]
     return submitted
@@ -86,19 +87,111 @@ def test_a_server_that_joins_repeated_requests_gets_one_at_once(stage, server, j
     assert server.asked == (["health", "submit"] if said_by == "health" else ["submit"])
 
 
-def test_where_nothing_shows_what_a_server_runs_the_usual_time_of_its_runs_is_waited_for(
-    stage, server, job_id, monkeypatch
+def test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_request_is_waited_for(
+    stage, server, job_id
 ) -> None:
-    monkeypatch.setattr(stage.dispatcher, "longest_usual_ms", lambda model: 20)
-    _reports(server, [SILENT])
+    """However soon its runs usually end: this one may be an exception."""
+    stage.later(400 * SECOND)
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(stage.now)
+        stage.later(50 * SECOND)
+
+    _reports(server, [SILENT], then=look)
     job = run(stage)
     assert (job.state, job.crashes, job.failures) == (State.COMPLETED, 0, 0)
-    assert server.asked.count("health") > 2 and server.asked.count("submit") == 1
+    assert len(seen) == 4 and server.asked.count("submit") == 1
+
+
+def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(stage, server, job_id) -> None:
+    stage.later(500 * SECOND)
+    offer = stage.told.offers[0]
+    assert hand_back(stage.dispatcher, stage.start("w1"))
+    assert stage.told.offers[0].slot == offer.slot
+    stage.later(101 * SECOND)
+    _reports(server, [SILENT])
+    assert run(stage).state is State.COMPLETED
+    assert server.asked == ["health", "submit"]
+
+
+def test_a_run_that_was_sent_again_counts_its_time_from_then(stage, server, worker, job_id) -> None:
+    stage.later(601 * SECOND)
+    _reports(server, [SILENT])
+    run(stage)
+    assert stage.job(job_id).sent_ms == stage.now
+
+
+@pytest.mark.parametrize("slot", [None, "gpu-slot0"])
+def test_an_operator_ends_the_wait(stage, server, job_id, slot) -> None:
+    """Even if the server's health still shows the job: the operator knows better."""
+    named = Health(HealthKind.UP, job_ids=frozenset({job_id}))
+    _reports(server, [named, named], then=lambda: earlier_requests.release(stage.database, "gpu", slot))
+    assert run(stage).state is State.COMPLETED
+    assert server.asked == ["health", "health", "submit"]
+
+
+def test_a_cancel_that_comes_before_the_request_is_sent_prevents_it(stage, server, worker, job_id) -> None:
+    named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
+    _reports(server, [named, gone], then=lambda: worker.heartbeat.watches()[0].request_cancel())
+    assert run(stage).state is State.CANCELED
+    assert "submit" not in server.asked
+
+
+def _two_runs(stage: Stage) -> list[str]:
+    """Two jobs of a server with two slots, whose workers have sent their requests and stopped, one after the other."""
+    stage.register(2, server="pair", model="flux")
+    jobs = [stage.submit("flux"), stage.submit("flux")]
+    stage.told.offers[:] = [offer for offer in stage.told.offers if offer.model == "flux"]
+    for n in range(2):
+        assert hand_back(stage.dispatcher, stage.start(f"w{n}"))
+        stage.later(10)
+    return jobs
+
+
+def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(stage, job_id) -> None:
+    first, second = _two_runs(stage)
+    taken = [offer for offer in stage.told.offers if offer.model == "flux"]
+    assert all(begin_run(stage.dispatcher, offer, "w9") for offer in taken)
+
+    def may_go(job: str, active: int) -> bool:
+        found = earlier_requests.find(stage.database, "pair", job)
+        return found is not None and found.is_over_by_count(active)
+
+    assert [may_go(job, 2) for job in (first, second)] == [False, False]
+    assert [may_go(job, 1) for job in (first, second)] == [True, False]
+    assert [may_go(job, 0) for job in (first, second)] == [True, True]
+    stage.later(1)
+    assert stage.database.commit(stage.store.sent_write(first, stage.job(first).attempt, stage.now))
+    assert [may_go(job, 2) for job in (first, second)] == [False, False], "the first was sent again"
+    assert may_go(second, 1)
+
+
+def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(stage, server, job_id, monkeypatch) -> None:
+    monkeypatch.setattr(server_call, "_FEW_RUNS_S", 0.05)
+    stage.register(2, poll_interval=0.001)
+    stage.submit()
+    assert begin_run(stage.dispatcher, stage.told.offers.pop(), "w9") is not None
+    one, two = (Health(HealthKind.UP, active_jobs=count, running_count=True) for count in (1, 2))
+    _reports(server, [two, one, two, one])
+    assert run(stage).state is State.COMPLETED
+    assert server.asked.count("health") > 4 and server.asked.count("submit") == 1
+
+
+@pytest.mark.parametrize("ends, payload", [(True, {}), ("stream", {"stream": True})])
+def test_a_server_that_ends_runs_on_disconnect_has_ended_it_with_its_worker(stage, server, job_id, ends, payload):
+    server.description = Description(submit=Submit(ends_on_disconnect=ends))
+    assert server.description.ends_on_disconnect(payload)
+    assert not Description(submit=Submit(ends_on_disconnect="stream")).ends_on_disconnect({"stream": False})
+    if ends is True:
+        _reports(server, [SILENT])
+        assert run(stage).state is State.COMPLETED
+        assert server.asked == ["health", "submit"]
 
 
 def test_the_time_in_which_a_run_waits_for_an_earlier_request_is_not_of_its_own(stage, server, job_id) -> None:
     stage.register(model_type="async", max_poll_time=1, poll_interval=0.01)
-    _reports(server, [SILENT])
+    _reports(server, [SILENT], then=lambda: "submit" in server.asked or stage.later(2 * SECOND))
     server.answers = [PENDING, PENDING, DONE]
     job = run(stage)
     assert (job.state, job.failures, job.crashes) == (State.COMPLETED, 0, 0)

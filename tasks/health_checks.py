@@ -21,6 +21,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
+from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
 from slotkeeper.registry.values import Server
 from slotkeeper.registry.values import Server as ServerRow
@@ -200,6 +201,15 @@ _END_KINDS = frozenset(
 )
 
 
+def _description_of_attempt(job: Job, row: QuarantinedSlot) -> str | None:
+    """Return the version of the description by which the run of a quarantined slot is asked.
+
+    A later attempt may run on a server of another kind, and an ended one no longer has its own.
+    """
+    own = job.described_by if job.attempt == row.attempt else None
+    return own or dispatcher().catalog.get().find_description(row.server, row.model)
+
+
 def _check_quarantined_run(row: QuarantinedSlot) -> None:
     try:
         job = dispatcher().store.get(row.job_id)
@@ -207,7 +217,7 @@ def _check_quarantined_run(row: QuarantinedSlot) -> None:
         url = None if server is None else server.endpoints.get(row.model)
         if job is None or url is None or row.remote_id is None:
             return
-        adapter = adapter_for(url, dispatcher().catalog.resolve(row.model), job.described_by)
+        adapter = adapter_for(url, dispatcher().catalog.resolve(row.model), _description_of_attempt(job, row))
         if adapter.description.mode in ("async", "auto"):
             call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
             outcome = call_server(adapter, partial(ServerSession.status, call=call, remote_id=row.remote_id))

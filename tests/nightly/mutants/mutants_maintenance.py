@@ -89,6 +89,13 @@ MUTANTS = [
         breaks="SLOT-1",
     ),
     Mutant(
+        "a run is asked about as the latest attempt of its job is described",
+        "tasks.health_checks:_description_of_attempt",
+        swap("job.attempt == row.attempt", "True"),
+        kills=["test_slot_1_a_run_is_asked_about_in_its_own_servers_words"],
+        breaks="SLOT-1",
+    ),
+    Mutant(
         "the status of a run that was given up does not free its slot",
         "tasks.health_checks:_check_quarantined_run",
         never("outcome.kind in _END_KINDS"),

@@ -6,6 +6,7 @@ The server is a real one, over HTTP, that goes on with a run whatever it is told
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -290,3 +291,20 @@ def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(
         "timed_out",
         server_still_running,
     )
+
+
+@sqlite
+@pytest.mark.parametrize("attempt, own", [(1, True), (2, False)])
+def test_slot_1_a_run_is_asked_about_in_its_own_servers_words(stage, server, monkeypatch, attempt, own) -> None:
+    """A later attempt of its job may run on a server of another kind, which would call the run unknown."""
+    monkeypatch.setattr(health_checks, "dispatcher", lambda: stage.dispatcher)
+    server.hold("first")
+    first = _times_out(stage)
+    (row,) = quarantine.list_all(stage.database)
+    stage.catalog.configure("zimg", {"description": {"mode": "async"}}, stage.now, '{"mode": "async"}')
+    stage.dispatcher.catalog.refresh()
+    of_model = stage.catalog.read().find_description("gpu", "zimg")
+    job = replace(stage.job(first), attempt=attempt, described_by="another")
+    assert of_model is not None
+    assert health_checks._description_of_attempt(job, row) == ("another" if own else of_model)
+    server.release(first)

@@ -24,7 +24,9 @@ broker_connection_retry_on_startup = True
 broker_channel_error_retry = True
 broker_connection_timeout = 3
 broker_transport_options = {
-    "visibility_timeout": 3600,
+    # On Redis a message whose worker died comes back after this time, and a bare client's is the only copy of its job.
+    # It is acknowledged in milliseconds, after the job is stored; one that comes twice makes one job.
+    "visibility_timeout": 40,
     "priority_steps": [0, 3, 6, 9],
     # A broker that falls silent is noticed: by who publishes in seconds, by who consumes in a quarter of a minute.
     "socket_timeout": 3,

@@ -28,7 +28,8 @@ from slotkeeper.jobs import ledger
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.snapshot import CatalogSnapshot
-from tasks.config import EventSettings
+from tasks.config import EventSettings, TaskSettings
+from tasks.extensions.transport import count_unacknowledged
 
 log = structlog.get_logger(__name__)
 
@@ -191,6 +192,10 @@ class MetricsCollector(Collector):
         found = [process for process in self._processes.read_all() if process.is_alive]
         roles = Counter(process.role for process in found)
         yield _gauge("slotkeeper_processes", "Processes that are alive, by role.", ["role"], roles.items())
+        if not TaskSettings().broker_url:  # The broker is this Redis.
+            help_text = "Messages that workers took and have not acknowledged for 15 s, as if they had died."
+            held = count_unacknowledged(self._scripts.redis)
+            yield GaugeMetricFamily("slotkeeper_broker_messages_held", help_text, held)
         workers = [process for process in found if process.role == "worker"]
         help_text = "Runs that workers have in flight."
         yield _gauge("slotkeeper_worker_runs", help_text, ["host"], _by_host(workers, "runs").items())

@@ -297,13 +297,19 @@ def redis() -> Iterator[Finding]:
 
 
 def broker() -> Iterator[Finding]:
-    """Check that the broker answers."""
+    """Check that the broker answers, and that no worker has died with messages."""
     from tasks.celery_app import celery
+    from tasks.extensions.transport import count_unacknowledged
 
     began = time.monotonic()
     with celery.connection_for_write(connect_timeout=3) as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
         kind = connection.transport.driver_type
+        channel: Any = connection.default_channel
+        held = count_unacknowledged(channel.client) if kind == "redis" else 0
+    if held:
+        message = f"{held} messages were taken by workers that have not acknowledged them, and may have died."
+        yield Finding("broker", "warn", message, "They come back within a minute; see that workers run.")
     yield Finding("broker", "ok", f"It answers ({kind}) in {(time.monotonic() - began) * 1000:.0f} ms.")
 
 

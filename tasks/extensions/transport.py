@@ -6,6 +6,7 @@ and with a list that is read again, each worker after it.  So would a connection
 
 import bz2
 import lzma
+import time
 import zlib
 from collections.abc import Callable
 from queue import Empty
@@ -14,6 +15,7 @@ from typing import Any, cast
 import structlog
 from kombu import compression
 from kombu.transport import redis
+from redis import Redis
 from redis.exceptions import DataError
 
 from slotkeeper.redis.connections import OomTolerantRedis
@@ -21,8 +23,14 @@ from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES
 
 log = structlog.get_logger(__name__)
 
+_LONG_HELD_S = 15.0  # Messages are acknowledged in milliseconds.
 # kombu counts them among errors of connections; where a message is read, they say that something is missing from it.
 _READ_ERRORS = (DataError, KeyError)
+
+
+def count_unacknowledged(client: Redis) -> int:
+    """Return how many messages of this broker were taken long ago and not acknowledged, as by a worker that died."""
+    return int(client.zcount(Channel.unacked_index_key, 0, time.time() - _LONG_HELD_S))
 
 
 class QoS(redis.QoS):

@@ -1,8 +1,17 @@
-"""Tells of one end whose result is large, in a process of its own: python -m tasks.notify_large_result JOB."""
+"""Notify clients of one job with a large result, in a process of its own.
 
+    python -P -m tasks.notify_large_result JOB
+
+Exit status EX_TEMPFAIL: broker, backend or database are away, and the same will do later.
+"""
+
+import os
 import resource
 import sys
 
+from kombu.exceptions import EncodeError
+
+from slotkeeper.jobs.values import Job
 from tasks import results
 from tasks.services import store
 
@@ -10,15 +19,26 @@ _MAX_MEMORY_BYTES = 3 << 30  # bytes
 
 
 def main() -> int:
-    """Raises what `telling.tell` raises."""
+    """Return the exit status.  Raises what `results.notify_clients` raises, except outages."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    job = store().get(sys.argv[1])
-    if job is not None:
-        try:
-            results.notify_clients(job)
-        except MemoryError:
-            results.notify_too_large(job)
+    try:
+        job = store().get(sys.argv[1])
+        if job is not None:
+            _notify(job)
+    except results.UNAVAILABLE:
+        return os.EX_TEMPFAIL
     return 0
+
+
+def _notify(job: Job) -> None:
+    try:
+        results.notify_clients(job)
+    except MemoryError:
+        results.notify_too_large(job)
+    except EncodeError as error:  # kombu's, for whatever the encoder raises
+        if not isinstance(error.__cause__, MemoryError):
+            raise
+        results.notify_too_large(job)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ told at least once. A result, a part of a chord and a next step that is `infer` 
 another task may be sent twice, with the same task id.
 """
 
+import os
 import subprocess
 import sys
 import threading
@@ -54,6 +55,10 @@ _FLUSH_S = 3.0  # of a worker that stops; the time that it gets is not much long
 UNAVAILABLE = (DatabaseUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
 # What a step is refused for, and what would be the same at every try.
 _REFUSALS = (SlotkeeperError, EncodeError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class NotificationFailed(Exception):
+    """A notification that failed for another reason than an outage."""
 
 
 class JobFailed(Exception):
@@ -146,10 +151,16 @@ class ResultNotifier:
 
 
 def _notify_in_subprocess(job: Job) -> None:
-    """Celery makes objects of a result, which would keep all threads of this process waiting.  Raises OSError."""
+    """Notify of a large result in a process of its own: Celery's objects of it would keep all threads waiting.
+
+    Raises OSError if broker, backend or database are away; NotificationFailed for any other end of that process, such
+    as by the kernel for its memory: it would be the same at once, and other notifications must not wait for it.
+    """
     ended = subprocess.run([sys.executable, "-P", "-m", "tasks.notify_large_result", job.id], check=False)
+    if ended.returncode == os.EX_TEMPFAIL:
+        raise OSError("the process that notifies of a large result reached no broker, backend or database")
     if ended.returncode:
-        raise OSError(f"the process that tells a large result has ended with status {ended.returncode}")
+        raise NotificationFailed(f"the process that notifies of a large result ended with status {ended.returncode}")
 
 
 # -- one end ---------------------------------------------------------------------------------------------------

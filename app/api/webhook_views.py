@@ -35,6 +35,7 @@ from app.schemas.webhook_schemas import (
 )
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
+from slotkeeper.outbox.fan_out import count_unwritten
 from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
 from slotkeeper.registry.tenants import check_tenant_name
@@ -238,8 +239,13 @@ def _view(found: Subscription) -> dict[str, Any]:
 
 
 def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
-    waiting, now = _subscriptions().count_pending([it.id for it in found]), now_ms()
-    return [WebhookView.build(it, **shape.webhook_status(it, waiting.get(it.id, 0), now)) for it in found]
+    ids, now = [one.id for one in found], now_ms()
+    pending, refused = _subscriptions().count_pending(ids), _subscriptions().find_refused(ids)
+    unwritten = count_unwritten(database(), found)
+    waiting = {id_: pending.get(id_, 0) + unwritten.get(id_, 0) for id_ in ids}
+    return [
+        WebhookView.build(one, **shape.webhook_status(one, waiting[one.id], now, refused.get(one.id))) for one in found
+    ]
 
 
 def _delivery_list(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:

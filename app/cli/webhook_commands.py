@@ -347,6 +347,8 @@ def _state_of(webhook: dict[str, Any]) -> str:
         return f"disabled: {webhook['reason']}" if webhook["reason"] else "disabled"
     if webhook["failing_since"]:
         return f"failing for {age(webhook['failing_since'])}"
+    if (refused := webhook["refused"]) is not None:
+        return f"refuses {refused['event']} of {refused['job_id']}: {refused['status'] or 'no response'}"
     return "catching up" if webhook["behind"] else "ok"
 
 

@@ -14,7 +14,7 @@ from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.outbox.redelivery import DeliveryAttempt, GivenUpCallback
-from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.subscriptions import RefusedMessage, Subscription
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from slotkeeper.urls import mask_url
@@ -156,6 +156,16 @@ class GivenUpQuery(Schema):
     cursor: str | None = Field(None, max_length=60, json_schema_extra={"pattern": f"^{_GIVEN_UP_CURSOR.pattern}$"})
 
 
+class RefusedMessageView(ResponseSchema, source=RefusedMessage):
+    """A message that a webhook has refused."""
+
+    job_id: str
+    event: Annotated[str, From("type")]
+    tries: int
+    status: Annotated[int | None, From("last_status")] = Field(description="HTTP status; null: there was no response.")
+    error: Annotated[str | None, From("last_error")]
+
+
 class WebhookView(ResponseSchema, source=Subscription):
     """A webhook of a tenant."""
 
@@ -174,9 +184,12 @@ class WebhookView(ResponseSchema, source=Subscription):
     failures: int = Field(description="In a row.")
     failing_since: Time | None
     next_try_at: Annotated[Time | None, PROVIDED] = Field(description="It is left alone until then.")
-    waiting: Annotated[int, PROVIDED] = Field(description="Messages that wait for it.")
+    waiting: Annotated[int, PROVIDED] = Field(description="Messages that wait for it, up to 1,000 more than written.")
+    refused: Annotated[RefusedMessageView | None, PROVIDED] = Field(
+        description="The oldest message that it has refused and that is tried again; others do not wait for it."
+    )
     behind: Annotated[bool, From(lambda it: it.behind is not None)] = Field(
-        description="There is more to tell than these."
+        description="Some of its messages are not written yet."
     )
     former_until: Annotated[Time | None, PROVIDED] = Field(
         description="Until then messages are also signed with the secret before."
@@ -280,11 +293,14 @@ class CallbacksReplayView(ResponseSchema):
     sent: int = Field(description="How many are sent once more.")
 
 
-def webhook_status(subscription: Subscription, waiting: int, now_ms: int) -> dict[str, Any]:
+def webhook_status(
+    subscription: Subscription, waiting: int, now_ms: int, refused: RefusedMessage | None = None
+) -> dict[str, Any]:
     """Return the current state of a webhook, as WebhookView shows it."""
     overlaps = len(subscription.list_sealed_secrets(now_ms)) > 1
     return {
         "waiting": waiting,
+        "refused": refused and RefusedMessageView.build(refused),
         "next_try_at": iso_time(subscription.open_until_ms) if subscription.open_until_ms > now_ms else None,
         "former_until": iso_time(subscription.former_until_ms) if overlaps else None,
     }

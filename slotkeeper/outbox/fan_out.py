@@ -33,10 +33,10 @@ from slotkeeper.outbox.subscriptions import (
     select_subscriptions,
 )
 from slotkeeper.outbox.tables import receivers
-from slotkeeper.outbox.webhook_messages import count_pending, enqueue
+from slotkeeper.outbox.webhook_messages import count_untried, enqueue
 
 MOST_PENDING = 2000
-"""Pending messages of one webhook; with more, it falls behind."""
+"""Messages of one webhook that were never tried; with more, it falls behind."""
 _PAGE = 500  # events that one transaction turns into messages
 _MAX_WEBHOOKS = 20  # that one transaction writes messages for, and that catch up in one step
 _SCAN_NUMBERS = 20_000  # event numbers that one catch-up query covers
@@ -185,13 +185,13 @@ class EventFanOut:
     def _catch_up(self, subscription: Subscription, now_ms: int) -> int:
         """Write a page of messages that a webhook has missed, and return their number.
 
-        If its breaker is open, one message is written, which tests its URL.  If it has too many pending messages, none.
+        If its breaker is open, one message is written, which tests its URL; none if too many wait for their first try.
         """
         assert subscription.behind is not None
         behind = subscription.behind
         with self._database.read() as connection:
             capacity = 1 if subscription.breaker_is_open else MOST_PENDING // 2
-            if count_pending(connection, subscription.id, capacity) >= capacity:
+            if count_untried(connection, subscription.id, capacity) >= capacity:
                 return 0
             cursor = get_cursor(connection)
             last = min(behind + _SCAN_NUMBERS, cursor)
@@ -212,6 +212,20 @@ class EventFanOut:
             return enqueue(tx, subscription.id, rows, now_ms) if rows else 0
 
         return self._database.write(unit)
+
+
+def count_unwritten(database: Database, subscriptions: Sequence[Subscription], most: int = 1000) -> dict[str, int]:
+    """Return how many events each webhook that is behind still gets messages of, counted up to `most`."""
+    found = dict[str, int]()
+    with database.read() as connection:
+        cursor = get_cursor(connection)
+        for one in subscriptions:
+            if one.behind is not None:
+                last = min(one.behind + _SCAN_NUMBERS, cursor)
+                params = {"p_types": sorted(one.types), "p_tenant": one.tenant, "p_limit": most}
+                rows = connection.execute(_MISSED, {"p_after": one.behind, "p_last": last, **params}).all()
+                found[one.id] = len(rows)
+    return found
 
 
 def _move_cursor(tx: Transaction, before: int, after: int) -> bool:
@@ -251,7 +265,7 @@ def _round_robin(subscriptions: Iterable[Subscription]) -> list[Subscription]:
 
 
 def _has_capacity(connection: Connection, subscription: Subscription) -> bool:
-    return not subscription.breaker_is_open and count_pending(connection, subscription.id, MOST_PENDING) < MOST_PENDING
+    return not subscription.breaker_is_open and count_untried(connection, subscription.id, MOST_PENDING) < MOST_PENDING
 
 
 def _wants(subscription: Subscription, entry: OutboxEvent) -> bool:

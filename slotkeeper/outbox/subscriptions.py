@@ -1,7 +1,8 @@
 """Webhooks: the subscriptions of tenants to events of their jobs, with breaker and pace.
 
-After several failures in a row, a subscription's breaker opens: its messages wait, and after each cooldown a single
-one is sent to test the URL.  The longer the URL has been failing, the longer the cooldown.
+After several different messages in a row have failed, a subscription's breaker opens: its messages wait, and after each
+cooldown a single one is sent to test the URL, one that was never tried if there is any.  The longer the URL has been
+failing, the longer the cooldown.  A message that alone is refused, however often, says nothing of the others.
 
 A job's `callback_url` is a subscription for the ends of this job alone (`subscription_of_job`).
 """
@@ -9,7 +10,7 @@ A job's `callback_url` is a subscription for the ends of this job alone (`subscr
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 import uuid_utils
@@ -57,7 +58,7 @@ class Subscription:
     template: JSON; None: the standard body.
     after_event: only later events become messages.
     behind: the last event that became messages; None: the subscription follows the common cursor.
-    failures: in a row; failing_since_ms is None if the last message was delivered.
+    failures: different messages that failed in a row; failing_since_ms is None if the last message was delivered.
     open_until_ms: no message is sent before this time.
     max_per_s: messages a second; None: no limit.
     paced_until_us: by its pace, the next message is not sent before this time.
@@ -98,6 +99,16 @@ class Subscription:
         """Return the encrypted secrets to sign with, the current one first."""
         overlaps = self.former_sealed is not None and now_ms < (self.former_until_ms or 0)
         return [self.sealed, self.former_sealed] if overlaps and self.former_sealed else [self.sealed]
+
+
+class RefusedMessage(NamedTuple):
+    """A message that its receiver has refused, or that failed otherwise, and that is tried again."""
+
+    job_id: str
+    type: str
+    tries: int
+    last_status: int | None
+    last_error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +171,17 @@ class Subscriptions:
         )
         with self.database.read() as connection:
             return dict(tuple(row) for row in connection.execute(query))
+
+    def find_refused(self, subscription_ids: Iterable[str]) -> "dict[str, RefusedMessage]":
+        """Return the oldest message that each of these webhooks has refused and that is tried again, if any."""
+        query = (
+            select(*(messages.c[name] for name in ("receiver", *RefusedMessage._fields)))
+            .where(messages.c.receiver.in_(list(subscription_ids)), messages.c.state == "pending", messages.c.tries > 0)
+            .where(messages.c.last_error.is_not(None))
+            .order_by(messages.c.owed_ms.desc(), messages.c.event.desc())
+        )
+        with self.database.read() as connection:
+            return {row.receiver: RefusedMessage(*row[1:]) for row in connection.execute(query)}
 
     # -- changing --------------------------------------------------------------------------------------------
 
@@ -268,20 +290,24 @@ class Subscriptions:
             healthy = update(receivers).where(receivers.c.id == subscription.id).values(_HEALTHY)
             self.database.write(lambda tx: tx.connection.execute(healthy), durable=False)
 
-    def note_failure(self, subscription: Subscription, now_ms: int, retry_after_ms: int = 0) -> None:
-        """Count a failed attempt, and start a cooldown if the breaker is open.
+    def note_failure(
+        self, subscription: Subscription, now_ms: int, retry_after_ms: int = 0, *, is_first_try: bool = True
+    ) -> None:
+        """Count a message that failed, and start a cooldown if the breaker is open.
 
-        retry_after_ms: how long the receiver has asked for a pause.
+        retry_after_ms: how long the receiver has asked for a pause.  is_first_try: False for a message that failed
+        before, which is not counted again.
         """
         since = subscription.failing_since_ms if subscription.failing_since_ms is not None else now_ms
-        opens = subscription.failures + 1 >= FAILURES_TO_OPEN
+        counted = int(is_first_try)
+        opens = subscription.failures + counted >= FAILURES_TO_OPEN
         until = now_ms + max(retry_after_ms, cooldown_ms(since, now_ms) if opens else 0)
         failed = (
             update(receivers)
             .where(receivers.c.id == subscription.id)
             .values(
-                failures=receivers.c.failures + 1,
-                failing_since_ms=func.coalesce(receivers.c.failing_since_ms, now_ms),
+                failures=receivers.c.failures + counted,
+                failing_since_ms=func.coalesce(receivers.c.failing_since_ms, now_ms if is_first_try else None),
                 # A concurrent attempt may have received a longer Retry-After.
                 open_until_ms=case((receivers.c.open_until_ms < until, until), else_=receivers.c.open_until_ms),
             )

@@ -82,12 +82,11 @@ _READY = CompiledStatement(
     .limit(bindparam("p_limit", type_=messages.c.tries.type))
 )
 _ANY_PENDING = CompiledStatement(select(messages.c.event).where(messages.c.state == "pending").limit(1))
-_DUE_OF_WEBHOOK = CompiledStatement(
-    select(messages.c.event)
-    .where(messages.c.receiver == bindparam("p_receiver"), _IS_DUE, _IS_FIRST)
-    .order_by(messages.c.next_ms, messages.c.event)
-    .limit(bindparam("p_limit", type_=messages.c.tries.type))
-)
+_DUE = select(messages.c.event).where(messages.c.receiver == bindparam("p_receiver"), _IS_DUE, _IS_FIRST)
+_OLDEST_FIRST = (messages.c.next_ms, messages.c.event)
+_DUE_LIMIT = bindparam("p_limit", type_=messages.c.tries.type)
+_DUE_OF_WEBHOOK = CompiledStatement(_DUE.order_by(*_OLDEST_FIRST).limit(_DUE_LIMIT))
+_UNTRIED_OF_WEBHOOK = CompiledStatement(_DUE.order_by(messages.c.tries > 0, *_OLDEST_FIRST).limit(_DUE_LIMIT))
 OF_JOB = messages.c.receiver == messages.c.job_id
 """A message for the `callback_url` of its job; the same expression as in the partial indexes of these messages."""
 IS_GIVEN_UP = messages.c.state == "given_up"
@@ -190,11 +189,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ReadySubscription:
-    """A webhook with due messages.  most: how many of them may be sent until the next poll."""
+    """A webhook with due messages.  most: how many of them may be sent until the next poll.
+
+    is_trial: its breaker is open, and one message tests it.
+    """
 
     receiver: str
     tenant: str
     most: int
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +248,23 @@ class MessageQueue:
         params = {"p_now": now_ms, "p_horizon_us": claim_horizon_us(now_ms), "p_limit": limit}
         with self.database.read() as connection:
             rows = _READY.fetch_all(connection, params)
-        return [ReadySubscription(row.id, row.tenant, _most_per_poll(row)) for row in rows]
+        return [
+            ReadySubscription(row.id, row.tenant, _most_per_poll(row), row.failures >= FAILURES_TO_OPEN) for row in rows
+        ]
 
     def has_pending(self) -> bool:
         """Return True if any message is pending, due or not."""
         with self.database.read() as connection:
             return _ANY_PENDING.fetch_first(connection, {}) is not None
 
-    def list_due(self, subscription_id: str, now_ms: int, limit: int) -> list[int]:
-        """Return the event numbers of a webhook's due messages, at most one of each job."""
+    def list_due(self, subscription_id: str, now_ms: int, limit: int, *, is_trial: bool = False) -> list[int]:
+        """Return the event numbers of a webhook's due messages, at most one of each job, the oldest first.
+
+        is_trial: those that were never tried come first: one that is refused would not show that the URL takes others.
+        """
+        query = _UNTRIED_OF_WEBHOOK if is_trial else _DUE_OF_WEBHOOK
         with self.database.read() as connection:
-            rows = _DUE_OF_WEBHOOK.fetch_all(
-                connection, {"p_receiver": subscription_id, "p_now": now_ms, "p_limit": limit}
-            )
+            rows = query.fetch_all(connection, {"p_receiver": subscription_id, "p_now": now_ms, "p_limit": limit})
         return [row.event for row in rows]
 
     def list_due_callbacks(self, now_ms: int, limit: int, after: DueCallback | None = None) -> list[DueCallback]:
@@ -340,7 +347,7 @@ class MessageQueue:
 
         self.database.write(unit, durable=False)
         if not message.of_job:
-            self.subscriptions.note_failure(subscription, now_ms, result.cooldown_ms)
+            self.subscriptions.note_failure(subscription, now_ms, result.cooldown_ms, is_first_try=message.tries == 1)
 
     def drop(self, message: Message) -> None:
         """Delete a message whose event, job or webhook is no longer stored."""
@@ -363,9 +370,13 @@ def enqueue(tx: Transaction, subscription_id: str, events: Sequence[tuple[int, s
     return len(rows)
 
 
-def count_pending(connection: Connection, subscription_id: str, most: int) -> int:
-    """Return the number of a subscription's pending messages, counted up to `most`."""
-    some = select(messages.c.event).where(messages.c.receiver == subscription_id, messages.c.state == "pending")
+def count_untried(connection: Connection, subscription_id: str, most: int) -> int:
+    """Return the number of a subscription's pending messages that were never tried, counted up to `most`.
+
+    One that was refused holds up no other, so it does not count.
+    """
+    is_untried = (messages.c.state == "pending") & (messages.c.tries == 0)
+    some = select(messages.c.event).where(messages.c.receiver == subscription_id, is_untried)
     return connection.execute(select(func.count()).select_from(some.limit(most).subquery())).scalar() or 0
 
 

@@ -118,7 +118,7 @@ class MessageDelivery:
         for due in callbacks:
             yield DueMessage(MessageKey(due.job_id, due.event, of_job=True), host_of_url(due.url), due.tenant)
         for waiting in admitted[:_MAX_RECEIVERS]:
-            for event in self._messages.list_due(waiting.receiver, now, waiting.most):
+            for event in self._messages.list_due(waiting.receiver, now, waiting.most, is_trial=waiting.is_trial):
                 yield DueMessage(MessageKey(waiting.receiver, event), waiting.receiver, waiting.tenant)
 
     def _find_due_callbacks(self, now_ms: int) -> list[DueCallback]:

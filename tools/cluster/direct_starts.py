@@ -4,6 +4,7 @@ from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.run_steps import blocking_steps, run_blocking
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer
+from slotkeeper.jobs.queue_epochs import epoch_of_lease
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Run
 
@@ -30,9 +31,14 @@ def store_start(
     offer: int = 0,
     described_by: str | None = None,
     sent_to: str | None = None,
-    fleet: str = "zimg",
+    fleet: str | None = None,
 ) -> Run | None:
-    """Give a queued job to the caller; None: it is not queued, or its lease is of an older queue of the fleet."""
+    """Give a queued job to the caller; None: it is not queued, or its lease is of an older queue of the fleet.
+
+    fleet: None: zimg, or, for a lease without an epoch, one that never had a queue.
+    """
+    if fleet is None:
+        fleet = "zimg" if epoch_of_lease(lease) else ""
     write = store.start_write(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to, fleet=fleet)
     return store.database.commit(write)
 

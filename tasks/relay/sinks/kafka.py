@@ -4,10 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tasks.relay import cloudevents
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
+
+log = structlog.get_logger(__name__)
 
 _TIMEOUT_S = 4.0
 _HEADERS: Any = [("content-type", cloudevents.CONTENT_TYPE.encode())]
@@ -39,14 +42,19 @@ class KafkaSink:
         def on_delivery(error: KafkaError | None, _: Message) -> None:
             nonlocal unconfirmed
             unconfirmed -= 1
-            if error is not None:
+            if error is not None and not _is_too_large(error):
                 failed.append(error.str())
 
         try:
             for event in batch:
-                producer.produce(
-                    self._topic, event.body.encode(), event.key.encode(), on_delivery=on_delivery, headers=_HEADERS
-                )
+                try:
+                    producer.produce(
+                        self._topic, event.body.encode(), event.key.encode(), on_delivery=on_delivery, headers=_HEADERS
+                    )
+                except KafkaException as error:
+                    if not _is_too_large(error.args[0]):
+                        raise
+                    unconfirmed -= 1
             until = time.monotonic() + _TIMEOUT_S
             while unconfirmed and not failed and time.monotonic() < until:
                 producer.poll(max(until - time.monotonic(), 0))
@@ -71,3 +79,11 @@ class KafkaSink:
         if producer is not None:
             producer.purge()
             producer.flush(0)
+
+
+def _is_too_large(error: KafkaError) -> bool:
+    """Return whether Kafka refuses an event for its size: it would for ever, and all later events would wait."""
+    if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+        return False
+    log.error("event_too_large", sink="kafka", error=error.str())
+    return True

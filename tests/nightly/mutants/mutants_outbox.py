@@ -4,6 +4,27 @@ from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, s
 
 MUTANTS = [
     Mutant(
+        "each try of one message counts as a failure in a row",
+        "slotkeeper.outbox.subscriptions:Subscriptions.note_failure",
+        swap("int(is_first_try)", "1"),
+        kills=["test_one_message_that_is_refused_again_and_again_delays_no_other"],
+        breaks="HOOK-1",
+    ),
+    Mutant(
+        "a refused message keeps the place of one that was never tried",
+        "slotkeeper.outbox.webhook_messages:count_untried",
+        swap('(messages.c.state == "pending") & (messages.c.tries == 0)', 'messages.c.state == "pending"'),
+        kills=["test_a_message_that_was_refused_keeps_no_place_of_those_that_were_not_tried"],
+        breaks="HOOK-1",
+    ),
+    Mutant(
+        "an open breaker is tested by a message that was refused",
+        "slotkeeper.outbox.webhook_messages:MessageQueue.list_due",
+        swap("_UNTRIED_OF_WEBHOOK if is_trial else _DUE_OF_WEBHOOK", "_DUE_OF_WEBHOOK"),
+        kills=["test_the_trial_of_an_open_breaker_is_a_message_that_was_never_tried"],
+        breaks="HOOK-1",
+    ),
+    Mutant(
         "a failed callback is shown to every tenant",
         "slotkeeper.outbox.redelivery:_of_tenant",
         always("tenant is None"),

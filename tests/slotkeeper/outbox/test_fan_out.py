@@ -445,6 +445,83 @@ def test_a_receiver_that_fails_is_tried_by_one_message_at_a_time_and_less_and_le
     assert cooldown_ms(T0, T0 + 4 * 60_000) == 60_000 and cooldown_ms(T0, T0 + DAY) == LONGEST_COOLDOWN_MS
 
 
+def _refuse(messages: MessageQueue, receiver: Subscription, job_id: str, now_ms: int) -> None:
+    """Let the message of a job fail, whatever else is due."""
+    with messages.database.read() as connection:
+        event = connection.execute(select(rows.c.event).where(rows.c.job_id == job_id)).scalar_one()
+    (message,) = messages.claim([MessageKey(receiver.id, event)], now_ms, now_ms + 20 * SECOND)
+    current = messages.subscriptions.get(receiver.id)
+    messages.note_failed(message, current, DeliveryResult(False, 413, 5, "too large"), now_ms, now_ms + SECOND)
+
+
+def test_one_message_that_is_refused_again_and_again_delays_no_other(
+    database, store, receivers, messages, spread
+) -> None:
+    """Its tries are no different failures: the breaker stays closed, and what comes later is sent."""
+    receiver = a_receiver(receivers)
+    large = an_ended_job(store).id
+    all_steps(spread)
+    for n in range(2 * FAILURES_TO_OPEN):
+        _refuse(messages, receiver, large, T0 + n * 20 * SECOND)
+    found = receivers.get(receiver.id)
+    assert not found.breaker_is_open and found.failures == 1
+    small = [an_ended_job(store).id for _ in range(3)]
+    all_steps(spread, T0 + HOUR)
+    assert [job for job, _ in pending(database, receiver)] == [large, *small]
+    assert {one.job_id for one in claimed(messages, receiver, T0 + HOUR)} == {large, *small}
+
+
+def test_a_message_that_was_refused_keeps_no_place_of_those_that_were_not_tried(
+    database, store, receivers, messages, spread, monkeypatch
+) -> None:
+    monkeypatch.setattr(fan_out, "MOST_PENDING", 2)
+    receiver = a_receiver(receivers)
+    refused = [an_ended_job(store).id for _ in range(2)]
+    all_steps(spread)
+    for job_id in refused:
+        _refuse(messages, receiver, job_id, T0)
+        messages.subscriptions.note_success(messages.subscriptions.get(receiver.id))
+    late = an_ended_job(store).id
+    all_steps(spread, T0 + HOUR)
+    assert [job for job, _ in pending(database, receiver)] == [*refused, late]
+
+
+def test_the_trial_of_an_open_breaker_is_a_message_that_was_never_tried(
+    database, store, receivers, messages, spread
+) -> None:
+    receiver = a_receiver(receivers)
+    refused = [an_ended_job(store).id for _ in range(FAILURES_TO_OPEN)]
+    all_steps(spread)
+    for n, job_id in enumerate(refused):
+        _refuse(messages, receiver, job_id, T0 + n * 30 * SECOND)
+    receiver = receivers.get(receiver.id)
+    assert receiver.breaker_is_open
+    good = an_ended_job(store).id
+    now = receiver.open_until_ms
+    all_steps(spread, now)
+    assert good in [job for job, _ in pending(database, receiver)], "one that was refused stands in nobody's way"
+    (ready,) = messages.list_ready(now, 10)
+    (event,) = messages.list_due(receiver.id, now, ready.most, is_trial=ready.is_trial)
+    (trial,) = messages.claim([MessageKey(receiver.id, event)], now, now + SECOND)
+    assert trial.job_id == good
+    messages.note_delivered(trial, receiver, YES, now)
+    assert not receivers.get(receiver.id).breaker_is_open
+
+
+def test_what_waits_is_counted_with_what_is_not_written_yet_and_what_was_refused_is_named(
+    store, receivers, messages, spread
+) -> None:
+    receiver = _break(messages, a_receiver(receivers))
+    jobs = [an_ended_job(store).id for _ in range(3)]
+    all_steps(spread)
+    assert receivers.count_pending([receiver.id]) == {}
+    assert fan_out.count_unwritten(messages.database, [receivers.get(receiver.id)]) == {receiver.id: 3}
+    all_steps(spread, receiver.open_until_ms)
+    _refuse(messages, receiver, jobs[0], receiver.open_until_ms)
+    refused = receivers.find_refused([receiver.id])[receiver.id]
+    assert (refused.job_id, refused.tries, refused.last_status, refused.last_error) == (jobs[0], 1, 413, "too large")
+
+
 def test_a_success_closes_the_breaker(receivers, messages) -> None:
     receiver = _break(messages, a_receiver(receivers))
     assert receiver.breaker_is_open and receiver.failing_since_ms == T0

@@ -119,7 +119,7 @@ class Database:
         if self._log is None:
             return
         try:
-            sqlite.sync_log(self._log)
+            self._group.sync_for_readers(self._log)
         except OSError as error:
             raise DatabaseUnavailable(f"The disk did not answer ({error}); try again.") from error
 

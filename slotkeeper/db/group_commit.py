@@ -190,6 +190,10 @@ class GroupCommit:
         except OSError as error:
             raise commit_unknown(first_line(error)) from error
 
+    def sync_for_readers(self, log: str) -> None:
+        """Wait until the disk has all that readers see.  log: the path of SQLite's log.  Raises OSError."""
+        self._writer.sync_for_readers(log)
+
     def close(self) -> None:
         self._writer.close()
 

@@ -1,7 +1,6 @@
 """SQLite: how it connects, how a transaction begins, and how the disk is awaited outside of the write lock."""
 
 import errno
-import os
 import sqlite3
 import time
 from contextlib import suppress
@@ -138,16 +137,6 @@ def discard_writer(connection: Connection) -> None:
 
 def _fetch_row(connection: Connection, text: str) -> Any:
     return execute_raw(connection, text, (), lambda cursor: cursor.fetchone())
-
-
-def sync_log(path: str) -> None:
-    """Wait until the disk has all commits that are visible now, of every process.  Raises OSError."""
-    with suppress(FileNotFoundError):  # SQLite deletes the log with the last connection.
-        log = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(log)
-        finally:
-            os.close(log)
 
 
 def checkpoint_log(engine: Engine) -> None:

@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 import weakref
+from contextlib import suppress
 
 from sqlalchemy import Connection, Engine
 
@@ -70,6 +71,7 @@ class Writer:
         self.is_quick = engine.dialect.name == "sqlite"  # It answers without a network.
         self._kept: Connection | None = None
         self._log: LogFile | None = None
+        self._log_lock = threading.Lock()  # A reader opens it beside the leader.
 
     def begin(self) -> Connection:
         """Begin a transaction, and return the connection, which goes to `commit` or to `undo`."""
@@ -110,6 +112,14 @@ class Writer:
         if log is not None:
             log.sync(self._engine)
 
+    def sync_for_readers(self, path: str) -> None:
+        """The same for the commits of all processes, which readers see at once.  path: of the log.  Raises OSError.
+
+        It waits on the file that `sync` waits on: one that is opened anew would not learn of an earlier error.
+        """
+        with suppress(FileNotFoundError):  # SQLite deletes the log with the last connection.
+            self._open_log(path).sync(self._engine)
+
     def close(self) -> None:
         """Close the connection, unless it is lent."""
         kept, self._kept = self._kept, None
@@ -126,11 +136,16 @@ class Writer:
         connection = self._engine.connect()
         try:
             log = sqlite.configure_writer(connection)
-            if log is None:
-                self._log = None
-            elif self._log is None or not self._log.is_at(log):  # The present one would learn of errors.
-                self._log = LogFile(log)
+            if log is not None:
+                self._open_log(log)
         except BaseException:
             sqlite.discard_writer(connection)
             raise
         return connection
+
+    def _open_log(self, path: str) -> LogFile:
+        """Return the log, opened anew only if SQLite has replaced the file.  Raises FileNotFoundError."""
+        with self._log_lock:
+            if self._log is None or not self._log.is_at(path):
+                self._log = LogFile(path)
+            return self._log

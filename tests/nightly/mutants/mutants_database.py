@@ -36,6 +36,13 @@ MUTANTS = [
         breaks="JOB-3",
     ),
     Mutant(
+        "readers open the log anew after its failure",
+        "slotkeeper.db.write_connection:Writer.sync_for_readers",
+        swap("self._open_log(path)", "LogFile(path)"),
+        kills=["test_readers_do_not_trust_a_disk_that_failed_for_a_writer_before_all_was_written_again"],
+        breaks="JOB-3",
+    ),
+    Mutant(
         "an unknown outcome is called a rejection",
         "slotkeeper.db.group_commit:GroupCommit._resolve_lost_commit",
         always("found is CommitOutcome.NOT_COMMITTED"),

@@ -244,9 +244,8 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
     assert anew == [1], "before the second waits for it"
 
 
-def test_readers_wait_for_the_log_of_all_processes(sqlite, disk, monkeypatch):
-    synced: list[str] = []
-    monkeypatch.setattr(sqlite_db.os, "fsync", lambda log: synced.append(os.readlink(f"/proc/self/fd/{log}")))
+def test_readers_wait_for_the_log_of_all_processes(sqlite, disk):
+    _, synced = disk
     with closing(Database(sqlite.url)) as other:
         other.write(_insert, durable=False)
         for _ in range(2):
@@ -257,6 +256,7 @@ def test_readers_wait_for_the_log_of_all_processes(sqlite, disk, monkeypatch):
 def test_readers_whose_disk_fails_or_who_get_no_connection_are_told_that_the_database_is_unavailable(
     sqlite, disk, monkeypatch
 ):
+    acts, _ = disk
     monkeypatch.setattr(sqlite.engine.pool, "_timeout", 0.01)
     monkeypatch.setattr(sqlite.engine.pool, "_max_overflow", 0)
     taken = [sqlite.engine.connect() for _ in range(sqlite.engine.pool.size() - 1)]  # The writer has one.
@@ -265,9 +265,27 @@ def test_readers_whose_disk_fails_or_who_get_no_connection_are_told_that_the_dat
     for connection in taken:
         connection.close()
     sqlite.sync_for_readers()
-    monkeypatch.setattr(sqlite_db.os, "fsync", lambda log: _fails())
+    acts.append(_fails)
     with pytest.raises(DatabaseUnavailable, match="Input/output"):
         sqlite.sync_for_readers()
+
+
+def test_readers_do_not_trust_a_disk_that_failed_for_a_writer_before_all_was_written_again(sqlite, disk, monkeypatch):
+    """The kernel reports an error once to each file that was open, and nothing to one that is opened afterwards."""
+    acts, _ = disk
+    acts.append(_fails)
+    assert isinstance(sqlite.commit_all([Write(_insert)])[0], CommitUnknown)
+    acts.clear()
+    rewrite = sqlite_db.checkpoint_log
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: _fails())
+    with pytest.raises(DatabaseUnavailable, match="Input/output"):
+        sqlite.sync_for_readers()
+    again: list[None] = []
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: again.append(rewrite(engine)))
+    sqlite.sync_for_readers()
+    assert again == [None]
+    sqlite.sync_for_readers()
+    assert again == [None], "it is written again once"
 
 
 def test_a_write_takes_no_file_descriptor(sqlite, disk):

@@ -97,7 +97,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert now_ms < first_ms
     assert room.run("clamp_times", 60_000, 60_000, 60_000) == 0
     assert room.offer() == []
-    assert room.keep(two._replace(lease="seized")) == "kept"
+    assert room.keep(two._replace(lease="1.seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     settings = RoutingSettings()
     context = LimitContext(None, Queues(strict, settings), settings)  # type: ignore[arg-type]
@@ -109,6 +109,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.run("reset_breaker", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close_queue", room.version) == "closed" and room.open() == "opened"
+    assert room.run("discard_queue", 1) == "closed"
     assert strict.ran == set(LIBRARY.script_names())
 
     _check_keys(cluster)

@@ -22,11 +22,12 @@ from slotkeeper.db.schema import add_to_counter, counters, storable_text, upsert
 from slotkeeper.db.shared_clock import ClockSynchronizer
 from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
 from slotkeeper.jobs import closed_models
-from slotkeeper.jobs.states import ACTIVE_STATES, State
+from slotkeeper.jobs.states import ACTIVE_STATES
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry import defaults, model_config, server_descriptions
 from slotkeeper.registry.model_config import AllDefaults, Defaults, ModelConfig
 from slotkeeper.registry.server_descriptions import Secret
+from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.tables import endpoints, models, servers, tenant_states
 from slotkeeper.registry.values import AdminState, Server, TenantState
@@ -325,7 +326,7 @@ def _find_common_fleet(tx: Transaction, model: str, server: str) -> str:
     model_fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
     if server_fleet is None:
         fleet = model_fleet or _name_new_fleet(tx, model)
-        _check_no_runs_of_other_fleets(tx, server, fleet)
+        _check_no_use_by_other_fleets(tx, server, model, fleet)
         return fleet
     if model_fleet in (None, server_fleet):
         return str(server_fleet)
@@ -347,18 +348,21 @@ def _name_new_fleet(tx: Transaction, model: str) -> str:
     return next(name for name in chain([model], (f"{model}.{n}" for n in count_from(2))) if name not in taken)
 
 
-def _check_no_runs_of_other_fleets(tx: Transaction, server: str, fleet: str) -> None:
-    """Raise Conflict if a server of this name was removed and still runs jobs of another fleet.
+def _check_no_use_by_other_fleets(tx: Transaction, server: str, model: str, fleet: str) -> None:
+    """Raise Conflict if a server of this name was removed and its slots are still in use for another fleet.
 
-    The new server's slots would be free in its fleet although they are in use.
+    The new server's slots would be free in its fleet: the leases and quarantines are in the other fleet's queue.
     """
-    others = select(jobs.c.id).join(models, models.c.name == jobs.c.model)
-    runs = others.where(jobs.c.state == State.RUNNING.value, jobs.c.server == server, models.c.fleet != fleet)
-    if tx.connection.execute(runs.limit(1)).first():
+    of_fleet = tx.connection.execute(select(models.c.name).where(models.c.fleet == fleet)).scalars()
+    use = find_slot_use(tx, server, except_models={model, *of_fleet})
+    if use:
         raise Conflict(
-            f"A server {server!r} was removed and still runs jobs of another fleet; wait until they have ended, or "
-            "register this one under another name.",
+            f"A server {server!r} was removed and may still run jobs of another fleet: {len(use.running)} run there, "
+            f"and {use.quarantined} of its slots are quarantined.  Wait until both have ended, which they do by "
+            "themselves, or register this one under another name.",
             server=server,
+            running=len(use.running),
+            quarantined=use.quarantined,
         )
 
 

@@ -18,9 +18,10 @@ from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import ACTIVE_STATES, State
-from slotkeeper.jobs.tables import jobs, quarantined_slots
+from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry.catalog import raise_version
 from slotkeeper.registry.server_descriptions import remove_model_from_scopes
+from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.tables import endpoints, models, servers
 
 Row: TypeAlias = Any
@@ -167,22 +168,22 @@ def remove_server(
         closed_models.lock_jobs(tx)
         raise_version(tx)
         fleet = _get_fleet_of_server(tx, server)
-        runs, quarantined = _list_runs(tx, server), _count_quarantined(tx, server)
-        if force or not (runs or quarantined):
+        use = find_slot_use(tx, server)
+        if force or not use:
             _delete_server(tx, server)
-            return Removal(server, fleet, True, quarantined=quarantined, lost=tuple(runs))
+            return Removal(server, fleet, True, quarantined=use.quarantined, lost=use.running)
         if not drain:
             raise Conflict(
-                f"Server {server!r} runs {len(runs)} jobs, and {quarantined} of its slots are quarantined.  Remove it "
-                "with ?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: they are "
-                "taken for lost, and run again elsewhere.",
+                f"Server {server!r} runs {len(use.running)} jobs, and {use.quarantined} of its slots are quarantined.  "
+                "Remove it with ?drain=true: it gets nothing new, and goes when they have ended; or with ?force=true: "
+                "they are taken for lost, and run again elsewhere.",
                 server=server,
-                running=len(runs),
-                quarantined=quarantined,
+                running=len(use.running),
+                quarantined=use.quarantined,
             )
         leaving = {"leaving_ms": now_ms, "leaving_by": by or None}
         tx.connection.execute(update(servers).where(servers.c.name == server).values(**leaving))
-        return Removal(server, fleet, False, {State.RUNNING.value: len(runs)}, quarantined)
+        return Removal(server, fleet, False, {State.RUNNING.value: len(use.running)}, use.quarantined)
 
     entry = make_entry("server.remove", now_ms=now_ms, server=server, drain=drain, force=force)
     return commit_audited(database, entry, unit)
@@ -197,7 +198,7 @@ def finish_server_removal(database: Database, server: str) -> Removal | None:
     def unit(tx: Transaction) -> Removal | None:
         closed_models.lock_jobs(tx)
         row = tx.connection.execute(select(servers).where(servers.c.name == server)).first()
-        if row is None or row.leaving_ms is None or _list_runs(tx, server) or _count_quarantined(tx, server):
+        if row is None or row.leaving_ms is None or find_slot_use(tx, server):
             return None
         raise_version(tx)
         _delete_server(tx, server)
@@ -224,16 +225,6 @@ def _get_fleet_of_server(tx: Transaction, server: str) -> str:
     if fleet is None:
         raise NotFound("There is no such server; GET /admin/servers lists them.", server=server)
     return str(fleet)
-
-
-def _list_runs(tx: Transaction, server: str) -> list[str]:
-    running = select(jobs.c.id).where(jobs.c.state == State.RUNNING.value, jobs.c.server == server)
-    return list(tx.connection.execute(running.order_by(jobs.c.seq)).scalars())
-
-
-def _count_quarantined(tx: Transaction, server: str) -> int:
-    query = select(func.count()).select_from(quarantined_slots).where(quarantined_slots.c.server == server)
-    return int(tx.connection.execute(query).scalar_one())
 
 
 def _delete_server(tx: Transaction, server: str) -> None:

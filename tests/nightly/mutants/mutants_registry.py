@@ -44,10 +44,17 @@ MUTANTS = [
         still="test_servers_that_a_removal_leaves_without_a_model_are_named",
     ),
     Mutant(
+        "a quarantined slot keeps no other fleet from a removed server",
+        "slotkeeper.registry.slot_use:SlotUse.__bool__",
+        swap("self.running or self.quarantined", "self.running"),
+        kills=["test_slot_1_a_removed_server_is_no_other_fleets_while_its_slots_are_quarantined"],
+        breaks="SLOT-1",
+    ),
+    Mutant(
         "a server is removed while it has runs",
         "slotkeeper.registry.catalog_removal:finish_server_removal",
         swap(
-            "row is None or row.leaving_ms is None or _list_runs(tx, server) or _count_quarantined(tx, server)",
+            "row is None or row.leaving_ms is None or find_slot_use(tx, server)",
             "row is None or row.leaving_ms is None",
         ),
         kills=[

@@ -12,14 +12,16 @@ from slotkeeper.clock import Clock
 from slotkeeper.db import Database
 from slotkeeper.db.schema import metadata
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, State
+from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, Reason, State
+from slotkeeper.jobs.values import Quarantine
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tables import models
 from slotkeeper.registry.tenants import Tenant, Tenants
 from slotkeeper.registry.values import AdminState, TenantState
-from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, at_once
+from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, a_running_job, at_once
+from tests.support.ends import store_end
 
 URL = "http://10.0.0.1:8000/generate"
 
@@ -111,8 +113,21 @@ def test_slot_1_a_server_that_was_removed_is_no_other_fleets_while_it_runs(catal
     catalog.register("zimg", "gpu1", URL, 1, T0)
     a_job_in(store, State.RUNNING, model="zimg")
     remove(catalog, "gpu1")
-    with pytest.raises(Conflict, match="still runs jobs"):
+    with pytest.raises(Conflict, match="1 run there, and 0 of its slots are quarantined"):
         catalog.register("flux", "gpu1", URL, 1, T0)
+    assert catalog.register("zimg", "gpu1", URL, 1, T0).fleet == "zimg"
+
+
+@pytest.mark.parametrize("model", ["flux", "trellis"])
+def test_slot_1_a_removed_server_is_no_other_fleets_while_its_slots_are_quarantined(catalog, store, model):
+    """Its slots are held in the queue of the fleet that the job belongs to, and would be free in the other's."""
+    catalog.register("flux", "gpu2", URL, 1, T0)
+    catalog.register("zimg", "gpu1", URL, 1, T0)
+    run = a_running_job(store, model="zimg", server="gpu1")
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", quarantine=Quarantine("x", T0))
+    remove(catalog, "gpu1")
+    with pytest.raises(Conflict, match="0 run there, and 1 of its slots are quarantined"):
+        catalog.register(model, "gpu1", URL, 1, T0)
     assert catalog.register("zimg", "gpu1", URL, 1, T0).fleet == "zimg"
 
 

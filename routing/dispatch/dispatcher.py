@@ -17,6 +17,7 @@ from routing.admission.admission import REFUSALS, Admission
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
 from routing.admission.submit_limits import has_eligible_server
 from routing.config import RoutingSettings
+from routing.dispatch.postponed_jobs import PostponedJobs
 from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Position, Queues
@@ -24,7 +25,7 @@ from routing.queue.slots import Slots
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
-from slotkeeper.errors import Conflict, JobNotFound, UnknownModel
+from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound, UnknownModel
 from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
@@ -34,6 +35,7 @@ from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
+_POSTPONED_AT_ONCE = 1000  # as many as the sweep reads at once
 _OVERLONG_FACTOR, _MIN_OVERLONG_MS = 3, 10_000
 
 
@@ -95,6 +97,7 @@ class Dispatcher:
         self.admission = admission
         self._notifier = notifier
         self._check_url = check_url
+        self._postponed = PostponedJobs()
 
     # -- submit ----------------------------------------------------------------------------------------------
 
@@ -156,16 +159,24 @@ class Dispatcher:
     def enqueue(self, jobs: Sequence[QueuedJob], *, new: bool = False) -> dict[str, Position]:
         """Put queued jobs into Redis, and publish the offers that this allows.  Failures are left to the sweep.
 
+        After a failure the next call first enqueues what was left, so that newer jobs do not start before it.
+
         new: they have just been accepted.  Returns the position of a new job that comes alone, by its id.
         """
         snapshot, positions = self.catalog.get(), dict[str, Position]()
         by_fleet: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in jobs:
             model = snapshot.models.get(job.model)
-            if model is not None and not self.queues.is_unavailable(model.fleet):
+            if model is not None:
                 by_fleet[model.fleet].append(job)
         for fleet, entering in by_fleet.items():
-            with self._postpone_if_unavailable(fleet, len(entering)):
+            if self.queues.is_unavailable(fleet):
+                self._postponed.add(fleet, entering)
+                continue
+            with self._postpone_if_unavailable(fleet, entering):
+                if not self._enqueue_postponed(fleet):
+                    self._postponed.add(fleet, entering)
+                    continue
                 if new and len(jobs) == 1:
                     offers, positions[jobs[0].id] = self.queues.enqueue_new(fleet, jobs[0])
                 else:
@@ -175,15 +186,41 @@ class Dispatcher:
                 crash_at("offer_published")
         return positions
 
+    def enqueue_missing(self, fleet: str, jobs: Sequence[QueuedJob]) -> int:
+        """Enqueue those of the jobs that are missing in Redis, offer none, and return how many were.
+
+        Their commit may be visible before the disk has it; a power cut must not leave a job in Redis alone.
+        """
+        self.store.database.sync_for_readers()
+        return self.queues.fill(fleet, jobs)
+
+    def _enqueue_postponed(self, fleet: str) -> bool:
+        """Enqueue what this process has left to the sweep, and what was accepted after it, in order.
+
+        Returns False if more is left than one call should take; the next goes on.
+        """
+        postponed = self._postponed.get(fleet)
+        if postponed is None:
+            return True
+        models = self.catalog.get().models_of(fleet)
+        batch = self.store.list_queued(models, postponed.first_seq - 1, _POSTPONED_AT_ONCE)
+        if batch:
+            self.enqueue_missing(fleet, batch)
+        is_all = len(batch) < _POSTPONED_AT_ONCE
+        self._postponed.advance(fleet, postponed, None if is_all else batch[-1].seq + 1)
+        return is_all
+
     @contextmanager
-    def _postpone_if_unavailable(self, fleet: str, jobs: int) -> Iterator[None]:
-        """If a fleet's queue does not answer, leave its jobs to the sweep."""
+    def _postpone_if_unavailable(self, fleet: str, jobs: Sequence[QueuedJob]) -> Iterator[None]:
+        """If a fleet's queue does not answer, leave its jobs to the sweep, or to this process's next call."""
         try:
             yield
-        except RedisError as error:
+        except (RedisError, DatabaseUnavailable) as error:
             # A Redis that does not answer costs its timeout once, not at every submit.
-            self.queues.mark_unavailable(fleet, error)
-            log.warning("enqueue_postponed", fleet=fleet, jobs=jobs, error=str(error))
+            if isinstance(error, RedisError):
+                self.queues.mark_unavailable(fleet, error)
+            self._postponed.add(fleet, jobs)
+            log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
 
     # -- offers and ends -------------------------------------------------------------------------------------
 

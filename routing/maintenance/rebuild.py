@@ -12,7 +12,6 @@ from routing.queue.slots import SyncResult
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import queue_epochs
-from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import QUEUE_FORMAT
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
@@ -114,18 +113,9 @@ def fill(dispatcher: Dispatcher, fleet: str) -> int:
     """Enqueue all queued jobs of a fleet that are missing in Redis, and return how many were."""
     models, seq, missing = dispatcher.catalog.get().models_of(fleet), 0, 0
     while batch := dispatcher.store.list_queued(models, seq, JOBS_AT_ONCE):
-        missing += enqueue_missing(dispatcher, fleet, batch)
+        missing += dispatcher.enqueue_missing(fleet, batch)
         seq = batch[-1].seq
     return missing
-
-
-def enqueue_missing(dispatcher: Dispatcher, fleet: str, jobs: Sequence[QueuedJob]) -> int:
-    """Enqueue those of the jobs that are missing in Redis, and return how many were.
-
-    Their commit may be visible before the disk has it; a power cut must not leave a job in Redis alone.
-    """
-    dispatcher.store.database.sync_for_readers()
-    return dispatcher.queues.fill(fleet, jobs)
 
 
 def with_queued_jobs(dispatcher: Dispatcher, fleets: Sequence[str]) -> list[str]:

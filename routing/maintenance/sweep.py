@@ -154,7 +154,7 @@ class Sweeper:
             enqueued = False
             if fleet in fleets:
                 with isolate_errors("enqueue", fleet=fleet):
-                    rebuild.enqueue_missing(self._dispatcher, fleet, queued)
+                    self._dispatcher.enqueue_missing(fleet, queued)
                     enqueued = True
             if not enqueued:
                 self.state.filling.setdefault(fleet, 0)
@@ -227,7 +227,7 @@ class Sweeper:
         dispatcher, state = self._dispatcher, self.state
         models = dispatcher.catalog.get().models_of(fleet)
         while batch := dispatcher.store.list_queued(models, state.filling[fleet], rebuild.JOBS_AT_ONCE):
-            missing = rebuild.enqueue_missing(dispatcher, fleet, batch)
+            missing = dispatcher.enqueue_missing(fleet, batch)
             if missing and fleet in state.shortfalls:
                 state.shortfalls[fleet].pause_s = 0.0
             state.filling[fleet] = batch[-1].seq

@@ -48,6 +48,9 @@ _MASS_SIZE = (20, 300)
 _OFFER_S = 5.0
 # How long after its mending a fault can still make a job late: an offer stands 10 s and is looked for every 5 s.
 _AFTERMATH_NS = 20_000_000_000
+# An enqueue can fail under these, if they happen to the Redis of the queue.
+_REFUSES_ENQUEUES = {Kind.REDIS, Kind.FULL, Kind.SILENCE, Kind.CUTS, Kind.DELAYS, Kind.STALE}
+_PAUSE_NS = 1_000_000_000  # So long after a failure a process calls no Redis (routing/queue/queues.py).
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +369,9 @@ class _Drill:
         }.get(fault.kind, all_slots + clients)
         if fault.kind in OUTSIDE | {Kind.FULL}:  # It goes on, and offers that come to nothing are made again.
             most *= 1 + round(fault.lasts_s / _OFFER_S)
-        return Disturbance(one.at_ns, max(one.mended_ns, one.at_ns) + _AFTERMATH_NS, most)
+        ended_ns = max(one.mended_ns, one.at_ns)
+        keeps_jobs_out = fault.target == "redis" and fault.kind in _REFUSES_ENQUEUES
+        return Disturbance(one.at_ns, ended_ns + _AFTERMATH_NS, most, ended_ns + _PAUSE_NS if keeps_jobs_out else None)
 
     def _burst_rate(self) -> float | None:
         answered = sorted(receipt.answered_ns for receipt in self._clients.receipts)

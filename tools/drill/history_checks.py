@@ -21,6 +21,7 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, State
 
 COMPLETED = "completed"
+SWEEP_PERIOD_NS = 2_000_000_000  # tasks/beat.py
 _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 _REVIVAL = (EVENT_TYPES[State.DEAD], EVENT_TYPES[State.QUEUED])
 
@@ -73,12 +74,14 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """A job, one that had its turn before it though it came later, and when the two started."""
+    """A job, one that had its turn before it though it came later, and when the two were submitted and started."""
 
     job_id: str
     by: str
     by_started_ns: int
     started_ns: int
+    answered_ns: int
+    by_sent_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,23 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """A fault that can have taken the turn away from up to `most` jobs, between `from_ns` and `until_ns`."""
+    """A fault that can have taken the turn away from up to `most` jobs, between `from_ns` and `until_ns`.
+
+    unenqueued_until_ns: until then jobs may be accepted that Redis does not have before the next sweep, so that jobs of
+    other processes start before them (the exception of ORDER-1); None: it keeps no job from Redis.
+    """
 
     from_ns: int
     until_ns: int
     most: int
+    unenqueued_until_ns: int | None = None
+
+    def lets_overtake(self, one: Overtaken) -> bool:
+        """Return whether the job could not be enqueued, and the other came before a sweep must have mended that."""
+        until = self.unenqueued_until_ns
+        if until is None:
+            return False
+        return self.from_ns <= one.answered_ns <= until and one.by_sent_ns <= until + SWEEP_PERIOD_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +223,9 @@ def _overtaken_in(lane: list[Receipt], first: Mapping[str, int], record: Mapping
     for receipt in lane:
         later = bisect_right(sent, receipt.answered_ns)
         if later < len(lane) and rank(quickest[later]) < rank(receipt):
-            by = quickest[later].job_id
-            yield Overtaken(receipt.job_id, by, first[by], first[receipt.job_id])
+            by = quickest[later]
+            started, by_started = first[receipt.job_id], first[by.job_id]
+            yield Overtaken(receipt.job_id, by.job_id, by_started, started, receipt.answered_ns, by.sent_ns)
 
 
 def _turn(job: Recorded | None) -> tuple[int, int] | None:
@@ -220,11 +236,15 @@ def unexplained(found: Iterable[Overtaken], faults: Iterable[Disturbance]) -> li
     """Those that no fault excuses.
 
     A worker that dies takes down the offers that it held, and those jobs have their turn late: so each fault
-    excuses a few jobs, as many as it can have hit, of those that lost and regained their turn around it.
+    excuses a few jobs, as many as it can have hit, of those that lost and regained their turn around it.  Besides, it
+    excuses every job that could not be enqueued, within the bound of that exception.
     """
+    faults = list(faults)
     left = [[fault.from_ns, fault.until_ns, fault.most] for fault in sorted(faults, key=lambda it: it.until_ns)]
     guilty = []
     for one in sorted(found, key=lambda it: it.started_ns):
+        if any(fault.lets_overtake(one) for fault in faults):
+            continue
         low, high = sorted((one.by_started_ns, one.started_ns))
         for fault in left:
             if fault[2] and fault[0] <= high and low <= fault[1]:

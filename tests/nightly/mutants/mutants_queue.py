@@ -1,8 +1,22 @@
 """The queue, leases and slots in Redis."""
 
-from tests.nightly.mutants.operators import Mutant, always, drop, lua_swap, swap, swap_argument
+from tests.nightly.mutants.operators import Mutant, always, drop, lua_swap, never, swap, swap_argument
 
 MUTANTS = [
+    Mutant(
+        "newer jobs do not wait for those that could not be enqueued",
+        "routing.dispatch.dispatcher:Dispatcher.enqueue",
+        never("self._enqueue_postponed(fleet)"),
+        kills=["test_order_1_a_job_that_could_not_be_enqueued_starts_before_those_accepted_after_it"],
+        breaks="ORDER-1",
+    ),
+    Mutant(
+        "a failed enqueue is forgotten when another thread has mended an earlier one",
+        "routing.dispatch.postponed_jobs:PostponedJobs.advance",
+        never("self._by_fleet.get(fleet) is not done"),
+        kills=["test_order_1_a_failure_meanwhile_is_not_forgotten"],
+        breaks="ORDER-1",
+    ),
     Mutant(
         "a start from an older queue is stored",
         "slotkeeper.jobs.statements:_update_one",

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, ResponseError
 
+from routing.dispatch import dispatcher as dispatcher_module
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import deadlines
 from routing.queue.leases import Lease, Renewal, new_lease_owner
@@ -37,6 +38,77 @@ def test_without_a_free_slot_a_job_waits_in_the_room_and_nobody_is_woken(stage):
     first, second = stage.submit(), stage.submit()
     assert stage.offered() == [first]
     assert stage.room.waiting() == [second]
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def fail(*args: object) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("how", ["skipped", "refused"])
+def test_order_1_a_job_that_could_not_be_enqueued_starts_before_those_accepted_after_it(stage, monkeypatch, how):
+    stage.register()
+    queues = stage.dispatcher.queues
+    with monkeypatch.context() as fails:
+        if how == "skipped":
+            fails.setattr(queues, "is_unavailable", lambda fleet=None: True)
+        else:
+            fails.setattr(queues, "mark_unavailable", lambda fleet=None, error=None: None)
+            fails.setattr(queues, "enqueue_new", _raise(ResponseError("OOM command not allowed")))
+        first, second = stage.submit(), stage.submit()
+    third = stage.submit()
+    assert stage.run_all() == [first, second, third]
+
+
+def test_order_1_more_than_one_call_should_enqueue_is_enqueued_by_several(stage, monkeypatch):
+    monkeypatch.setattr(dispatcher_module, "_POSTPONED_AT_ONCE", 2)
+    stage.register()
+    with monkeypatch.context() as fails:
+        fails.setattr(stage.dispatcher.queues, "is_unavailable", lambda fleet=None: True)
+        ids = [stage.submit() for _ in range(3)]
+    ids.append(stage.submit())
+    assert stage.offered() == [], "the first two are there, and nothing newer"
+    ids.append(stage.submit())
+    assert stage.offered() == [], "so are the next two"
+    ids.append(stage.submit())
+    assert stage.run_all() == ids
+
+
+def test_order_1_a_failure_meanwhile_is_not_forgotten(stage, monkeypatch):
+    """Another thread's job is committed after the left ones were read, and is not enqueued either."""
+    stage.register()
+    queues = stage.dispatcher.queues
+    with monkeypatch.context() as fails:
+        fails.setattr(queues, "is_unavailable", lambda fleet=None: True)
+        ids = [stage.submit()]
+    fill = queues.fill
+
+    def fill_while_another_fails(fleet, jobs):
+        with monkeypatch.context() as fails:
+            fails.setattr(queues, "is_unavailable", lambda fleet=None: True)
+            ids.append(stage.submit())
+        return fill(fleet, jobs)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(queues, "fill", fill_while_another_fails)
+        overtaking = stage.submit()
+    ids += [stage.submit(), stage.submit()]
+    assert stage.run_all() == [ids[0], overtaking, *ids[1:]]
+
+
+def test_a_submit_is_accepted_though_what_was_left_before_cannot_be_read(stage, monkeypatch):
+    stage.register()
+    with monkeypatch.context() as fails:
+        fails.setattr(stage.dispatcher.queues, "is_unavailable", lambda fleet=None: True)
+        first = stage.submit()
+    with monkeypatch.context() as fails:
+        fails.setattr(stage.store, "list_queued", _raise(DatabaseUnavailable("The database did not answer.")))
+        second = stage.submit()
+        assert stage.offered() == []
+    passes.sweep(stage.dispatcher)
+    assert stage.run_all() == [first, second]
 
 
 @pytest.mark.parametrize(

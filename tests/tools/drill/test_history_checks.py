@@ -126,7 +126,7 @@ def test_a_job_that_starts_after_a_later_one_of_its_lane_was_overtaken() -> None
     starts = {"j1": 10, "j3": 12, "j2": 14, "j4": 16}
     found = check(replace(seen, runs=[run(job, at, at + 1) for job, at in starts.items()]))
     assert faults_of(found) == {"overtaken"}
-    assert found.overtaken == [Overtaken("j2", "j3", 12 * MS, 14 * MS)]
+    assert found.overtaken == [Overtaken("j2", "j3", 12 * MS, 14 * MS, 3 * MS, 4 * MS)]
 
 
 def test_of_two_that_were_submitted_at_the_same_time_either_may_be_first() -> None:
@@ -172,11 +172,32 @@ def test_a_dead_job_may_be_queued_again_by_a_person() -> None:
 
 
 def test_a_fault_explains_as_many_overtaken_jobs_as_it_can_have_hit() -> None:
-    found = [Overtaken(f"j{n}", "later", (100 + n) * MS, (200 + n) * MS) for n in range(3)]
+    found = [Overtaken(f"j{n}", "later", (100 + n) * MS, (200 + n) * MS, 0, 0) for n in range(3)]
     assert len(unexplained(found, [Disturbance(90 * MS, 150 * MS, 2)])) == 1
     assert unexplained(found, [Disturbance(90 * MS, 150 * MS, 2), Disturbance(90 * MS, 150 * MS, 1)]) == []
 
 
 def test_a_fault_explains_nothing_before_it_or_long_after_it() -> None:
-    found = [Overtaken("j1", "j2", 100 * MS, 200 * MS)]
+    found = [Overtaken("j1", "j2", 100 * MS, 200 * MS, 0, 0)]
     assert unexplained(found, [Disturbance(201 * MS, 300 * MS, 9), Disturbance(0, 99 * MS, 9)]) == found
+
+
+@pytest.mark.parametrize(
+    ("answered_s", "by_sent_s", "is_excused"),
+    [
+        (10, 12, True),
+        (9.9, 12, False),  # It was accepted before the fault.
+        (16, 18, True),
+        (16.1, 17, False),  # Its process called Redis again.
+        (16, 18.1, False),  # A sweep had enqueued it.
+    ],
+)
+def test_order_1_a_job_that_could_not_be_enqueued_may_be_overtaken_until_the_next_sweep(
+    answered_s: float, by_sent_s: float, is_excused: bool
+) -> None:
+    """Redis fails from 10 s to 15 s, and processes call it again at 16 s."""
+    second = 1000 * MS
+    one = Overtaken("j1", "j2", 20 * second, 21 * second, round(answered_s * second), round(by_sent_s * second))
+    fault = Disturbance(10 * second, 35 * second, 0, 16 * second)
+    assert unexplained([one], [fault]) == ([] if is_excused else [one])
+    assert unexplained([one], [replace(fault, unenqueued_until_ns=None)]) == [one]

@@ -41,7 +41,7 @@ BREACHES: dict[str, dict[str, Any]] = {
     "unexpected": {"findings": replace(CLEAN.findings, unexpected=["j"])},
     "overlap": {"findings": replace(CLEAN.findings, overlaps=[Overlap("slot a-slot0", RUN, RUN)])},
     "reversed": {"findings": replace(CLEAN.findings, reversals=["j"])},
-    "order": {"disordered": [Overtaken("j", "k", 1, 2)]},
+    "order": {"disordered": [Overtaken("j", "k", 1, 2, 0, 0)]},
     "stuck": {"conduct": ConductReport({"stuck": ["j waits beside a free slot"], "lies": []})},
     "left over": {"left": ["a: j"]},
     "stalled": {"stalled": True},

@@ -53,7 +53,7 @@ def test_every_kind_has_an_act() -> None:
 def doors(proxy: Proxy, listener: Listener) -> Cluster:
     """A stack of doors alone."""
     names = ("redis", "receivers")
-    return cast(Cluster, SimpleNamespace(doors={name: proxy.open(name, listener.address) for name in names}))
+    return cast(Cluster, SimpleNamespace(proxy_ports={name: proxy.open(name, listener.address) for name in names}))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pyte
         return lambda: mended.append(one.target)
 
     monkeypatch.setitem(cast(dict[Kind, fault_injection.Act], ACTS), Kind.BEAT, act)
-    stack = cast(Cluster, SimpleNamespace(look=lambda: None))
+    stack = cast(Cluster, SimpleNamespace(restart_ended=lambda: None))
     faults = [fault(Kind.BEAT, name, lasts_s=0.01) for name in ("busy", "beat")]
     saboteur = FaultInjector(stack, faults, lambda _: None)
     saboteur.start()

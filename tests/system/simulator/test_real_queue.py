@@ -41,7 +41,7 @@ class Plain:
         """Number of a job -> start, end, slot."""
         self.clock(T0)
         self.fleets.begin_rebuild([FLEET], "")
-        self.fleets.open([FLEET])
+        self.fleets.open({FLEET: 1})
         self.slots.sync_all([FLEET], self.scenario.catalog)
         for number, arrival in enumerate(self.scenario.arrivals, 1):
             self.go_on(arrival.at_ms)

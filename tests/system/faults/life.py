@@ -138,6 +138,7 @@ class Life:
         """Ask for a job, as a client that writes down what it asks and what it is told."""
         wish = {"id": f"{self.name}-{what}", "model": model, "payload": payload, **more}
         self._note("asked", wish)
+        self._say_room()  # Or, if the last report has run out, no wake-up is sent, and the next end hands the job over.
         self._ask(wish)
         return str(wish["id"])
 
@@ -207,8 +208,12 @@ class Life:
             self.recover()
 
     def _come_to(self, job_id: str) -> tuple[dict[str, Any], Any]:
-        """Do what comes before the job's wake-up, and answer that."""
+        """Do what comes before the job's wake-up, and answer that.  Raises TimeoutError."""
+        end = time.monotonic() + _QUIET_WITHIN_S
         while (found := self.hands.next()) is None or found[0]["id"] != job_id:
+            if time.monotonic() > end:
+                job = self.dispatcher.store.get(job_id)
+                raise TimeoutError(f"no wake-up came for {job_id}, which is {job and job.state}")
             if found is not None:
                 self.hands.do(*found)
             else:
@@ -285,8 +290,11 @@ class Life:
         self.recover()
 
     def _send_webhooks(self) -> None:
+        end = time.monotonic() + _QUIET_WITHIN_S
         self.deliveries.run_once()
         while self.deliveries.running:
+            if time.monotonic() > end:
+                raise TimeoutError("webhooks were still being sent")
             _pause()
 
     def _relay_events(self) -> None:

@@ -170,11 +170,8 @@ class Dispatcher:
             if model is not None:
                 by_fleet[model.fleet].append(job)
         for fleet, entering in by_fleet.items():
-            if self.queues.is_unavailable(fleet):
-                self._postponed.add(fleet, entering)
-                continue
             with self._postpone_if_unavailable(fleet, entering):
-                if not self._enqueue_postponed(fleet):
+                if self.queues.is_unavailable(fleet) or not self._enqueue_postponed(fleet):
                     self._postponed.add(fleet, entering)
                     continue
                 if new and len(jobs) == 1:

@@ -21,13 +21,13 @@ Every function may run twice at once, late, or not at all for a while.  The task
 A closed queue makes no offers until it is filled again from the database (`rebuild`).  Why it was closed says what of
 it is kept (routing/lua/begin_rebuild.lua):
 
-| closed because | leases | what waits | means, breakers | epoch |
+| closed because | leases | waiting jobs | mean run times, breakers | epoch |
 |---|---|---|---|---|
-| Redis was emptied or restarted, or a replica promoted | from the database | anew | kept | new |
-| a worker has seen more offers than Redis knows | from the database | anew | kept | new |
-| a newer queue of the fleet was filled elsewhere | from the database | anew | kept | new |
-| it was filled from another database | from the database | anew | deleted | new |
-| a policy orders lanes by other scores now | kept, with new scores | anew | kept | the same |
-| jobs wait of a model that was removed or moved | kept | anew | kept | the same |
-| the database was restored from a backup | kept | anew | kept | new |
+| Redis was emptied or restarted, or a replica promoted | from the database | enqueued again | kept | new |
+| a worker has seen more offers than Redis knows | from the database | enqueued again | kept | new |
+| a newer queue of the fleet was filled elsewhere | from the database | enqueued again | kept | new |
+| it was filled from another database | from the database | enqueued again | deleted | new |
+| a policy orders lanes by other scores now | kept, with new scores | enqueued again | kept | the same |
+| jobs wait of a model that was removed or moved | kept | enqueued again | kept | the same |
+| the database was restored from a backup | kept | enqueued again | kept | new |
 """

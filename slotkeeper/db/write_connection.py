@@ -115,7 +115,7 @@ class Writer:
     def sync_for_readers(self, path: str) -> None:
         """The same for the commits of all processes, which readers see at once.  path: of the log.  Raises OSError.
 
-        It waits on the file that `sync` waits on: one that is opened anew would not learn of an earlier error.
+        It waits on the file that `sync` waits on: a newly opened one would not learn of an earlier error.
         """
         with suppress(FileNotFoundError):  # SQLite deletes the log with the last connection.
             self._open_log(path).sync(self._engine)
@@ -144,7 +144,7 @@ class Writer:
         return connection
 
     def _open_log(self, path: str) -> LogFile:
-        """Return the log, opened anew only if SQLite has replaced the file.  Raises FileNotFoundError."""
+        """Return the log, opened again only if SQLite has replaced the file.  Raises FileNotFoundError."""
         with self._log_lock:
             if self._log is None or not self._log.is_at(path):
                 self._log = LogFile(path)

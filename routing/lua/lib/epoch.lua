@@ -48,7 +48,7 @@ local function close_if_offers_were_lost(epoch, offers)
   set_field(META, "lost", LOST)
 end
 
--- Close the queue, although no lease was lost: what waits is filled in anew.
+-- Close the queue, although no lease was lost, so that the waiting jobs are enqueued again.
 local function close_for_refill()
   redis.call("HDEL", META, "epoch")
   redis.call("HSETNX", META, "lost", WAITING_IS_WRONG)

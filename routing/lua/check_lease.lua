@@ -18,5 +18,5 @@
 local now = now_ms()
 if not is_open(now) or not is_held_by(lease.job_id, lease.name, lease.owner) then return "lost" end
 if redis.call("HGET", SLOTS, lease.slot) ~= lease.job_id then return "displaced" end
-redis.call("ZADD", LEASES, integer_text(now + lease_ms), lease.job_id)
+renew_lease(lease.job_id, now, lease_ms)
 return "held"

@@ -21,7 +21,7 @@ if not is_holder(lease, offer.lease, "") then return false end
 if not is_open(now) then return false end -- the slot may be another's by now
 
 redis.call("HSET", lease_key(job), "owner", owner)
-redis.call("ZADD", LEASES, integer_text(now + lease_ms), job)
+renew_lease(job, now, lease_ms)
 update_open_offers(job, owner)
 return { job, lease.name, lease.slot, server_of(lease.slot), lease.lane.model, tonumber(lease.offer), owner,
   lease.changes_model and 1 or 0 }

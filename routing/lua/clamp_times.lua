@@ -20,6 +20,8 @@ end
 
 for _, job in ipairs(list_beyond(LEASES, lease_ms)) do
   redis.call("ZADD", LEASES, integer_text(now + lease_ms), job)
+  local since = redis.call("HGET", lease_key(job), "since")
+  if since and tonumber(since) > now then redis.call("HSET", lease_key(job), "since", integer_text(now)) end
   moved = moved + 1
 end
 for _, slot in ipairs(list_beyond(COOLING, cooldown_ms)) do

@@ -34,7 +34,7 @@ local function record_duration(stats, name, took_ms)
   set_field(stats, name, string.format("%.3f", mean + SMOOTHING * (took_ms - mean)))
 end
 
-local function record_run(lease, signal, now)
+local function record_run(lease, signal, used_ms, now)
   local server, model = server_of(lease.slot), lease.lane.model
   if not get_field(SERVERS, server) then return end -- it has been removed meanwhile
   local of_server, of_model = stats_key("server", server), stats_key("model", model)
@@ -45,8 +45,8 @@ local function record_run(lease, signal, now)
   record_signal(of_server, lease.job, signal, now, settings)
   if in_a_row > 0 then record_signal(of_model, lease.job, signal, now, settings, in_a_row) end
   if signal == "ok" then
-    record_duration(of_model, "run_ms", now - lease.since)
-    record_duration(of_server, "run_ms:" .. model, now - lease.since)
+    record_duration(of_model, "run_ms", used_ms)
+    record_duration(of_server, "run_ms:" .. model, used_ms)
   end
 end
 
@@ -68,7 +68,7 @@ end
 local function release_one(one, now)
   local lease, quarantine = read_lease(one.lease.job_id), one.quarantine
   if not is_holder(lease, one.lease.name, one.lease.owner) then return 0 end
-  local holds_no_lease = delete_lease(lease, now)
+  local holds_no_lease, used_ms = delete_lease(lease, now)
   if one.return_to_lane or lease.again then
     add_to_lane(lease.lane, lease.seq, lane_member(lease.job, lease.created))
     reindex(lease.lane, lease.constraints)
@@ -80,7 +80,7 @@ local function release_one(one, now)
     make_slot_available(lease.slot, now, busy_cooldown(lease.slot, one.signal, one.cooldown_ms, now), holds_no_lease)
   end
   if one.signal ~= "ok" then clear_loaded_model(lease) end
-  record_run(lease, one.signal, now)
+  record_run(lease, one.signal, used_ms, now)
   return 1
 end
 

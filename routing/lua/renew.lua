@@ -34,7 +34,7 @@ local is_complete = is_open(now)
 for n, lease in ipairs(leases) do
   local job, answer = lease.job_id
   if is_held_by(job, lease.name, owner) then
-    redis.call("ZADD", LEASES, integer_text(now + lease_ms), job)
+    renew_lease(job, now, lease_ms)
     charge_so_far(job, now)
     answer = redis.call("HEXISTS", lease_key(job), "cancel") == 1 and "cancel" or "renewed"
   else

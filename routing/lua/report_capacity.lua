@@ -5,7 +5,8 @@
     capacity: int     runs; -1: it leaves; -2: it was told to stop
     ttl_ms: int
   Returns
-    total: int        of all reports that still count; the others are deleted
+    total: int        of all reports that still count; the others are deleted, and those that would count for longer
+                      than a report may, because Redis' clock was set back
   Called by routing/queue/worker_capacity.py: WorkerCapacity._command
   Clock Redis TIME    Cost O(workers) ]]
 -- @include lib/now_ms
@@ -19,10 +20,11 @@ end
 local all = redis.call("HGETALL", KEYS[1])
 for i = 1, #all, 2 do
   local report, until_ms = string.match(all[i + 1], "^(%w+) (%d+)$")
-  if tonumber(until_ms) < now then
+  local accepts, left_ms = tonumber(report), tonumber(until_ms) - now
+  if left_ms < 0 or accepts and left_ms > ttl_ms then
     redis.call("HDEL", KEYS[1], all[i])
   else
-    total = total + (tonumber(report) or 0)
+    total = total + (accepts or 0)
   end
 end
 return total

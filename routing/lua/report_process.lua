@@ -6,7 +6,8 @@
     ttl_ms: int
     most: int         processes that are kept; if there are more, a new one is not
   Returns
-    processes: [{process: text, age_ms: int, facts: text}]      whose reports are kept
+    processes: [{process: text, age_ms: int, facts: text}]      whose reports are kept; one that was made later than
+                      now is not, for Redis' clock was set back
   Called by routing/queries/process_list.py: ProcessList._run
   Clock Redis TIME    Cost O(processes) ]]
 -- @include lib/now_ms
@@ -16,11 +17,11 @@ local all = redis.call("HGETALL", key)
 local count = #all / 2
 for i = 1, #all, 2 do
   local reported_ms, until_ms, known = string.match(all[i + 1], "^(%d+) (%d+) (.*)$")
-  if all[i] == process or not known or tonumber(until_ms) < now then
+  if all[i] == process or not known or tonumber(until_ms) < now or tonumber(reported_ms) > now then
     redis.call("HDEL", key, all[i])
     count = count - 1
   else
-    found[#found + 1] = { all[i], math.max(now - tonumber(reported_ms), 0), known }
+    found[#found + 1] = { all[i], now - tonumber(reported_ms), known }
   end
 end
 if process ~= "" and facts ~= "" and count < most then

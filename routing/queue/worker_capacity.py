@@ -53,7 +53,7 @@ class WorkerCapacity:
 
     def report_stopping(self, worker: str) -> None:
         """Report that `worker` is stopping: it accepts no run, and those that it cannot end cost nothing."""
-        self._call(worker, _STOPS, _STOPPING_TTL_MS)
+        self._call(worker, _STOPS)
 
     def total(self) -> int:
         """Return how many more runs living workers accept, at most half a second old.
@@ -76,17 +76,18 @@ class WorkerCapacity:
 
     def total_command(self) -> Command[int]:
         """Return the command of `read_total`; its result is not cached."""
-        return self._command("", _LEAVES, _REPORT_TTL_MS)
+        return self._command("", _LEAVES)
 
     def refresh_in_background(self, refresh: Callable[[], object]) -> None:
         """Let `total` return the cached sum, and call `refresh`, which makes another thread call `read_total`."""
         self._refresh = refresh
 
-    def _command(self, worker: str, capacity: int, ttl_ms: int) -> Command[int]:
+    def _command(self, worker: str, capacity: int) -> Command[int]:
+        ttl_ms = _STOPPING_TTL_MS if capacity == _STOPS else _REPORT_TTL_MS
         return self._lua.report_capacity(self._scripts.keys.workers(), worker=worker, capacity=capacity, ttl_ms=ttl_ms)
 
-    def _call(self, worker: str, capacity: int, ttl_ms: int = _REPORT_TTL_MS) -> int:
-        total = self._scripts.run(self._command(worker, capacity, ttl_ms))
+    def _call(self, worker: str, capacity: int) -> int:
+        total = self._scripts.run(self._command(worker, capacity))
         with self._lock:
             self._total = total
             self._cached_until = time.monotonic() + (_CACHE_S if total else _EMPTY_CACHE_S)

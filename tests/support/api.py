@@ -26,6 +26,7 @@ from werkzeug.test import TestResponse
 
 from app.api.openapi import openapi_document
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
+from routing.queue import worker_capacity
 from routing.queue.queues import Offer
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
@@ -36,6 +37,7 @@ from slotkeeper.jobs.values import Job, JobError, QueuedJob
 from slotkeeper.process import Singleton
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.ends import end_run_with
+from tests.support.held_leases import hold
 from tools.cluster.direct_starts import begin_run
 from tools.cluster.valkey_process import Valkey
 
@@ -247,7 +249,7 @@ class TimedApi(Api):
         """The job whose offer came first, run for so long; answers its id."""
         task = begin_run(self.dispatcher, self.heard.offers.pop(0), "a-worker")
         assert task is not None
-        self.later(took_ms)
+        hold(self.dispatcher, task.lease, self.later, took_ms)
         failed = None if why is Reason.FINISHED else JobError(why.value, "out of memory")
         result = "{}" if why is Reason.FINISHED else None
         end_run_with(self.dispatcher, task, why, result=result, error=failed)
@@ -311,6 +313,7 @@ def build(
     clear_wiring()
     point_celery_at(valkey.url)
     dispatcher = services.dispatcher()
+    patch.setattr(worker_capacity, "_REPORT_TTL_MS", 10**15)  # A test reports once, and may set the clock.
     valkey.client().hset(services.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
     heard = dispatcher._notifier = Heard(dispatcher._notifier)
     app = _an_app()

@@ -37,6 +37,7 @@ from slotkeeper.registry.tenants import Tenant
 from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
+from tests.support.held_leases import hold
 from tests.support.room import FRAGMENTS, Room
 from tools.cluster.direct_starts import begin_run, store_remote_id
 
@@ -151,6 +152,10 @@ class Stage:
         task = begin_run(self.dispatcher, self.told.offers.pop(0), owner)
         assert task is not None
         return task
+
+    def hold(self, task: ActiveRun, ms: int) -> None:
+        """Time passes in which a run goes on."""
+        hold(self.dispatcher, task.lease, self.later, ms)
 
     def settle(
         self, task: ActiveRun, kind: OutcomeKind = OutcomeKind.DONE, claimant: str = "", **outcome: Any

@@ -90,17 +90,34 @@ local function clear_loaded_model(lease)
   end
 end
 
--- Delete a lease that read_lease has returned.  Returns whether its slot holds no lease now.
+-- If a lease that is still held is past its end, Redis' clock was set forward: time after the end does not count as
+-- time in which the slot was used.
+local function renew_lease(job, now, lease_ms)
+  local ends = redis.call("ZSCORE", LEASES, job)
+  if ends and tonumber(ends) < now then
+    redis.call("HINCRBY", lease_key(job), "since", integer_text(now - tonumber(ends)))
+  end
+  redis.call("ZADD", LEASES, integer_text(now + lease_ms), job)
+end
+
+local function get_used_ms(lease, now)
+  local ends = redis.call("ZSCORE", LEASES, lease.job)
+  return math.max(math.min(now, tonumber(ends or now)) - lease.since, 0)
+end
+
+-- Delete a lease that read_lease has returned.
+-- Returns whether its slot holds no lease now, and how long the lease has held its slot, ms.
 local function delete_lease(lease, now)
   load_fields(META, "epoch", "number", "copy", "offers", "excess", "waiting:" .. lease.lane.model)
   load_rules(lease.lane)
+  local used_ms = get_used_ms(lease, now)
   redis.call("DEL", lease_key(lease.job))
   redis.call("ZREM", LEASES, lease.job)
   if lease.owner == "" then update_open_offers(lease.job, "gone") end
   local holds_no_lease = unassign_slot(lease.slot, lease.job)
   add_taken(server_of(lease.slot), -1)
   local policy = policy_of(lease.lane.model)
-  if policy.charge_end then policy.charge_end(lease.lane, now - lease.since - lease.charged) end
+  if policy.charge_end then policy.charge_end(lease.lane, used_ms - lease.charged) end
   add_held(lease.lane, -1)
-  return holds_no_lease
+  return holds_no_lease, used_ms
 end

@@ -441,4 +441,25 @@ MUTANTS = [
         breaks="SLOT-2",
         still="test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room",
     ),
+    Mutant(
+        "a step forward of Redis' clock counts as slot time of a run that was renewed since",
+        "lua:lib/leases",
+        lua_swap("if ends and tonumber(ends) < now then", "if false then"),
+        kills=["test_the_slot_time_of_a_run_has_no_step_forward_of_the_clock_in_it"],
+        breaks="estimates",
+    ),
+    Mutant(
+        "a step forward of Redis' clock counts as slot time of a run",
+        "lua:lib/leases",
+        lua_swap("math.max(math.min(now, tonumber(ends or now)) - lease.since, 0)", "math.max(now - lease.since, 0)"),
+        kills=["test_the_slot_time_of_a_run_has_no_step_forward_of_the_clock_in_it"],
+        breaks="estimates",
+    ),
+    Mutant(
+        "a dead worker's report counts for as long as Redis' clock was set back",
+        "lua:report_capacity",
+        lua_swap("if left_ms < 0 or accepts and left_ms > ttl_ms then", "if left_ms < 0 then"),
+        kills=["test_a_report_of_capacity_does_not_count_longer_because_the_clock_was_set_back"],
+        breaks="offers",
+    ),
 ]

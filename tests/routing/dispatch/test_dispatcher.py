@@ -131,7 +131,7 @@ def test_a_deadline_is_refused_only_before_half_of_the_estimated_start(stage):
     stage.register()
     stage.submit()
     task = stage.start()
-    stage.later(60 * SECOND)
+    stage.hold(task, 60 * SECOND)
     stage.settle(task)
     stage.submit_all([stage.a(), stage.a()])  # One is offered, one waits.
     stage.submit(ttl_s=60)

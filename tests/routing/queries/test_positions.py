@@ -16,7 +16,7 @@ def measured(stage: Stage) -> Stage:
     stage.register(2)
     stage.submit()
     task = stage.start()
-    stage.later(MINUTE)
+    stage.hold(task, MINUTE)
     stage.settle(task)
     return stage
 

@@ -7,6 +7,8 @@ slotkeeper/db/shared_clock.py has the clock of an SQLite database, which is on o
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 
@@ -25,10 +27,19 @@ def boottime_s() -> float:
     return time.clock_gettime(_CLOCK_ID)
 
 
+class Step(NamedTuple):
+    """The shared clock was set: by how much, and what it showed then."""
+
+    at_ms: int
+    by_ms: int  # negative: back
+
+
 class Clock:
     """The database's time in ms since the epoch, estimated from measurements."""
 
     def __init__(self) -> None:
+        self.steps: Sequence[Step] = ()
+        """The steps that the database knows, the last one first."""
         # (round trip s, ms ahead of the monotonic clock)
         self._measured: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._ahead_ms: float | None = None
@@ -39,6 +50,18 @@ class Clock:
         if self._ahead_ms is None:
             return time.time_ns() // 1_000_000
         return round(time.monotonic() * 1000 + self._ahead_ms)
+
+    def ago_ms(self, duration_ms: int, now_ms: int) -> int:
+        """Return what the clock showed `duration_ms` before `now_ms`: what is older has an earlier time.
+
+        After a step back some times came twice; of these none counts as older, so that nothing is deleted early.
+        """
+        ago_ms = now_ms - duration_ms
+        for step in self.steps:
+            if ago_ms >= step.at_ms:
+                break
+            ago_ms = min(ago_ms - step.by_ms, step.at_ms)
+        return ago_ms
 
     def adjust(self, common_ms: float, asked_s: float, answered_s: float) -> None:
         """Add a measurement: the database's clock was at `common_ms` between two moments of the monotonic clock."""

@@ -16,7 +16,7 @@ from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
 from routing.maintenance.sweep import Sweeper
 from routing.queries.job_counters import EndedJob, EventCounter
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.config import StorageSettings
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
@@ -60,6 +60,7 @@ _RECHECK_DELAY_S = 1.0
 # How long deadlines and due jobs are worked on before the next second's turn.
 _KEEP_TIME_LIMIT_S = 0.8
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
+_MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted by its age
 _COUNT_LIMIT_S = 4.0
 _MIN_PERIOD_SHARE = 0.5  # of a task's period
 
@@ -246,6 +247,9 @@ def count() -> None:
 def scan_dlq() -> None:
     """Say how many jobs are dead, and remove what ended before the retention time."""
     dead = ledger.count_by_state(database())[State.DEAD]
+    if abs(clock.skew_ms) > _MOST_SKEW_MS:  # One of the two clocks is wrong.
+        log.warning("nothing_is_deleted_while_clocks_differ", by_ms=clock.skew_ms)
+        return
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
@@ -261,7 +265,9 @@ def _event_retention() -> EventRetention:
 def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
     """Those that have come of age, slice by slice, and none that a sink has not got yet."""
     until, now = time.monotonic() + _PURGE_LIMIT_S, now_ms()
-    events_ms, acts_ms = now - settings.events_retention_s * 1000, now - settings.acts_retention_s * 1000
+    events_ms, acts_ms = (
+        clock.ago_ms(seconds * 1000, now) for seconds in (settings.events_retention_s, settings.acts_retention_s)
+    )
     last = SinkCursors(database()).find_slowest(sinks)
     while _event_retention().delete_next(events_ms, acts_ms, last) is not None:
         if time.monotonic() >= until:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from difflib import get_close_matches
 from importlib import import_module
 from queue import Empty, Queue
@@ -25,6 +26,7 @@ WITHIN_S = 10.0
 _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
 _SKEW_MS = 2_000
+_RECENT_STEP_MS = 24 * 3600 * 1000
 _OLDEST_REDIS = (7, 0)
 _SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
 _TRIES = 3
@@ -126,6 +128,7 @@ def all_checks() -> dict[str, Check]:
         "settings": settings,
         "database": database,
         "disk": disk,
+        "clocks": clocks,
         "redis": redis,
         "broker": broker,
         "servers": servers,
@@ -261,6 +264,29 @@ def disk() -> Iterator[Finding]:
         yield Finding("disk", "warn", message, "Free space, or lower SLOTKEEPER_RETENTION_S.")
     else:
         yield Finding("disk", "ok", message)
+
+
+def clocks() -> Iterator[Finding]:
+    """Check that this host has the database's time, and that the time was not set lately."""
+    from slotkeeper.clock import MAX_SKEW_MS, clock
+    from tasks.services import catalog
+
+    catalog().get_version()  # This measures the clock.
+    problems = 0
+    if abs(clock.skew_ms) > MAX_SKEW_MS:
+        problems += 1
+        message = f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
+        remedy = "Set both by NTP.  With SQLite, Slotkeeper follows a clock that was set a minute later."
+        yield Finding("clocks", "warn", message, remedy)
+    for step in clock.steps:
+        if clock.now_ms() - step.at_ms < _RECENT_STEP_MS:
+            problems += 1
+            at = datetime.fromtimestamp(step.at_ms / 1000).astimezone().isoformat(" ", "seconds")
+            message = f"The clock was set by {step.by_ms / 1000:+.1f} s, and Slotkeeper has followed it at {at}."
+            remedy = "Start Slotkeeper only when the host has the time: after time-sync.target, with systemd."
+            yield Finding("clocks", "warn", message, remedy)
+    if not problems:
+        yield Finding("clocks", "ok", "This host has the database's time.")
 
 
 def redis() -> Iterator[Finding]:

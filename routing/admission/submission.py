@@ -94,6 +94,7 @@ def prepare_job(submission: Submission, model: Model, check_url: UrlCheck, now_m
         callback_url=request.callback_url,
         not_before_ms=now_ms + round(delay_s * 1000) if delay_s else None,
         deadline_ms=now_ms + round(ttl_s * 1000) if ttl_s is not None else None,
+        given_times=_given_times(submission),
         idempotency_key=check_idempotency_key(submission.idempotency_key),
         fingerprint=_fingerprint(submission, payload) if submission.idempotency_key else "",
         source=submission.source,
@@ -169,6 +170,11 @@ def _seconds(field: str, value: float | None) -> float | None:
 
 def _from_now_s(seconds: float | None, moment_ms: int | None, now_ms: int) -> float | None:
     return seconds if moment_ms is None else max(moment_ms - now_ms, 0) / 1000
+
+
+def _given_times(submission: Submission) -> str | None:
+    given = {"not_before": submission.not_before_ms, "deadline": submission.expires_ms}
+    return " ".join(name for name, moment_ms in given.items() if moment_ms is not None) or None
 
 
 def _job_id(wanted: str | None) -> str:

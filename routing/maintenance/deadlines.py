@@ -10,7 +10,7 @@ from routing.dispatch.dispatcher import Dispatcher, active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import end_run
 from routing.queue.fleets import isolate_errors
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.store import Transition
@@ -90,7 +90,9 @@ def purge_ended_jobs(dispatcher: Dispatcher, retention_s: int, within_s: float =
     dispatcher.store.delete_expired_keys(now_ms())
     ledger.fold(dispatcher.store.database)
     until, deleted = time.monotonic() + within_s, 0
-    while count := retention.delete_ended_jobs(dispatcher.store.database, now_ms() - retention_s * 1000, _CHUNK):
+    while count := retention.delete_ended_jobs(
+        dispatcher.store.database, clock.ago_ms(retention_s * 1000, now_ms()), _CHUNK
+    ):
         deleted += count
         crash_at("purge_committed")
         if time.monotonic() >= until:

@@ -2,24 +2,30 @@
 
 The processes of an SQLite database are on one machine and share its monotonic clock, so the database holds how far the
 time is ahead of that.  A step of the machine's time of day, or of what one process takes for it, then neither ends a
-run nor postpones a retry; only a step that lasts is followed.
+run nor postpones a retry; only a step that lasts is followed, and then the times that were counted in seconds move with
+the clock.  PostgreSQL's clock is followed at once, and nothing moves: its host keeps the time by NTP.
 """
 
 import time
 from contextlib import suppress
 
-from sqlalchemy import Connection, delete, func, select, update
+import structlog
+from sqlalchemy import Connection, delete, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from slotkeeper.clock import MAX_SKEW_MS, clock
+from slotkeeper.clock import MAX_SKEW_MS, Step, clock
 from slotkeeper.db.database import Database
 from slotkeeper.db.group_commit import Transaction
+from slotkeeper.db.moved_times import move_times
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.process import read_boot_id
 
+log = structlog.get_logger(__name__)
+
 _FOLLOW_AFTER_S = 60.0
 _PREFIX = "clock:"
+_STEP_PREFIX = "clock_step:"  # What follows is the time after the step; the value is by how much it was set.
 _POSTGRESQL_MS = select(func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
@@ -40,8 +46,12 @@ class ClockSynchronizer:
             at_ms = float(connection.execute(_POSTGRESQL_MS).scalar_one())
             clock.adjust(at_ms, asked_s, time.monotonic())
         elif self._counter != _PREFIX:  # Without a boot id, each process uses the time of day.
-            query = select(counters.c.value).where(counters.c.name == self._counter)
-            self._use_offset(connection.execute(query).scalar())
+            is_step = counters.c.name.between(_STEP_PREFIX, f"{_STEP_PREFIX}~")
+            query = select(counters.c.name, counters.c.value).where(or_(counters.c.name == self._counter, is_step))
+            found = {row.name: row.value for row in connection.execute(query)}
+            offset_ms = found.pop(self._counter, None)
+            clock.steps = sorted((_step_from_row(name, by_ms) for name, by_ms in found.items()), reverse=True)
+            self._use_offset(offset_ms)
 
     def _use_offset(self, offset_ms: int | None) -> None:
         """Use the stored offset; store the present one if there is none, or if the time of day differs for long."""
@@ -71,8 +81,24 @@ class ClockSynchronizer:
             self._database.write(unit)
 
     def _replace(self, before_ms: int, offset_ms: int) -> None:
-        """Replace the offset, unless another process has done so."""
-        row = update(counters).where(counters.c.name == self._counter, counters.c.value == before_ms)
+        """Replace the offset and move the times that follow the clock, unless another process has done so."""
+        by_ms = offset_ms - before_ms
+        own = update(counters).where(counters.c.name == self._counter, counters.c.value == before_ms)
+
+        def unit(tx: Transaction) -> int | None:
+            if tx.connection.execute(own.values(value=offset_ms)).rowcount == 0:
+                return None
+            at_ms = offset_ms + round(time.monotonic() * 1000)
+            step = insert(counters).values(name=f"{_STEP_PREFIX}{at_ms}", value=by_ms)
+            tx.connection.execute(step.on_conflict_do_nothing())
+            return move_times(tx.connection, by_ms)
+
         with suppress(DatabaseUnavailable):
-            self._database.write(lambda tx: tx.connection.execute(row.values(value=offset_ms)))
+            moved = self._database.write(unit)
+            if moved is not None:
+                log.warning("clock_was_set", by_ms=by_ms, times_moved=moved)
         self._differs_since = None
+
+
+def _step_from_row(name: str, by_ms: int) -> Step:
+    return Step(int(name.removeprefix(_STEP_PREFIX)), by_ms)

@@ -34,7 +34,10 @@ _DELETE_KEY = CompiledStatement(
     delete(idempotency_keys).where(
         _THIS_KEY,
         # A sum, which no index has: it is compared in the row that the key finds.
-        or_(idempotency_keys.c.expires_ms + 0 <= bindparam("p_now"), idempotency_keys.c.job_id == bindparam("p_gone")),
+        or_(
+            idempotency_keys.c.expires_ms + 0 <= bindparam("p_expired"),
+            idempotency_keys.c.job_id == bindparam("p_gone"),
+        ),
     )
 )
 _INSERT_KEY = CompiledStatement(insert(idempotency_keys), [column.name for column in idempotency_keys.c])
@@ -63,11 +66,12 @@ def prepare(job: NewJob, now_ms: int) -> PreparedJob:
 
 
 def accept(
-    tx: Transaction, new: Sequence[PreparedJob], now_ms: int, key_expires_ms: int
+    tx: Transaction, new: Sequence[PreparedJob], expired_ms: int, key_expires_ms: int
 ) -> list[AcceptedJob] | IdempotencyConflict:
     """Accept all jobs or none, and return one value for each, in order.
 
     A job whose id, or whose Idempotency-Key within its window, is known is not accepted again.
+    expired_ms: keys that expire until then have expired.  key_expires_ms: when new keys expire.
 
     Returns a conflict of the first job, before anything was written.  Raises any other conflict, and ModelClosed, so
     that the transaction is rolled back.
@@ -75,7 +79,7 @@ def accept(
     accepted: list[AcceptedJob] = []
     for group in _group_by_key(new):
         try:
-            accepted += _accept_group(tx, group, now_ms, key_expires_ms)
+            accepted += _accept_group(tx, group, expired_ms, key_expires_ms)
         except IdempotencyConflict as conflict:
             if accepted or conflict.facts["job_id"] in {prepared.job.id for prepared in group}:
                 raise
@@ -90,9 +94,11 @@ def _group_by_key(new: Sequence[PreparedJob]) -> Iterator[Sequence[PreparedJob]]
         yield from ([one] for one in prepared) if has_key else [prepared]
 
 
-def _accept_group(tx: Transaction, new: Sequence[PreparedJob], now_ms: int, key_expires_ms: int) -> list[AcceptedJob]:
+def _accept_group(
+    tx: Transaction, new: Sequence[PreparedJob], expired_ms: int, key_expires_ms: int
+) -> list[AcceptedJob]:
     first = new[0].job
-    if first.idempotency_key is not None and (known := _bind_key(tx, first, now_ms, key_expires_ms)) is not None:
+    if first.idempotency_key is not None and (known := _bind_key(tx, first, expired_ms, key_expires_ms)) is not None:
         return [known]
     inserted = {row.id: row for row in _INSERT_JOBS.execute(tx.connection, [prepared.row for prepared in new])}
     return [_accept_row(tx, prepared, inserted.pop(prepared.job.id, None)) for prepared in new]
@@ -130,14 +136,14 @@ def _check_same_request(connection: Connection, job: NewJob) -> Row:
 # -- Idempotency-Keys --------------------------------------------------------------------------------------------
 
 
-def _bind_key(tx: Transaction, job: NewJob, now_ms: int, expires_ms: int) -> AcceptedJob | None:
+def _bind_key(tx: Transaction, job: NewJob, expired_ms: int, expires_ms: int) -> AcceptedJob | None:
     """Bind the key to this job, or return the job to which it is bound."""
-    known_id = find_job_of_key(tx.connection, job, now_ms)
+    known_id = find_job_of_key(tx.connection, job, expired_ms)
     known = JOB_STATE.fetch_first(tx.connection, {"p_id": known_id}) if known_id is not None else None
     if known is not None:
         return _as_duplicate(known)
     # The key is free, its window is over, or its job (`known_id`) was deleted.
-    _DELETE_KEY.execute(tx.connection, _key_parameters(job) | {"p_now": now_ms, "p_gone": known_id})
+    _DELETE_KEY.execute(tx.connection, _key_parameters(job) | {"p_expired": expired_ms, "p_gone": known_id})
     row = {
         "tenant": job.tenant,
         "key": job.idempotency_key,
@@ -149,13 +155,13 @@ def _bind_key(tx: Transaction, job: NewJob, now_ms: int, expires_ms: int) -> Acc
     return None
 
 
-def find_job_of_key(connection: Connection, job: NewJob, now_ms: int) -> str | None:
+def find_job_of_key(connection: Connection, job: NewJob, expired_ms: int) -> str | None:
     """Return the id of the job to which the key of this one is bound; None if the key is free.
 
     Raises IdempotencyConflict if the key came with another request.
     """
     known = _find_key(connection, job)
-    if known is None or known.expires_ms <= now_ms:
+    if known is None or known.expires_ms <= expired_ms:
         return None
     if known.fingerprint != job.fingerprint:
         raise IdempotencyConflict(
@@ -165,15 +171,15 @@ def find_job_of_key(connection: Connection, job: NewJob, now_ms: int) -> str | N
     return str(known.job_id)
 
 
-def knows_all_keys(connection: Connection, new: Sequence[NewJob], now_ms: int) -> bool:
+def knows_all_keys(connection: Connection, new: Sequence[NewJob], expired_ms: int) -> bool:
     """Return whether each of these jobs has a key that was used within its window."""
     found = (_find_key(connection, job) if job.idempotency_key is not None else None for job in new)
-    return all(row is not None and row.expires_ms > now_ms for row in found)
+    return all(row is not None and row.expires_ms > expired_ms for row in found)
 
 
-def delete_expired_keys(connection: Connection, now_ms: int) -> int:
+def delete_expired_keys(connection: Connection, expired_ms: int) -> int:
     """Delete the keys whose window is over, and return how many."""
-    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= now_ms)).rowcount
+    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= expired_ms)).rowcount
 
 
 def _find_key(connection: Connection, job: NewJob) -> Row:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from sqlalchemy import Select, select
 
+from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction, Write
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import storable_text
@@ -110,18 +111,23 @@ class JobStore:
         prepared = [acceptance.prepare(job, now_ms) for job in new]
 
         def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict:
-            return acceptance.accept(tx, prepared, now_ms, now_ms + self._window_ms)
+            return acceptance.accept(tx, prepared, self._keys_until_ms(now_ms), now_ms + self._window_ms)
 
         return Write(unit)
 
     def knows_keys(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Return whether each of these jobs has an Idempotency-Key that was used within the window."""
         with self.database.read() as connection:
-            return acceptance.knows_all_keys(connection, new, now_ms)
+            return acceptance.knows_all_keys(connection, new, self._keys_until_ms(now_ms))
 
     def delete_expired_keys(self, now_ms: int) -> int:
         """Delete the Idempotency-Keys whose window is over, and return how many."""
-        return self.database.write(lambda tx: acceptance.delete_expired_keys(tx.connection, now_ms))
+        until_ms = self._keys_until_ms(now_ms)
+        return self.database.write(lambda tx: acceptance.delete_expired_keys(tx.connection, until_ms))
+
+    def _keys_until_ms(self, now_ms: int) -> int:
+        """Return until when keys have expired, as rows have it: a window keeps its length when the clock is set."""
+        return clock.ago_ms(self._window_ms, now_ms) + self._window_ms
 
     # -- runs ------------------------------------------------------------------------------------------------
 

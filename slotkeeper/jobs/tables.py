@@ -49,6 +49,8 @@ jobs = Table(
     Column("finished_ms", BigInteger),
     Column("due_ms", BigInteger),  # delayed: when it may be queued
     Column("deadline_ms", BigInteger),
+    # Which of `not_before` and `deadline` the client gave as times; see slotkeeper/db/moved_times.py.
+    Column("given_times", Text),
     Column("server", Text),
     Column("slot", Text),
     Column("lease", Text),  # running: the lease it runs under, so that a lost Redis can be rebuilt

@@ -34,6 +34,9 @@ class JobSpec:
     tenant: str = field(default="default", metadata=_SAME_REQUEST)
     callback_url: str | None = field(default=None, metadata=_SAME_REQUEST)
     deadline_ms: int | None = None
+    given_times: str | None = (
+        None  # which of "not_before" and "deadline" the client gave as a time; the others: seconds
+    )
     source: str = "rest"
     envelope: str | None = None  # JSON: Celery's links, chord and chain, which continue after the job's end
     constraints: str = field(default="", metadata=_SAME_REQUEST)  # in routing's canonical text; empty: any server

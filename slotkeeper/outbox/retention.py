@@ -13,6 +13,7 @@ from functools import partial
 from sqlalchemy import ColumnElement, Integer, and_, bindparam, delete, select, update
 
 from slotkeeper import audit
+from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import add_to_counter, raise_counter_to
 from slotkeeper.errors import Conflict
@@ -223,7 +224,9 @@ def _list_silent(database: Database, before_ms: int) -> list[str]:
 def _trim_webhook(tx: Transaction, subscription_id: str, now_ms: int) -> None:
     logged = tries.c.receiver == subscription_id
     last = select(tries.c.id).where(logged).order_by(tries.c.id.desc()).offset(MOST_LOGGED).limit(1).scalar_subquery()
-    tx.connection.execute(delete(tries).where(logged, (tries.c.id <= last) | (tries.c.at_ms < now_ms - LOGGED_MS)))
+    tx.connection.execute(
+        delete(tries).where(logged, (tries.c.id <= last) | (tries.c.at_ms < clock.ago_ms(LOGGED_MS, now_ms)))
+    )
     given_up = (messages.c.receiver == subscription_id) & IS_GIVEN_UP
     newest = select(messages.c.event).where(given_up).order_by(messages.c.event.desc())
     bound = newest.offset(MOST_GIVEN_UP).limit(1).scalar_subquery()

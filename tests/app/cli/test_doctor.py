@@ -18,6 +18,7 @@ from app.cli.__main__ import main
 from app.cli.doctor_checks import Finding
 from app.up.ports import free_port
 from routing.maintenance import task_runs
+from slotkeeper.clock import now_ms
 from slotkeeper.config import StorageSettings
 from slotkeeper.serve import ReferenceServer, ServeConfig
 from tasks import services
@@ -87,6 +88,17 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
     assert by_part.keys() == doctor_checks.all_checks().keys()
     for part in ("database", "redis", "workers", "maintenance"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
+
+
+def test_a_clock_that_was_set_is_reported_for_a_day(api: Api) -> None:
+    (found,) = _findings_of("clocks")
+    assert found.level == "ok"
+    hour_ms = 3_600_000
+    with api.database.engine.begin() as connection:
+        for at_ms, by_ms in ((now_ms() - hour_ms, 7_200_000), (now_ms() - 25 * hour_ms, -1000)):
+            connection.exec_driver_sql(f"INSERT INTO counters VALUES ('clock_step:{at_ms}', {by_ms})")
+    (found,) = _findings_of("clocks")
+    assert found.level == "warn" and "set by +7200.0 s" in found.message and "time-sync.target" in found.remedy
 
 
 def test_a_record_of_another_schema_is_told(api: Api) -> None:

@@ -128,4 +128,25 @@ MUTANTS = [
         ],
         breaks="JOB-2",
     ),
+    Mutant(
+        "a clock that is set moves no stored time",
+        "slotkeeper.db.shared_clock:ClockSynchronizer._replace",
+        swap("move_times(tx.connection, by_ms)", "0"),
+        kills=["test_what_was_asked_in_seconds_moves_and_a_time_stays"],
+        breaks="deadlines",
+    ),
+    Mutant(
+        "after a step of the clock, retention counts from the new time",
+        "slotkeeper.clock:Clock.ago_ms",
+        swap("min(ago_ms - step.by_ms, step.at_ms)", "ago_ms"),
+        kills=["test_a_step_of_years_deletes_no_ended_job_before_its_time"],
+        breaks="retention",
+    ),
+    Mutant(
+        "after a step back, new jobs count as old",
+        "slotkeeper.clock:Clock.ago_ms",
+        swap("min(ago_ms - step.by_ms, step.at_ms)", "ago_ms - step.by_ms"),
+        kills=["test_after_a_step_back_no_new_job_is_deleted_early"],
+        breaks="retention",
+    ),
 ]

@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "an idempotency key never expires",
         "slotkeeper.jobs.acceptance:find_job_of_key",
-        swap("known is None or known.expires_ms <= now_ms", "known is None"),
+        swap("known is None or known.expires_ms <= expired_ms", "known is None"),
         kills=["test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work"],
         breaks="idempotency",
     ),

@@ -270,11 +270,17 @@ def check_deadlines(request: AdmissionRequest, context: LimitContext) -> Iterabl
     """Refuse a job whose estimated start is far behind its deadline, instead of letting it expire later.
 
     The estimate is rough (see routing/queries/positions.py), so only a job is refused that would have to start in less
-    than half of the estimated time.
+    than half of the estimated time.  Of jobs that would stand at the same place, the one with the first deadline is
+    checked.
     """
+    checked: dict[tuple[object, ...], tuple[int, int]] = {}  # place -> deadline and index of its first job
     for index, job in enumerate(request.jobs):
         if job.deadline_ms is not None and job.not_before_ms is None:
-            yield _deadline_check(request, context, index, job, job.deadline_ms - request.now_ms)
+            policy = POLICIES[context.catalog.resolve(job.model).config.policy]
+            place = job.model, job.tenant, job.priority, job.constraints, policy.is_by_deadline and job.deadline_ms
+            checked[place] = min(checked.get(place, (job.deadline_ms, index)), (job.deadline_ms, index))
+    for deadline_ms, index in checked.values():
+        yield _deadline_check(request, context, index, request.jobs[index], deadline_ms - request.now_ms)
 
 
 def _deadline_check(

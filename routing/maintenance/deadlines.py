@@ -12,6 +12,7 @@ from routing.dispatch.run_steps import end_run
 from routing.queue.fleets import isolate_errors
 from slotkeeper.clock import clock, now_ms
 from slotkeeper.crash_points import crash_at
+from slotkeeper.db.pages import run_pages
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.store import Transition
 from slotkeeper.jobs.values import Job, Quarantine, QueuedJob, Run
@@ -86,18 +87,21 @@ def _end_overlong(dispatcher: Dispatcher, job: Job, decide_end: DecideEnd) -> bo
 
 
 def purge_ended_jobs(dispatcher: Dispatcher, retention_s: int, within_s: float = float("inf")) -> int:
-    """Delete jobs that ended longer ago than `retention_s`, and return how many.  `within_s`: as above."""
-    dispatcher.store.delete_expired_keys(now_ms())
-    ledger.fold(dispatcher.store.database)
-    until, deleted = time.monotonic() + within_s, 0
-    while count := retention.delete_ended_jobs(
-        dispatcher.store.database, clock.ago_ms(retention_s * 1000, now_ms()), _CHUNK
-    ):
-        deleted += count
-        crash_at("purge_committed")
-        if time.monotonic() >= until:
-            break
-    return deleted
+    """Delete expired Idempotency-Keys, and jobs that ended longer ago than `retention_s`; return how many jobs.
+
+    `within_s`: as above; keys get half of it.
+    """
+    store = dispatcher.store
+    run_pages(lambda: store.delete_expired_keys(now_ms()), within_s / 2)
+    ledger.fold(store.database)
+
+    def delete_jobs() -> int:
+        deleted = retention.delete_ended_jobs(store.database, clock.ago_ms(retention_s * 1000, now_ms()), _CHUNK)
+        if deleted:
+            crash_at("purge_committed")
+        return deleted
+
+    return run_pages(delete_jobs, within_s)
 
 
 def _in_batches(take: Callable[[], Sequence[T]], act: Callable[[Sequence[T]], None], within_s: float) -> int:

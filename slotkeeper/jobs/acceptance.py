@@ -177,11 +177,6 @@ def knows_all_keys(connection: Connection, new: Sequence[NewJob], expired_ms: in
     return all(row is not None and row.expires_ms > expired_ms for row in found)
 
 
-def delete_expired_keys(connection: Connection, expired_ms: int) -> int:
-    """Delete the keys whose window is over, and return how many."""
-    return connection.execute(delete(idempotency_keys).where(idempotency_keys.c.expires_ms <= expired_ms)).rowcount
-
-
 def _find_key(connection: Connection, job: NewJob) -> Row:
     return _FIND_KEY.fetch_first(connection, _key_parameters(job))
 

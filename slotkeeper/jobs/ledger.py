@@ -50,11 +50,14 @@ _ACCEPTED = {
     ),
 }
 _MOST_PARTS = 1000
+_FOLDED_AT_ONCE = 10_000
 _PARTS = select(func.count()).select_from(accepted)
 # One statement: readers see the parts or their sum.  Of two at the same time the second does nothing.
 _FOLD = text(
-    "WITH parts AS (DELETE FROM accepted WHERE (SELECT pg_try_advisory_xact_lock(5571702)) RETURNING jobs) "
-    "INSERT INTO accepted (jobs) SELECT sum(jobs) FROM parts HAVING count(*) > 0"
+    "WITH parts AS (DELETE FROM accepted WHERE (SELECT pg_try_advisory_xact_lock(5571702)) "
+    "AND ctid = ANY(ARRAY(SELECT ctid FROM accepted LIMIT :p_limit)) RETURNING jobs), "
+    "folded AS (INSERT INTO accepted (jobs) SELECT sum(jobs) FROM parts HAVING count(*) > 0) "
+    "SELECT count(*) FROM parts"
 )
 
 
@@ -98,12 +101,19 @@ def _read(database: Database, counts: Select[Any]) -> Ledger:
         return _ledger(tuple(row) for row in connection.execute(parts))
 
 
-def fold(database: Database, most: int = _MOST_PARTS) -> None:
-    """Replace the rows of `accepted` by their sum, if there are more than `most`.  SQLite has none."""
+def fold(database: Database, most: int = _MOST_PARTS, page: int = _FOLDED_AT_ONCE) -> None:
+    """Replace rows of `accepted` by their sum, `page` rows at once, while there are more than `most`.
+
+    SQLite has none.
+    """
+    while _count_parts(database) > most:
+        if database.write(lambda tx: tx.connection.execute(_FOLD, {"p_limit": page}).scalar_one()) <= 1:
+            break  # Nothing is left to be added, or another process does it.
+
+
+def _count_parts(database: Database) -> int:
     with database.read() as connection:
-        parts = connection.execute(_PARTS).scalar_one()
-    if parts > most:
-        database.write(lambda tx: tx.connection.execute(_FOLD))
+        return int(connection.execute(_PARTS).scalar_one())
 
 
 def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:

@@ -6,15 +6,19 @@ states.TRANSITIONS has all transitions.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
-from sqlalchemy import Select, select
+from sqlalchemy import Connection, Select, select
 
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction, Write
 from slotkeeper.db.compiled_sql import CompiledStatement
+from slotkeeper.db.pages import PAGE, delete_page
 from slotkeeper.db.schema import storable_text
 from slotkeeper.errors import IdempotencyConflict
 from slotkeeper.jobs import acceptance, closed_models, events, notifications, statements
@@ -22,7 +26,7 @@ from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quara
 from slotkeeper.jobs.queue_epochs import epoch_of_lease
 from slotkeeper.jobs.statements import MANY_JOBS, ONE_JOB, QUEUED_JOB_COLUMNS, REQUEUING_STATES
 from slotkeeper.jobs.states import Reason, State, find_edge
-from slotkeeper.jobs.tables import jobs
+from slotkeeper.jobs.tables import idempotency_keys, jobs
 from slotkeeper.jobs.values import (
     AcceptedJob,
     Event,
@@ -39,6 +43,7 @@ from slotkeeper.jobs.values import (
 Row: TypeAlias = Any  # the columns that the statement names
 
 _MAX_ERROR = 2000
+_MORE_THAN_SHARE = 10  # rows of each model that are read at first, beyond its share of those that are asked for
 _STATUS_COLUMNS = [jobs.c[name] for name in ("state", "attempt", "lease", "slot", "cancel_requested_ms")]
 
 
@@ -120,10 +125,10 @@ class JobStore:
         with self.database.read() as connection:
             return acceptance.knows_all_keys(connection, new, self._keys_until_ms(now_ms))
 
-    def delete_expired_keys(self, now_ms: int) -> int:
-        """Delete the Idempotency-Keys whose window is over, and return how many."""
-        until_ms = self._keys_until_ms(now_ms)
-        return self.database.write(lambda tx: acceptance.delete_expired_keys(tx.connection, until_ms))
+    def delete_expired_keys(self, now_ms: int, limit: int = PAGE) -> int:
+        """Delete at most `limit` Idempotency-Keys whose window is over, and return how many."""
+        is_over = idempotency_keys.c.expires_ms <= self._keys_until_ms(now_ms)
+        return delete_page(self.database, idempotency_keys, is_over, limit)
 
     def _keys_until_ms(self, now_ms: int) -> int:
         """Return until when keys have expired, as rows have it: a window keeps its length when the clock is set."""
@@ -378,13 +383,15 @@ class JobStore:
     ) -> list[QueuedJob]:
         """Return queued jobs of these models, or of all, in order of acceptance, after `after_seq`.
 
-        A model without queued jobs costs one look-up in an index.
+        A model without queued jobs costs one look-up in an index; with many models, about as many rows are read as are
+        returned.
         """
-        queries = [statements.QUEUED_OF_ALL] if models is None else statements.select_queued(models)
-        params = {"p_after": after_seq, "p_limit": limit}
         with self.database.read() as connection:
-            found = [_queued_job(row) for query in queries for row in connection.execute(query, params)]
-        return sorted(found, key=lambda job: job.seq)[:limit]
+            if models is None:
+                rows = iter(connection.execute(statements.QUEUED_OF_ALL, {"p_after": after_seq, "p_limit": limit}))
+            else:
+                rows = _merge_queued(connection, models, after_seq, limit)
+            return [_queued_job(row) for row in islice(rows, limit)]
 
     def list_resumable(self) -> list[tuple[QueuedJob, str]]:
         """Return the queued jobs whose servers may still run them, each with the slot in which it is resumed.
@@ -414,6 +421,27 @@ class JobStore:
             rows = statements.LATEST_RUN_TIMES.fetch_all(connection, {"p_model": model})
         run_times = sorted(row.run_ms for row in rows if row.run_ms is not None)
         return run_times[-1 - len(run_times) // 100] if run_times else None
+
+
+def _merge_queued(connection: Connection, models: Sequence[str], after_seq: int, limit: int) -> Iterator[Row]:
+    """Yield queued jobs of several models in order of acceptance; each model is read in pages, as far as needed."""
+    first = min(limit // max(len(models), 1) + _MORE_THAN_SHARE, limit)
+    params = {"p_after": after_seq, "p_limit": first}
+    pages: dict[str, list[Row]] = {model: [] for model in models}
+    for query in statements.select_queued(models):
+        for row in connection.execute(query, params).all():
+            pages[row.model].append(row)
+
+    def read(model: str) -> Iterator[Row]:
+        page, size = pages[model], first
+        yield from page
+        (query,) = statements.select_queued([model])
+        while len(page) == size:
+            size = min(2 * size, limit)
+            page = list(connection.execute(query, {"p_after": page[-1].seq, "p_limit": size}).all())
+            yield from page
+
+    return merge(*map(read, pages), key=attrgetter("seq"))
 
 
 def _lock_rows(tx: Transaction, query: Select[Any], now_ms: int, limit: int) -> Sequence[Row]:

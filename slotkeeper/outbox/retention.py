@@ -8,13 +8,13 @@ logs      The delivery log and the messages that were given up are bounded for e
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 from sqlalchemy import ColumnElement, Integer, and_, bindparam, delete, select, update
 
 from slotkeeper import audit
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
+from slotkeeper.db.pages import PAGE, delete_page, run_pages
 from slotkeeper.db.schema import add_to_counter, raise_counter_to
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs.statements import in_state, unindexed
@@ -32,7 +32,6 @@ LOGGED_MS = 7 * 24 * 3600 * 1000
 MOST_GIVEN_UP = 1000
 """Messages of one webhook that are kept as given up."""
 
-_PAGE = 500  # messages of disabled webhooks that one transaction gives up
 _MAX_ID = (1 << 63) - 1
 _DELETABLE_COUNTER = "events.of_age_ms"
 """The counter that a trigger reads: audit entries before this time may be deleted."""
@@ -206,11 +205,10 @@ def trim(database: Database, subscription_ids: Sequence[str], now_ms: int, keep_
     up after this time.
     """
     for subscription_id in subscription_ids:
-        database.write(partial(_trim_webhook, subscription_id=subscription_id, now_ms=now_ms), durable=False)
+        _trim_webhook(database, subscription_id, now_ms)
     for subscription_id in _list_silent(database, now_ms - keep_ms):
         Subscriptions(database).disable(subscription_id, None, None, REASON_SILENT, now_ms)
-    while database.write(lambda tx: _give_up_disabled(tx, now_ms, keep_ms)) == _PAGE:
-        pass
+    run_pages(lambda: database.write(lambda tx: _give_up_disabled(tx, now_ms, keep_ms)))
 
 
 def _list_silent(database: Database, before_ms: int) -> list[str]:
@@ -221,23 +219,22 @@ def _list_silent(database: Database, before_ms: int) -> list[str]:
         return list(connection.execute(query).scalars())
 
 
-def _trim_webhook(tx: Transaction, subscription_id: str, now_ms: int) -> None:
+def _trim_webhook(database: Database, subscription_id: str, now_ms: int) -> None:
     logged = tries.c.receiver == subscription_id
     last = select(tries.c.id).where(logged).order_by(tries.c.id.desc()).offset(MOST_LOGGED).limit(1).scalar_subquery()
-    tx.connection.execute(
-        delete(tries).where(logged, (tries.c.id <= last) | (tries.c.at_ms < clock.ago_ms(LOGGED_MS, now_ms)))
-    )
+    is_old = logged & ((tries.c.id <= last) | (tries.c.at_ms < clock.ago_ms(LOGGED_MS, now_ms)))
+    run_pages(lambda: delete_page(database, tries, is_old))
     given_up = (messages.c.receiver == subscription_id) & IS_GIVEN_UP
     newest = select(messages.c.event).where(given_up).order_by(messages.c.event.desc())
     bound = newest.offset(MOST_GIVEN_UP).limit(1).scalar_subquery()
-    tx.connection.execute(delete(messages).where(given_up, messages.c.event <= bound))
+    run_pages(lambda: delete_page(database, messages, given_up & (messages.c.event <= bound)))
 
 
 def _give_up_disabled(tx: Transaction, now_ms: int, keep_ms: int) -> int:
-    """Give up at most _PAGE old messages of disabled webhooks, whose jobs could not be deleted otherwise."""
+    """Give up at most PAGE old messages of disabled webhooks, whose jobs could not be deleted otherwise."""
     disabled = select(receivers.c.id).where(receivers.c.state != ENABLED)
     old = (messages.c.state == "pending") & (messages.c.owed_ms < now_ms - keep_ms)
-    some = select(messages.c.receiver, messages.c.event).where(messages.c.receiver.in_(disabled), old).limit(_PAGE)
+    some = select(messages.c.receiver, messages.c.event).where(messages.c.receiver.in_(disabled), old).limit(PAGE)
     rows = tx.connection.execute(some).all()
     given_up = {"state": "given_up", "ended_ms": now_ms, "last_error": "Its webhook is disabled."}
     for row in rows:

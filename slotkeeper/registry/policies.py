@@ -32,7 +32,7 @@ class Policy:
 
     next_is: which job comes next.  longest_wait: the longest wait that the order can cause, as a sentence with
     `{priority}`, `{overtaking_s}` and `{step_s}`.  is_by_tenant: jobs of one tenant do not delay those of another, so
-    limits on waiting jobs hold for each tenant.
+    limits on waiting jobs hold for each tenant.  is_by_deadline: a job's place depends on its deadline.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Policy:
     longest_overtaking_s: Overtaking
     longest_wait: str
     is_by_tenant: bool = False
+    is_by_deadline: bool = False
 
     def describe_wait(self, priority: int, step_s: float) -> str:
         """Return `longest_wait` for a priority."""
@@ -95,6 +96,7 @@ POLICIES = {
             _never,
             "A job with a deadline waits for the work whose deadline is earlier; one without a deadline waits for as "
             "long as work with one keeps coming.",
+            is_by_deadline=True,
         ),
         Policy(
             "fair",

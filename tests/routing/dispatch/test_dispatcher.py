@@ -127,6 +127,31 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
+def test_the_deadlines_of_like_jobs_cost_one_question(stage):
+    stage.register()
+    stage.submit()
+
+    def calls(**fields: int) -> int:
+        before = stage.redis.info("commandstats")["cmdstat_fcall"]["calls"]
+        stage.submit_all([stage.a(**fields) for _ in range(20)])
+        return int(stage.redis.info("commandstats")["cmdstat_fcall"]["calls"] - before)
+
+    without = calls()
+    assert calls(ttl_s=600) < without + 5
+
+
+def test_of_like_jobs_the_one_with_the_first_deadline_is_refused(stage):
+    stage.register()
+    stage.submit()
+    task = stage.start()
+    stage.hold(task, 60 * SECOND)
+    stage.settle(task)
+    stage.submit_all([stage.a(), stage.a()])
+    with pytest.raises(InvalidJob) as refused:
+        stage.submit_all([stage.a(ttl_s=200), stage.a(ttl_s=50), stage.a(ttl_s=100)])
+    assert refused.value.facts["index"] == 1
+
+
 def test_a_deadline_is_refused_only_before_half_of_the_estimated_start(stage):
     stage.register()
     stage.submit()

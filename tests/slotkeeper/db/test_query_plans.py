@@ -252,7 +252,10 @@ def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs
     beside = _plans(database, lambda: full.list_queued(["idle", "busy"], 0, 50))
     _reads_nothing_through(beside)
     by_place = {plan for plan in beside if "ix_jobs_state_seq" in plan}
-    assert len(by_place) <= 1, "nearly all that is queued is the busy one's, so both indexes are as good for it"
+    busy = (
+        "nearly all that is queued is the busy one's, so both indexes are as good for its first page and for the next"
+    )
+    assert len(by_place) <= 2, busy
     _finds_by([plan for plan in beside if plan not in by_place], "ix_jobs_queued")
 
 

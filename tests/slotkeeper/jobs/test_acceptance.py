@@ -262,6 +262,13 @@ def test_keys_are_forgotten_when_their_window_is_over_and_not_before(database, s
     assert _stored(database) == (2, 2, 1)
 
 
+def test_expired_keys_are_deleted_in_pages(database, store):
+    store.submit([a_job(idempotency_key=f"k{n}") for n in range(5)], T0)
+    until = T0 + WINDOW_S * SECOND
+    assert [store.delete_expired_keys(until, limit=2) for _ in range(4)] == [2, 2, 1, 0]
+    assert _stored(database)[2] == 0
+
+
 def test_a_key_never_names_a_job_that_is_not_there(store):
     """The job was removed within the window: the key is fresh work, not a pointer to nothing."""
     (first,) = store.submit([a_job(**KEYED)], T0)

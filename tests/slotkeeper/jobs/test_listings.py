@@ -1,10 +1,16 @@
 """What the record answers about many jobs at once: lists, the queue, and what runs where."""
 
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
 from routing.queries import job_list
 from slotkeeper.jobs.states import State
-from tests.support.builders import SECOND, a_delayed_job, a_job_in, a_queued_job
+from tests.support.builders import SECOND, T0, a_delayed_job, a_job, a_job_in, a_queued_job
 
 HOUR = 3600 * SECOND
+_PAGE = 5000
 
 
 def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
@@ -35,6 +41,27 @@ def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
     rest = store.list_queued(["zimg", "flux"], after_seq=first[-1].seq)
     assert [w.id for w in first + rest] == [ids[0], ids[1], ids[2], ids[4]]
     assert store.list_queued([]) == []
+
+
+@pytest.mark.parametrize("models", [1, 7, 150])
+def test_many_models_are_read_in_order_of_acceptance_and_each_only_as_far_as_needed(store, models):
+    """One model has most jobs.  A statement that reads several models asks for a share of the page of each."""
+    names = [f"m{n}" for n in range(models)]
+    jobs = [a_job(model="m0" if n % 3 else names[n % models]) for n in range(600)]
+    numbers = [one.seq for one in store.submit(jobs, T0)]
+    a_queued_job(store, model="another")
+    asked: list[Any] = []
+
+    @event.listens_for(store.database.engine, "before_cursor_execute")
+    def note(_: Any, __: Any, ___: str, parameters: Any, *____: Any) -> None:
+        asked.append(list(parameters.values() if isinstance(parameters, dict) else parameters))
+
+    found, after = [], 0
+    while batch := store.list_queued(names, after, _PAGE):
+        found += [job.seq for job in batch]
+        after = batch[-1].seq
+    assert found == numbers
+    assert all(values.count(_PAGE) <= 1 for values in asked)
 
 
 def test_order_1_jobs_are_numbered_as_they_are_accepted(store):

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
+import psycopg
 from redis import Redis
 from sqlalchemy import make_url
 
@@ -127,6 +128,9 @@ class Cluster:
         self.revoked: set[str] = set()
         """Jobs that were, by Celery."""
         self.last_event_before_failover: int | None = None
+        self.refuse_deliveries: Callable[[float], None] = lambda share: None
+        """Have the receivers refuse this share of the webhook messages."""
+        self.clocked = (*self.workers, *self.helpers, "beat", "web")
         self._unread: int | None = None  # the pipe that takes the log of UNREAD
 
     def journal(self, server: str) -> Path:
@@ -168,7 +172,8 @@ class Cluster:
         reached = [name for name in self._reached() if name != "receivers"]
         models = sorted({server.model for server in self.servers})
         servers = [server.name for server in self.servers]
-        return targets(self.workers, servers, models, self.helpers, valkeys, reached)
+        databases = ["database"] * self.setting.owns_postgres
+        return targets(self.workers, servers, models, self.helpers, valkeys, reached, databases)
 
     def _port(self, name: str) -> int:
         return self.proxy_ports[name].port if name in self.proxy_ports else self._ports[name]
@@ -307,6 +312,41 @@ class Cluster:
         self._down.discard(old)
         self._wait(lambda: valkey_server.is_ready(self._ports[old]), f"{old} did not answer")
         self._follow(old, new)
+
+    def promote_replica(self) -> bool:
+        """Promote the queues' replica.  Whoever is connected stays with the old primary, which takes writes still.
+
+        False: the replica has not heard all yet.  Raises redis errors.
+        """
+        old, new = self._room
+        with self._valkey(new) as replica:
+            if replica.info("replication").get("master_link_status") != "up":
+                return False
+            self.last_event_before_failover = self.latest_event()
+            replica.replicaof("NO", "ONE")
+        self._room = [new, old]
+        self.proxy_ports["redis"].redirect(("127.0.0.1", self._ports[new]), keeps_connections=True)
+        return True
+
+    def demote_old_primary(self) -> None:
+        """Make the old primary the replica of the new one, as Sentinel does in the end.  Raises redis errors."""
+        new, old = self._room
+        self._follow(old, new)
+        with self._valkey(old) as redis:
+            redis.client_kill_filter(_type="normal", skipme=True)
+
+    def refuse_writes(self, name: str, *, refuse: bool) -> None:
+        """Have a Valkey, or PostgreSQL, answer and take no writes.  Raises redis errors, psycopg.OperationalError."""
+        if name != "database":
+            with self._valkey(self._now(name)) as redis:
+                redis.config_set("min-replicas-to-write", 9 if refuse else 0)
+            return
+        url = make_url(self.database_url).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(url, autocommit=True, connect_timeout=5) as admin:
+            admin.execute("SET default_transaction_read_only = off")
+            setting = "SET default_transaction_read_only = on" if refuse else "RESET default_transaction_read_only"
+            admin.execute(f"ALTER SYSTEM {setting}")
+            admin.execute("SELECT pg_reload_conf()")
 
     def latest_event(self) -> int | None:
         """The number of the record's latest event; None: the record is away."""
@@ -448,7 +488,7 @@ class Cluster:
     def _time(self, name: str) -> dict[str, str]:
         """Environment of a process whose clock can be set."""
         library = process_clocks.library()
-        if not self.setting.has_clocks or library is None or name not in (*self.workers, *self.helpers, "beat"):
+        if not self.setting.has_clocks or library is None or name not in self.clocked:
             return {}
         self.set_clock(name, process_clocks.RIGHT)
         return process_clocks.environment(library, self._clock(name))

@@ -91,12 +91,13 @@ class ProxyPort:
         """Let each piece arrive up to twice as late as this, in order."""
         self._call(lambda: setattr(self, "_delay_s", mean_s))
 
-    def redirect(self, server: Address) -> None:
-        """From now on to another server; those who are connected to the old one are cut off."""
+    def redirect(self, server: Address, *, keeps_connections: bool = False) -> None:
+        """From now on to another server; those who are connected to the old one are cut off, or stay with it."""
 
         def change() -> None:
             self._server = server
-            self._cut()
+            if not keeps_connections:
+                self._cut()
 
         self._call(change)
 

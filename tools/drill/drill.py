@@ -49,7 +49,9 @@ _OFFER_S = 5.0
 # How long after its mending a fault can still make a job late: an offer stands 10 s and is looked for every 5 s.
 _AFTERMATH_NS = 20_000_000_000
 # An enqueue can fail under these, if they happen to the Redis of the queue.
-_REFUSES_ENQUEUES = {Kind.REDIS, Kind.FULL, Kind.SILENCE, Kind.CUTS, Kind.DELAYS, Kind.STALE}
+_REFUSES_ENQUEUES = {
+    *(Kind.REDIS, Kind.FULL, Kind.SILENCE, Kind.CUTS, Kind.DELAYS, Kind.STALE, Kind.FAILOVER, Kind.REFUSAL),
+}
 _PAUSE_NS = 1_000_000_000  # So long after a failure a process calls no Redis (routing/queue/queues.py).
 
 
@@ -82,7 +84,9 @@ def drill(wishes: DrillOptions, console: "Console") -> ScoreCard:
         setting = DrillSetup(wishes.workers, wishes.slots, wishes.database, wishes.kinds, wishes.seed)
         with _interruptible(), Guardian() as guardian, Proxy(wishes.seed) as proxy, Receiver() as receiver:
             port = receiver.port if setting.has_receivers else None
-            card = _Drill(wishes, Cluster(home, guardian, proxy, setting, port), receiver, console).run()
+            cluster = Cluster(home, guardian, proxy, setting, port)
+            cluster.refuse_deliveries = receiver.refuse
+            card = _Drill(wishes, cluster, receiver, console).run()
         keep = wishes.keep or not card.passed
         return card
     except Stopped:
@@ -350,7 +354,7 @@ class _Drill:
         ]
 
     def _clocks_were_wrong(self) -> bool:
-        return any(one.fault.kind is Kind.CLOCK for one in self._saboteur.injected)
+        return any(one.fault.kind in (Kind.CLOCK, Kind.STEP) for one in self._saboteur.injected)
 
     def _disturbance(self, one: InjectedFault) -> Disturbance:
         fault, all_slots, clients = one.fault, sum(self._slots.values()), self._wishes.clients
@@ -365,9 +369,13 @@ class _Drill:
             Kind.BEAT: 0,
             Kind.DEADLINES: 0,
             Kind.RECEIVERS: 0,
+            Kind.STEP: 0,
             Kind.REVOKES: all_slots,
         }.get(fault.kind, all_slots + clients)
-        if fault.kind in OUTSIDE | {Kind.FULL}:  # It goes on, and offers that come to nothing are made again.
+        if fault.kind in OUTSIDE | {
+            Kind.FULL,
+            Kind.REFUSAL,
+        }:  # It goes on, and offers that come to nothing are made again.
             most *= 1 + round(fault.lasts_s / _OFFER_S)
         ended_ns = max(one.mended_ns, one.at_ns)
         keeps_jobs_out = fault.target == "redis" and fault.kind in _REFUSES_ENQUEUES

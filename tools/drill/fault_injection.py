@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
+import psycopg
 from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
@@ -21,12 +22,13 @@ from tools.cluster.cluster import Cluster, ServerSpec, operated
 from tools.cluster.protocol_filters import MessageFault
 from tools.cluster.tcp_proxy import Direction
 from tools.drill import evidence
-from tools.drill.fault_schedule import BOTH, DEAD, Change, Fault, Kind
+from tools.drill.fault_schedule import BOTH, DEAD, REFUSING, Change, Fault, Kind
 
 Undo = Callable[[], object]
 Act = Callable[[Cluster, Fault], Undo]
 
 _SHARE = 0.5  # of messages, or of COMMITs
+_REFUSED_SHARE = 0.2  # of webhook messages
 _LATE_S = 8.0  # a message, at most: longer than an offer stands
 _DELAY_S = 0.3
 _SLOW_S = 3.0  # for each piece of a receiver's answer
@@ -66,6 +68,15 @@ def _clock(stack: Cluster, fault: Fault) -> Undo:
     return lambda: stack.set_clock(fault.target, process_clocks.RIGHT)
 
 
+def _step(stack: Cluster, fault: Fault) -> Undo:
+    def set_clocks(offset_s: str) -> None:
+        for name in stack.clocked:
+            stack.set_clock(name, offset_s)
+
+    set_clocks(fault.how)
+    return lambda: set_clocks(process_clocks.RIGHT)
+
+
 # -- Redis -------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +105,23 @@ def _stale(stack: Cluster, fault: Fault) -> Undo:
     return stack.fail_over
 
 
+def _promote(stack: Cluster, fault: Fault) -> Undo:
+    try:
+        if not stack.promote_replica():
+            raise NotApplicable
+    except RedisError as error:
+        raise NotApplicable from error
+    return stack.demote_old_primary
+
+
+def _refuse(stack: Cluster, fault: Fault) -> Undo:
+    try:
+        stack.refuse_writes(fault.target, refuse=True)
+    except (RedisError, psycopg.Error) as error:
+        raise NotApplicable from error
+    return lambda: stack.refuse_writes(fault.target, refuse=False)
+
+
 # -- the network -------------------------------------------------------------------------------------------
 
 
@@ -115,6 +143,9 @@ def _delay(stack: Cluster, fault: Fault) -> Undo:
 
 
 def _receivers(stack: Cluster, fault: Fault) -> Undo:
+    if fault.how == REFUSING:
+        stack.refuse_deliveries(_REFUSED_SHARE)
+        return lambda: stack.refuse_deliveries(0.0)
     door = stack.proxy_ports["receivers"]
     if fault.how == DEAD:
         door.blackhole()
@@ -244,9 +275,12 @@ ACTS: Mapping[Kind, Act] = {
     Kind.CUTS: _cut,
     Kind.DELAYS: _delay,
     Kind.STALE: _stale,
+    Kind.FAILOVER: _promote,
+    Kind.REFUSAL: _refuse,
     Kind.COMMITS: _lose_commits,
     Kind.REVOKES: _revoke,
     Kind.CLOCK: _clock,
+    Kind.STEP: _step,
     Kind.RECEIVERS: _receivers,
     Kind.DEADLINES: _no_act,
     Kind.OPERATOR: _operate,

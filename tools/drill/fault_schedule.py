@@ -33,10 +33,13 @@ class Kind(StrEnum):
     CUTS = "cuts"  # all connections to something are reset
     DELAYS = "delays"  # whatever passes is late
     STALE = "stale"  # Redis is replaced by a replica that lacks the latest writes
+    FAILOVER = "failover"  # a replica that lacks nothing is promoted; those who are connected stay with the old primary
+    REFUSAL = "refusal"  # Redis or PostgreSQL answers and takes no writes
     COMMITS = "commits"  # a share of COMMITs is lost, or their answers are
     REVOKES = "revokes"  # Celery's revoke of jobs that wait or run
     CLOCK = "clock"  # a process's clock is wrong
-    RECEIVERS = "receivers"  # webhook receivers are slow, or dead
+    STEP = "step"  # the clock of all processes is set, for so long that it is followed
+    RECEIVERS = "receivers"  # webhook receivers are slow, or dead, or refuse a share
     DEADLINES = "deadlines"  # many jobs with the same deadline
     OPERATOR = "operator"  # somebody changes slots, servers, policies, limits
     UNREAD = "unread"  # nobody reads the log of maintenance, from its start on
@@ -49,6 +52,7 @@ OUTSIDE = frozenset(
         Kind.CUTS,
         Kind.DELAYS,
         Kind.STALE,
+        Kind.FAILOVER,
         Kind.COMMITS,
         Kind.RECEIVERS,
     }
@@ -86,9 +90,12 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.CUTS: (0.0, 0.0),
     Kind.DELAYS: (3.0, 8.0),
     Kind.STALE: (0.3, 2.0),  # so much is lost
+    Kind.FAILOVER: (2.0, 10.0),  # Sentinel corrects the old primary after 10 s
+    Kind.REFUSAL: (3.0, 8.0),
     Kind.COMMITS: (1.0, 4.0),
     Kind.REVOKES: (0.0, 0.0),
     Kind.CLOCK: (5.0, 20.0),
+    Kind.STEP: (70.0, 90.0),  # It is followed after 60 s.
     Kind.RECEIVERS: (5.0, 20.0),
     Kind.DEADLINES: (3.0, 6.0),  # from the submits to the deadline
     Kind.OPERATOR: (2.0, 8.0),
@@ -97,7 +104,7 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
 
 BOTH = "both"
 _WAYS = (BOTH, *map(str, Direction))
-DEAD, SLOW = "dead", "slow"
+DEAD, SLOW, REFUSING = "dead", "slow", "refusing"
 
 
 class Change(StrEnum):
@@ -116,7 +123,8 @@ _HOW: Mapping[Kind, Sequence[str]] = {
     Kind.SILENCE: _WAYS,
     Kind.COMMITS: tuple(Direction),
     Kind.CLOCK: ("+30", "-30", "+3600", "-3600"),
-    Kind.RECEIVERS: (DEAD, SLOW),
+    Kind.STEP: ("+7200", "-7200", "+315360000"),
+    Kind.RECEIVERS: (DEAD, SLOW, REFUSING),
     Kind.OPERATOR: tuple(Change),
 }
 
@@ -128,11 +136,12 @@ def targets(
     helpers: Sequence[str] = ("maintenance",),
     valkeys: Sequence[str] = ("redis",),
     doors: Sequence[str] = (),
+    databases: Sequence[str] = (),
 ) -> dict[Kind, Sequence[str]]:
     """What each kind of fault can happen to; a kind without a target lasts for the whole drill.
 
     `helpers`: the processes beside workers, web and beat.  `valkeys`: the room's and the broker's.  `doors`: of the
-    proxy.
+    proxy.  `databases`: that can be told to take no writes.
     """
     return {
         Kind.WORKER: workers,
@@ -152,9 +161,12 @@ def targets(
         Kind.CUTS: doors,
         Kind.DELAYS: doors,
         Kind.STALE: ("redis",),
+        Kind.FAILOVER: ("redis",),
+        Kind.REFUSAL: (*valkeys, *databases),
         Kind.COMMITS: ("database",),
         Kind.REVOKES: ("jobs",),
         Kind.CLOCK: (*workers, *helpers, "beat"),
+        Kind.STEP: ("clocks",),
         Kind.RECEIVERS: ("receivers",),
         Kind.DEADLINES: ("jobs",),
         Kind.OPERATOR: models,

@@ -85,7 +85,7 @@ class FaultInjector(threading.Thread):
             struck.mending_ns = time.monotonic_ns()
             struck.killed = self._mends.pop(fault)() is True
             struck.mended_ns = time.monotonic_ns()
-            if fault.kind is Kind.STALE:
+            if fault.kind in (Kind.STALE, Kind.FAILOVER):
                 struck.last_event = self._stack.last_event_before_failover
             elif fault.kind in (Kind.REDIS, Kind.FLUSH):  # Its offers are counted from the beginning, or from before.
                 struck.last_event = self._stack.latest_event()

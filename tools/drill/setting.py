@@ -35,7 +35,7 @@ class DrillSetup:
 
     @property
     def has_replica(self) -> bool:
-        return Kind.STALE in self.kinds
+        return bool({Kind.STALE, Kind.FAILOVER} & set(self.kinds))
 
     @property
     def has_receivers(self) -> bool:
@@ -47,7 +47,7 @@ class DrillSetup:
 
     @property
     def has_clocks(self) -> bool:
-        return Kind.CLOCK in self.kinds
+        return bool({Kind.CLOCK, Kind.STEP} & set(self.kinds))
 
 
 def unavailable_reason(kind: Kind, database: str) -> str | None:
@@ -59,6 +59,6 @@ def unavailable_reason(kind: Kind, database: str) -> str | None:
             return "SQLite has no process that could be killed: --database postgresql"
         case Kind.DATABASE if database != POSTGRESQL:
             return "a database that the drill has not started is not killed"
-        case Kind.CLOCK if process_clocks.library() is None:
+        case Kind.CLOCK | Kind.STEP if process_clocks.library() is None:
             return "libfaketime is not installed (Debian: apt-get install faketime)"
     return None

@@ -2,6 +2,8 @@
 
 import threading
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -25,8 +27,16 @@ class Receiver:
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
-        self._server = _Server(("127.0.0.1", 0), _handler(self.deliveries))
+        self._refused_share = 0.0
+        self._server = _Server(("127.0.0.1", 0), _handler(self.deliveries, self._refuses))
         self.port = int(self._server.server_address[1])
+
+    def refuse(self, share: float) -> None:
+        """From now on answer 500 to this share of the messages, to one message each time it comes."""
+        self._refused_share = share
+
+    def _refuses(self, message_id: str) -> bool:
+        return zlib.crc32(message_id.encode()) / 2**32 < self._refused_share
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True).start()
@@ -47,15 +57,18 @@ class _Server(ThreadingHTTPServer):
         """A connection that was cut is no news."""
 
 
-def _handler(deliveries: list[Delivery]) -> type[BaseHTTPRequestHandler]:
+def _handler(deliveries: list[Delivery], refuses: Callable[[str], bool]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 30
 
         def do_POST(self) -> None:
             body = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            told = Delivery(self.headers["webhook-id"], body["job_id"], body["status"], time.monotonic_ns())
-            deliveries.append(told)
-            self.send_response(204)
+            message_id = self.headers["webhook-id"]
+            if refuses(message_id):
+                self.send_response(500)
+            else:
+                deliveries.append(Delivery(message_id, body["job_id"], body["status"], time.monotonic_ns()))
+                self.send_response(204)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:

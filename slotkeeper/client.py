@@ -1,7 +1,7 @@
 """A client of the REST API: submit jobs, wait for them, and read every list of the API.
 
-It retries what may be sent twice: reads, and submits, which carry an Idempotency-Key.  docs/how-to/python-client.md has
-examples.
+While the API is away, `submit`, `get_job`, `cancel` and `wait_for_job` repeat their requests, which may be sent twice:
+a submit carries an Idempotency-Key.  docs/how-to/python-client.md has examples.
 """
 
 import json
@@ -33,8 +33,10 @@ _LONGEST_WAIT_S = 20.0
 _NOTIFY_EVERY_S = 2
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
+_OF_PROXIES = (502, 504)  # Without a code of the API: a proxy says so while the API starts again.
 PATIENCE_S = 300.0
 """How long a client waits for an API that is away; a restart takes seconds."""
+_NOT_SLOTKEEPER = "What answers at {url} is not Slotkeeper: set SLOTKEEPER_URL to its address."
 _ACTIVE_STATES = ("queued", "delayed", "running")
 
 
@@ -99,18 +101,18 @@ class Client:
         """
         sent = {"Idempotency-Key": idempotency_key or secrets.token_hex(16), **(headers or {})}
         body = {"model": model, "payload": payload, **options}
-        return cast(Job, self.retry(partial(self.post, "/queue/submit", body, sent), patience_s, on_pause))
+        return self._job(self.retry(partial(self.post, "/queue/submit", body, sent), patience_s, on_pause))
 
     def get_job(self, job_id: str, patience_s: float = PATIENCE_S) -> Job:
         """Return the job as it is now, with its result if it has ended."""
-        return cast(Job, self.retry(partial(self.get, _path_of(job_id)), patience_s))
+        return self._job(self.retry(partial(self.get, _path_of(job_id)), patience_s))
 
     def cancel(self, job_id: str, patience_s: float = PATIENCE_S) -> Job:
         """Cancel a job and return it.  A running job ends when its server has stopped it; a result may come first.
 
-        Raises ApiError with status 409 if the job has ended.
+        A job that is canceled already is returned, too.  Raises ApiError with status 409 if it has ended otherwise.
         """
-        return cast(Job, self.retry(partial(self.post, f"{_path_of(job_id)}/cancel"), patience_s))
+        return self._job(self.retry(partial(self.post, f"{_path_of(job_id)}/cancel"), patience_s))
 
     def get(self, path: str, **params: Any) -> Any:
         return self.request("GET", path, params={name: value for name, value in params.items() if value is not None})
@@ -135,7 +137,13 @@ class Client:
             sent.setdefault("Content-Type", "application/json")
         try:
             answer = self._session.request(
-                method, self.url + path, data=data, params=params, headers=sent, timeout=(5, timeout_s)
+                method,
+                self.url + path,
+                data=data,
+                params=params,
+                headers=sent,
+                timeout=(5, timeout_s),
+                allow_redirects=False,  # The API sends none; whoever does would get the payload.
             )
         except requests.Timeout as error:
             raise ApiUnreachable(
@@ -145,6 +153,8 @@ class Client:
             raise ApiUnreachable(
                 f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL."
             ) from error
+        except requests.exceptions.ChunkedEncodingError as error:
+            raise ApiUnreachable(f"The answer of {self.url} broke off: try again.") from error
         except (requests.RequestException, ValueError) as error:
             raise ClientError(f"{self.url} cannot be asked: {error}") from error
         return _read(answer, self.url)
@@ -155,7 +165,7 @@ class Client:
         patience_s: float = PATIENCE_S,
         on_pause: Callable[[ClientError], object] = lambda error: None,
     ) -> Any:
-        """Call `send` and return its value; repeat it while the API is away or answers 429 or 503.
+        """Call `send` and return its value; repeat it while the API is away, busy (429, 503), or a proxy says so.
 
         The pauses are those that the API names, else 0.5 s and longer each time, `patience_s` in all.  For requests
         that may be sent twice.  `on_pause` is called with the error before each pause.
@@ -196,7 +206,7 @@ class Client:
             left_s = longest_s if until is None else min(until - time.monotonic(), longest_s)
             send = partial(self.get, _path_of(job_id), wait=max(left_s, 0))
             try:
-                job = cast(Job, self.retry(send, patience_s, on_pause))
+                job = self._job(self.retry(send, patience_s, on_pause))
             except (ApiError, ApiUnreachable) as error:
                 if not _is_temporary(error):
                     raise
@@ -210,11 +220,18 @@ class Client:
                 notify(job)
             time.sleep(_PAUSE_S)  # The API does not let everybody wait when too many do.
 
+    def _job(self, answer: Any) -> Job:
+        if not (isinstance(answer, dict) and "job_id" in answer and "status" in answer):
+            raise ClientError(_NOT_SLOTKEEPER.format(url=self.url))
+        return cast(Job, answer)
+
     def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
         """Yield at most `limit` entries of a paged list.  `items`: the name of the list in each page, as "jobs"."""
         cursor = None
         while limit > 0:
             page = self.get(path, limit=min(limit, 200), cursor=cursor, **params)
+            if not (isinstance(page, dict) and isinstance(page.get(items), list) and "next_cursor" in page):
+                raise ClientError(_NOT_SLOTKEEPER.format(url=self.url))
             yield from page[items][:limit]
             limit -= len(page[items])
             cursor = page["next_cursor"]
@@ -228,7 +245,9 @@ def _path_of(job_id: str) -> str:
 
 def _is_temporary(error: ApiError | ApiUnreachable) -> bool:
     """Return whether the same request may succeed later."""
-    return isinstance(error, ApiUnreachable) or error.status in _AGAIN
+    if isinstance(error, ApiUnreachable) or error.status in _AGAIN:
+        return True
+    return error.status in _OF_PROXIES and not error.code
 
 
 def is_final(job: Mapping[str, Any]) -> bool:
@@ -242,7 +261,10 @@ def _read(answer: requests.Response, url: str) -> Any:
     except ValueError:
         body = None
         if answer.ok:
-            raise ClientError(f"What answers at {url} is not Slotkeeper: set SLOTKEEPER_URL to its address.") from None
+            raise ClientError(_NOT_SLOTKEEPER.format(url=url)) from None
+    if answer.is_redirect or answer.is_permanent_redirect:
+        to = answer.headers["Location"]
+        raise ClientError(f"{url} sends requests on to {to}: set SLOTKEEPER_URL to the address of the API itself.")
     if answer.ok:
         return body
     problem = body if isinstance(body, dict) else {"title": answer.reason}
@@ -251,4 +273,4 @@ def _read(answer: requests.Response, url: str) -> Any:
 
 def _refuse(answer: requests.Response, problem: Mapping[str, Any]) -> Any:
     after = answer.headers.get("Retry-After", "")
-    raise ApiError(answer.status_code, problem, float(after) if after.isdigit() else None)
+    raise ApiError(answer.status_code, problem, float(after) if after.isascii() and after.isdigit() else None)

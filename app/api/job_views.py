@@ -74,8 +74,8 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
 def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     """Cancel a job.
 
-    200: it was waiting, and is canceled.  202: it is running, and is canceled as soon as its server has stopped it.
-    409: it has ended.
+    200: it was waiting, or canceled before, and is canceled.  202: it is running, and is canceled as soon as its server
+    has stopped it.  409: it has ended otherwise.
     """
     job = visible_job(path.job_id)
     if dispatcher().cancel(job.id) is State.RUNNING:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.admission import submit_limits
 from routing.admission.submit_limits import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
@@ -49,13 +49,17 @@ class Admission:
             self._run_phase(request, Phase.COUNT)
         except RedisError as error:
             self._queues.mark_unavailable()
-            log.warning("admission_unchecked", error=str(error))
+            log.warning("limits_not_checked", error=str(error))
 
     def _run_phase(self, request: AdmissionRequest, phase: Phase) -> None:
         """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""
         checks, refused = self._collect_checks(request, phase)
-        results = self._queues.run_all([check.command for _, check in checks]) if checks else []
-        for (limit, check), result in zip(checks, results, strict=True):
+        due = {n: check for n, (_, check) in enumerate(checks) if not self._queues.is_unavailable(check.fleet)}
+        results, failed = self._queues.run_each({n: check.command for n, check in due.items()}) if due else ({}, {})
+        for n, error in failed.items():
+            self._skip(due[n].fleet, error)
+        for n, result in results.items():
+            limit, check = checks[n]
             try:
                 check.judge(result)
             except REFUSALS:
@@ -65,6 +69,12 @@ class Admission:
             limit, refusal = refused
             self._on_refusal(limit.name, len(request.jobs))
             raise refusal
+
+    def _skip(self, fleet: str | None, error: RedisError) -> None:
+        """Leave a limit unchecked.  The failure of one fleet, or of one command, keeps no other jobs out of Redis."""
+        log.warning("limit_not_checked", fleet=fleet, error=str(error))
+        if fleet is not None or isinstance(error, ConnectionError | TimeoutError):
+            self._queues.mark_unavailable(fleet, error)
 
     def _collect_checks(
         self, request: AdmissionRequest, phase: Phase

@@ -103,8 +103,9 @@ class LimitContext:
 
 @dataclass(frozen=True, slots=True)
 class RedisCheck(Generic[T]):
-    """`judge` raises a refusal if the result of the command is a reason for one."""
+    """`judge` raises a refusal if the result of the command is a reason for one.  fleet None: it concerns none."""
 
+    fleet: str | None
     command: Command[T]
     judge: Callable[[T], None]
 
@@ -214,7 +215,7 @@ def _capacity_check(
         )
 
     command = context.queues.model_status_command(model.fleet, model.name, tenant or "", max_free=count)
-    return RedisCheck(command, judge)
+    return RedisCheck(model.fleet, command, judge)
 
 
 def retry_after_s(over: int, slots: int, run_ms: float | None) -> int:
@@ -260,7 +261,7 @@ def _constraints_check(
         )
 
     command = context.count_constraints_command(model.fleet, model.name, tenant, wanted)
-    return RedisCheck(command, judge)
+    return RedisCheck(model.fleet, command, judge)
 
 
 # -- deadlines -----------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def _deadline_check(
             refusal.facts.update(index=index, ahead=position.ahead, estimated_start_s=round(wait_ms / 1000, 1))
             raise refusal
 
-    return RedisCheck(context.queues.job_status_command(model.fleet, as_last, as_last=True), judge)
+    return RedisCheck(model.fleet, context.queues.job_status_command(model.fleet, as_last, as_last=True), judge)
 
 
 # -- requests per second -------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def _rate_check(context: LimitContext, tenant: Tenant, rate_per_s: int, count: i
                 tenant=tenant.name,
             )
 
-    return RedisCheck(context.rate_limit_command(tenant.name, count, 1000 / rate_per_s, burst), judge)
+    return RedisCheck(None, context.rate_limit_command(tenant.name, count, 1000 / rate_per_s, burst), judge)
 
 
 LIMITS: tuple[Limit, ...] = (

@@ -264,7 +264,8 @@ class Dispatcher:
     def cancel(self, job_id: str) -> State:
         """Cancel a job, and return its state: canceled, or running until its server has ended the run.
 
-        Raises JobNotFound; Conflict if it has ended.
+        A job that is canceled already stays so: a client that got no answer asks again.
+        Raises JobNotFound; Conflict if it has ended otherwise.
         """
         now = now_ms()
         canceling = audit.make_entry("job.cancel", job_id=job_id, now_ms=now)
@@ -287,6 +288,8 @@ class Dispatcher:
             raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
         if job.state not in FINAL_STATES:  # Its run ended between the two statements, and it waits again.
             return self.cancel(job_id)
+        if job.state is State.CANCELED:
+            return job.state
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
 
     def is_of_older_queue(self, lease: Lease) -> bool:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _OFFERS_AT_ONCE = 8  # made with jobs that enter the queue
@@ -312,3 +313,7 @@ class Queues:
     def run_all(self, commands: Sequence[Command[T]]) -> list[T]:
         """Run commands in few round trips, and return their results."""
         return self.scripts.run_all(commands)
+
+    def run_each(self, commands: Mapping[K, Command[T]]) -> tuple[dict[K, T], dict[K, RedisError]]:
+        """Run commands in few round trips, and return their results, and the errors of those that failed."""
+        return self.scripts.run_each(commands)

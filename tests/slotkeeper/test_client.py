@@ -1,15 +1,17 @@
 """The client of the REST API, against an API that answers in all sorts of ways."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from slotkeeper.client import ApiError, ApiUnreachable, Client
+from slotkeeper.client import ApiError, ApiUnreachable, Client, ClientError, OutcomeUnknown
 from tests.house.tree import REPO
 
 
@@ -110,3 +112,74 @@ def test_where_a_module_of_the_user_hides_tasks_the_error_names_it_and_the_remed
 def test_infer_is_the_celery_task(tmp_path: Path) -> None:
     code = "import json; from slotkeeper import infer; print(json.dumps({'name': infer.name}))"
     assert in_a_process(code, tmp_path) == {"name": "infer"}
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API is restarted while it answers."""
+    monkeypatch.setattr("slotkeeper.client.time.sleep", lambda _: None)
+    body = b'{"job_id": "1", "status": "canceled"}'
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+        % len(body)
+    )
+    answers = [head + body[:9], head + body]
+
+    def serve(listener: socket.socket) -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert client.cancel("1")["status"] == "canceled"
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_proxy_whose_api_starts_again_is_waited_for(httpserver: HTTPServer, client: Client, status: int) -> None:
+    page = Response("<html>Bad Gateway</html>", status, content_type="text/html")
+    job = Response('{"job_id": "1", "status": "completed"}', content_type="application/json")
+    answers = iter([page, job])
+    httpserver.expect_request("/queue/jobs/1").respond_with_handler(lambda _: next(answers))
+    assert client.wait_for_job("1")["status"] == "completed"
+
+
+def test_a_502_of_the_api_itself_is_an_error(httpserver: HTTPServer, client: Client) -> None:
+    httpserver.expect_oneshot_request("/queue/jobs/1").respond_with_json({"code": "server_failed", "title": "No"}, 502)
+    with pytest.raises(ApiError):
+        client.get_job("1")
+
+
+def test_a_proxy_whose_api_stays_away_leaves_the_outcome_unknown(httpserver: HTTPServer, client: Client) -> None:
+    httpserver.expect_request("/queue/jobs/1").respond_with_data("<html>Bad Gateway</html>", 502)
+    with pytest.raises(OutcomeUnknown):
+        client.wait_for_job("1", patience_s=0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_payload_is_not_sent_on_to_where_an_answer_points(
+    httpserver: HTTPServer, client: Client, status: int
+) -> None:
+    away = {"Location": httpserver.url_for("/elsewhere")}
+    httpserver.expect_oneshot_request("/queue/submit").respond_with_data("", status, headers=away)
+    with pytest.raises(ClientError, match="set SLOTKEEPER_URL"):
+        client.submit("zimg", {"secret": 1})
+    assert [request.path for request, _ in httpserver.log] == ["/queue/submit"]
+
+
+@pytest.mark.parametrize("body", ["[]", "{}", '{"jobs": 3}', "3", '"x"', "null"])
+def test_json_that_is_not_the_apis_is_no_traceback(httpserver: HTTPServer, client: Client, body: str) -> None:
+    httpserver.expect_request("/queue/jobs/1").respond_with_data(body)
+    httpserver.expect_request("/queue/jobs").respond_with_data(body)
+    for ask in (lambda: client.get_job("1"), lambda: list(client.iter_pages("/queue/jobs", "jobs", 10))):
+        with pytest.raises(ClientError, match="is not Slotkeeper"):
+            ask()
+
+
+def test_a_strange_retry_after_is_ignored(httpserver: HTTPServer, client: Client) -> None:
+    strange = {"Retry-After": "\u00b2"}
+    httpserver.expect_oneshot_request("/queue/jobs/1").respond_with_json({}, 503, headers=strange)
+    httpserver.expect_oneshot_request("/queue/jobs/1").respond_with_json({"job_id": "1", "status": "queued"})
+    assert client.get_job("1")["status"] == "queued"

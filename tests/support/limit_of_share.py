@@ -20,7 +20,7 @@ def _share_check(context: LimitContext, model: str, tenant: str, count: int) -> 
             )
 
     fleet = context.catalog.resolve(model).fleet
-    return RedisCheck(context.queues.model_status_command(fleet, model, tenant), judge)
+    return RedisCheck(fleet, context.queues.model_status_command(fleet, model, tenant), judge)
 
 
 LIMIT = Limit("share", Phase.READ, _check)

@@ -127,6 +127,15 @@ def test_jobs_are_accepted_all_or_none(stage, asked, error):
     assert stage.offered() == [] and stage.room.waiting() == []
 
 
+def test_limits_that_one_fleet_cannot_check_keep_no_other_fleet_out_of_redis(stage):
+    stage.register(model="zimg", server="gpu1", capacity=5)
+    stage.register(model="flux", server="gpu2", capacity=5)
+    stage.redis.set(stage.dispatcher.queues.scripts.keys.fleet_key("zimg", "lanes"), "not a hash")
+    stage.submit("zimg")
+    job_id = stage.submit("flux")
+    assert [offer.job_id for offer in stage.told.offers] == [job_id]
+
+
 def test_the_deadlines_of_like_jobs_cost_one_question(stage):
     stage.register()
     stage.submit()
@@ -550,9 +559,9 @@ def test_who_cancels_or_retries_a_job_is_noted_once(stage):
         stage.settle(task, OutcomeKind.DONE)
         waiting = stage.submit(delay_s=60)
         stage.dispatcher.cancel(waiting)
-        for refused in (stage.dispatcher.cancel, stage.dispatcher.revive):
-            with pytest.raises(Conflict):
-                refused(waiting)
+        stage.dispatcher.cancel(waiting)
+        with pytest.raises(Conflict):
+            stage.dispatcher.revive(waiting)
     done = [it for it in audit.find_entries(stage.store.database, audit.AuditFilter()) if it.job_id]
     assert [(it.act, it.job_id, it.actor) for it in done] == [
         ("job.cancel", waiting, "eve"),
@@ -610,7 +619,15 @@ def _is_unavailable() -> None:
     raise DatabaseUnavailable("the answer was lost")
 
 
-@pytest.mark.parametrize("state", sorted(FINAL_STATES))
+def test_a_canceled_job_may_be_canceled_again_by_a_client_that_got_no_answer(stage):
+    stage.register(1)
+    job_id = _ended(stage, State.CANCELED)
+    before = row_of(stage.database, job_id), stage.store.list_events(job_id)
+    assert stage.dispatcher.cancel(job_id) is State.CANCELED
+    assert (row_of(stage.database, job_id), stage.store.list_events(job_id)) == before
+
+
+@pytest.mark.parametrize("state", sorted(FINAL_STATES - {State.CANCELED}))
 def test_an_ended_job_cannot_be_canceled(stage, state):
     stage.register(1, max_retries=0)
     job_id = _ended(stage, state)

@@ -40,6 +40,8 @@ class Clock:
     def __init__(self) -> None:
         self.steps: Sequence[Step] = ()
         """The steps that the database knows, the last one first."""
+        self.offset_ms: int | None = None
+        """The stored offset that this clock uses, ms ahead of the monotonic clock; None: there is none."""
         # (round trip s, ms ahead of the monotonic clock)
         self._measured: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._ahead_ms: float | None = None
@@ -50,6 +52,20 @@ class Clock:
         if self._ahead_ms is None:
             return time.time_ns() // 1_000_000
         return round(time.monotonic() * 1000 + self._ahead_ms)
+
+    def steady_ms(self) -> int:
+        """Return a time that no step changes, in ms since some moment: for intervals that a process measures."""
+        return self.now_ms() - (self.offset_ms or 0)
+
+    def moved_since(self, offset_ms: int | None) -> int:
+        """Return by how much this clock was set since its `offset_ms` was this one."""
+        return 0 if offset_ms is None or self.offset_ms is None else self.offset_ms - offset_ms
+
+    def use_offset(self, offset_ms: int) -> None:
+        """Go by a stored offset."""
+        now_s = time.monotonic()
+        self.offset_ms = offset_ms
+        self.adjust(offset_ms + now_s * 1000, now_s, now_s)
 
     def ago_ms(self, duration_ms: int, now_ms: int) -> int:
         """Return what the clock showed `duration_ms` before `now_ms`: what is older has an earlier time.

@@ -114,7 +114,7 @@ def _reason_of(run: Run, outcome: Outcome, config: ModelConfig, now_ms: int, can
             return Reason.FINISHED
         case OutcomeKind.FAILED:
             return Reason.INVALID_REQUEST
-        case _ if run.deadline_ms is not None and now_ms >= run.deadline_ms:  # No time is left to try again.
+        case _ if run.is_overdue(now_ms):  # No time is left to try again.
             return Reason.DEADLINE_PASSED
         case OutcomeKind.CANCELED if canceling:
             return Reason.CANCEL_REQUESTED

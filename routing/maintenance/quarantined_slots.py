@@ -18,7 +18,7 @@ from routing.maintenance.pass_state import ReportState
 from routing.maintenance.server_report import ExpectedRun, ServerReport
 from routing.queue.fleets import isolate_errors
 from routing.queue.leases import QUARANTINE_OWNER, Lease, LeasedJob, parse_quarantine_id, quarantine_lease
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
@@ -161,7 +161,7 @@ def _shorten(dispatcher: Dispatcher, rows: Sequence[QuarantinedSlot]) -> None:
 
 def _is_confirmed_running(state: ReportState, row: QuarantinedSlot) -> bool:
     confirmed_ms = state.confirmed_running.get((row.job_id, row.attempt))
-    return confirmed_ms is not None and now_ms() - confirmed_ms < _CONFIRMED_WITHIN_MS
+    return confirmed_ms is not None and clock.steady_ms() - confirmed_ms < _CONFIRMED_WITHIN_MS
 
 
 def _process_ended_ms(state: ReportState, server: str, report: ServerReport) -> int | None:

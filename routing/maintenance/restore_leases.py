@@ -10,7 +10,7 @@ from routing.dispatch.run_steps import blocking_steps, run_blocking
 from routing.maintenance.pass_state import ReaperState
 from routing.queue.fleets import isolate_errors
 from routing.queue.leases import Lease, LeasedJob
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock
 from slotkeeper.jobs.states import State
 
 log = structlog.get_logger(__name__)
@@ -67,7 +67,7 @@ class MissingLeases:
         longer, so that the job of a worker that has died runs again soon.  may_reap: False while living workers could
         not renew; then it lasts as long as any lease.
         """
-        now, since, settings = now_ms(), self._state.missing, self._dispatcher.settings
+        now, since, settings = clock.steady_ms(), self._state.missing, self._dispatcher.settings
         missing = _without_lease(self._dispatcher, _stored_leases(self._dispatcher))
         since = {run.lease: since.get(run.lease, now) for runs in missing.values() for run in runs}
         self._state.missing = since

@@ -11,7 +11,7 @@ from routing.maintenance.pass_state import ReportState
 from routing.maintenance.reaper import end_unknown_run
 from routing.maintenance.server_report import ExpectedRun, ServerReport
 from routing.queue.fleets import isolate_errors
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
@@ -97,7 +97,7 @@ class ServerChecks:
 
     def note_running(self, row: QuarantinedSlot) -> None:
         """Note that a server has confirmed that the run of a quarantined slot continues."""
-        now, confirmed = now_ms(), self.state.confirmed_running
+        now, confirmed = clock.steady_ms(), self.state.confirmed_running
         for run, confirmed_ms in list(confirmed.items()):  # A copy: several threads ask servers.
             if now - confirmed_ms > _ANSWERED_WITHIN_MS:
                 confirmed.pop(run, None)
@@ -125,7 +125,7 @@ class ServerChecks:
     def _stale_runs(self, server: str, jobs: Sequence[Job], report: ServerReport) -> list[Job]:
         """Return runs that their server does not have, and that it cannot just have ended."""
         missing = set(server_report.compare_runs(_expected_runs(jobs, report), report).stale)
-        now, since = now_ms(), self.state.unlisted.get(server, {})
+        now, since = clock.steady_ms(), self.state.unlisted.get(server, {})
         unlisted = {
             _run(job): since.get(_run(job), now) for job in jobs if job.id in missing and job.remote_id is not None
         }

@@ -20,13 +20,16 @@ has a time limit (config.DatabaseTimeouts).
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
+from slotkeeper.clock import clock
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db import commit_outcome, time_limits
+from slotkeeper.db.clock_offset import OffsetCheck
 from slotkeeper.db.commit_outcome import CommitOutcome, TransactionMark, WitnessRow
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
 from slotkeeper.db.driver_errors import (
@@ -80,7 +83,8 @@ class Transaction:
         return TransactionMark(number, witness)
 
 
-class Write(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Write(Generic[T]):
     """A unit of work, which is committed alone or together with others.
 
     unit: may run again if another unit fails in the shared transaction, so it must have no effect outside of its
@@ -90,11 +94,17 @@ class Write(NamedTuple, Generic[T]):
     process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
     group is durable.
     size: characters that are written, if many.
+    clock_offset_ms: by which its times were taken; see slotkeeper/db/clock_offset.py.
     """
 
     unit: Callable[[Transaction], T | SlotkeeperError]
     durable: bool = True
     size: int = 0
+    clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms)
+
+    def run(self, transaction: "Transaction", check: OffsetCheck) -> T | SlotkeeperError:
+        """Run the unit, unless the clock was set since its times were taken."""
+        return check.refuse(self.clock_offset_ms) or self.unit(transaction)
 
 
 class _Entry(Generic[T]):
@@ -201,8 +211,13 @@ class GroupCommit:
 
     def _commit_at_once(self, writes: Sequence[Write[Any]]) -> list[Any] | None:
         results: list[Any] = []
+
+        def run_units(transaction: Transaction) -> None:
+            check = OffsetCheck(transaction.connection)
+            results.extend(write.run(transaction, check) for write in writes)
+
         try:
-            self._transact(lambda tx: results.extend(write.unit(tx) for write in writes), time.monotonic())
+            self._transact(run_units, time.monotonic())
         except _CommitLost as lost:
             if lost.interrupt is not None:
                 raise lost.interrupt from lost
@@ -303,9 +318,9 @@ class GroupCommit:
 
         def run_units(transaction: Transaction) -> None:
             nonlocal results
-            results = []
+            results, check = [], OffsetCheck(transaction.connection)
             for entry in group:
-                results.append(entry.write.unit(transaction))
+                results.append(entry.write.run(transaction, check))
             interrupted = commit_unknown("the commit was interrupted")
             for entry in group:  # In force from here to the answer, also if Ctrl-C interrupts the leader.
                 entry.fail(interrupted)

@@ -14,17 +14,16 @@ from sqlalchemy import Connection, delete, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from slotkeeper.clock import MAX_SKEW_MS, Step, clock
+from slotkeeper.db import clock_offset
 from slotkeeper.db.database import Database
 from slotkeeper.db.group_commit import Transaction
 from slotkeeper.db.moved_times import move_times
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.process import read_boot_id
 
 log = structlog.get_logger(__name__)
 
 _FOLLOW_AFTER_S = 60.0
-_PREFIX = "clock:"
 _STEP_PREFIX = "clock_step:"  # What follows is the time after the step; the value is by how much it was set.
 _POSTGRESQL_MS = select(func.extract("epoch", func.clock_timestamp()) * 1000)
 
@@ -35,8 +34,7 @@ class ClockSynchronizer:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._is_postgresql = database.engine.dialect.name == "postgresql"
-        # Counter with the time minus the monotonic clock, in ms.  Monotonic clocks of two boots cannot be compared.
-        self._counter = f"{_PREFIX}{read_boot_id()}"
+        self._counter = clock_offset.counter_name()
         self._differs_since: float | None = None
 
     def synchronize(self, connection: Connection) -> None:
@@ -45,7 +43,7 @@ class ClockSynchronizer:
             asked_s = time.monotonic()
             at_ms = float(connection.execute(_POSTGRESQL_MS).scalar_one())
             clock.adjust(at_ms, asked_s, time.monotonic())
-        elif self._counter != _PREFIX:  # Without a boot id, each process uses the time of day.
+        elif self._counter != clock_offset.PREFIX:  # Without a boot id, each process uses the time of day.
             is_step = counters.c.name.between(_STEP_PREFIX, f"{_STEP_PREFIX}~")
             query = select(counters.c.name, counters.c.value).where(or_(counters.c.name == self._counter, is_step))
             found = {row.name: row.value for row in connection.execute(query)}
@@ -60,7 +58,7 @@ class ClockSynchronizer:
         if offset_ms is None:
             self._store(own_ms)
             return
-        clock.adjust(offset_ms + now_s * 1000, now_s, now_s)
+        clock.use_offset(offset_ms)
         if abs(own_ms - offset_ms) <= MAX_SKEW_MS:
             self._differs_since = None
         elif self._differs_since is None:
@@ -72,7 +70,10 @@ class ClockSynchronizer:
         """Store the offset, unless another process has done so, and delete those of earlier boots."""
 
         def unit(tx: Transaction) -> None:
-            others = counters.c.name.between(_PREFIX, f"{_PREFIX}~"), counters.c.name != self._counter
+            others = (
+                counters.c.name.between(clock_offset.PREFIX, f"{clock_offset.PREFIX}~"),
+                counters.c.name != self._counter,
+            )
             tx.connection.execute(delete(counters).where(*others))
             row = insert(counters).values(name=self._counter, value=offset_ms)
             tx.connection.execute(row.on_conflict_do_nothing())

@@ -8,6 +8,7 @@ from typing import Any
 
 import uuid_utils
 
+from slotkeeper.clock import clock
 from slotkeeper.jobs.states import Reason, State
 
 PRIORITY_MOST_URGENT, PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT = 1, 5, 9
@@ -145,6 +146,12 @@ class Run:
     traceparent: str | None = None
     sent_to: str | None = None  # its server's address when it began; None: unknown
     last_error: JobError | None = None  # of the run before; None: this is the first, or the job was revived
+    clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms, compare=False)  # of its times
+
+    def is_overdue(self, now_ms: int) -> bool:
+        """Return whether its deadline has passed; of a run under which the clock was set, the database knows."""
+        is_known = self.deadline_ms is not None and not clock.moved_since(self.clock_offset_ms)
+        return is_known and self.deadline_ms is not None and now_ms >= self.deadline_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.maintenance.server_report import MIN_AGE_MS
 from routing.queries.trace_spans import ATTEMPT
 from slotkeeper import json_text
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
@@ -262,7 +262,8 @@ class ServerCall:
         is_known: whether its health shows the run; None: it does not tell.
         """
         sent_ms = self._run.started_ms if earlier is None else earlier.sent_ms
-        left_s = sent_ms / 1000 + self._config.max_poll_time - now_ms() / 1000
+        moved_ms = clock.moved_since(self._run.clock_offset_ms)
+        left_s = (sent_ms + moved_ms - now_ms()) / 1000 + self._config.max_poll_time
         latest = f", or in {max(left_s, 0):.0f} s" if is_known is None else ""
         self._watch.awaits = (
             f"{_AWAITS_EARLIER_REQUEST}{latest}. If the server certainly does not run it any more: "
@@ -434,7 +435,7 @@ class ServerCall:
 
     @property
     def _is_overdue(self) -> bool:
-        return self._run.deadline_ms is not None and now_ms() >= self._run.deadline_ms
+        return self._run.is_overdue(now_ms())
 
     async def _check(self, session: ServerSession) -> Outcome:
         if session.description.mode == "callback":

@@ -149,4 +149,14 @@ MUTANTS = [
         kills=["test_after_a_step_back_no_new_job_is_deleted_early"],
         breaks="retention",
     ),
+    Mutant(
+        "a write by a clock that was set since is stored",
+        "slotkeeper.db.group_commit:Write.run",
+        swap("check.refuse(self.clock_offset_ms) or self.unit(transaction)", "self.unit(transaction)"),
+        kills=[
+            "test_a_process_that_has_not_heard_of_the_step_stores_nothing_by_its_old_clock",
+            "test_a_write_that_waited_while_the_clock_was_set_is_refused",
+        ],
+        breaks="deadlines",
+    ),
 ]

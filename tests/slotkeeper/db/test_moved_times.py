@@ -11,12 +11,13 @@ import slotkeeper.outbox.tables
 import slotkeeper.registry.tables  # noqa: F401  All tables are in one MetaData.
 from migrations import migrate
 from slotkeeper.clock import clock
-from slotkeeper.db import Database, shared_clock
+from slotkeeper.db import Database, clock_offset, shared_clock
 from slotkeeper.db.moved_times import MOVED_TIMES
 from slotkeeper.db.schema import metadata
+from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.values import Job
+from slotkeeper.jobs.values import Job, Quarantine
 from slotkeeper.outbox import retention
 from slotkeeper.registry.catalog import Catalog
 from tests.support.builders import a_job, a_start
@@ -73,7 +74,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         monkeypatch.setattr(
             shared_clock.time, "time_ns", lambda: (START_MS + round(found.steady_s * 1000) + found.set_by_ms) * 10**6
         )
-        monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "a-boot")
+        monkeypatch.setattr(clock_offset, "read_boot_id", lambda: "a-boot")
         found.catalog = Catalog(database)
         found.later(0)
         found.later(0)
@@ -149,6 +150,47 @@ def test_after_a_step_back_no_new_job_is_deleted_early(machine: Machine) -> None
     machine.later(HOUR + SECOND)
     assert delete_older_than(machine, HOUR) == 1
     assert machine.store.get(new) is None and machine.store.get(old) is not None
+
+
+@pytest.mark.parametrize("by_ms", [2 * HOUR, -2 * HOUR])
+def test_a_process_that_has_not_heard_of_the_step_stores_nothing_by_its_old_clock(machine: Machine, by_ms: int) -> None:
+    """Times that it has taken would be wrong by the step: its jobs would wait for hours, or end at once."""
+    job_id = machine.submit(deadline_ms=clock.now_ms() + 600 * SECOND)
+    old_ms, old_steps = clock.offset_ms, clock.steps
+    assert old_ms is not None
+    machine.set_clock(by_ms)
+    clock.steps = old_steps
+    clock.use_offset(old_ms)
+    begun, expire = clock.now_ms(), machine.store.expire_overdue
+    with pytest.raises(DatabaseUnavailable, match="The clock was set"):
+        if not expire(clock.now_ms(), 10, Quarantine("deadline_passed", clock.now_ms())):
+            machine.submit(deadline_ms=clock.now_ms() + SECOND)
+    assert machine.job(job_id).state is State.QUEUED
+    assert clock.now_ms() == begun + by_ms, "it goes by the new clock from here on"
+    assert expire(clock.now_ms(), 10, Quarantine("deadline_passed", clock.now_ms())) == []
+
+
+def test_a_write_that_waited_while_the_clock_was_set_is_refused(machine: Machine) -> None:
+    write = machine.store.submit_write([a_job()], clock.now_ms())
+    machine.set_clock(2 * HOUR)
+    with pytest.raises(DatabaseUnavailable, match="The clock was set"):
+        machine.database.commit(write)
+    assert machine.submit()
+
+
+def test_a_run_does_not_take_its_old_deadline_for_overdue(machine: Machine) -> None:
+    machine.submit(deadline_ms=clock.now_ms() + 600 * SECOND)
+    (job,) = machine.store.list_queued()
+    run = a_start(machine.store, job.id, now_ms=clock.now_ms())
+    machine.set_clock(2 * HOUR)
+    assert not run.is_overdue(clock.now_ms())
+    assert clock.moved_since(run.clock_offset_ms) == 2 * HOUR
+
+
+def test_an_interval_that_a_process_measures_has_no_step_in_it(machine: Machine) -> None:
+    before = clock.steady_ms()
+    machine.set_clock(-10 * YEAR)
+    assert clock.steady_ms() - before == 61 * SECOND
 
 
 @pytest.mark.parametrize("by_ms", [2 * HOUR, 10 * YEAR])

@@ -8,7 +8,7 @@ import pytest
 
 from migrations import migrate
 from slotkeeper.clock import Clock
-from slotkeeper.db import Database, shared_clock
+from slotkeeper.db import Database, clock_offset, shared_clock
 from slotkeeper.registry.catalog import Catalog
 
 START_MS = 1_800_000_000_000
@@ -56,7 +56,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         monkeypatch.setattr(
             shared_clock.time, "time_ns", lambda: (found.right_ms() + found.acts.wrong_by_ms) * 1_000_000
         )
-        monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "a-boot")
+        monkeypatch.setattr(clock_offset, "read_boot_id", lambda: "a-boot")
         monkeypatch.setattr(shared_clock.clock, "adjust", lambda *heard: found.acts.clock.adjust(*heard))
         yield found
 
@@ -104,7 +104,7 @@ def test_between_two_runs_of_the_machine_nothing_is_carried_over(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _two(machine)
-    monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "another-boot")
+    monkeypatch.setattr(clock_offset, "read_boot_id", lambda: "another-boot")
     machine.steady_s, machine.set_by_ms = 5.0, 7_000_000
     late = Process(machine).hears().hears()
     assert late.now_ms() == machine.right_ms()
@@ -116,7 +116,7 @@ def test_between_two_runs_of_the_machine_nothing_is_carried_over(
 def test_a_machine_that_does_not_name_its_runs_goes_by_its_time_of_day(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_clock, "read_boot_id", lambda: "")
+    monkeypatch.setattr(clock_offset, "read_boot_id", lambda: "")
     one, _ = _two(machine)
     machine.set_by_ms = 3_600_000
     assert one.hears().now_ms() == machine.right_ms()

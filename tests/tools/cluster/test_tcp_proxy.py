@@ -87,6 +87,15 @@ def test_a_door_can_lead_elsewhere(proxy: Proxy, door: ProxyPort, listener: List
     other.close()
 
 
+def test_who_is_connected_may_stay_with_the_old_server(door: ProxyPort, listener: Listener) -> None:
+    other = Listener()
+    talk = listener.reached_by(door.port)
+    door.redirect(other.address, keeps_connections=True)
+    assert talk.says(b"still") == b"still"
+    assert other.reached_by(door.port).says(b"hello") == b"hello"
+    other.close()
+
+
 def test_a_door_to_nowhere_resets_who_comes(proxy: Proxy, listener: Listener) -> None:
     door = proxy.open("nowhere", listener.address)
     listener.close()

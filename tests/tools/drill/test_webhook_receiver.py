@@ -15,3 +15,21 @@ def test_a_receiver_notes_what_it_is_told(proxy: Proxy) -> None:
         )
         assert answer.status_code == 204
         assert [(it.id, it.job_id, it.status) for it in receiver.deliveries] == [("w", "j", "completed")]
+
+
+def test_a_share_of_the_messages_is_refused_each_time_it_comes_until_that_ends() -> None:
+    names = [f"w{n}" for n in range(200)]
+    with Receiver() as receiver, requests.Session() as session:
+
+        def send(name: str) -> int:
+            body, head = {"job_id": "j", "status": "completed"}, {"webhook-id": name}
+            return session.post(f"http://127.0.0.1:{receiver.port}/7", json=body, headers=head, timeout=5).status_code
+
+        receiver.refuse(0.2)
+        first = {name: send(name) for name in names}
+        refused = [name for name, status in first.items() if status == 500]
+        assert 20 <= len(refused) <= 60
+        assert {send(name) for name in refused} == {500}
+        receiver.refuse(0.0)
+        assert {send(name) for name in refused} == {204}
+        assert sorted(one.id for one in receiver.deliveries) == sorted(names)

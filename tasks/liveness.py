@@ -26,7 +26,6 @@ from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
-from slotkeeper.state_folder import make_private_folder
 from tasks import process_files
 from tasks.beat import PERIODS_S
 from tasks.security.keyring import fingerprints
@@ -79,8 +78,7 @@ class ProcessReport:
         """Once."""
         with suppress(OSError, SlotkeeperError):
             if self._file is not None:
-                make_private_folder(self._file.parent)  # Whoever left last has taken it away.
-                self._file.touch(mode=0o600)
+                process_files.touch(self._file)
         try:
             dropped = {"log_lines_dropped": logs.count_dropped_lines()}
             self._processes.report(self.name, self._constant_facts | dropped | self._facts())

@@ -5,15 +5,18 @@ They lie in the state folder, or without one in the system's folder for what is 
 
 import hashlib
 import os
+import re
 import socket
+import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from slotkeeper.config import StorageSettings
-from slotkeeper.state_folder import is_state_folder
+from slotkeeper.state_folder import is_state_folder, make_private_folder
 
+_NAME = re.compile(r"[a-z]+\.\S+\.[0-9]+")
 STALE_S = 20.0
 """A file that was not touched for so long is that of a process which does not turn any more."""
 
@@ -24,11 +27,18 @@ def own_file(role: str) -> Path:
     return (private if is_state_folder(private.parent) else shared) / _name(role, os.getpid())
 
 
+def touch(file: Path) -> None:
+    """Say that this process turns.  Raises OSError, StateFolderNotPrivate: the folder is not ours."""
+    make_private_folder(file.parent)  # Whoever left last has taken it away.
+    if _is_own_folder(file.parent):
+        file.touch(mode=0o600)
+
+
 def live_pids(role: str) -> list[int]:
     """The process numbers of this role, on this host, that turn."""
     oldest = time.time() - STALE_S
     found = []
-    for folder in _folders():
+    for folder in filter(_is_own_folder, _folders()):
         for file in folder.glob(_name(role, "*")):
             with suppress(OSError, ValueError):
                 if file.stat().st_mtime > oldest:
@@ -41,22 +51,32 @@ def remove_stale(role: str, pid: int) -> None:
 
     Times are not compared: clocks are set, most of all when a machine starts.
     """
-    for folder in _folders():
+    for folder in filter(_is_own_folder, _folders()):
         with suppress(OSError):
             (folder / _name(role, pid)).unlink()
 
 
 def has_started(role: str, pid: int) -> bool:
     """Whether this process has come to its work."""
-    return any((folder / _name(role, pid)).exists() for folder in _folders())
+    return any((folder / _name(role, pid)).exists() for folder in filter(_is_own_folder, _folders()))
 
 
 def remove_old(folder: Path) -> None:
-    """Take away what processes left that were killed."""
-    for file in folder.glob("*"):
+    """Take away what processes left that were killed: files of their names, in a folder of ours."""
+    if not _is_own_folder(folder):
+        return
+    for file in folder.glob("*.*"):
         with suppress(OSError):
-            if file.stat().st_mtime < time.time() - STALE_S:
+            if _NAME.fullmatch(file.name) and file.stat().st_mtime < time.time() - STALE_S:
                 file.unlink()
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Whether it is a folder of this user.  In the system's folder anybody may put a link, or a folder, of its name."""
+    with suppress(OSError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 def _name(role: str, pid: int | str) -> str:

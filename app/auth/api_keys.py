@@ -37,10 +37,11 @@ class Owner:
 class KeyCache:
     """Knows all keys, which are read every few seconds, and where a request shows one that is new here."""
 
-    def __init__(self, keys: Tenants | None, visits: SessionKeys) -> None:
-        """`keys`: None where requests need none.  `visits`: those to the page."""
+    def __init__(self, keys: Tenants | None, visits: SessionKeys, metrics_key: str = "") -> None:
+        """`keys`: None where requests need none.  `visits`: those to the page.  `metrics_key`: of no tenant, or ""."""
         self._keys, self._visits = keys, visits
-        self._owners: Mapping[str, Owner] = {}  # by hash of their key
+        self._own = {hash_key(metrics_key): Owner("metrics key", OwnerKind.OPERATOR)} if metrics_key else {}
+        self._owners: Mapping[str, Owner] = self._own  # by hash of their key
         self._read_at = self._next_at = 0.0
         self._lock = asyncio.Lock()
 
@@ -78,7 +79,7 @@ class KeyCache:
         """A database that does not answer leaves what is known."""
         with suppress(SlotkeeperError):
             self._visits.read()
-            self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()}
+            self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()} | self._own
 
     def _shown(self, environ: Mapping[str, Any]) -> str:
         """Return the hash of the key that is shown, or "" where none is."""

@@ -43,7 +43,9 @@ def main() -> NoReturn:
     living = liveness.start_reporting("web", services.processes())
     record = services.database()
     owners = KeyCache(
-        Tenants(record) if settings.require_keys else None, SessionKeys(settings.port, RevokedSessions(record))
+        Tenants(record) if settings.require_keys else None,
+        SessionKeys(settings.port, RevokedSessions(record)),
+        settings.metrics_key,
     )
     watching = ProgressFollower(services.scripts())
     web = WebApplication(flask, settings, owners, _most_connections(settings.max_connections), record, watching)

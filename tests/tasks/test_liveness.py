@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -119,6 +120,28 @@ def test_a_process_that_turns_no_more_does_not_live(api: Api) -> None:
     assert liveness.liveness_problem("beat")
     process_files.remove_old(one._file.parent)
     assert not one._file.exists()
+
+
+def test_a_link_of_the_folders_name_is_neither_emptied_nor_written_to_nor_believed(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the system's folder anybody may put one, which leads to a folder of this user."""
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    mine.mkdir(mode=0o700)
+    link.symlink_to(mine)
+    names = {f"web.{socket.gethostname()}.{os.getpid()}", "thesis.txt", f"web.{socket.gethostname()}.1"}
+    for name in names:
+        (mine / name).touch()
+        os.utime(mine / name, (0, 0))
+    monkeypatch.setattr(process_files, "_folders", lambda: (link, link))
+    one = ProcessReport("web", services.processes(), dict)
+    one.start_reporting()
+    one.report()
+    assert {file.name for file in mine.iterdir()} == names
+    assert not process_files.has_started("web", os.getpid()) and process_files.live_pids("web") == []
+    process_files.remove_old(mine)
+    assert {file.name for file in mine.iterdir()} == {"thesis.txt"}, "of a folder of ours, what has such a name"
+    one.end()
 
 
 def test_a_process_has_begun_when_it_has_shown_so(api: Api) -> None:

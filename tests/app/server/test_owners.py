@@ -65,6 +65,14 @@ def test_the_database_says_whose_key_it_is(database, key, expected):
     assert with_key(KeyCache(database, Visits()), key) == expected
 
 
+def test_the_key_of_metrics_is_known_and_reads_no_tenants(database):
+    asked = KeyCache(database, Visits(), "scraper")
+    assert with_key(asked, "scraper") == Owner("metrics key", OwnerKind.OPERATOR)
+    assert database.readings == 0
+    assert with_key(asked, "sk_a").name == "alice" and with_key(asked, "scraper").kind is OwnerKind.OPERATOR
+    assert with_key(KeyCache(database, Visits()), "") == STRANGER
+
+
 def test_a_known_key_is_not_looked_up_and_a_new_one_is(database):
     asked = KeyCache(database, Visits())
     for _ in range(9):

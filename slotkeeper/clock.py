@@ -5,9 +5,11 @@ processes use PostgreSQL's clock.  A process measures it when it reads the catal
 slotkeeper/db/shared_clock.py has the clock of an SQLite database, which is on one machine.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import structlog
@@ -42,6 +44,7 @@ class Clock:
         """The steps that the database knows, the last one first."""
         self.offset_ms: int | None = None
         """The stored offset that this clock uses, ms ahead of the monotonic clock; None: there is none."""
+        self._pinned = threading.local()
         # (round trip s, ms ahead of the monotonic clock)
         self._measured: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._ahead_ms: float | None = None
@@ -60,6 +63,24 @@ class Clock:
     def moved_since(self, offset_ms: int | None) -> int:
         """Return by how much this clock was set since its `offset_ms` was this one."""
         return 0 if offset_ms is None or self.offset_ms is None else self.offset_ms - offset_ms
+
+    @contextmanager
+    def pin_offset(self) -> Iterator[None]:
+        """Let all that this thread writes name the present offset.
+
+        It compares stored times with the time again and again: if the clock is set meanwhile, some of them are compared
+        with the other time, and nothing may come of that.
+        """
+        self._pinned.offset_ms = self.offset_ms
+        try:
+            yield
+        finally:
+            del self._pinned.offset_ms
+
+    def get_offset_of_writes(self) -> int | None:
+        """Return the offset by which the times of a write that is made now were taken."""
+        found: int | None = getattr(self._pinned, "offset_ms", self.offset_ms)
+        return found
 
     def use_offset(self, offset_ms: int) -> None:
         """Go by a stored offset."""

@@ -97,7 +97,8 @@ class PeriodicTask:
             return
         try:
             self._started_s = time.monotonic()
-            self._function()
+            with clock.pin_offset():
+                self._function()
             task_run_recorder().note(self._name, time.monotonic() - self._started_s)
         finally:
             self._running.release()

@@ -8,7 +8,9 @@ silence       the server does not say: nothing is freed
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from slotkeeper.clock import clock
 
 MIN_AGE_MS = 5_000
 """A lease that is younger may precede the server's own count of the job."""
@@ -29,6 +31,7 @@ class ServerReport:
     connection_refused: bool = False  # no process listens at its address: the one that ran there has ended
     process_started: str | None = None  # another value than before means another process
     is_idle: bool = False  # it has a free place; a server with one slot runs nothing
+    clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms, compare=False)  # of `asked_ms`
 
     @property
     def shows_runs(self) -> bool:
@@ -47,7 +50,7 @@ class ExpectedRun:
 
 def report_time_ms(report: ServerReport, now_ms: int) -> int:
     """Return when the server was asked; now, if that is unknown."""
-    return now_ms if report.asked_ms is None else report.asked_ms
+    return now_ms if report.asked_ms is None else report.asked_ms + clock.moved_since(report.clock_offset_ms)
 
 
 def run_names(job_id: str, attempt: int, remote_id: str | None) -> frozenset[str]:

@@ -100,7 +100,7 @@ class Write(Generic[T]):
     unit: Callable[[Transaction], T | SlotkeeperError]
     durable: bool = True
     size: int = 0
-    clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms)
+    clock_offset_ms: int | None = field(default_factory=lambda: clock.get_offset_of_writes())
 
     def run(self, transaction: "Transaction", check: OffsetCheck) -> T | SlotkeeperError:
         """Run the unit, unless the clock was set since its times were taken."""

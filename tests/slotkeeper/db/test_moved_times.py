@@ -10,6 +10,7 @@ from sqlalchemy import BigInteger
 import slotkeeper.outbox.tables
 import slotkeeper.registry.tables  # noqa: F401  All tables are in one MetaData.
 from migrations import migrate
+from routing.maintenance.server_report import ServerReport, report_time_ms
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, clock_offset, shared_clock
 from slotkeeper.db.moved_times import MOVED_TIMES
@@ -176,6 +177,22 @@ def test_a_write_that_waited_while_the_clock_was_set_is_refused(machine: Machine
     with pytest.raises(DatabaseUnavailable, match="The clock was set"):
         machine.database.commit(write)
     assert machine.submit()
+
+
+def test_a_pass_under_which_the_clock_is_set_stores_nothing_more(machine: Machine) -> None:
+    """It has compared some stored times with the old time and some with the new."""
+    with clock.pin_offset():
+        machine.submit()
+        machine.set_clock(2 * HOUR)
+        with pytest.raises(DatabaseUnavailable, match="The clock was set"):
+            machine.submit()
+    assert machine.submit()
+
+
+def test_a_report_keeps_its_age_when_the_clock_is_set(machine: Machine) -> None:
+    report = ServerReport(up=True, asked_ms=clock.now_ms())
+    machine.set_clock(-2 * HOUR)
+    assert clock.now_ms() - report_time_ms(report, clock.now_ms()) == 61 * SECOND
 
 
 def test_a_run_does_not_take_its_old_deadline_for_overdue(machine: Machine) -> None:

@@ -10,6 +10,7 @@ from celery import beat as celerys
 from celery.worker import state
 
 from routing.maintenance import task_runs
+from slotkeeper.clock import clock
 from tasks import beat, maintenance
 from tasks.beat import PERIODS_S, AlignedSchedule
 from tasks.celery_app import celery
@@ -138,6 +139,20 @@ def test_the_error_of_one_task_is_no_others(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(maintenance._periodic, name, maintenance.PeriodicTask(name, act))
     maintenance.run(["fails", "of another release", "goes on"])
     assert done == ["goes on"]
+
+
+def test_a_task_under_which_the_clock_is_set_writes_by_the_offset_of_its_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets: list[int | None] = []
+
+    def act() -> None:
+        clock.offset_ms = 7_200_000
+        offsets.append(clock.get_offset_of_writes())
+
+    monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
+    monkeypatch.setitem(PERIODS_S, "checks", 60.0)
+    clock.offset_ms = 0
+    maintenance.PeriodicTask("checks", act)()
+    assert offsets == [0] and clock.get_offset_of_writes() == 7_200_000
 
 
 def test_a_task_that_lasts_is_passed_over_and_holds_up_only_those_of_its_own_message(

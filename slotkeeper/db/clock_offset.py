@@ -4,15 +4,17 @@ A write brings times along that were taken by the offset of that moment.  If ano
 since, these times are wrong by the step, and the stored times have moved: such a write is refused.
 """
 
-from sqlalchemy import Connection, bindparam, select
+from sqlalchemy import Connection, bindparam, or_, select
 
-from slotkeeper.clock import MAX_SKEW_MS, clock
+from slotkeeper.clock import MAX_SKEW_MS, Step, clock
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.process import read_boot_id
 
 PREFIX = "clock:"
+STEP_PREFIX = "clock_step:"
+"""What follows is the time after the step, ms; the value is by how much the clock was set."""
 _VALUE = CompiledStatement(select(counters.c.value).where(counters.c.name == bindparam("p_name")))
 
 
@@ -22,6 +24,20 @@ def counter_name() -> str:
     PREFIX alone: the machine does not say which boot this is.
     """
     return f"{PREFIX}{read_boot_id()}"
+
+
+def adopt(connection: Connection) -> int | None:
+    """Let the process's clock go by the stored offset and steps, and return the offset; None: there is none."""
+    name = counter_name()
+    is_step = counters.c.name.between(STEP_PREFIX, f"{STEP_PREFIX}~")
+    query = select(counters.c.name, counters.c.value).where(or_(counters.c.name == name, is_step))
+    found = {row.name: row.value for row in connection.execute(query)}
+    offset_ms = found.pop(name, None)
+    steps = [Step(int(step.removeprefix(STEP_PREFIX)), by_ms) for step, by_ms in found.items()]
+    clock.steps = sorted(steps, reverse=True)
+    if offset_ms is not None:
+        clock.use_offset(offset_ms)
+    return offset_ms
 
 
 class OffsetCheck:
@@ -41,5 +57,5 @@ class OffsetCheck:
             self._is_read = True
         if self._stored_ms is None or abs(self._stored_ms - used_ms) <= MAX_SKEW_MS:
             return None
-        clock.use_offset(self._stored_ms)
+        adopt(self._connection)
         return DatabaseUnavailable("The clock was set at this moment, and nothing was stored; try again.")

@@ -10,10 +10,10 @@ import time
 from contextlib import suppress
 
 import structlog
-from sqlalchemy import Connection, delete, func, or_, select, update
+from sqlalchemy import Connection, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from slotkeeper.clock import MAX_SKEW_MS, Step, clock
+from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.db import clock_offset
 from slotkeeper.db.database import Database
 from slotkeeper.db.group_commit import Transaction
@@ -24,7 +24,6 @@ from slotkeeper.errors import DatabaseUnavailable
 log = structlog.get_logger(__name__)
 
 _FOLLOW_AFTER_S = 60.0
-_STEP_PREFIX = "clock_step:"  # What follows is the time after the step; the value is by how much it was set.
 _POSTGRESQL_MS = select(func.extract("epoch", func.clock_timestamp()) * 1000)
 
 
@@ -44,21 +43,15 @@ class ClockSynchronizer:
             at_ms = float(connection.execute(_POSTGRESQL_MS).scalar_one())
             clock.adjust(at_ms, asked_s, time.monotonic())
         elif self._counter != clock_offset.PREFIX:  # Without a boot id, each process uses the time of day.
-            is_step = counters.c.name.between(_STEP_PREFIX, f"{_STEP_PREFIX}~")
-            query = select(counters.c.name, counters.c.value).where(or_(counters.c.name == self._counter, is_step))
-            found = {row.name: row.value for row in connection.execute(query)}
-            offset_ms = found.pop(self._counter, None)
-            clock.steps = sorted((_step_from_row(name, by_ms) for name, by_ms in found.items()), reverse=True)
-            self._use_offset(offset_ms)
+            self._compare(clock_offset.adopt(connection))
 
-    def _use_offset(self, offset_ms: int | None) -> None:
-        """Use the stored offset; store the present one if there is none, or if the time of day differs for long."""
+    def _compare(self, offset_ms: int | None) -> None:
+        """Store the present offset if none is stored, or if the time of day differs from it for long."""
         now_s = time.monotonic()
         own_ms = time.time_ns() // 1_000_000 - round(now_s * 1000)
         if offset_ms is None:
             self._store(own_ms)
             return
-        clock.use_offset(offset_ms)
         if abs(own_ms - offset_ms) <= MAX_SKEW_MS:
             self._differs_since = None
         elif self._differs_since is None:
@@ -90,7 +83,7 @@ class ClockSynchronizer:
             if tx.connection.execute(own.values(value=offset_ms)).rowcount == 0:
                 return None
             at_ms = offset_ms + round(time.monotonic() * 1000)
-            step = insert(counters).values(name=f"{_STEP_PREFIX}{at_ms}", value=by_ms)
+            step = insert(counters).values(name=f"{clock_offset.STEP_PREFIX}{at_ms}", value=by_ms)
             tx.connection.execute(step.on_conflict_do_nothing())
             return move_times(tx.connection, by_ms)
 
@@ -99,7 +92,3 @@ class ClockSynchronizer:
             if moved is not None:
                 log.warning("clock_was_set", by_ms=by_ms, times_moved=moved)
         self._differs_since = None
-
-
-def _step_from_row(name: str, by_ms: int) -> Step:
-    return Step(int(name.removeprefix(_STEP_PREFIX)), by_ms)

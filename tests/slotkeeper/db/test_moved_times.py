@@ -168,6 +168,7 @@ def test_a_process_that_has_not_heard_of_the_step_stores_nothing_by_its_old_cloc
             machine.submit(deadline_ms=clock.now_ms() + SECOND)
     assert machine.job(job_id).state is State.QUEUED
     assert clock.now_ms() == begun + by_ms, "it goes by the new clock from here on"
+    assert [step.by_ms for step in clock.steps] == [by_ms]
     assert expire(clock.now_ms(), 10, Quarantine("deadline_passed", clock.now_ms())) == []
 
 

@@ -77,6 +77,10 @@ class DatabaseUnavailable(SlotkeeperError):
     retry_after_s = 2.0
 
 
+class ClockWasSet(DatabaseUnavailable):
+    """The clock was set since the times of this write were taken; nothing was stored."""
+
+
 class CommitUnknown(DatabaseUnavailable):
     """The database did not answer; whether it stored the request is not known."""
 

@@ -4,6 +4,7 @@ If Redis fails after the database was written, the database is right, and routin
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -14,10 +15,10 @@ from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run_of
 from routing.queue.leases import HealthSignal, Lease, quarantine_lease
 from routing.queue.queues import Offer
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import clock, now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Write
-from slotkeeper.errors import SlotkeeperError
+from slotkeeper.errors import ClockWasSet, SlotkeeperError
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import State
@@ -62,6 +63,17 @@ class ThreadIo:
 
     def reconnect(self) -> None:
         self._dispatcher.leases.scripts.reconnect()
+
+
+async def commit_by_clock(io: StepIo, make_write: Callable[[], Write[T]]) -> T:
+    """Commit a write, and if the clock was set since its times were taken, the one that is made then.
+
+    Raises as `StepIo.commit`.
+    """
+    try:
+        return await io.commit(make_write())
+    except ClockWasSet:
+        return await io.commit(make_write())
 
 
 def run_blocking(step: Coroutine[Any, Any, T]) -> T:
@@ -138,18 +150,22 @@ class RunSteps:
 
     async def store(self, active: ActiveRun, decision: Decision) -> Transition | None:
         """Store the end of a run; None: it was over before.  Raises DatabaseUnavailable: keep its lease then."""
-        run = active.run
-        write = self._dispatcher.store.settle_write(
-            run.job.id,
-            run.attempt,
-            decision.reason,
-            now_ms(),
-            result=decision.result,
-            error=decision.error,
-            due_ms=decision.due_ms,
-            quarantine=decision.quarantine,
-        )
-        moved = await self._io.commit(write)
+        run, decided_by_ms = active.run, clock.offset_ms
+
+        def make_write() -> Write[Transition | None]:
+            moved_ms, due_ms, kept = clock.moved_since(decided_by_ms), decision.due_ms, decision.quarantine
+            return self._dispatcher.store.settle_write(
+                run.job.id,
+                run.attempt,
+                decision.reason,
+                now_ms(),
+                result=decision.result,
+                error=decision.error,
+                due_ms=None if due_ms is None else due_ms + moved_ms,
+                quarantine=None if kept is None else replace(kept, until_ms=kept.until_ms + moved_ms),
+            )
+
+        moved = await commit_by_clock(self._io, make_write)
         crash_at("settle_committed")
         return moved
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, bindparam, or_, select
 from slotkeeper.clock import MAX_SKEW_MS, Step, clock
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.schema import counters
-from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.errors import ClockWasSet
 from slotkeeper.process import read_boot_id
 
 PREFIX = "clock:"
@@ -48,7 +48,7 @@ class OffsetCheck:
         self._stored_ms: int | None = None
         self._is_read = False
 
-    def refuse(self, used_ms: int | None) -> DatabaseUnavailable | None:
+    def refuse(self, used_ms: int | None) -> ClockWasSet | None:
         """Return why a write whose times were taken by this offset cannot be stored; None: it can."""
         if used_ms is None:
             return None
@@ -58,4 +58,4 @@ class OffsetCheck:
         if self._stored_ms is None or abs(self._stored_ms - used_ms) <= MAX_SKEW_MS:
             return None
         adopt(self._connection)
-        return DatabaseUnavailable("The clock was set at this moment, and nothing was stored; try again.")
+        return ClockWasSet("The clock was set at this moment, and nothing was stored; try again.")

@@ -11,7 +11,7 @@ from routing.dispatch import earlier_requests
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.earlier_requests import EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.dispatch.run_steps import OnPostponed, RunSteps
+from routing.dispatch.run_steps import OnPostponed, RunSteps, commit_by_clock
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.values import Run
@@ -159,12 +159,14 @@ class ServerCalls:
 
     def _store_sent_time(self, worker_run: WorkerRun) -> Awaitable[bool]:
         run = worker_run.run
-        return worker_run.io.commit(self._dispatcher.store.sent_write(run.job.id, run.attempt, now_ms()))
+        store = self._dispatcher.store
+        return commit_by_clock(worker_run.io, lambda: store.sent_write(run.job.id, run.attempt, now_ms()))
 
     def _store_remote_id(self, worker_run: WorkerRun, remote_id: str) -> Awaitable[bool]:
         run = worker_run.run
-        return worker_run.io.commit(
-            self._dispatcher.store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms())
+        store = self._dispatcher.store
+        return commit_by_clock(
+            worker_run.io, lambda: store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms())
         )
 
 

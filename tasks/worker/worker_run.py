@@ -11,7 +11,7 @@ from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.run_steps import RunSteps
 from routing.queue.queues import Offer
 from slotkeeper.db import Write
-from slotkeeper.errors import CommitUnknown, DatabaseUnavailable
+from slotkeeper.errors import ClockWasSet, CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.values import Run
 from slotkeeper.redis.scripts import Command
 from tasks.worker.concurrency import TakenOffer
@@ -28,7 +28,8 @@ _STOP_LIMIT_S = 3.0  # A worker that is told to stop goes on trying for so long:
 class RetryingIo:
     """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
 
-    Raises DatabaseUnavailable when the run is not this worker's any more, or the worker has been stopping for too long.
+    Raises ClockWasSet: the write is to be made anew.  Raises DatabaseUnavailable when the run is not this worker's any
+    more, or the worker has been stopping for too long.
     """
 
     __slots__ = ("_watch", "_worker_loop")
@@ -66,6 +67,8 @@ class RetryingIo:
         while True:
             try:
                 return await function()
+            except ClockWasSet:
+                raise  # The same write would be refused again.
             except DatabaseUnavailable:
                 now = self._worker_loop.loop.time()
                 if self._watch.stop:

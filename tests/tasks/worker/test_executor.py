@@ -18,8 +18,9 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.maintenance import restore_leases
 from routing.queue.leases import Renewal
 from slotkeeper import json_text, large_json
+from slotkeeper.clock import clock
 from slotkeeper.db import Write
-from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.errors import ClockWasSet, DatabaseUnavailable
 from slotkeeper.jobs.states import Reason, State
 from tasks import offer_messages
 from tasks.inference import infer
@@ -89,6 +90,47 @@ def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage,
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
+
+
+@pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
+def test_a_write_that_is_refused_because_the_clock_was_set_is_made_anew(stage, worker, server, monkeypatch, what):
+    stage.register(model_type="async", poll_interval=0.001)
+    job_id = stage.submit()
+    server.answers, made = [PENDING, DONE], getattr(stage.store, what)
+    refused: list[Write[Any]] = []
+
+    def once_too_old(*args: Any, **more: Any) -> Write[Any]:
+        if refused:
+            return made(*args, **more)
+        refused.append(Write(_clock_was_set))
+        return refused[0]
+
+    monkeypatch.setattr(stage.store, what, once_too_old)
+    assert run(stage).state is State.COMPLETED
+    job = stage.job(job_id)
+    assert (len(refused), job.attempt, job.crashes) == (1, 1, 0)
+
+
+def test_a_retry_keeps_its_delay_if_the_clock_is_set_while_its_end_is_stored(stage, worker, server, monkeypatch):
+    stage.register(max_retries=3)
+    job_id = stage.submit()
+    server.answers, made = [FAULT], stage.store.settle_write
+    due: list[int] = []
+
+    def note(*args: Any, **more: Any) -> Write[Any]:
+        due.append(more["due_ms"])
+        if len(due) > 1:
+            return made(*args, **more)
+        monkeypatch.setattr(clock, "moved_since", lambda _: 7_200_000)
+        return Write(_clock_was_set)
+
+    monkeypatch.setattr(stage.store, "settle_write", note)
+    run(stage)
+    assert due[1] == due[0] + 7_200_000 == stage.job(job_id).due_ms
+
+
+def _clock_was_set(*_: object) -> Any:
+    raise ClockWasSet("The clock was set.")
 
 
 # -- the slot does not wait for the record ----------------------------------------------------------------------

@@ -85,7 +85,7 @@ MUTANTS = [
         "a group that was stored in part is stored again",
         "slotkeeper.db.group_commit:GroupCommit._commit_at_once",
         swap(
-            "self._transact(lambda tx: results.extend(write.unit(tx) for write in writes), time.monotonic())",
+            "self._transact(run_units, time.monotonic())",
             "[self._transact(lambda tx, one=one: results.append(one.unit(tx)), time.monotonic()) for one in writes]",
         ),
         kills=["test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all"],

@@ -12,10 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import structlog
-
-log = structlog.get_logger(__name__)
-
 # Difference to the database's clock above which an operator should correct this host's clock.
 MAX_SKEW_MS = 2_000
 _KEPT = 8  # measurements; the one with the shortest round trip counts
@@ -109,7 +105,9 @@ class Clock:
         self._ahead_ms = min(self._measured)[1]
         if abs(self.skew_ms) > MAX_SKEW_MS and answered_s - self._warned_at > _WARN_EVERY_S:
             self._warned_at = answered_s
-            log.warning("host_clock_differs", by_ms=self.skew_ms)
+            import structlog  # Here, so that a command that only imports values does not load it.
+
+            structlog.get_logger(__name__).warning("host_clock_differs", by_ms=self.skew_ms)
 
     @property
     def skew_ms(self) -> int:

@@ -80,6 +80,8 @@ class DatabaseUnavailable(SlotkeeperError):
 class ClockWasSet(DatabaseUnavailable):
     """The clock was set since the times of this write were taken; nothing was stored."""
 
+    code = "clock_was_set"
+
 
 class CommitUnknown(DatabaseUnavailable):
     """The database did not answer; whether it stored the request is not known."""

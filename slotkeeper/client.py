@@ -143,7 +143,7 @@ class Client:
                 params=params,
                 headers=sent,
                 timeout=(5, timeout_s),
-                allow_redirects=False,  # The API sends none; whoever does would get the payload.
+                allow_redirects=False,  # The API sends none; a foreign redirect would get the payload.
             )
         except requests.Timeout as error:
             raise ApiUnreachable(

@@ -65,7 +65,7 @@ class Clock:
         """Let all that this thread writes name the present offset.
 
         It compares stored times with the time again and again: if the clock is set meanwhile, some of them are compared
-        with the other time, and nothing may come of that.
+        with the other time, so its writes must be refused.
         """
         self._pinned.offset_ms = self.offset_ms
         try:
@@ -74,7 +74,7 @@ class Clock:
             del self._pinned.offset_ms
 
     def get_offset_of_writes(self) -> int | None:
-        """Return the offset by which the times of a write that is made now were taken."""
+        """Return the offset that the times of a new write are based on."""
         found: int | None = getattr(self._pinned, "offset_ms", self.offset_ms)
         return found
 
@@ -85,7 +85,7 @@ class Clock:
         self.adjust(offset_ms + now_s * 1000, now_s, now_s)
 
     def ago_ms(self, duration_ms: int, now_ms: int) -> int:
-        """Return what the clock showed `duration_ms` before `now_ms`: what is older has an earlier time.
+        """Return what the clock showed `duration_ms` before `now_ms`: an older moment has an earlier time.
 
         After a step back some times came twice; of these none counts as older, so that nothing is deleted early.
         """

@@ -28,7 +28,7 @@ def own_file(role: str) -> Path:
 
 
 def touch(file: Path) -> None:
-    """Say that this process turns.  Raises OSError, StateFolderNotPrivate: the folder is not ours."""
+    """Touch the file of this process.  Raises OSError, StateFolderNotPrivate: the folder is another user's."""
     make_private_folder(file.parent)  # Whoever left last has taken it away.
     if _is_own_folder(file.parent):
         file.touch(mode=0o600)
@@ -62,7 +62,7 @@ def has_started(role: str, pid: int) -> bool:
 
 
 def remove_old(folder: Path) -> None:
-    """Take away what processes left that were killed: files of their names, in a folder of ours."""
+    """Delete files that killed processes left, if the folder belongs to this user."""
     if not _is_own_folder(folder):
         return
     for file in folder.glob("*.*"):

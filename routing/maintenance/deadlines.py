@@ -1,6 +1,5 @@
 """Queue delayed jobs that are due, expire deadlines, end overlong runs, purge old jobs."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -106,10 +105,10 @@ def purge_ended_jobs(dispatcher: Dispatcher, retention_s: int, within_s: float =
 
 def _in_batches(take: Callable[[], Sequence[T]], act: Callable[[Sequence[T]], None], within_s: float) -> int:
     """Take batches and act on each, until there is none or the time is over; return how many items."""
-    until, done = time.monotonic() + within_s, 0
-    while batch := take():
-        act(batch)
-        done += len(batch)
-        if time.monotonic() >= until:
-            break
-    return done
+
+    def run_batch() -> int:
+        if batch := take():
+            act(batch)
+        return len(batch)
+
+    return run_pages(run_batch, within_s)

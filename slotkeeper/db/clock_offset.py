@@ -27,7 +27,7 @@ def counter_name() -> str:
 
 
 def adopt(connection: Connection) -> int | None:
-    """Let the process's clock go by the stored offset and steps, and return the offset; None: there is none."""
+    """Set the process's clock to the stored offset and steps, and return the offset; None: there is none."""
     name = counter_name()
     is_step = counters.c.name.between(STEP_PREFIX, f"{STEP_PREFIX}~")
     query = select(counters.c.name, counters.c.value).where(or_(counters.c.name == name, is_step))

@@ -94,7 +94,7 @@ class Write(Generic[T]):
     process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
     group is durable.
     size: characters that are written, if many.
-    clock_offset_ms: by which its times were taken; see slotkeeper/db/clock_offset.py.
+    clock_offset_ms: the offset that its times are based on; see slotkeeper/db/clock_offset.py.
     """
 
     unit: Callable[[Transaction], T | SlotkeeperError]

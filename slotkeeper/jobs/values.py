@@ -150,8 +150,9 @@ class Run:
 
     def is_overdue(self, now_ms: int) -> bool:
         """Return whether its deadline has passed; of a run under which the clock was set, the database knows."""
-        is_known = self.deadline_ms is not None and not clock.moved_since(self.clock_offset_ms)
-        return is_known and self.deadline_ms is not None and now_ms >= self.deadline_ms
+        if self.deadline_ms is None or clock.moved_since(self.clock_offset_ms):
+            return False
+        return now_ms >= self.deadline_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

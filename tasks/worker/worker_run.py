@@ -28,7 +28,7 @@ _STOP_LIMIT_S = 3.0  # A worker that is told to stop goes on trying for so long:
 class RetryingIo:
     """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
 
-    Raises ClockWasSet: the write is to be made anew.  Raises DatabaseUnavailable when the run is not this worker's any
+    Raises ClockWasSet: make a new write.  Raises DatabaseUnavailable when the run is not this worker's any
     more, or the worker has been stopping for too long.
     """
 

@@ -316,7 +316,7 @@ class Cluster:
     def promote_replica(self) -> bool:
         """Promote the queues' replica.  Whoever is connected stays with the old primary, which takes writes still.
 
-        False: the replica has not heard all yet.  Raises redis errors.
+        False: the replica is not in sync yet.  Raises redis errors.
         """
         old, new = self._room
         with self._valkey(new) as replica:

@@ -372,10 +372,8 @@ class _Drill:
             Kind.STEP: 0,
             Kind.REVOKES: all_slots,
         }.get(fault.kind, all_slots + clients)
-        if fault.kind in OUTSIDE | {
-            Kind.FULL,
-            Kind.REFUSAL,
-        }:  # It goes on, and offers that come to nothing are made again.
+        if fault.kind in OUTSIDE | {Kind.FULL, Kind.REFUSAL}:
+            # It goes on, and offers that come to nothing are made again.
             most *= 1 + round(fault.lasts_s / _OFFER_S)
         ended_ns = max(one.mended_ns, one.at_ns)
         keeps_jobs_out = fault.target == "redis" and fault.kind in _REFUSES_ENQUEUES

@@ -141,7 +141,7 @@ def targets(
     """What each kind of fault can happen to; a kind without a target lasts for the whole drill.
 
     `helpers`: the processes beside workers, web and beat.  `valkeys`: the room's and the broker's.  `doors`: of the
-    proxy.  `databases`: that can be told to take no writes.
+    proxy.  `databases`: those that can refuse writes.
     """
     return {
         Kind.WORKER: workers,

@@ -29,6 +29,7 @@ _TAKER = "simulator"
 _CLOCK = "local function now_ms() return NOW end\n"
 _OWN_KEYS = ("ends", "runs", "lasts", "loaded", "state")
 _SWEEP_MS = 2_000  # as celeryconfig.beat_schedule has it
+_LEASE_MS = 100 * 365 * 86_400_000  # Longer than any run: a worker renews its leases, and the simulator does not.
 _PATIENCE_MS = 3_600_000  # for a job that no slot seems to run: longer than any cooldown
 
 
@@ -54,7 +55,7 @@ class SimulatedQueue:
     """One fleet's waiting room.  `play` is one round trip; redis errors pass through."""
 
     def __init__(self, redis: Redis, fleet: str, catalog: CatalogSnapshot, start_latency_ms: int, swap_ms: int) -> None:
-        settings, keys = RoutingSettings(), Keys(_PREFIX)
+        settings, keys = RoutingSettings(lease_ms=_LEASE_MS), Keys(_PREFIX)
         scripts = make_scripts(redis, keys)
         self.fleet = fleet
         self._redis, self._catalog, self._version = redis, catalog, 1

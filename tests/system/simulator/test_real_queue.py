@@ -33,7 +33,8 @@ class Plain:
     runs: dict[int, tuple[int, int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scripts, settings = make_scripts(self.redis, Keys("plain"), FRAGMENTS), RoutingSettings()
+        scripts = make_scripts(self.redis, Keys("plain"), FRAGMENTS)
+        settings = RoutingSettings(lease_ms=10**12)  # Nothing here renews a lease.
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         self.slots, self.fleets = Slots(scripts, settings), Fleets(scripts, settings)
 

@@ -32,7 +32,7 @@ ACTIONS = frozenset(
         *("defaults.set", "defaults.remove"),
         *("model.configure", "tenant.add", "tenant.change", "tenant.rotate", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),
-        *(f"webhook.{word}" for word in ("add", "change", "rotate", "enable", "disable", "replay", "remove")),
+        *(f"webhook.{word}" for word in ("add", "change", "rotate", "enable", "disable", "replay", "test", "remove")),
         *(
             f"{kind}.{word}"
             for kind in ("server", "model", "tenant")

@@ -284,9 +284,8 @@ def check_invariants() -> None:
         time.sleep(_RECHECK_DELAY_S)
         findings &= invariants.find_violations(dispatcher(), _server_checks(), _reaper().state, _read_reports(servers))
     counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
-    ledger.store_findings(
-        database(), counts, {violation.subject: violation.check for violation in sorted(findings)}, now_ms()
-    )
+    found = [(violation.subject, violation.check) for violation in sorted(findings)]
+    ledger.store_findings(database(), counts, found, now_ms())
     for finding in sorted(findings):
         log.error("invariant_broken", check=finding.check, subject=finding.subject)
 

@@ -216,7 +216,7 @@ def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any],
     elif body.since is not None:
         Redelivery(database()).replay(found, parse_time("since", body.since))
     else:
-        given_up = Redelivery(database()).retry_webhook(found.id, now)
+        given_up = Redelivery(database()).retry_webhook(found, now)
     return ReplayResult.build(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
 
 

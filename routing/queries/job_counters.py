@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.tables import events
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
@@ -34,6 +34,7 @@ _JOBS_AT_ONCE = 500
 _STARTED, _QUEUED = EVENT_TYPES[State.RUNNING], EVENT_TYPES[State.QUEUED]
 _FINAL_STATES_BY_TYPE = {EVENT_TYPES[state]: state for state in FINAL_STATES}
 _TRANSITIONS = tuple(EVENT_TYPES.values())
+_ACCEPTANCES = {Reason.SUBMITTED, Reason.SCHEDULED}
 _SUMS = select(counters.c.name, counters.c.value).where(counters.c.name.startswith(_PREFIX, autoescape=True))
 _POSITION = select(counters.c.value).where(counters.c.name == _POSITION_NAME)
 _EARLIER_TRANSITIONS = (
@@ -182,8 +183,7 @@ def _read_earlier_transitions(connection: Connection, entries: Sequence[OutboxEv
     if not entries:
         return {}
     until = entries[0].event.id - 1
-    # The event with which a job is accepted has no earlier one.
-    job_ids = sorted({entry.event.job_id for entry in entries if entry.event.attempt or entry.event.type != _QUEUED})
+    job_ids = sorted({entry.event.job_id for entry in entries if not _is_acceptance(entry)})
     last: dict[str, _Transition] = {}
     for start in range(0, len(job_ids), _JOBS_AT_ONCE):
         params = {"p_jobs": job_ids[start : start + _JOBS_AT_ONCE], "p_until": until}
@@ -192,12 +192,17 @@ def _read_earlier_transitions(connection: Connection, entries: Sequence[OutboxEv
     return last
 
 
+def _is_acceptance(entry: OutboxEvent) -> bool:
+    """Return whether a job was accepted with this event, so that it has no earlier one."""
+    return entry.event.data.get("why") in _ACCEPTANCES
+
+
 def _count_transition(sums: Counter[str], entry: OutboxEvent, model: str, before: _Transition | None) -> None:
     """Add a transition to the sums.  `before`: the job's last transition before it."""
     event = entry.event
     type_before = before.type if before else ""
     lasted_ms = max(event.at_ms - before.at_ms, 0) if before else 0
-    if before is None and not event.attempt:
+    if _is_acceptance(entry):
         sums[_name("accepted", model)] += 1
     if event.type == _STARTED and type_before == _QUEUED:
         _observe(sums, lasted_ms, "wait", model, str(entry.priority))

@@ -1,5 +1,6 @@
 """Show the waiting jobs of a model, lane by lane, and the model's load."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from redis.exceptions import RedisError
 from routing.admission.submit_limits import queue_limit
 from routing.dispatch.dispatcher import Dispatcher
 from slotkeeper.jobs.values import QueuedJob
+from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import Model
 
 _MAX_JOBS = 1000
@@ -69,17 +71,27 @@ def read_model_load(dispatcher: Dispatcher, model: Model) -> ModelLoad:
 def read_lanes(dispatcher: Dispatcher, model: Model) -> tuple[list[LaneStatus], bool]:
     """Return the lanes of a model, the next in turn first, and whether they hold all waiting jobs.
 
-    Reads at most 1,000 jobs and 50 lanes.  While Redis does not answer, `ahead` and `held` are unknown.  Raises
-    DatabaseUnavailable.
+    Reads at most 1,000 jobs, those that were accepted first, and 50 lanes.  While Redis does not answer, `ahead` and
+    `held` are unknown.  Raises DatabaseUnavailable.
     """
     waiting = dispatcher.store.list_queued([model.name], limit=_MAX_JOBS)
     by_lane: dict[tuple[str, int, str], list[QueuedJob]] = defaultdict(list)
     for job in waiting:
         by_lane[(job.tenant, job.priority, job.constraints)].append(job)
-    firsts = [(jobs[0], len(jobs)) for jobs in by_lane.values()]
+    place = _place_by_deadline if POLICIES[model.config.policy].is_by_deadline else _place_by_acceptance
+    firsts = [(min(jobs, key=place), len(jobs)) for jobs in by_lane.values()]
     lanes = _read_status(dispatcher, model, firsts[:_MAX_LANES])
     lanes.sort(key=lambda lane: (bool(lane.blocked_by), lane.ahead if lane.ahead is not None else 0, lane.first.seq))
     return lanes, len(waiting) < _MAX_JOBS and len(firsts) <= _MAX_LANES
+
+
+def _place_by_acceptance(job: QueuedJob) -> tuple[float, int]:
+    return 0, job.seq
+
+
+def _place_by_deadline(job: QueuedJob) -> tuple[float, int]:
+    """As routing/lua/lib/policies/edf.lua compares jobs."""
+    return job.deadline_ms // 100 if job.deadline_ms else math.inf, job.seq
 
 
 def _read_status(dispatcher: Dispatcher, model: Model, firsts: Sequence[tuple[QueuedJob, int]]) -> list[LaneStatus]:

@@ -95,7 +95,13 @@ class ChangeListener:
         while not self._stopped.wait(POLL_S):
             if self._may_have_changed():
                 for callback in self._callbacks:
-                    callback()
+                    self._run_callback(callback)
+
+    def _run_callback(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except Exception:  # The others are called, and the thread goes on.
+            log.exception("change_callback_failed")
 
     def _may_have_changed(self) -> bool:
         """Return True also if the poll failed unexpectedly: a useless query is cheaper than a missed event."""

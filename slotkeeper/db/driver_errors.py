@@ -38,7 +38,10 @@ _REFUSALS: dict[str | int, str] = {
 
 def explain_unavailable(error: SQLAlchemyError, *, reading: bool = False) -> DatabaseUnavailable | None:
     """Return the refusal that an error means to the caller; None: it is a bug, to be raised as it is."""
-    if isinstance(error, (*_UNAVAILABLE, ProgrammingError)) and (old := _explain_old_schema(error)) is not None:
+    if (
+        isinstance(error, (*_UNAVAILABLE, ProgrammingError))
+        and (old := _explain_old_schema(error, reading)) is not None
+    ):
         return old
     if not isinstance(error, _UNAVAILABLE):
         return None
@@ -86,12 +89,13 @@ def commit_unknown(reason: str) -> CommitUnknown:
     )
 
 
-def _explain_old_schema(error: SQLAlchemyError) -> DatabaseUnavailable | None:
+def _explain_old_schema(error: SQLAlchemyError, reading: bool) -> DatabaseUnavailable | None:
     reason = first_line(error)
     sqlstate = getattr(getattr(error, "orig", None), "sqlstate", None)
     if sqlstate in _NOT_MIGRATED or (sqlstate is None and any(words in reason for words in _MISSING_IN_SQLITE)):
+        outcome = "" if reading else "Nothing was stored. "
         return DatabaseUnavailable(
-            f"The database does not have the schema of this release ({reason}); nothing was stored. "
+            f"The database does not have the schema of this release ({reason}). {outcome}"
             "Run `slotkeeper migrate`, then try again."
         )
     return None

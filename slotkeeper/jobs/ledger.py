@@ -124,10 +124,12 @@ def _ledger(rows: Iterable[tuple[str, int]]) -> Ledger:
     return Ledger(found.get("accepted", given), by_state, purged)
 
 
-def store_findings(database: Database, counts: Mapping[str, int], subjects: Mapping[str, str], now_ms: int) -> None:
-    """Store the findings of a check of invariants: the counts replace earlier ones, each subject gets an event.
+def store_findings(
+    database: Database, counts: Mapping[str, int], findings: Iterable[tuple[str, str]], now_ms: int
+) -> None:
+    """Store the findings of a check of invariants: the counts replace earlier ones, each finding gets an event.
 
-    counts: check -> number of findings.  subjects: job id, or name of a fleet or of the ledger -> check.
+    counts: check -> number of findings.  findings: (job id, or name of a fleet or of the ledger; check).
     """
 
     def unit(tx: Transaction) -> None:
@@ -135,7 +137,7 @@ def store_findings(database: Database, counts: Mapping[str, int], subjects: Mapp
         tx.connection.execute(
             insert(counters), [{"name": f"{_FOUND}{check}", "value": count} for check, count in counts.items()]
         )
-        for subject, check in subjects.items():
+        for subject, check in findings:
             events.add_event(tx, subject, "invariant.broken", now_ms, {"check": check})
 
     database.write(unit)

@@ -280,6 +280,7 @@ _LATEST = (
         *(jobs.c.model, jobs.c.state),
         # Without the time for which a resumed run waited for the end of its earlier request.
         (jobs.c.finished_ms - func.coalesce(jobs.c.sent_ms, jobs.c.started_ms)).label("run_ms"),
+        jobs.c.finished_ms,
     )
     .where(jobs.c.finished_ms.is_not(None))
     .order_by(jobs.c.finished_ms.desc())
@@ -289,5 +290,6 @@ _LATEST = (
 LATEST_RUN_TIMES = CompiledStatement(
     select(_LATEST.c.run_ms)
     .where(_LATEST.c.model == bindparam("p_model"), _LATEST.c.state == State.COMPLETED.value)
+    .order_by(_LATEST.c.finished_ms.desc())
     .limit(_LATEST_OF_MODEL)
 )

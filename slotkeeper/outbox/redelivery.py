@@ -142,6 +142,7 @@ class Redelivery:
 
         Raises Conflict if MOST_TESTS tests are pending.
         """
+        entry = audit.make_entry("webhook.test", tenant=subscription.tenant, webhook=subscription.id)
 
         def unit(tx: Transaction) -> str | Conflict:
             is_test = (messages.c.receiver == subscription.id) & (messages.c.event < 0)
@@ -157,11 +158,13 @@ class Redelivery:
             tx.connection.execute(update(receivers).where(receivers.c.id == subscription.id).values(open_until_ms=0))
             return message_id(event, now_ms)
 
-        return self.database.write(unit)
+        return audit.commit_audited(self.database, entry, unit)
 
-    def retry_webhook(self, subscription_id: str, now_ms: int) -> int:
+    def retry_webhook(self, subscription: Subscription, now_ms: int) -> int:
         """Make all messages of a webhook that were given up pending again, and return their number."""
-        return self._retry(messages.c.receiver == subscription_id, now_ms)
+        entry = audit.make_entry("webhook.replay", tenant=subscription.tenant, webhook=subscription.id)
+        audit.write_entry(self.database, entry)
+        return self._retry(messages.c.receiver == subscription.id, now_ms)
 
     def replay(self, subscription: Subscription, since_ms: int) -> int:
         """Send all events since a time to a webhook again; return the number of the event before the first of them.
@@ -195,6 +198,7 @@ class Redelivery:
                 func.coalesce(events.c.tenant, jobs.c.tenant) == subscription.tenant,
             )
         )
+        entry = audit.make_entry("webhook.replay", tenant=subscription.tenant, webhook=subscription.id, event=event)
 
         def unit(tx: Transaction) -> bool:
             row = tx.connection.execute(query).first()
@@ -203,7 +207,7 @@ class Redelivery:
             enqueue(tx, subscription.id, [tuple(row)], now_ms)
             return True
 
-        return self.database.write(unit)
+        return audit.commit_audited(self.database, entry, unit)
 
     # -- callbacks of jobs -----------------------------------------------------------------------------------
 

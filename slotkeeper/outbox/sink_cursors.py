@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, bindparam, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from slotkeeper.db import Database, Transaction
+from slotkeeper.db import Database
 from slotkeeper.jobs.tables import events
-from slotkeeper.outbox.event_reader import get_last_id
+from slotkeeper.outbox.event_reader import EventReader, get_last_id
 from slotkeeper.outbox.tables import relays
 
 _TIME_OF_NEXT = select(events.c.at_ms).where(events.c.id > bindparam("p_position")).order_by(events.c.id).limit(1)
@@ -48,19 +48,27 @@ class SinkCursors:
         is_free = or_(relays.c.holder.is_(None), relays.c.holder == holder, relays.c.until_ms < now_ms)
         taken = update(relays).where(relays.c.sink == sink, is_free).values(holder=holder, until_ms=until)
 
-        def unit(tx: Transaction) -> int | None:
-            position = tx.connection.execute(taken.returning(relays.c.position)).scalar()
-            if position is None and not tx.connection.execute(select(relays).where(relays.c.sink == sink)).first():
-                newest = 0 if backlog is None else get_last_id(tx.connection)
-                position = max(newest - (backlog or 0), 0)
-                row = {"sink": sink, "position": position, "holder": holder, "until_ms": until}
-                tx.connection.execute(insert(relays), row)
-            return position
+        position = self.database.write(
+            lambda tx: tx.connection.execute(taken.returning(relays.c.position)).scalar(), durable=False
+        )
+        if position is None and not self._exists(sink):
+            return self._add(sink, holder, until, backlog)
+        return position
 
+    def _exists(self, sink: str) -> bool:
+        with self.database.read() as connection:
+            return connection.execute(select(relays.c.sink).where(relays.c.sink == sink)).first() is not None
+
+    def _add(self, sink: str, holder: str, until: int, backlog: int | None) -> int | None:
+        """Store the cursor of a new sink, and return its position; None if another process has just stored it."""
+        # Behind the last event before which no transaction is still to commit one, or the sink would miss that one.
+        position = 0 if backlog is None else max(EventReader(self.database).skip_to_end() - backlog, 0)
+        row = {"sink": sink, "position": position, "holder": holder, "until_ms": until}
         try:
-            return self.database.write(unit, durable=False)
-        except IntegrityError:  # Another process has inserted the sink's first row at the same moment.
+            self.database.write(lambda tx: tx.connection.execute(insert(relays), row), durable=False)
+        except IntegrityError:
             return None
+        return position
 
     def advance(self, sink: str, holder: str, before: int, after: int, until: int) -> bool:
         """Move the cursor from `before` to `after`, and extend the hold until `until` (ms).

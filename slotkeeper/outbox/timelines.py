@@ -21,8 +21,10 @@ _TRANSITIONS = (
     .where(events.c.job_id.in_(bindparam("p_jobs", expanding=True)), events.c.actor.is_(None))
     .order_by(events.c.id)
 )
-_DELIVERED = select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number).where(
-    tries.c.receiver.in_(bindparam("p_jobs", expanding=True)), tries.c.outcome == "delivered"
+_DELIVERED = (
+    select(tries.c.message, tries.c.job_id, tries.c.at_ms, tries.c.number)
+    .where(tries.c.receiver.in_(bindparam("p_jobs", expanding=True)), tries.c.outcome == "delivered")
+    .order_by(tries.c.id)
 )
 
 

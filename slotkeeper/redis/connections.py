@@ -23,8 +23,17 @@ from slotkeeper.errors import SlotkeeperError
 
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 _ONE_COMMAND = f"{ALLOW_OOM}return redis.call(unpack(ARGV))"
+_ALL_COMMANDS = f"""{ALLOW_OOM}
+local replies, at = {{}}, 1
+while ARGV[at] do
+  local first = at + 1
+  at = first + ARGV[at]
+  replies[#replies + 1] = redis.call(unpack(ARGV, first, at - 1))
+end
+return replies"""
 # What Celery and maintenance write.  Not FCALL: the header of each script says whether a full Redis refuses it.
 _TOLERATED = frozenset({"HINCRBY", "HSET", "LPUSH", "RPUSH", "SADD", "SET", "ZADD"})
+_NEVER_REFUSED = frozenset({"DEL", "EXPIRE", "GET", "HDEL", "HGET", "LLEN", "LREM", "PEXPIRE", "PUBLISH", "ZREM"})
 
 
 URL_VARIABLE = "SLOTKEEPER_REDIS_URL"
@@ -81,7 +90,10 @@ class UnsuitableRedis(SlotkeeperError):
 
 
 class OomTolerantPipeline(Pipeline):
-    """Sends commands that a full Redis has refused once more, one by one."""
+    """Sends commands that a full Redis has refused once more: those of a transaction together, others one by one.
+
+    A transaction with other commands than Celery's and maintenance's stays refused, and none of it is run.
+    """
 
     def __init__(self, pool: Any, callbacks: Any, transaction: bool, shard_hint: Any) -> None:
         super().__init__(pool, callbacks, transaction, shard_hint)
@@ -93,7 +105,9 @@ class OomTolerantPipeline(Pipeline):
         try:
             found = super().execute(raise_on_error=raise_on_error and is_transaction)
         except OutOfMemoryError:  # Redis ran no command of the transaction.
-            return [client.execute_command(*args, **options) for args, options in stack]
+            if any(args[0] not in _TOLERATED | _NEVER_REFUSED for args, _ in stack):
+                raise
+            return client.execute_command("EVAL", _ALL_COMMANDS, 0, *(word for a, _ in stack for word in (len(a), *a)))
         for n, (args, options) in enumerate(stack):
             if isinstance(found[n], OutOfMemoryError) and args[0] in _TOLERATED:
                 found[n] = client.execute_command(*args, **options)

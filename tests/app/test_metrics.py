@@ -171,7 +171,7 @@ def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
 
 
 def test_what_the_ledger_lacks_is_a_figure(api: Api) -> None:
-    ledger.store_findings(api.database, {ledger.DIFFERENCE: 3}, {}, 0)
+    ledger.store_findings(api.database, {ledger.DIFFERENCE: 3}, [], 0)
     found = _figures(api)
     assert found["slotkeeper_ledger_difference"] == 3
     assert not [name for name in found if ledger.DIFFERENCE in name and name != "slotkeeper_ledger_difference"]

@@ -169,11 +169,11 @@ def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
 
 
 def test_what_the_audit_found_is_a_figure_until_it_finds_it_no_more(api: Api) -> None:
-    ledger.store_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, {"job-1": "slot_differs"}, T0)
+    ledger.store_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, [("job-1", "slot_differs")], T0)
     found = _figures(api)
     assert found['slotkeeper_invariant_findings{check="slot_differs"}'] == 2
     assert found['slotkeeper_invariant_findings{check="ledger_unbalanced"}'] == 0
-    ledger.store_findings(api.database, {"slot_differs": 0}, {}, T0)
+    ledger.store_findings(api.database, {"slot_differs": 0}, [], T0)
     assert _figures(api)['slotkeeper_invariant_findings{check="slot_differs"}'] == 0
 
 

@@ -70,6 +70,15 @@ def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: Jo
     assert found.waits[("zimg", "5")].sum_s == 1.0
 
 
+def test_a_job_for_later_is_accepted_once_though_it_is_due_in_a_later_page(database: Database, store: JobStore) -> None:
+    job = a_delayed_job(store, due_ms=T0 + 60 * SECOND)
+    _counted(database)
+    store.promote_due(T0 + 60 * SECOND)
+    _counted(database)
+    a_start(store, job.id, now_ms=T0 + 61 * SECOND)
+    assert _counted(database).accepted == {("zimg",): 1}
+
+
 def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store: JobStore) -> None:
     job = a_queued_job(store)
     store.cancel_waiting(job.id, T0 + SECOND)

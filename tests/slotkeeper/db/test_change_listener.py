@@ -53,3 +53,17 @@ def test_a_listener_that_fails_takes_it_for_a_change(database: Database, monkeyp
     found.start()
     eventually(lambda: len(woken) > 2)
     found.stop()
+
+
+def test_a_callback_that_raises_stops_neither_the_others_nor_the_thread(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_listener, "POLL_S", 0.001)
+    monkeypatch.setattr(ChangeDetector, "has_changed", lambda _: True)
+    called: list[bool] = []
+    listener = ChangeListener(database)
+    listener.on_change(lambda: 1 / 0)
+    listener.on_change(lambda: called.append(True))
+    listener.start()
+    eventually(lambda: len(called) > 2)
+    listener.stop()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
+from migrations import migrate
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db import Database, Write, group_commit, postgresql, time_limits, write_connection
 from slotkeeper.db import sqlite as sqlite_db
@@ -20,7 +21,8 @@ from slotkeeper.db.compiled_sql import execute_raw
 from slotkeeper.db.driver_errors import first_line
 from slotkeeper.db.group_commit import _Entry
 from slotkeeper.errors import CommitUnknown, DatabaseUnavailable, SlotkeeperError
-from tests.support.builders import eventually
+from slotkeeper.jobs.store import JobStore
+from tests.support.builders import T0, a_job, eventually
 
 
 @pytest.fixture
@@ -616,3 +618,14 @@ def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
 def test_an_unavailable_record_says_why_in_one_line():
     assert first_line(Exception("")) == "no reason given"
     assert first_line(Exception("connection refused\nIs the server running?")) == "connection refused"
+
+
+def test_only_a_refused_write_says_that_nothing_was_stored(tmp_path):
+    url = f"sqlite:///{tmp_path / 'record.db'}"
+    migrate.migrate_to(url, "0001")
+    store = JobStore(Database(url))
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate") as read:
+        store.get("j1")
+    with pytest.raises(DatabaseUnavailable, match="slotkeeper migrate") as write:
+        store.submit([a_job()], T0)
+    assert ["Nothing was stored" in str(error.value) for error in (read, write)] == [False, True]

@@ -14,6 +14,7 @@ from slotkeeper.jobs.values import JobError
 from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.retention import EventRetention
+from slotkeeper.outbox.sink_cursors import SinkCursors
 from tests.support.builders import SECOND, T0, a_job, a_queued_job, a_running_job, an_ended_job, at_once, eventually
 from tests.support.ends import store_end
 from tools.cluster.direct_starts import store_start
@@ -124,15 +125,23 @@ def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
     database.close()
 
 
+def _begin_reader(database):
+    EventReader(database).skip_to_end()
+
+
+def _begin_sink(database):
+    assert SinkCursors(database).acquire("otlp", "me", T0, T0 + SECOND, backlog=0) is not None
+
+
 @pytest.mark.postgres
-def test_reading_begins_when_those_have_ended_that_were_writing(postgres_url):
+@pytest.mark.parametrize("start", [_begin_reader, _begin_sink])
+def test_reading_begins_when_those_have_ended_that_were_writing(postgres_url, start):
     database = Database(postgres_url)
-    store, follower = JobStore(database), EventReader(database)
-    before = a_queued_job(store).id
+    before = a_queued_job(JobStore(database)).id
     begun = threading.Event()
 
     def begin() -> None:
-        follower.skip_to_end()
+        start(database)
         begun.set()
 
     with database.engine.connect() as late:

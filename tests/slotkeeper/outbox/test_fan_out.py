@@ -646,7 +646,7 @@ def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
     (given_up,) = redelivery.list_given_up_webhooks("default", receiver.id)
     assert (given_up.id, given_up.last_status, given_up.last_error) == (message.id, 500, NO.error)
     assert redelivery.list_given_up_webhooks("acme") == [] and deliver(messages, spread, receiver, T0 + DAY) == []
-    assert redelivery.retry_webhook(receiver.id, T0 + DAY) == 1
+    assert redelivery.retry_webhook(receiver, T0 + DAY) == 1
     assert deliver(messages, spread, receiver, T0 + DAY) == [(job.id, "job.completed")]
 
 
@@ -732,6 +732,41 @@ def test_a_tenant_has_so_many_receivers_and_no_more(receivers) -> None:
     with pytest.raises(Conflict, match="3 webhooks"):
         a_receiver(receivers, most=3)
     a_receiver(receivers, most=3, tenant="acme")
+
+
+@pytest.mark.postgres
+def test_a_tenants_limit_holds_for_processes_that_add_webhooks_at_the_same_time(postgres_url: str) -> None:
+    processes = [Subscriptions(Database(postgres_url)) for _ in range(6)]
+    refused: list[Conflict] = []
+
+    def add(process: Subscriptions) -> None:
+        try:
+            a_receiver(process, most=1)
+        except Conflict as error:
+            refused.append(error)
+
+    for process in processes:
+        process.list_of_tenant()  # Each has its connection.
+    at_once(*(lambda process=process: add(process) for process in processes))
+    assert len(processes[0].list_of_tenant("default")) == 1 and len(refused) == 5
+
+
+@pytest.mark.parametrize(
+    ("act", "action"),
+    [
+        (lambda redelivery, receiver: redelivery.retry_webhook(receiver, T0), "webhook.replay"),
+        (lambda redelivery, receiver: redelivery.replay_one(receiver, 2, T0), "webhook.replay"),
+        (lambda redelivery, receiver: redelivery.replay(receiver, 0), "webhook.replay"),
+        (lambda redelivery, receiver: redelivery.send_test(receiver, T0), "webhook.test"),
+    ],
+    ids=["given_up", "one", "since", "test"],
+)
+def test_whoever_has_messages_sent_again_is_in_the_audit_log(database, store, receivers, redelivery, act, action):
+    receiver = a_receiver(receivers, types=ALL)
+    a_queued_job(store)
+    act(redelivery, receiver)
+    newest = audit.find_entries(database, audit.AuditFilter())[0]
+    assert (newest.act, newest.tenant, newest.data["webhook"]) == (action, receiver.tenant, receiver.id)
 
 
 def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(

@@ -100,6 +100,26 @@ def test_a_full_redis_takes_the_marks_of_maintenance(redis: Redis) -> None:
     assert redis.get("some") == b"text"
 
 
+def test_a_full_redis_runs_a_transaction_of_celery_as_a_whole(redis: Redis) -> None:
+    with redis.pipeline() as pipe:
+        pipe.hset("a", "x", "1")
+        pipe.zadd("b", {"y": 2})
+        pipe.hdel("a", "z")
+        assert pipe.execute() == [1, 1, 0]
+    assert redis.hgetall("a") == {b"x": b"1"}
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_full_redis_runs_nothing_of_a_transaction_with_a_command_that_it_refuses(redis: Redis, raises: bool) -> None:
+    redis.delete("a", "b")
+    with redis.pipeline() as pipe:
+        pipe.hset("a", "x", "1")
+        pipe.append("b", "1")
+        with pytest.raises(OutOfMemoryError):
+            pipe.execute(raise_on_error=raises)
+    assert redis.exists("a", "b") == 0
+
+
 @pytest.mark.parametrize("expires", [None, 10.0])
 def test_celerys_messages_go_through_a_full_redis(full: Valkey, expires: float | None) -> None:
     with Connection(full.url, transport=Transport) as connection:

@@ -31,7 +31,7 @@ def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
 
 def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: JobStore) -> None:
     job = an_ended_job(store).id
-    ledger.store_findings(store.database, {"lease_without_run": 1}, {job: "lease_without_run"}, 99_000)
+    ledger.store_findings(store.database, {"lease_without_run": 1}, [(job, "lease_without_run")], 99_000)
     assert [event.type for event in store.list_events(job)][-1] == "invariant.broken"
     assert [event.type for event in job_events(store.database)[job]][-1] == "job.completed"
 

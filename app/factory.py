@@ -6,7 +6,7 @@ from flask import Flask
 from flask_openapi import APIBlueprint
 from pydantic import BaseModel
 
-from app import context, kinds, metrics, problems, request_json
+from app import context, kinds, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
     batches,
@@ -104,6 +104,7 @@ def create_routes() -> Flask:
     problems.register_error_handlers(app)
     for body in _BODIES:
         problems.know_fields(body.__name__, body.model_fields)
+    request_deadline.register(app)
     app.before_request(request_json.reject_nul)
     access.register(app)
     for api in _APIS:

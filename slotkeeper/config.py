@@ -30,6 +30,16 @@ class DatabaseTimeouts(BaseSettings):
     idle_s: float = Field(15.0, ge=0)
     """How long a transaction may be idle before the database ends it (PostgreSQL); 0: no limit."""
 
+    @property
+    def commit_s(self) -> float:
+        """How long a transaction may take, until its outcome is known or was queried for long enough."""
+        return self.transaction_s + self.inquiry_s
+
+    @property
+    def request_s(self) -> float:
+        """How long all steps of a client's request may take together: a write, and a second for all before it."""
+        return self.turn_s + self.commit_s + 1.0
+
 
 class StorageSettings(BaseSettings):
     """Location and retention of the database.  Environment: SLOTKEEPER_HOME, SLOTKEEPER_DATABASE_URL, …"""

@@ -9,6 +9,7 @@ from app.api.job_views import visible_job
 from app.api.openapi import Schema, problem_responses
 from app.context import dispatcher
 from app.job_answers import JobList, JobView, RetryAllResult
+from app.request_deadline import answered_in_time
 from app.schemas.cursors import decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import MODEL_NAME, DlqQuery, JobPath
 from routing.queries import job_list
@@ -41,6 +42,7 @@ def list_dead(query: DlqQuery) -> dict[str, Any]:
 
 
 @api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(404, 409, 415)})
+@answered_in_time
 def retry_dead(path: JobPath) -> dict[str, Any]:
     """Queue a dead job again, at its own place and with fresh budgets."""
     job = visible_job(path.job_id)

@@ -20,6 +20,7 @@ from app.job_answers import (
     estimated_start_s,
     queue_position,
 )
+from app.request_deadline import answered_in_time
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import explain, job_list, short_ids
@@ -71,6 +72,7 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
         **problem_responses(404, 409, 415),
     },
 )
+@answered_in_time
 def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     """Cancel a job.
 

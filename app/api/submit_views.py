@@ -12,6 +12,7 @@ from app.auth.access import current_tenant
 from app.context import asked, context, dispatcher
 from app.job_answers import BatchReceipt, BatchReceiptItem, queue_position
 from app.job_answers import SubmitReceipt as ReceiptView
+from app.request_deadline import answered_in_time
 from app.schemas.cursors import batch_filter
 from app.schemas.job_schemas import BatchNameQuery, SubmitBody
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
@@ -36,6 +37,7 @@ _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
 
 
 @api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
+@answered_in_time
 def submit(body: SubmitBody) -> Answer:
     """Submit a job.
 

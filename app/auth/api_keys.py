@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from app.auth.session_cookie import SessionKeys
+from slotkeeper.db.time_limits import LOOK_S, time_limit
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.registry.tenants import Tenant, Tenants, hash_key
 
@@ -77,7 +78,7 @@ class KeyCache:
 
     def _read(self, keys: Tenants) -> None:
         """A database that does not answer leaves what is known."""
-        with suppress(SlotkeeperError):
+        with suppress(SlotkeeperError), time_limit(LOOK_S):
             self._visits.read()
             self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()} | self._own
 

@@ -1,6 +1,7 @@
 """The ASGI application: it reads requests, has Flask answer them in threads, and keeps those that wait in the loop."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
@@ -12,9 +13,10 @@ import structlog
 from app.auth.api_keys import KeyCache, Owner, OwnerKind
 from app.config import AppSettings
 from app.deferred import CAN_DEFER, FollowEvents, WaitForJob
+from app.request_deadline import ANSWER_UNTIL
 from app.server.event_feed import EventFeed
 from app.server.event_stream import EventStream
-from app.server.fair_pool import ClientGone, FairPool, QueueFull
+from app.server.fair_pool import ClientGone, FairPool, QueueFull, TurnLate
 from app.server.http_protocol import EXTENSION, ConnectionLimits, LimitedHttpProtocol
 from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
@@ -55,6 +57,7 @@ class HttpRequest:
     """One request, and what has come of it."""
 
     owner: Owner
+    key_s: float  # how long it took to find the owner
 
     def __init__(
         self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
@@ -100,6 +103,7 @@ class WebApplication:
         self.capacity = ConnectionLimits(settings, most_connections, self.stop)
         self.stopping = False
         self.feed = EventFeed(database)
+        self._request_s = database.limits.request_s
         # Without keys all clients are one owner.  With keys one tenant has a quarter of the threads, as each of them
         # competes with the loop for the interpreter, and half of the places.
         threads, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
@@ -129,7 +133,9 @@ class WebApplication:
             await request.disconnected()
 
     async def _answer(self, request: HttpRequest) -> None:
+        began = time.monotonic()
         request.owner = await self._owners.owner_of(request.environ)
+        request.key_s = time.monotonic() - began
         if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
             self.capacity.mark_active(request.connection, trusted=True)
         await self._receive(request)
@@ -200,12 +206,21 @@ class WebApplication:
 
     async def _ask(self, pool: FairPool, request: HttpRequest) -> Response:
         """Have a thread call Flask.  Raises Refusal, and Gone."""
+        longest_s = self._request_s - request.key_s
+        request.environ[ANSWER_UNTIL] = time.monotonic() + longest_s
         try:
             asked = self._call(request)
-            return await pool.run(request.owner.account, asked, lambda: not request.connection.has_disconnected)
+            # Large requests wait for one another, however long each takes.
+            longest_wait_s = None if pool is self._heavy else longest_s
+            return await pool.run(
+                request.owner.account, asked, lambda: not request.connection.has_disconnected, longest_wait_s
+            )
         except QueueFull:
             request.close = True  # Else the next that has come on this connection would be refused at once, too.
             raise Refusal(429, "too_many_requests", "Too many of your requests wait already.", 1) from None
+        except TurnLate:
+            told = "No thread was free for it in time, and nothing was done; try again."
+            raise Refusal(503, "overloaded", told, 1) from None
 
     def _call(self, request: HttpRequest) -> Callable[[], Response]:
         body = bytes(request.body)

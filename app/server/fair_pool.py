@@ -16,6 +16,10 @@ class QueueFull(Exception):
     """As many calls of this owner wait as may."""
 
 
+class TurnLate(Exception):
+    """No thread was free in time."""
+
+
 class ClientGone(Exception):
     """Nobody waits for the result any more."""
 
@@ -37,15 +41,26 @@ class FairPool:
     def has_room(self) -> bool:
         return self._held.total() < self.threads
 
-    async def run(self, owner: str, call: Callable[[], R], wanted: Callable[[], bool] = lambda: True) -> R:
+    async def run(
+        self,
+        owner: str,
+        call: Callable[[], R],
+        wanted: Callable[[], bool] = lambda: True,
+        longest_wait_s: float | None = None,
+    ) -> R:
         """Return what `call` returns, in a thread, when its owner's turn has come.
 
-        Raises Full, and Gone where it is not `wanted` any more when its turn comes.
+        Raises QueueFull; TurnLate after `longest_wait_s`; ClientGone where it is not `wanted` any more when its turn
+        comes.
         """
         if self.has_room and self._held[owner] < self.share and owner not in self._waiting:
             self._held[owner] += 1
         else:
-            await self._turn(owner)
+            try:
+                async with asyncio.timeout(longest_wait_s):
+                    await self._turn(owner)
+            except TimeoutError:
+                raise TurnLate from None
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[R] = loop.create_future()
         try:

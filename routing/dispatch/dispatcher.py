@@ -20,11 +20,12 @@ from routing.config import RoutingSettings
 from routing.dispatch.postponed_jobs import PostponedJobs
 from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
-from routing.queue.queues import Offer, Position, Queues
+from routing.queue.queues import Offer, Position, Queues, WithdrawResult
 from routing.queue.slots import Slots
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
+from slotkeeper.db.time_limits import time_limit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound, UnknownModel
 from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.states import FINAL_STATES, State
@@ -108,8 +109,13 @@ class Dispatcher:
         job that was submitted alone has its position.
 
         Raises InvalidJob (its fact `index` says which job), UnknownModel, Conflict, TooManyRequests,
-        IdempotencyConflict, DatabaseUnavailable, CommitUnknown.
+        IdempotencyConflict, DatabaseUnavailable, CommitUnknown; one of the last two within
+        `DatabaseTimeouts.request_s`.
         """
+        with time_limit(self.store.database.limits.request_s):
+            return self._submit(submissions, tenant)
+
+    def _submit(self, submissions: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
         self.catalog.get()  # This also synchronizes the clock.
         now = now_ms()
         new = []
@@ -309,10 +315,13 @@ class Dispatcher:
         for model, withdrawn in by_model.items():
             try:
                 fleet = self.catalog.resolve(model).fleet
-                if "freed" in self.queues.withdraw(fleet, withdrawn):
+                if "freed" in self._withdraw(fleet, withdrawn):
                     self.publish_offers(self.queues.offer_all(fleet))
             except (RedisError, UnknownModel) as error:
                 log.warning("withdraw_postponed", model=model, jobs=len(withdrawn), error=str(error))
+
+    def _withdraw(self, fleet: str, jobs: Sequence[QueuedJob]) -> list[WithdrawResult]:
+        return self.queues.call_if_available(lambda: self.queues.withdraw(fleet, jobs))
 
     def revive(self, job_id: str) -> None:
         """Queue a dead job again.  Raises JobNotFound, Conflict."""

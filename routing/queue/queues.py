@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from routing.config import RoutingSettings
 from routing.queue import lanes
 from routing.queue.worker_capacity import CapacitySource, unlimited
+from slotkeeper.db.time_limits import time_left
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
 
@@ -187,7 +188,12 @@ class Queues:
     # -- a Redis that does not answer ------------------------------------------------------------------------
 
     def is_unavailable(self, fleet: str | None = None) -> bool:
-        """Return whether Redis, or this fleet's queue, failed a moment ago: its timeout is paid once, not per call."""
+        """Return whether Redis, or this fleet's queue, failed a moment ago: its timeout is paid once, not per call.
+
+        Also if the request of this thread has too little time left to wait for Redis.
+        """
+        if time_left() < self._settings.redis_timeout_s:
+            return True
         now = time.monotonic()
         return any(now < self._unavailable_until.get(key, 0.0) for key in {None, fleet})
 

@@ -99,7 +99,10 @@ class Database:
 
         unbounded: only `DatabaseTimeouts.statement_s`, for background work and for reads of all jobs.
         """
-        with self._connect(self._reader, math.inf if unbounded else self.limits.read_s) as connection:
+        limit = (
+            time_limits.time_limit(math.inf, alone=True) if unbounded else time_limits.time_limit(self.limits.read_s)
+        )
+        with self._connect(self._reader, limit) as connection:
             yield connection
 
     @contextmanager
@@ -108,7 +111,7 @@ class Database:
 
         The database keeps the rows that others delete meanwhile, so do not hold it for hours.
         """
-        with self._connect(self._snapshots, math.inf) as connection:
+        with self._connect(self._snapshots, time_limits.time_limit(math.inf, alone=True)) as connection:
             yield connection
 
     def sync_for_readers(self) -> None:
@@ -132,9 +135,9 @@ class Database:
             return sqlite.find_log(connection)
 
     @contextmanager
-    def _connect(self, engine: Engine, seconds: float) -> Iterator[Connection]:
+    def _connect(self, engine: Engine, limit: time_limits.time_limit) -> Iterator[Connection]:
         try:
-            with time_limits.time_limit(seconds), engine.connect() as connection:
+            with limit, engine.connect() as connection:
                 yield connection
         except SQLAlchemyError as error:
             if (unavailable := explain_unavailable(error, reading=True)) is not None:

@@ -163,7 +163,10 @@ class GroupCommit:
 
     def commit_all(self, writes: Sequence[Write[Any]]) -> list[Any]:
         """Commit writes, in one transaction if none fails, and return the result or the error of each."""
-        until = time.monotonic() + self._limits.turn_s
+        turn_s = min(self._limits.turn_s, time_limits.time_left() - self._limits.commit_s)
+        if turn_s < 0:  # A transaction that began now might end later than its caller may wait.
+            return [nothing_stored("too little time is left") for _ in writes]
+        until = time.monotonic() + turn_s
         entries: list[_Entry[Any]] = [_Entry(write, until) for write in writes]
         with self._lock:
             self._waiting.extend(entries)
@@ -236,7 +239,7 @@ class GroupCommit:
 
     def _wait_until_done(self, entry: _Entry[Any]) -> None:
         """Wait until an entry is done, or lead.  Raises DatabaseUnavailable, CommitUnknown if the wait is too long."""
-        if not entry.leads and not entry.wait(self._limits.turn_s):
+        if not entry.leads and not entry.wait(entry.until - time.monotonic()):
             self._withdraw(entry)
         if not entry.done:
             self._lead()
@@ -250,7 +253,7 @@ class GroupCommit:
             if entry in self._waiting and not entry.leads:
                 self._waiting.remove(entry)
                 raise _turn_expired()
-        if not entry.wait(self._limits.transaction_s + self._limits.inquiry_s + _SLACK_S):
+        if not entry.wait(self._limits.commit_s + _SLACK_S):
             raise commit_unknown("the commit takes very long")
 
     def _abandon(self, entries: Sequence[_Entry[Any]]) -> None:
@@ -371,7 +374,7 @@ class GroupCommit:
             raise lost.interrupt
 
     def _find_outcome(self, mark: TransactionMark) -> CommitOutcome:
-        with time_limits.time_limit(self._limits.inquiry_s):
+        with time_limits.time_limit(self._limits.inquiry_s, alone=True):
             while True:
                 try:
                     with self._inquirer.connect() as connection:
@@ -385,7 +388,7 @@ class GroupCommit:
     def _transact(self, run_units: Callable[[Transaction], None], until: float) -> None:
         """Run units and commit.  Raises DatabaseUnavailable if nothing was stored; _CommitLost if that is unknown."""
         try:
-            with time_limits.time_limit(until - time.monotonic()):
+            with time_limits.time_limit(until - time.monotonic(), alone=True):
                 connection = self._writer.begin()
                 try:
                     transaction = Transaction(connection)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+from slotkeeper.db.time_limits import LOOK_S, time_limit
 from slotkeeper.errors import DatabaseUnavailable, UnknownModel
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
@@ -39,16 +40,27 @@ class CatalogCache:
         return self._snapshot or self.refresh()
 
     def refresh(self) -> CatalogSnapshot:
-        """Return the present catalog; the last one that was read while the database is unavailable."""
+        """Return the present catalog; the last one that was read while the database is unavailable.
+
+        Threads that ask while another one looks share the next look.
+        """
+        asked = self._clock()
         with self._lock:
-            self._checked = self._clock()
-            try:
-                if self._snapshot is None or self._catalog.get_version() != self._snapshot.version:
-                    self._snapshot = self._catalog.read()
-            except DatabaseUnavailable:
-                if self._snapshot is None:
-                    raise
+            if self._snapshot is None:
+                self._checked = self._clock()
+                self._snapshot = self._catalog.read()
+            elif self._checked <= asked:
+                self._checked = self._clock()
+                try:
+                    self._snapshot = self._look(self._snapshot)
+                except DatabaseUnavailable:
+                    self._checked = self._clock()  # Who waited meanwhile does not wait for the same once more.
             return self._snapshot
+
+    def _look(self, known: CatalogSnapshot) -> CatalogSnapshot:
+        with time_limit(LOOK_S):
+            version = self._catalog.get_version()
+        return known if version == known.version else self._catalog.read()
 
     def version(self) -> int:
         """Return the version of the catalog in the database.  Raises DatabaseUnavailable."""

@@ -4,7 +4,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from app.server.fair_pool import ClientGone, FairPool, QueueFull
+from app.server.fair_pool import ClientGone, FairPool, QueueFull, TurnLate
 from tests.support.threads import no_thread_left
 
 
@@ -126,3 +126,14 @@ async def test_a_caller_that_is_canceled_leaves_its_thread_at_work(work):
     assert not pool.has_room
     work.go.release(9)
     assert await run(pool, work, "b") == "b"
+
+
+@in_loop
+async def test_a_call_whose_turn_does_not_come_in_time_is_given_up(work):
+    pool = FairPool("web", 1, 1)
+    first = run(pool, work, "a", "first")
+    await work.next()
+    with pytest.raises(TurnLate):
+        await pool.run("a", lambda: None, longest_wait_s=0.01)
+    work.go.release(9)
+    assert await first == "first" and await run(pool, work, "a", "second") == "second"

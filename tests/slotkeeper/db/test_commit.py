@@ -14,7 +14,7 @@ from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
 from slotkeeper.config import DatabaseTimeouts
-from slotkeeper.db import Database, Transaction
+from slotkeeper.db import Database, Transaction, time_limits
 from slotkeeper.db.schema import counters
 from slotkeeper.errors import DatabaseUnavailable, IdempotencyConflict
 from slotkeeper.jobs import ledger
@@ -430,3 +430,20 @@ def test_a_write_is_not_seen_half(database, store):
     assert seen == [0, 1]
     assert (row_of(outside, job.id)["attempt"], len(trail_of(watch, job.id))) == (1, 2)
     outside.close()
+
+
+def test_a_write_that_might_outlast_the_time_of_its_request_is_refused_at_once(database: Database) -> None:
+    ran: list[bool] = []
+    with time_limits.time_limit(database.limits.commit_s - 0.1), pytest.raises(DatabaseUnavailable, match="time"):
+        database.write(lambda _: ran.append(True))
+    assert ran == []
+    with time_limits.time_limit(database.limits.request_s):
+        database.write(lambda _: ran.append(True))
+    assert ran == [True]
+
+
+def test_the_time_of_one_request_does_not_limit_the_transaction_of_others(database: Database) -> None:
+    left: list[float] = []
+    with time_limits.time_limit(database.limits.commit_s + 0.5):
+        database.write(lambda _: left.append(time_limits.time_left()))
+    assert left[0] > database.limits.transaction_s - 1

@@ -1,9 +1,12 @@
 """A process's copy of the catalog: never older than a moment, and still there while the database is away."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from slotkeeper.db.time_limits import LOOK_S, time_left, time_limit
 from slotkeeper.errors import DatabaseUnavailable, UnknownModel
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.model_config import ModelConfig
@@ -130,3 +133,34 @@ def test_a_process_that_never_read_the_catalog_cannot_do_without_the_database(ca
 def test_many_threads_at_once_read_the_catalog_once(cache, catalog):
     found = at_once(*[cache.get] * 8)
     assert len({id(it) for it in found}) <= 8 and catalog.reads == 1
+
+
+def test_a_look_for_a_newer_catalog_takes_little_of_the_time_of_a_request(cache, catalog, monkeypatch):
+    cache.get()
+    left = []
+    monkeypatch.setattr(catalog, "get_version", lambda: left.append(time_left()) or catalog.number)
+    with time_limit(100):
+        cache.refresh()
+    assert 0 < left[0] <= LOOK_S
+
+
+def test_threads_that_ask_while_another_one_looks_do_not_look_after_it(catalog):
+    cache = CatalogCache(catalog, 0.0)  # type: ignore[arg-type]
+    cache.get()
+    asking, catalog.away = threading.Semaphore(0), True
+    looked = catalog.get_version
+
+    def get_version() -> int:
+        for _ in range(7):  # The others have asked, and wait for the lock.
+            assert asking.acquire(timeout=10)
+        return looked()
+
+    class Clock:
+        def __call__(self) -> float:
+            asking.release()
+            return time.monotonic()
+
+    cache._clock = Clock()
+    catalog.get_version = get_version  # type: ignore[method-assign]
+    at_once(*[cache.refresh] * 8)
+    assert catalog.looks == 1

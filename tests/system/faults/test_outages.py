@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
+import requests
 from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import make_url
@@ -32,13 +34,16 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from tasks import maintenance
 from tests.support import passes
+from tests.support.builders import at_once
 from tests.support.ends import cool_down
+from tests.support.silence import between
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
 from tests.support.town import LEASE_S, Town, started_town
 from tools.cluster.postgres_process import Postgres
 from tools.cluster.stack import eventually
 from tools.cluster.valkey_process import Valkey
 
+_ANSWERED_WITHIN_S = 10 + 3  # Ten are promised.
 # Two seconds are promised; twice that is for a machine that has much else to do.
 _FREE_WITHIN_MS = 4_000
 
@@ -410,6 +415,38 @@ def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Pos
         assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
         assert sum(ledger.read(town.store.database).by_state.values()) == 2, "a refused submit leaves nothing"
     postgres.drop(url)
+
+
+@pytest.mark.e2e
+@pytest.mark.postgres
+def test_while_the_database_is_silent_every_request_has_its_answer_in_time(postgres: Postgres, tmp_path: Path) -> None:
+    direct = postgres.create()
+    with (
+        between(direct) as (network, through),
+        started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=through) as town,
+    ):
+        model = town.model(1)
+        job_id = town.submit(model, 0.02)
+        body = {"model": model, "payload": {"seconds": 0}}
+        calls: list[tuple[str, str, Any]] = [
+            ("POST", "/queue/submit", body),
+            ("POST", f"/queue/jobs/{job_id}/cancel", None),
+            ("POST", f"/admin/dlq/{job_id}/retry", None),
+            ("GET", f"/queue/jobs/{job_id}", None),
+        ]
+        eventually(_passed(2), "the API looks for a newer catalog with the next request", every_s=0.1)
+        network.silent.set()  # also for connections that come later
+        answers = at_once(
+            *(partial(_answer_of, town.stack.url, *call) for call in calls * 6), timeout_s=_ANSWERED_WITHIN_S + 30
+        )
+        network.silent = threading.Event()
+        assert [getattr(answer, "status_code", answer) for answer in answers] == [503] * len(answers)
+        eventually(lambda: town.api.call("POST", "/queue/submit", json=body).status_code == 202, "it answers again")
+    postgres.drop(direct)
+
+
+def _answer_of(url: str, method: str, path: str, body: Any) -> requests.Response:
+    return requests.request(method, f"{url}{path}", json=body, timeout=_ANSWERED_WITHIN_S)
 
 
 def _passed(seconds: float) -> Callable[[], bool]:

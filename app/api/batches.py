@@ -4,19 +4,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.api.openapi import Schema, blueprint, problem_responses
+from app.api.openapi import Schema, blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas.base import From, ResponseSchema, Time
 from app.schemas.cursors import BATCH, batch_filter
 from routing.queries import job_list
 from routing.queries.job_list import Batch
-from slotkeeper.errors import Conflict, JobNotFound, NotFound
+from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.states import State
 from tasks.services import database
 
 api = blueprint("batches", "Batches", "/queue/batches")
 
+_CANCELS_FOR_S = 5.0  # for one request
 _NAMED: Any = {"pattern": f"^{BATCH}$"}
 
 
@@ -59,6 +60,7 @@ class BatchCancelResult(ResponseSchema):
     batch: str
     canceled: int = Field(description="Waiting jobs that are canceled now.")
     canceling: int = Field(description="Running jobs whose servers were asked to stop.")
+    remaining: int = Field(description="Jobs that are left; ask again until it is 0.")
 
 
 @api.get("", responses={200: BatchList, **problem_responses(422)})
@@ -76,23 +78,31 @@ def get_batch(path: BatchPath) -> dict[str, Any]:
     return BatchView.build(_visible_batch(path.batch))
 
 
-@api.post("/<batch>/cancel", responses={200: BatchCancelResult, **problem_responses(404, 409, 415)})
-def cancel_batch(path: BatchPath) -> dict[str, Any]:
-    """Cancel all jobs of a batch that have not ended.  One all of whose jobs have ended is 409."""
+@api.post(
+    "/<batch>/cancel",
+    responses={
+        200: BatchCancelResult,
+        202: response_of(BatchCancelResult, "Some jobs are left"),
+        **problem_responses(404, 409, 415),
+    },
+)
+def cancel_batch(path: BatchPath) -> tuple[dict[str, Any], int]:
+    """Cancel all jobs of a batch that have not ended, those that are next in turn first.
+
+    200: no job of it begins any more.  202: it has so many jobs that some are left; ask again.  409: all its jobs have
+    ended.
+    """
     batch = _visible_batch(path.batch)
     if batch.ended == batch.jobs:
         raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    ended = [_cancel_job(job_id) for job_id in job_list.unfinished_jobs(database(), batch.id, _whose())]
-    canceled, canceling = ended.count(State.CANCELED), ended.count(State.RUNNING)
-    return BatchCancelResult.build(batch=batch.id, canceled=canceled, canceling=canceling)
+    done = dispatcher().cancel_batch(batch.id, _whose(), _CANCELS_FOR_S)
+    remaining = 0 if done.is_complete else _count_waiting(_visible_batch(batch.id))
+    result = BatchCancelResult.build(batch=batch.id, canceled=done.canceled, canceling=done.asked, remaining=remaining)
+    return result, 200 if done.is_complete else 202
 
 
-def _cancel_job(job_id: str) -> State | None:
-    """None: it has ended meanwhile."""
-    try:
-        return dispatcher().cancel(job_id)
-    except (Conflict, JobNotFound):
-        return None
+def _count_waiting(batch: Batch) -> int:
+    return batch.by_state.get(State.QUEUED, 0) + batch.by_state.get(State.DELAYED, 0)
 
 
 def _visible_batch(batch: str) -> Batch:

@@ -51,11 +51,17 @@ def show_batch(batch: str, as_json: bool) -> None:
 @json_option
 def cancel_batch(batch: str, as_json: bool) -> None:
     """Cancel all jobs of a batch that have not ended."""
-    answer = api_client().post(f"/queue/batches/{path_segment(batch)}/cancel")
+    total: dict[str, Any] = {"batch": batch, "canceled": 0, "canceling": 0, "remaining": 1}
+    while total["remaining"]:
+        answer = api_client().post(f"/queue/batches/{path_segment(batch)}/cancel")
+        counted = {name: total[name] + answer[name] for name in ("canceled", "canceling")}
+        total = answer | counted
+        if answer["remaining"]:
+            echo(f"{total['canceled']} canceled, {answer['remaining']} left …", err=True)
     if as_json:
-        print_json(answer)
+        print_json(total)
     else:
-        echo(f"{answer['canceled']} canceled, {answer['canceling']} asked to stop.")
+        echo(f"{total['canceled']} canceled, {total['canceling']} asked to stop.")
 
 
 def _counts(batch: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ Each action commits to the database first and calls Redis after it.  If Redis fa
 and routing.maintenance brings Redis to it; no action waits for that.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from slotkeeper.registry.tenants import Tenant
 log = structlog.get_logger(__name__)
 
 _POSTPONED_AT_ONCE = 1000  # as many as the sweep reads at once
+_CANCELED_WAITING = JobError("canceled", "Canceled before it was started.")
 _OVERLONG_FACTOR, _MIN_OVERLONG_MS = 3, 10_000
 
 
@@ -63,6 +65,14 @@ class Receipt(NamedTuple):
     job: QueuedJob
     notice: str | None = None
     position: Position | None = None
+
+
+class BatchCancellation(NamedTuple):
+    """What one call did.  canceled: waiting jobs.  asked: running jobs.  is_complete: no unfinished job is left."""
+
+    canceled: int
+    asked: int
+    is_complete: bool
 
 
 class ActiveRun(NamedTuple):
@@ -275,9 +285,8 @@ class Dispatcher:
         """
         now = now_ms()
         canceling = audit.make_entry("job.cancel", job_id=job_id, now_ms=now)
-        error = JobError("canceled", "Canceled before it was started.")
         quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
-        moved = self.store.cancel_waiting(job_id, now, error, canceling.write, quarantine)
+        moved = self.store.cancel_waiting(job_id, now, _CANCELED_WAITING, canceling.write, quarantine)
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw([moved.job])
@@ -297,6 +306,27 @@ class Dispatcher:
         if job.state is State.CANCELED:
             return job.state
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
+
+    def cancel_batch(self, batch: str, tenant: str | None, within_s: float) -> BatchCancellation:
+        """Cancel the unfinished jobs of a batch in order of acceptance, so that those next in turn come first.
+
+        tenant: only the jobs of this tenant.  After `within_s` the rest is left to the next call.
+        """
+        until, canceled, asked = time.monotonic() + within_s, 0, 0
+        audit.write_entry(self.store.database, audit.make_entry("batch.cancel", tenant=tenant, batch=batch))
+        last_seq: int | None = 0
+        while last_seq is not None:
+            now = now_ms()
+            quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
+            page = self.store.cancel_page_of_batch(batch, tenant, last_seq, now, _CANCELED_WAITING, quarantine)
+            crash_at("cancel_committed")
+            self.withdraw([*(moved.job for moved in page.ended), *page.asked])
+            for moved in page.ended:
+                self.notify_ended(moved)
+            canceled, asked, last_seq = canceled + len(page.ended), asked + len(page.asked), page.last_seq
+            if time.monotonic() >= until:
+                break
+        return BatchCancellation(canceled, asked, is_complete=last_seq is None)
 
     def is_of_older_queue(self, lease: Lease) -> bool:
         """Return whether a newer queue of the fleet was filled since this lease was made: it can start nothing."""

@@ -12,9 +12,9 @@ from typing import Any
 from sqlalchemy import Select, bindparam, func, select, text
 
 from slotkeeper.db import Database
+from slotkeeper.jobs.rows import job_from_row
 from slotkeeper.jobs.statements import JOB_LIST, key_range, unindexed
 from slotkeeper.jobs.states import FINAL_STATES, State
-from slotkeeper.jobs.store import job_from_row
 from slotkeeper.jobs.tables import ACTIVE_CONDITION, jobs
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox.tables import receivers
@@ -159,19 +159,6 @@ def read_batches(database: Database, ids: Sequence[str], tenant: str | None = No
         for row in connection.execute(query, {"p_batches": list(ids)}):
             rows[row.batch].append(row)
     return [_batch_from_rows(batch, rows[batch]) for batch in ids if batch in rows]
-
-
-def unfinished_jobs(database: Database, batch: str, tenant: str | None = None) -> list[str]:
-    """Return the ids of a batch's jobs that have not ended, in order of acceptance.
-
-    `tenant`: only the jobs of this tenant.  Raises DatabaseUnavailable.
-    """
-    active = select(jobs.c.id, jobs.c.state).where(text("batch IS NOT NULL"), jobs.c.batch == batch)
-    if tenant is not None:
-        active = active.where(jobs.c.tenant == tenant)
-    with database.read() as connection:
-        rows = connection.execute(active.order_by(jobs.c.batch, jobs.c.seq)).all()
-    return [row.id for row in rows if State(row.state) not in FINAL_STATES]
 
 
 def _newest_batches_sql(tenant: str | None) -> str:

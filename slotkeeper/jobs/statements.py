@@ -27,6 +27,7 @@ from sqlalchemy import (
     func,
     literal,
     literal_column,
+    or_,
     select,
     text,
     tuple_,
@@ -75,7 +76,7 @@ _MOVED_COLUMNS = (
 _STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message)
 # A worker may die while its job goes on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
-_BY_TIME = frozenset({Reason.DUE, Reason.DEADLINE_PASSED})
+_OF_MANY = frozenset({Reason.DUE, Reason.DEADLINE_PASSED, Reason.CANCEL_REQUESTED})
 _RESUME_COLUMNS = ("remote_id", "sent_ms", "described_by", "sent_to")
 
 
@@ -193,7 +194,9 @@ def _if_same_server(column: ColumnElement[Any]) -> ColumnElement[Any]:
 
 ONE_JOB = {(state, why): _update_one(state, why) for (state, why) in TRANSITIONS if state is not None}
 MANY_JOBS = {
-    (state, why): _update_many(state, why) for (state, why) in TRANSITIONS if state is not None and why in _BY_TIME
+    (state, why): _update_many(state, why)
+    for (state, why) in TRANSITIONS
+    if state is not None and why in _OF_MANY and (state, why) != (State.RUNNING, Reason.CANCEL_REQUESTED)
 }
 
 # -- changes that are no transition ------------------------------------------------------------------------------
@@ -215,6 +218,13 @@ REQUEST_CANCEL = CompiledStatement(
     .where(_THIS, in_state(State.RUNNING))
     .values(cancel_requested_ms=func.coalesce(jobs.c.cancel_requested_ms, bindparam("p_now")))
     .returning(jobs.c.model, jobs.c.tenant, jobs.c.server, jobs.c.cancel_requested_ms)
+)
+REQUEST_CANCEL_OF_MANY = (
+    update(jobs)
+    .where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), in_state(State.RUNNING))
+    .where(jobs.c.cancel_requested_ms.is_(None))
+    .values(cancel_requested_ms=bindparam("p_now"))
+    .returning(*QUEUED_JOB_COLUMNS)
 )
 
 # -- reads -------------------------------------------------------------------------------------------------------
@@ -243,6 +253,14 @@ OVERDUE = {
     )
 }
 ANY_OVERDUE = {dialect: CompiledStatement(query.limit(1)) for dialect, query in OVERDUE.items()}
+
+# IS NOT NULL is redundant, but SQLite uses the partial index only with its condition.
+UNFINISHED_OF_BATCH = (
+    select(jobs.c.seq, jobs.c.state)
+    .where(text("batch IS NOT NULL"), jobs.c.batch == bindparam("p_batch"), jobs.c.seq > bindparam("p_after"))
+    .where(or_(in_state(State.QUEUED), in_state(State.DELAYED), in_state(State.RUNNING)))
+    .order_by(jobs.c.batch, jobs.c.seq)
+)
 
 JOB_LIST = select(*(column for column in JOB_COLUMNS if column.name not in {"payload", "result", "envelope"}))
 """Jobs without what they carry."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Select, select
 
@@ -24,6 +24,7 @@ from slotkeeper.errors import IdempotencyConflict
 from slotkeeper.jobs import acceptance, closed_models, events, notifications, statements
 from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quarantine_slots
 from slotkeeper.jobs.queue_epochs import epoch_of_lease
+from slotkeeper.jobs.rows import Row, job_from_row, job_status_from_row, queued_job_from_row, run_from_row
 from slotkeeper.jobs.statements import MANY_JOBS, ONE_JOB, QUEUED_JOB_COLUMNS, REQUEUING_STATES
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.tables import idempotency_keys, jobs
@@ -37,10 +38,7 @@ from slotkeeper.jobs.values import (
     Quarantine,
     QueuedJob,
     Run,
-    stored_error,
 )
-
-Row: TypeAlias = Any  # the columns that the statement names
 
 _MAX_ERROR = 2000
 _MORE_THAN_SHARE = 10  # rows of each model that are read at first, beyond its share of those that are asked for
@@ -77,6 +75,19 @@ class _Change:
     @property
     def event_data(self) -> dict[str, Any]:
         return {"why": self.why, **self.data}
+
+
+@dataclass(frozen=True, slots=True)
+class CanceledPage:
+    """What came of some jobs of a batch.
+
+    ended: those that were waiting.  asked: those that run, and are canceled when their servers have stopped.
+    last_seq: of the last of them; None: the batch has no further unfinished jobs.
+    """
+
+    ended: list[Transition]
+    asked: list[QueuedJob]
+    last_seq: int | None
 
 
 class WriteAuditEntry(Protocol):
@@ -165,7 +176,7 @@ class JobStore:
 
         def unit(tx: Transaction) -> Run | None:
             row = self._apply(tx, change)
-            return None if row is None else _run_from_row(row, server, slot)
+            return None if row is None else run_from_row(row, server, slot)
 
         # Not durable: after a power cut the job is queued again, as after any crash.
         return Write(unit, durable=False)
@@ -250,6 +261,42 @@ class JobStore:
 
         return self.database.write(unit)
 
+    def cancel_page_of_batch(
+        self,
+        batch: str,
+        tenant: str | None,
+        after_seq: int,
+        now_ms: int,
+        error: JobError,
+        quarantine: Quarantine,
+        limit: int = PAGE,
+    ) -> "CanceledPage":
+        """Cancel the waiting jobs among the next `limit` unfinished jobs of a batch, and ask for the running ones.
+
+        tenant: only the jobs of this tenant.  after_seq: `last_seq` of the page before; 0: the first page.
+        quarantine: of the slots of jobs that wait to be resumed, whose servers may still run them.
+        """
+        query = statements.UNFINISHED_OF_BATCH.limit(limit).with_for_update()
+        if tenant is not None:
+            query = query.where(jobs.c.tenant == tenant)
+
+        def unit(tx: Transaction) -> CanceledPage:
+            by_state = defaultdict[State, list[int]](list)
+            rows = tx.connection.execute(query, {"p_batch": batch, "p_after": after_seq}).all()
+            for row in rows:
+                by_state[State(row.state)].append(row.seq)
+            asked_of = {"p_seqs": by_state.pop(State.RUNNING, []), "p_now": now_ms}
+            asked = tx.connection.execute(statements.REQUEST_CANCEL_OF_MANY, asked_of).all()
+            ended = [
+                moved
+                for state, seqs in by_state.items()
+                for moved in self._end_many(tx, state, seqs, Reason.CANCEL_REQUESTED, now_ms, error, quarantine)
+            ]
+            last_seq = rows[-1].seq if len(rows) == limit else None
+            return CanceledPage(ended, [queued_job_from_row(row) for row in asked], last_seq)
+
+        return self.database.write(unit)
+
     def request_cancel(self, job_id: str, now_ms: int, write_audit: WriteAuditEntry = _no_entry) -> bool:
         """Store that a running job is to be canceled.  Returns False if it is not running."""
 
@@ -267,7 +314,7 @@ class JobStore:
         def unit(tx: Transaction) -> list[QueuedJob]:
             seqs = [row.seq for row in _lock_rows(tx, statements.DUE, now_ms, limit)]
             change = _Change(State.DELAYED, Reason.DUE, now_ms, {"p_seqs": seqs})
-            found = {row.seq: _queued_job(row) for row in self._apply_to_many(tx, change)}
+            found = {row.seq: queued_job_from_row(row) for row in self._apply_to_many(tx, change)}
             return [found[seq] for seq in seqs]
 
         return self.database.write(unit) if self._has_any(statements.ANY_DUE, now_ms) else []
@@ -301,7 +348,7 @@ class JobStore:
                 return None
             closed_models.check_open(tx, job_id, row.model)
             write_audit(tx, model=row.model, tenant=row.tenant)
-            return _queued_job(row)
+            return queued_job_from_row(row)
 
         return self.database.write(unit)
 
@@ -331,11 +378,24 @@ class JobStore:
     def _expire(
         self, tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, quarantine: Quarantine | None
     ) -> list[Transition]:
+        error = JobError("deadline_passed", f"Its deadline passed while it was {state}.")
+        return self._end_many(tx, state, seqs, Reason.DEADLINE_PASSED, now_ms, error, quarantine)
+
+    def _end_many(
+        self,
+        tx: Transaction,
+        state: State,
+        seqs: Sequence[int],
+        why: Reason,
+        now_ms: int,
+        error: JobError,
+        quarantine: Quarantine | None,
+    ) -> list[Transition]:
+        """End jobs that this transaction has locked."""
         if state is not State.DELAYED and quarantine is not None:
             quarantine_slots(tx, state, seqs, now_ms, quarantine)
-        error = JobError("deadline_passed", f"Its deadline passed while it was {state}.")
         params = {"p_seqs": seqs} | _result_params(error=error)
-        change = _Change(state, Reason.DEADLINE_PASSED, now_ms, params, _event_data(error))
+        change = _Change(state, why, now_ms, params, _event_data(error))
         return [_add_notifications(tx, row, change) for row in self._apply_to_many(tx, change)]
 
     def _is_cancel_requested(self, tx: Transaction, job_id: str) -> bool:
@@ -365,7 +425,7 @@ class JobStore:
         query = select(*QUEUED_JOB_COLUMNS, *_STATUS_COLUMNS).where(jobs.c.id.in_(job_ids))
         with self.database.read() as connection:
             rows = connection.execute(query).all()
-        return {row.id: _job_status(row) for row in rows}
+        return {row.id: job_status_from_row(row) for row in rows}
 
     def get_message_headers(self, job_id: str) -> tuple[str, int, int, str | None] | None:
         """Return (model, priority, failures, envelope), for the task message of a job."""
@@ -391,7 +451,7 @@ class JobStore:
                 rows = iter(connection.execute(statements.QUEUED_OF_ALL, {"p_after": after_seq, "p_limit": limit}))
             else:
                 rows = _merge_queued(connection, models, after_seq, limit)
-            return [_queued_job(row) for row in islice(rows, limit)]
+            return [queued_job_from_row(row) for row in islice(rows, limit)]
 
     def list_resumable(self) -> list[tuple[QueuedJob, str]]:
         """Return the queued jobs whose servers may still run them, each with the slot in which it is resumed.
@@ -399,7 +459,7 @@ class JobStore:
         Reads only the index of these jobs.
         """
         with self.database.read() as connection:
-            return [(_queued_job(row), row.slot) for row in statements.RESUMABLE.fetch_all(connection, {})]
+            return [(queued_job_from_row(row), row.slot) for row in statements.RESUMABLE.fetch_all(connection, {})]
 
     def find_models_with_queued(self, models: Sequence[str]) -> set[str]:
         """Return those of these models that have queued jobs."""
@@ -469,7 +529,7 @@ def _find_own_transition(tx: Transaction, *changes: _Change | None) -> Transitio
             row = statements.WHOLE_JOB.fetch_first(tx.connection, {"p_id": job_id})
             assert row is not None, "events are deleted after their job"
             notification_id = notifications.make_notification_id(row, change.to, attempt)
-            return Transition(_queued_job(row), change.to, attempt, notification_id)
+            return Transition(queued_job_from_row(row), change.to, attempt, notification_id)
     return None
 
 
@@ -482,7 +542,7 @@ def _add_event(tx: Transaction, change: _Change, row: Row) -> None:
 def _add_notifications(tx: Transaction, row: Row, change: _Change) -> Transition:
     notifications.add_callback_message(tx, row, change.to, change.now_ms)
     notification_id = notifications.add_result_notification(tx, row, change.to, change.now_ms)
-    return Transition(_queued_job(row), change.to, row.attempt, notification_id)
+    return Transition(queued_job_from_row(row), change.to, row.attempt, notification_id)
 
 
 def _result_params(
@@ -503,54 +563,3 @@ def _event_data(error: JobError | None, due_ms: int | None = None, now_ms: int =
     if due_ms is not None:
         data["retry_in_ms"] = max(0, due_ms - now_ms)
     return data
-
-
-def _queued_job(row: Row) -> QueuedJob:
-    return QueuedJob(
-        row.id,
-        row.seq,
-        row.model,
-        row.priority,
-        row.tenant,
-        row.created_ms,
-        row.constraints,
-        row.deadline_ms or 0,
-    )
-
-
-def _job_status(row: Row) -> JobStatus:
-    return JobStatus(
-        _queued_job(row), State(row.state), row.attempt, row.lease, row.slot, row.cancel_requested_ms is not None
-    )
-
-
-def _run_from_row(row: Row, server: str, slot: str) -> Run:
-    return Run(
-        job=_queued_job(row),
-        payload=row.payload,
-        attempt=row.attempt,
-        failures=row.failures,
-        crashes=row.crashes,
-        deadline_ms=row.deadline_ms,
-        remote_id=row.remote_id,
-        sent_ms=row.sent_ms,
-        server=server,
-        slot=slot,
-        started_ms=row.started_ms,
-        cancel_requested=row.cancel_requested_ms is not None,
-        envelope=row.envelope,
-        described_by=row.described_by,
-        sent_to=row.sent_to,
-        traceparent=row.traceparent,
-        last_error=stored_error(row.error_code, row.error_message),
-    )
-
-
-def job_from_row(row: Row) -> Job:
-    """Return the job of a row, which may lack the columns that have a default."""
-    found = row._asdict()
-    return Job(
-        **{name: found[name] for name in Job.__dataclass_fields__ if name in found and name not in {"state", "why"}},
-        state=State(row.state),
-        why=Reason(row.why),
-    )

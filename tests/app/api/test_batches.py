@@ -1,13 +1,17 @@
 """Jobs that came together are found together: listed, counted, canceled; by whoever may see them."""
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
 
+from app.api import batches
 from routing.queries import job_list
+from slotkeeper import audit
+from slotkeeper.audit import AuditFilter
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.jobs.values import new_job_id
+from slotkeeper.jobs.values import JobError, Quarantine, new_job_id
 from slotkeeper.outbox import retention
 from tests.support.api import Api
 from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_job
@@ -64,8 +68,35 @@ def test_a_batch_is_canceled_as_a_whole(api: Api) -> None:
     offer = api.heard.offers[0]
     assert begin_run(api.dispatcher, offer, "a-worker") is not None
     answer = api.client.post(f"/queue/batches/{sent['batch']}/cancel")
-    assert answer.json == {"batch": sent["batch"], "canceled": 2, "canceling": 1}
+    assert answer.json == {"batch": sent["batch"], "canceled": 2, "canceling": 1, "remaining": 0}
     assert _got(api, f"/queue/batches/{sent['batch']}")["by_state"] == {"running": 1, "canceled": 2}
+
+
+def test_a_batch_that_takes_longer_than_one_request_is_canceled_by_the_next(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.model()
+    sent = _submit(api)
+    one_job = partialmethod(JobStore.cancel_page_of_batch, limit=1)
+    monkeypatch.setattr(JobStore, "cancel_page_of_batch", one_job)
+    monkeypatch.setattr(batches, "_CANCELS_FOR_S", 0.0)
+    answers = [api.client.post(f"/queue/batches/{sent['batch']}/cancel") for _ in range(4)]
+    assert [(answer.status_code, answer.json.get("remaining")) for answer in answers] == [
+        (202, 2),
+        (202, 1),
+        (202, 0),
+        (409, None),
+    ]
+
+
+def test_a_waiting_job_of_a_canceled_batch_is_in_no_queue_and_its_end_is_notified(api: Api) -> None:
+    api.register()
+    sent = _submit(api)
+    api.client.post(f"/queue/batches/{sent['batch']}/cancel")
+    assert [end.job.id for end in api.heard.ends] == [job["job_id"] for job in sent["jobs"]]
+    assert api.dispatcher.queues.offer_all("zimg") == []
+    entries = audit.find_entries(api.database, AuditFilter(act="batch.cancel"))
+    assert [entry.data["batch"] for entry in entries] == [sent["batch"]]
 
 
 def test_a_batch_that_has_ended_is_not_canceled(api: Api) -> None:
@@ -166,12 +197,13 @@ def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
     for _ in range(40):
         _batch_of(store, 5)
     name = _batch_of(store, 5)
-    store.submit([a_job() for _ in range(4000)], T0)
+    for _ in range(8):
+        store.submit([a_job() for _ in range(500)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
     with plans_of(store) as plans:
         job_list.newest_batches(store.database, None, None, 20)
         job_list.newest_batches(store.database, "acme", name, 20)
-        job_list.unfinished_jobs(store.database, name)
+        store.cancel_page_of_batch(name, None, 0, T0, JobError("canceled", "x"), Quarantine("canceled", T0))
         job_list.find_jobs(store.database, batch=name, tenant="acme", limit=50)
     assert len(plans) == 6
     of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"

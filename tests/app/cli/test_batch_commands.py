@@ -47,9 +47,16 @@ def test_a_batch_is_shown(api: HTTPServer) -> None:
 
 
 def test_a_batch_is_canceled(api: HTTPServer) -> None:
-    answer = {"batch": ID, "canceled": 2, "canceling": 1}
+    answer = {"batch": ID, "canceled": 2, "canceling": 1, "remaining": 0}
     api.expect_request(f"/queue/batches/{ID}/cancel", "POST").respond_with_json(answer)
     assert _said("batches", "cancel", ID) == "2 canceled, 1 asked to stop.\n"
+
+
+def test_a_large_batch_is_canceled_by_several_requests(api: HTTPServer) -> None:
+    for canceled, remaining, status in ((3000, 500, 202), (500, 0, 200)):
+        answer = {"batch": ID, "canceled": canceled, "canceling": 1, "remaining": remaining}
+        api.expect_ordered_request(f"/queue/batches/{ID}/cancel", "POST").respond_with_json(answer, status)
+    assert _said("batches", "cancel", ID).endswith("3500 canceled, 2 asked to stop.\n")
 
 
 def test_the_jobs_of_a_batch_are_listed(api: HTTPServer) -> None:

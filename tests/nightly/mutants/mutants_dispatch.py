@@ -93,8 +93,8 @@ MUTANTS = [
     ),
     Mutant(
         "a cancel of a batch includes another tenant's jobs",
-        "routing.queries.job_list:unfinished_jobs",
-        drop("active = active.where(jobs.c.tenant == tenant)"),
+        "slotkeeper.jobs.store:JobStore.cancel_page_of_batch",
+        drop("query = query.where(jobs.c.tenant == tenant)"),
         kills=["test_two_tenants_that_name_the_same_batch_share_nothing"],
         breaks="authorization",
         still="test_a_batch_is_canceled_as_a_whole",

@@ -29,6 +29,7 @@ from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
+from tasks.services import workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
@@ -99,10 +100,10 @@ def explain_job(path: JobPath) -> dict[str, Any]:
 
     `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
     server_breaker_open, server_away, server_cooling, slot_withheld, server_unavailable, constraints_unmet, no_server,
-    retry, not_before, not_in_room, run_waits, redis_away.
+    no_worker, retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
-    found = explain.explain_job(dispatcher(), job)
+    found = explain.explain_job(dispatcher(), workers(), job)
     return ExplanationView.build(
         found,
         job_id=job.id,
@@ -138,4 +139,4 @@ def _resolve_short_id(short: str, whose: str | None) -> str | None:
 def _position_of(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
         return QueuePosition()
-    return read_position(dispatcher(), job.queued)
+    return read_position(dispatcher(), workers(), job.queued)

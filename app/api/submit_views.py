@@ -1,10 +1,12 @@
 """Submitting jobs: one, or many at once."""
 
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from flask import request
+from redis.exceptions import RedisError
 
 from app import batch
 from app.api.openapi import blueprint, optional_headers, problem_responses
@@ -17,12 +19,13 @@ from app.schemas.cursors import batch_filter
 from app.schemas.job_schemas import BatchNameQuery, SubmitBody
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
 from routing.dispatch.dispatcher import Dispatcher, Receipt
-from routing.queries import positions
+from routing.queries import explain, positions
 from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
 from slotkeeper.registry.tenants import Tenant
+from tasks.services import workers
 
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 
@@ -52,7 +55,7 @@ def submit(body: SubmitBody) -> Answer:
     (receipt,) = found.dispatcher.submit([wanted], whose)
     accepted = receipt.accepted
     where, links = queue_position(accepted.state, _position_of(found.dispatcher, receipt)), _links(accepted.id)
-    answer = ReceiptView.build(accepted, **where, notice=receipt.notice, links=links)
+    answer = ReceiptView.build(accepted, **where, notice=_notice(receipt), links=links)
     return answer, 202, {"Location": links["self"]}
 
 
@@ -137,8 +140,16 @@ def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
     if receipt.accepted.state is not State.QUEUED:
         return QueuePosition()
     if receipt.accepted.enters_queue:
-        return positions.queue_position(dispatcher, receipt.job, receipt.position)
-    return positions.read_position(dispatcher, receipt.job)
+        return positions.queue_position(dispatcher, workers(), receipt.job, receipt.position)
+    return positions.read_position(dispatcher, workers(), receipt.job)
+
+
+def _notice(receipt: Receipt) -> str | None:
+    if receipt.notice is None and receipt.accepted.enters_queue:
+        with suppress(RedisError):
+            if not workers().is_any_alive():
+                return f"At present {explain.NO_WORKER}; the job waits until one does."
+    return receipt.notice
 
 
 def _links(job_id: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from routing.queries.explain import explain_job
 from routing.queries.model_overview import read_overview, read_slots
 from routing.queries.model_status import read_lanes
 from slotkeeper.clock import now_ms
+from tasks.services import workers
 
 
 @page_view("/page/models/<path:model>", admin=True)
@@ -51,4 +52,4 @@ def change_model(model: str) -> Any:
 def _next(job_id: str) -> Any:
     """Explain why the next job has not started; None: it has been deleted."""
     job = dispatcher().store.get(job_id)
-    return job and explain_job(dispatcher(), job)
+    return job and explain_job(dispatcher(), workers(), job)

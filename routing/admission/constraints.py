@@ -56,7 +56,9 @@ def decode_constraints(constraints: str) -> dict[str, Any]:
 
 
 def no_server_message(model: str, constraints: str) -> str:
-    """That no server meets the constraints, as a part of a sentence."""
+    """That no server serves the model, or none meets the constraints, as a part of a sentence."""
+    if not constraints:
+        return f"no server serves model {model!r}; `slotkeeper servers register` adds one"
     return f"no known server of model {model!r} meets {constraints.replace(chr(10), ', ')}"
 
 

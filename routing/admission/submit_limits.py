@@ -25,7 +25,7 @@ from slotkeeper.redis.scripts import Command, Scripts
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
-from slotkeeper.registry.snapshot import Model
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.tenants import Tenant
 from slotkeeper.registry.values import CLOSED_STATES
 
@@ -122,10 +122,11 @@ class Limit:
 # -- some server meets the constraints -----------------------------------------------------------------------------
 
 
-def has_eligible_server(job: NewJob, catalog: CatalogCache) -> bool:
-    """Return whether a registered server meets the job's constraints."""
-    return not job.constraints or bool(
-        constraints.eligible_servers(catalog.get().servers.values(), job.model, job.constraints)
+def has_eligible_server(job: NewJob, catalog: CatalogSnapshot) -> bool:
+    """Return whether a registered server serves the job's model and meets the job's constraints."""
+    return any(
+        job.model in server.endpoints and constraints.meets(job.constraints, server, job.model)
+        for server in catalog.servers.values()
     )
 
 
@@ -133,7 +134,7 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
     """Refuse a job whose constraints no registered server meets, if its model wants that; others wait for a server."""
     for index, job in enumerate(request.jobs):
         refuses = context.catalog.resolve(job.model).config.unmatched == "refuse"
-        if refuses and not has_eligible_server(job, context.catalog):
+        if refuses and job.constraints and not has_eligible_server(job, context.catalog.get()):
             why = constraints.no_server_message(job.model, job.constraints)
             with error_index(index):
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")

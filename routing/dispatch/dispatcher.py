@@ -33,6 +33,7 @@ from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
@@ -126,12 +127,13 @@ class Dispatcher:
             return self._submit(submissions, tenant)
 
     def _submit(self, submissions: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
-        self.catalog.get()  # This also synchronizes the clock.
+        catalog = self.catalog.get()  # This also synchronizes the clock.
         now = now_ms()
         new = []
         for index, submission in enumerate(submissions):
             with error_index(index):
-                model = self.catalog.resolve(submission.request.model)
+                name = submission.request.model
+                model = catalog.model(name) or self.catalog.resolve(name)
                 new.append(prepare_job(submission, model, self._check_url, now))
         notices = self._admit(new, tenant, now)
         accepted = self.store.submit(new, now)
@@ -149,12 +151,8 @@ class Dispatcher:
             if not self.store.knows_keys(new, now_ms):
                 raise
             return [None] * len(new)
-        return [self._notice(job) for job in new]
-
-    def _notice(self, job: NewJob) -> str | None:
-        if has_eligible_server(job, self.catalog):
-            return None
-        return f"At present {constraints.no_server_message(job.model, job.constraints)}; the job waits until one does."
+        catalog = self.catalog.get()
+        return [_make_notice(job, catalog) for job in new]
 
     def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
@@ -363,6 +361,13 @@ class Dispatcher:
                 raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
             raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
         self.enqueue([queued])
+
+
+def _make_notice(job: NewJob, catalog: CatalogSnapshot) -> str | None:
+    """Return what the client of a job should know: no server that is registered can run it."""
+    if has_eligible_server(job, catalog):
+        return None
+    return f"At present {constraints.no_server_message(job.model, job.constraints)}; the job waits until one does."
 
 
 def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:

@@ -5,13 +5,13 @@
     capacity: int     runs; -1: it leaves; -2: it was told to stop
     ttl_ms: int
   Returns
-    total: int        of all reports that still count; the others are deleted, and those that would count for longer
-                      than a report may, because Redis' clock was set back
+    total: int | None     of all reports that still count; None: no worker has one.  The others are deleted, and those
+                          that would count for longer than a report may, because Redis' clock was set back
   Called by routing/queue/worker_capacity.py: WorkerCapacity._command
   Clock Redis TIME    Cost O(workers) ]]
 -- @include lib/now_ms
 
-local now, total = now_ms(), 0
+local now, total = now_ms(), nil
 if worker ~= "" and capacity == -1 then redis.call("HDEL", KEYS[1], worker) end
 if worker ~= "" and capacity ~= -1 then
   local report = capacity < 0 and "stopping" or string.format("%.0f", capacity)
@@ -24,7 +24,7 @@ for i = 1, #all, 2 do
   if left_ms < 0 or accepts and left_ms > ttl_ms then
     redis.call("HDEL", KEYS[1], all[i])
   else
-    total = total + (accepts or 0)
+    if accepts then total = (total or 0) + accepts end
   end
 end
-return total
+return total or false

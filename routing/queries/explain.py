@@ -30,6 +30,7 @@ from slotkeeper.registry.policies import longest_overtaking_s
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import STOPPED_STATES, Server, TenantState
 
+NO_WORKER = "no worker reports that it is alive; start one (`slotkeeper up`, `python -m tasks`)"
 _MAX_JOBS = 100  # waiting jobs of a model that the check of a server reads
 # Codes of waits that end without a change by an operator or a server, so that a start can be estimated.
 _TEMPORARY = {"turn", "slots_busy", "slot_withheld"}
@@ -92,7 +93,7 @@ class _Candidate:
 # -- a job -----------------------------------------------------------------------------------------------------
 
 
-def explain_job(dispatcher: Dispatcher, job: Job) -> Explanation:
+def explain_job(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Explanation:
     """Return why a job waits, or its state if it does not wait.
 
     While Redis does not answer, the explanation of a queued job says only that.  Raises DatabaseUnavailable.
@@ -103,7 +104,7 @@ def explain_job(dispatcher: Dispatcher, job: Job) -> Explanation:
         blockers = _run_waits(dispatcher, job)
         return Explanation("  ".join([_describe_state(job), *(one.sentence for one in blockers)]), blockers)
     with suppress(RedisError):
-        return dispatcher.queues.call_if_available(lambda: _explain_queued(dispatcher, job))
+        return dispatcher.queues.call_if_available(lambda: _explain_queued(dispatcher, workers, job))
     return _waiting_for(Blocker("redis_away", "Redis does not answer; the job is safe in the database"))
 
 
@@ -139,7 +140,7 @@ def _run_waits(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
     return ()
 
 
-def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
+def _explain_queued(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Explanation:
     """Return why a queued job waits.  Raises redis errors and DatabaseUnavailable."""
     model, queues = dispatcher.catalog.resolve(job.model), dispatcher.queues
     commands: list[Command[Any]] = [
@@ -147,6 +148,9 @@ def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
         queues.model_status_command(model.fleet, job.model),
     ]
     status, model_status = queues.run_all(commands)
+    no_worker = () if workers.is_any_alive() else (Blocker("no_worker", NO_WORKER),)
+    if status.location == "offered" and no_worker:
+        return _waiting_for(*no_worker)
     if status.location == "offered":
         sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
         return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, OFFERED))
@@ -156,6 +160,7 @@ def _explain_queued(dispatcher: Dispatcher, job: Job) -> Explanation:
     catalog = dispatcher.catalog.get()
     candidates = _list_candidates(dispatcher, catalog, job, model.fleet)
     blockers = [
+        *no_worker,
         *_blockers_of_tenant_and_model(job, status, model_status, catalog),
         *_blockers_of_servers(job, candidates, status.ahead),
     ]
@@ -317,8 +322,8 @@ def _from_redis(
         if load.breaker == "open":
             yield _model_breaker_open(name, load.open_why, load.open_until_ms)
     yield from _waiting_jobs(dispatcher, server, loads)
-    if workers.read_total() == 0:
-        yield Blocker("no_worker", "no live worker has a free place: none is running, or all are full")
+    if workers.total() == 0:
+        yield Blocker("no_worker", "no worker has a free place: all are full" if workers.is_any_alive() else NO_WORKER)
 
 
 def _slots_in_use(dispatcher: Dispatcher, server: Server, status: ServerStatus) -> Iterator[Blocker]:

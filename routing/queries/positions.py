@@ -5,6 +5,7 @@ It does not consider jobs that are accepted later and overtake this one, or that
 and mean come from Redis; while Redis does not answer they are unknown.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -12,6 +13,7 @@ from redis.exceptions import RedisError
 from routing.admission import constraints
 from routing.dispatch.dispatcher import Dispatcher
 from routing.queue.queues import Position
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES
@@ -42,21 +44,29 @@ class QueuePosition:
     offered: bool = False
 
 
-def read_position(dispatcher: Dispatcher, job: QueuedJob) -> QueuePosition:
+def read_position(dispatcher: Dispatcher, workers: WorkerCapacity, job: QueuedJob) -> QueuePosition:
     """Return a queued job's position, with one call to Redis; an empty one if Redis does not answer."""
     queues, fleet = dispatcher.queues, dispatcher.catalog.resolve(job.model).fleet
     try:
         found = queues.call_if_available(lambda: queues.job_status(fleet, job))
     except RedisError:
         return QueuePosition()
-    return queue_position(dispatcher, job, found.position)
+    return queue_position(dispatcher, workers, job, found.position)
 
 
-def queue_position(dispatcher: Dispatcher, job: QueuedJob, position: Position | None) -> QueuePosition:
-    """Return a job's position from the response of Redis; None: Redis does not answer."""
+def queue_position(
+    dispatcher: Dispatcher, workers: WorkerCapacity, job: QueuedJob, position: Position | None
+) -> QueuePosition:
+    """Return a job's position from the response of Redis; None: Redis does not answer.
+
+    Without a living worker no start is estimated.
+    """
     if position is None:
         return QueuePosition()
-    estimate = estimate_start(dispatcher.catalog.get(), job, position)
+    estimate = None
+    with suppress(RedisError):
+        if workers.is_any_alive():
+            estimate = estimate_start(dispatcher.catalog.get(), job, position)
     return QueuePosition(None if position.offered else position.ahead + 1, estimate, position.offered)
 
 

@@ -29,7 +29,7 @@ def unlimited() -> int:
 class WorkerScripts(Protocol):
     """The script of this module, on the hash of workers."""
 
-    def report_capacity(self, key: str, *, worker: str, capacity: int, ttl_ms: int) -> Command[int]: ...
+    def report_capacity(self, key: str, *, worker: str, capacity: int, ttl_ms: int) -> Command[int | None]: ...
 
 
 class WorkerCapacity:
@@ -39,13 +39,13 @@ class WorkerCapacity:
         self._scripts = scripts
         self._lua: WorkerScripts = scripts.bind(WorkerScripts)
         self._lock = threading.Lock()
-        self._total = 0
+        self._total: int | None = 0
         self._cached_until = 0.0
         self._refresh: Callable[[], object] | None = None
 
     def report(self, worker: str, capacity: int) -> int:
         """Report that `worker` lives and accepts so many more runs, and return the sum of all workers."""
-        return self._call(worker, max(capacity, 0))
+        return self._call(worker, max(capacity, 0)) or 0
 
     def remove(self, worker: str) -> None:
         """Report that `worker` accepts no more runs."""
@@ -60,21 +60,28 @@ class WorkerCapacity:
 
         After `refresh_in_background`, the value may be older, and this never waits.
         """
+        return self._cached_total() or 0
+
+    def is_any_alive(self) -> bool:
+        """Return whether there is a worker that lives and is not stopping, however full it is.  As old as `total`."""
+        return self._cached_total() is not None
+
+    def _cached_total(self) -> int | None:
         with self._lock:
             if time.monotonic() < self._cached_until:
                 return self._total
             if self._refresh is not None:
                 self._cached_until = time.monotonic() + _CACHE_S  # One request is enough until its answer is here.
         if self._refresh is None:
-            return self.read_total()
+            return self._call("", _LEAVES)
         self._refresh()
         return self._total
 
     def read_total(self) -> int:
         """Return how many more runs living workers accept now."""
-        return self._call("", _LEAVES)
+        return self._call("", _LEAVES) or 0
 
-    def total_command(self) -> Command[int]:
+    def total_command(self) -> Command[int | None]:
         """Return the command of `read_total`; its result is not cached."""
         return self._command("", _LEAVES)
 
@@ -82,11 +89,11 @@ class WorkerCapacity:
         """Let `total` return the cached sum, and call `refresh`, which makes another thread call `read_total`."""
         self._refresh = refresh
 
-    def _command(self, worker: str, capacity: int) -> Command[int]:
+    def _command(self, worker: str, capacity: int) -> Command[int | None]:
         ttl_ms = _STOPPING_TTL_MS if capacity == _STOPS else _REPORT_TTL_MS
         return self._lua.report_capacity(self._scripts.keys.workers(), worker=worker, capacity=capacity, ttl_ms=ttl_ms)
 
-    def _call(self, worker: str, capacity: int) -> int:
+    def _call(self, worker: str, capacity: int) -> int | None:
         total = self._scripts.run(self._command(worker, capacity))
         with self._lock:
             self._total = total

@@ -24,6 +24,7 @@ from routing.queue.fleets import Fleets
 from routing.queue.leases import Leases, Renewal
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
+from routing.queue.worker_capacity import WorkerCapacity
 from routing.scripts import make_scripts
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import State
@@ -109,7 +110,13 @@ class Stage:
 
     def explained(self, job_id: str) -> str:
         """Why a job stands where it stands."""
-        return explain_job(self.dispatcher, self.job(job_id)).sentence
+        return explain_job(self.dispatcher, self.living_worker(), self.job(job_id)).sentence
+
+    def living_worker(self) -> WorkerCapacity:
+        """What workers accept, one of which has just reported that it lives."""
+        workers = WorkerCapacity(self.dispatcher.slots.scripts)
+        workers.report("w1", 64)
+        return workers
 
     # -- time, and what is lost --------------------------------------------------------------------------------
 

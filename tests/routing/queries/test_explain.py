@@ -2,7 +2,7 @@
 
 import pytest
 
-from routing.queries.explain import explain_idle_server
+from routing.queries.explain import NO_WORKER, explain_idle_server, explain_job
 from routing.queries.process_list import ProcessList
 from routing.queue.worker_capacity import WorkerCapacity
 from tests.support.stage import Stage
@@ -47,3 +47,31 @@ def test_a_check_of_the_server_names_the_run(stage: Stage) -> None:
         name: [one.sentence for one in blockers if one.code == "run_waits"] for name, blockers in found.items()
     }
     assert sentences == {"gpu": [f"job {job_id} on gpu-slot0: {SENTENCE}"], "other": []}
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_without_a_living_worker_a_job_waits_for_one_offered_or_not(stage: Stage, waiting: int) -> None:
+    stage.register(1)
+    jobs = [stage.submit(), stage.submit()]
+    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
+    found = explain_job(stage.dispatcher, workers, stage.job(jobs[waiting]))
+    assert found.sentence.startswith(f"It waits: {NO_WORKER}")
+    assert (found.waits_for[0].code, found.estimate) == ("no_worker", None)
+
+
+def test_a_worker_that_is_full_is_alive(stage: Stage) -> None:
+    stage.register(1)
+    stage.submit()
+    job = stage.job(stage.submit())
+    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
+    workers.report("w1", 0)
+    assert "no_worker" not in {one.code for one in explain_job(stage.dispatcher, workers, job).waits_for}
+
+
+def test_a_worker_that_has_fallen_silent_is_not_alive(stage: Stage) -> None:
+    stage.register(1)
+    job = stage.job(stage.submit())
+    workers = stage.living_worker()
+    stage.later(10_000)
+    workers.read_total()
+    assert [one.code for one in explain_job(stage.dispatcher, workers, job).waits_for] == ["no_worker"]

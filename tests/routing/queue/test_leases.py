@@ -190,16 +190,21 @@ def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_
 def say(room, monkeypatch):
     """What a worker says, by a clock of its own key; answers the room of all."""
     room.client.set("clock:{test:workers}", START_MS)
-    workers = room.scripts.target("report_capacity", "test:workers", int)
+    workers = room.scripts.target("report_capacity", "test:workers", lambda total: total)
     return lambda worker="", count=-1, ttl_ms=1000: room.scripts.run(Command(workers, (worker, count, ttl_ms)))
 
 
 def test_the_room_of_all_is_what_the_living_have_said(room, say):
-    assert say() == 0
+    assert say() is None
     assert say("w1", 3) == 3 and say("w2", 4) == 7 and say("w1", 1) == 5
     room.client.set("clock:{test:workers}", START_MS + 1001)
     assert say("w2", 2) == 2, "w1 has not said anything for too long"
     assert room.client.hkeys("test:workers") == [b"w2"]
+
+
+def test_a_full_worker_lives_and_one_that_stops_does_not_count(say):
+    assert say("w1", 0) == 0
+    assert say("w1", -2) is None
 
 
 def test_a_worker_that_leaves_has_no_room_from_then_on(say):

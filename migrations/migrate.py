@@ -70,6 +70,23 @@ def migrate_to(url: str, revision: str) -> None:
             command.upgrade(config, revision)
 
 
+def dropped_by(url: str, revision: str) -> list[str]:
+    """Return the tables and columns (`table.column`) that `migrate_to` drops with their content; []: it drops nothing.
+
+    Raises DatabaseUnavailable.
+    """
+    from alembic.script import ScriptDirectory
+
+    known, _ = read_revisions(STEPS)
+    found = _revisions(url)
+    if revision not in known or not found <= known:
+        return []
+    script = ScriptDirectory.from_config(_config(url))
+    kept = {step.revision for step in script.iterate_revisions(revision, "base")}
+    steps = script.iterate_revisions(tuple(found), "base")
+    return [name for step in steps if step.revision not in kept for name in getattr(step.module, "drops", ())]
+
+
 def check(url: str) -> str | None:
     """None: the schema is the one that this release needs.  Else a sentence that says what to do."""
     known, followed = read_revisions(STEPS)

@@ -6,8 +6,8 @@ server default, nothing is renamed, and what is dropped has been unused for one 
 are filled in batches by a maintenance task, not here; on PostgreSQL an index on one is built CONCURRENTLY
 (op.get_context().autocommit_block()).
 
-A downgrade leads back to what the release before needs: `slotkeeper migrate --to`.  Drop a column by op.drop_column: on
-SQLite a batch copies the table, and loses its indexes of expressions.
+A downgrade leads back to what the release before needs: `slotkeeper migrate --to`, which prints `drops` before it asks.
+Drop a column by op.drop_column: on SQLite a batch copies the table, and loses its indexes of expressions.
 
 Revision: ${up_revision}, after: ${down_revision | comma,n}
 """
@@ -19,6 +19,7 @@ revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}
 branch_labels = ${repr(branch_labels)}
 depends_on = ${repr(depends_on)}
+drops = ()  # by its downgrade, with their content: "table", "table.column"
 
 
 def upgrade() -> None:

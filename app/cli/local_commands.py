@@ -13,6 +13,8 @@ from app.cli.output import json_option, print_json, print_table
 from app.terminal import echo, escape_line
 from slotkeeper.errors import NotFound
 
+_SHOWN_PROCESSES = 5
+
 
 @click.command()
 @click.option("--demo/--no-demo", default=True, help="Start three demo servers and run a first job.  [default: yes]")
@@ -85,13 +87,15 @@ def _require_flower_password() -> None:
 
 @click.command()
 @click.option("--to", "revision", metavar="REVISION", help="Go to this schema instead; it may be an older one.")
-def migrate(revision: str | None) -> None:
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation before columns or tables are dropped.")
+@click.option("--force", is_flag=True, help="Drop them even though processes run, which then fail.")
+def migrate(revision: str | None, yes: bool, force: bool) -> None:
     """Bring the database to the schema of this release.
 
     Use --to before you install an older release: it goes back to the schema that the older release needs.  This drops
-    newer columns with their content, so make a backup first.
+    newer columns with their content, so make a backup first.  Stop all processes before it: it refuses while one runs.
     """
-    from migrations.migrate import migrate_to, upgrade
+    from migrations.migrate import dropped_by, migrate_to, upgrade
     from slotkeeper.config import StorageSettings
     from slotkeeper.state_folder import make_private_folder
 
@@ -99,11 +103,39 @@ def migrate(revision: str | None) -> None:
     with _acting_locally():
         if not settings.database_url:
             make_private_folder(settings.home)
+        dropped = dropped_by(settings.sqlalchemy_url, revision) if revision else []
+    if dropped:
+        _require_stopped(force)
+        echo(f"Schema {revision} does not have {', '.join(dropped)}: this drops them with their content.", err=True)
+        if not yes:
+            click.confirm("Drop them?", abort=True, err=True)
+    with _acting_locally():
         if revision is None:
             upgrade(settings.sqlalchemy_url)
         else:
             migrate_to(settings.sqlalchemy_url, revision)
     echo("The database has the schema " + (revision or "that this release needs") + ".")
+
+
+def _require_stopped(force: bool) -> None:
+    """Require that no process of the installation reports that it is alive, unless `force`.  Raises ClickException."""
+    from redis.exceptions import RedisError
+
+    from tasks.services import processes
+
+    try:
+        with _acting_locally():
+            alive = [process for process in processes().read_all() if process.is_alive]
+    except RedisError:
+        echo("Redis does not answer, so that it is not known whether processes run.", err=True)
+        return
+    if alive and not force:
+        names = ", ".join(f"{escape_line(process.name)} ({process.role})" for process in alive[:_SHOWN_PROCESSES])
+        more = f", and {len(alive) - _SHOWN_PROCESSES} more" if len(alive) > _SHOWN_PROCESSES else ""
+        raise click.ClickException(
+            f"These processes run, and would fail: {names}{more}.  Stop them first, or use --force; "
+            "one that was killed counts for 10 s more."
+        )
 
 
 @click.group()

@@ -10,6 +10,7 @@ revision = "0002"
 down_revision = "0001"
 branch_labels = None
 depends_on = None
+drops = ("jobs.labels",)  # by its downgrade, with their content
 
 
 def upgrade() -> None:

@@ -10,6 +10,7 @@ revision = "0003"
 down_revision = "0002"
 branch_labels = None
 depends_on = None
+drops = ("queue_epochs",)  # by its downgrade, with their content
 
 
 def upgrade() -> None:

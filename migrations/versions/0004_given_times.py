@@ -10,6 +10,7 @@ revision = "0004"
 down_revision = "0003"
 branch_labels = None
 depends_on = None
+drops = ("jobs.given_times",)  # by its downgrade, with their content
 
 
 def upgrade() -> None:

@@ -207,6 +207,26 @@ def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(emp
     database.close()
 
 
+def test_what_going_back_says_that_it_drops_is_what_it_drops(empty_url):
+    migrate.upgrade(empty_url)
+    before, said = _columns(empty_url), migrate.dropped_by(empty_url, "0001")
+    assert migrate.dropped_by(empty_url, _HEAD) == []
+    migrate.migrate_to(empty_url, "0001")
+    after = _columns(empty_url)
+    tables = before.keys() - after.keys()
+    columns = {f"{table}.{name}" for table, names in after.items() for name in before[table] - names}
+    assert sorted(said) == sorted(tables | columns)
+    assert migrate.dropped_by(empty_url, _HEAD) == []
+
+
+def _columns(url: str) -> dict[str, set[str]]:
+    engine = create_engine(url)
+    found = inspect(engine)
+    columns = {table: {column["name"] for column in found.get_columns(table)} for table in found.get_table_names()}
+    engine.dispose()
+    return columns
+
+
 @pytest.fixture
 def a_later_step(tmp_path: Path) -> Iterator[Callable[[], None]]:
     """Gives this release one more step, which adds a column; returns what takes the step away again."""

@@ -1,0 +1,58 @@
+"""`slotkeeper migrate --to` goes back only when nothing runs, and says what is lost before it asks."""
+
+import pytest
+from click.testing import CliRunner, Result
+from sqlalchemy import inspect
+
+from app.cli.__main__ import main
+from tasks import services
+from tests.support.api import Api, clear_wiring
+
+_LOST = "queue_epochs, jobs.labels"
+
+
+def _migrate(*words: str, answer: str = "") -> Result:
+    return CliRunner().invoke(main, ["migrate", *words], input=answer)
+
+
+def _has_labels(api: Api) -> bool:
+    return "labels" in {column["name"] for column in inspect(api.database.engine).get_columns("jobs")}
+
+
+@pytest.fixture
+def a_process_runs(api: Api) -> None:
+    services.processes().report("w1", {"role": "worker", "host": "here"})
+
+
+def test_going_back_says_what_it_drops_and_asks(api: Api) -> None:
+    asked = _migrate("--to", "0001", answer="n\n")
+    assert asked.exit_code == 1 and f"does not have jobs.given_times, {_LOST}: this drops them" in asked.output
+    assert _migrate("--to", "0001").exit_code == 1, "nobody has answered"
+    assert _has_labels(api)
+    assert _migrate("--to", "0001", answer="y\n").exit_code == 0
+    assert not _has_labels(api)
+
+
+def test_going_forwards_drops_nothing_and_does_not_ask(api: Api, a_process_runs: None) -> None:
+    assert _migrate("--to", "0001", "--yes", "--force").exit_code == 0
+    forwards = _migrate("--to", "0003")
+    assert forwards.exit_code == 0 and "drops" not in forwards.output
+    assert _migrate().exit_code == 0 and _has_labels(api)
+
+
+@pytest.mark.usefixtures("a_process_runs")
+def test_while_a_process_runs_it_refuses_to_go_back(api: Api) -> None:
+    refused = _migrate("--to", "0001", "--yes")
+    assert refused.exit_code == 1 and "These processes run, and would fail: w1 (worker)." in refused.output
+    assert _has_labels(api)
+    services.processes().remove("w1")
+    assert _migrate("--to", "0001", "--yes").exit_code == 0
+    assert not _has_labels(api)
+
+
+def test_without_redis_it_says_that_it_does_not_know_what_runs(mortal_api: Api) -> None:
+    mortal_api.valkey.kill()
+    clear_wiring()
+    asked = _migrate("--to", "0001", answer="n\n")
+    assert asked.exit_code == 1 and "it is not known whether processes run" in asked.output
+    assert "Drop them?" in asked.output

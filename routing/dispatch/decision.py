@@ -15,7 +15,7 @@ import re
 from typing import Literal, NamedTuple
 
 from routing.config import RoutingSettings
-from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind, StopReason
+from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, OutcomeKind, StopReason
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.values import JobError, Quarantine, Run
@@ -157,11 +157,12 @@ def signal_of(reason: Reason, retry_after_s: float | None = None) -> HealthSigna
 def _is_repeated(last: JobError | None, outcome: Outcome) -> bool:
     """Return whether the run before ended with the same unreadable answer.
 
-    Each try is a whole run on a GPU.  Places and sizes in the messages may differ.
+    Each try is a whole run on a GPU.  Places and sizes in the messages may differ, and so may the last event of a
+    stream without an end.
     """
-    if last is None or outcome.code != BAD_ANSWER or last.code != BAD_ANSWER:
+    if last is None or outcome.code != last.code or outcome.code not in (BAD_ANSWER, STREAM_UNENDED):
         return False
-    return _NUMBERS.sub("", last.message) == _NUMBERS.sub("", outcome.message)
+    return outcome.code == STREAM_UNENDED or _NUMBERS.sub("", last.message) == _NUMBERS.sub("", outcome.message)
 
 
 def _error(outcome: Outcome, reason: Reason) -> JobError | None:

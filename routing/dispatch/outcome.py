@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 BAD_ANSWER = "bad_answer"
 """Code of an outcome whose answer is whole, and cannot be read or is none that the server's description knows."""
+STREAM_UNENDED = "stream_unended"
+"""Code of an outcome whose stream the server ended in order, without the end that the server's description names."""
 
 
 class OutcomeKind(StrEnum):

@@ -252,10 +252,13 @@ class EventCondition(_Data):
 
 
 class EventRule(_Data):
-    """If `when` holds, then the event is this."""
+    """If `when` holds, then the event is this.
+
+    last: a piece after which the server may end its stream without an event that is the `end`.
+    """
 
     when: EventCondition = Field(alias="if")
-    then: Literal["piece", "end", "skip", "failed", "retry", "busy", "canceled"]
+    then: Literal["piece", "last", "end", "skip", "failed", "retry", "busy", "canceled"]
     code: Word | None = None
     message: str | None = Field(default=None, max_length=200)
 
@@ -297,8 +300,9 @@ class Stream(_Data):
 
     @model_validator(mode="after")
     def _ends_somehow(self) -> Self:
-        if self.ends_by == "mark" and self.join != "last" and not any(rule.then == "end" for rule in self.rules):
-            raise _fault_at(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end'")
+        ends = any(rule.then in ("last", "end") for rule in self.rules)
+        if self.ends_by == "mark" and self.join != "last" and not ends:
+            raise _fault_at(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end' or 'last'")
         if self.join == "last" and self.keep:
             raise _fault_at(["keep"], "the last event is the whole answer: nothing is kept beside it")
         return self

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any, NamedTuple
 
-from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
+from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, OutcomeKind
 from tasks.servers.default_rules import event_rules
-from tasks.servers.description import EventRule, Stream
+from tasks.servers.description import EventCondition, EventRule, Stream
 from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep, redact
@@ -24,9 +24,9 @@ MAX_PIECES = 100_000
 _END_KINDS = frozenset(
     {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED}
 )
-_WITHOUT_END = Outcome(
-    OutcomeKind.RETRY, code="stream_unended", message="The server ended its stream without the end of it."
-)
+_ENDS = frozenset({"last", "end"})
+_SHOWN_VALUES = 3  # of a condition, in a message
+_SHOWN_CHARS = 100  # of the last event, in a message
 # The connection was closed here, so the server may still be running the job.
 _CLOSED_HERE = frozenset({FailureReason.TOO_LARGE, FailureReason.TOO_MANY_PIECES, FailureReason.DAMAGED})
 _TOO_MANY_PIECES = Outcome(
@@ -70,6 +70,7 @@ class _CompiledEventRule:
     then: str
     code: str | None
     message: str | None
+    condition: str  # for messages
     events: frozenset[str]
     pattern: Pattern | None
     pointer: Pointer | None
@@ -95,11 +96,21 @@ def _compile_rule(rule: EventRule) -> _CompiledEventRule:
         rule.then,
         rule.code,
         rule.message,
+        _describe_condition(when),
         frozenset(when.event),
         Pattern(when.text) if when.text is not None else None,
         None if when.pointer is None else parse(when.pointer),
         frozenset((isinstance(v, bool), v) for v in when.value) or None,
     )
+
+
+def _describe_condition(condition: EventCondition) -> str:
+    """Return a condition as words for messages: `text ^\\[DONE\\]`, `pointer /status, value success/ok/…`."""
+    parts = []
+    for name, given in condition.model_dump(exclude_defaults=True).items():
+        values = [str(value) for value in (given if isinstance(given, tuple) else (given,))]
+        parts.append(f"{name} {'/'.join(values[:_SHOWN_VALUES])}{'/…' if len(values) > _SHOWN_VALUES else ''}")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,15 @@ class StreamPlan:
     piece: Pointer
     progress: Pointer | None
     keep: tuple[tuple[str, Pointer], ...]
+
+    @property
+    def ends(self) -> str:
+        """The conditions of the events by which it ends, as a part of a sentence."""
+        return " or ".join(rule.condition for rule in self.rules if rule.then in _ENDS)
+
+    @property
+    def may_end_without_mark(self) -> bool:
+        return any(rule.then == "last" for rule in self.rules)
 
 
 def compile_stream(stream: Stream) -> StreamPlan:
@@ -140,6 +160,10 @@ class StreamReader:
         self._offset = 0
         self._kept_values: dict[str, Any] = {}
         self._last: Response | None = None
+        self._last_event = b""
+        self._event_count = 0
+        self._is_empty = True
+        self._may_end = False
         self._verdict: Outcome | None = None
         self._last_content_s = 0.0
         self.is_stream = False
@@ -172,6 +196,7 @@ class StreamReader:
 
     def feed(self, data: bytes) -> None:
         """More of it has come."""
+        self._is_empty = self._is_empty and not data.strip()
         if self._stream.frames == "raw":
             self._add_text(self._decode.decode(data))
             return
@@ -187,12 +212,30 @@ class StreamReader:
         if isinstance(reply, NoResponse):
             judged = self._judge.outcome(reply, self._make_context())
             return judged._replace(server_still_running=True) if judged and reply.reason in _CLOSED_HERE else judged
-        if not _has_explicit_length(reply.headers):
-            return _WITHOUT_END
-        self._flush()
-        if self._verdict is None and self._stream.ends_by == "length":
+        if has_length := _has_explicit_length(reply.headers):
+            self._flush()
+        if self._verdict is None and (self._may_end or (has_length and self._stream.ends_by == "length")):
             return self._join_pieces()
-        return self._verdict or _WITHOUT_END
+        return self._verdict or self._unended(has_length)
+
+    def _unended(self, has_length: bool) -> Outcome:
+        """Return the outcome of a stream that the server ended, and that has no end.
+
+        It was cut if its length is not known, nothing has come, or the server usually says that its last piece has
+        come: another try may be whole.  Otherwise the server does not send the end that its description names.
+        """
+        is_cut = not has_length or self._is_empty or self._plan.may_end_without_mark
+        parts = ["The server ended its stream"]
+        if not has_length:
+            parts.append("it had announced no length, so that it may be cut")
+        if self._plan.ends:
+            parts.append(f"no event matched the rule for its end ({self._plan.ends})")
+        if self._stream.frames != "raw":
+            last = self._last_event.decode("utf-8", "replace")
+            last = last if len(last) <= _SHOWN_CHARS else last[:_SHOWN_CHARS] + "…"
+            parts.append(f"the last of {self._event_count} events was {last}" if self._event_count else "no event came")
+        message = redact("; ".join(parts), self._make_context().secrets)
+        return Outcome(OutcomeKind.RETRY, code="stream_cut" if is_cut else STREAM_UNENDED, message=message)
 
     def _flush(self) -> None:
         """The answer is whole, so what stands last in it is, too, though nothing follows that ends it."""
@@ -203,6 +246,7 @@ class StreamReader:
 
     def _handle_event(self, event: _Event) -> None:
         response = Response(200, self._headers, event.data)
+        self._last_event, self._event_count = event.data or event.name.encode(), self._event_count + 1
         rule = next(
             (rule_of_plan for rule_of_plan in self._plan.rules if rule_of_plan.holds_for(event, response)), None
         )
@@ -211,6 +255,9 @@ class StreamReader:
                 return
             case "piece":
                 self._add_piece(response, requires_json=True)
+            case "last":
+                self._add_piece(response, requires_json=True)
+                self._may_end = True
             case "end":
                 self._add_piece(response, requires_json=False)
                 self._last = response if event.data else self._last

@@ -205,5 +205,15 @@ def test_another_answer_before_it_does_not_count(stage: Stage, first: Outcome) -
     assert _second_reason(stage, first, _bad_answer("no")) is Reason.SERVER_ERROR
 
 
+@pytest.mark.parametrize(
+    ("code", "second"), [("stream_unended", Reason.RETRIES_EXHAUSTED), ("stream_cut", Reason.SERVER_ERROR)]
+)
+def test_the_second_stream_without_an_end_makes_a_job_dead_and_a_second_cut_does_not(
+    stage: Stage, code: str, second: Reason
+) -> None:
+    ends = [Outcome(OutcomeKind.RETRY, code=code, message=f"the last event was {word}") for word in ("a cat", "a dog")]
+    assert _second_reason(stage, *ends) is second
+
+
 def test_the_same_error_that_can_be_read_is_tried_again(stage: Stage) -> None:
     assert _second_reason(stage, FAULT, FAULT) is Reason.SERVER_ERROR

@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         "a stream without its end mark is a result",
         "tasks.servers.stream_reader:StreamReader.outcome",
-        swap('self._verdict is None and self._stream.ends_by == "length"', "self._verdict is None"),
+        swap('has_length and self._stream.ends_by == "length"', "has_length"),
         kills=["test_a_stream_that_lies_costs_what_it_should"],
         breaks="no partial result",
         still="test_an_event_is_known_by_its_name",

@@ -144,6 +144,40 @@ def test_an_event_that_has_a_name_and_no_data_can_be_the_end_and_is_else_nothing
     assert outcome(chunks(text.replace(b"event: end\n\n", b"")), stream).code == "stream_unended"
 
 
+FINISHING: dict[str, Any] = {
+    **OPENAI,
+    "keep": {"finish_reason": "/choices/0/finish_reason", "usage": "/usage"},
+    "rules": [*OPENAI["rules"], {"if": {"pointer": "/choices/0/finish_reason"}, "then": "last"}],
+}
+FINISH, USAGE = (
+    b'{"choices":[{"delta":{"content":"lo"},"finish_reason":"stop"}]}',
+    b'{"choices":[],"usage":{"total":2}}',
+)
+
+
+def test_a_stream_that_ends_in_order_after_its_last_piece_is_whole(outcome):
+    text = data(delta("Hel"), FINISH, USAGE)
+    whole = {"output": "Hello", "finish_reason": "stop", "usage": {"total": 2}}
+    assert outcome(chunks(text), FINISHING).result == whole
+    assert outcome(chunks(text + data(b"[DONE]")), FINISHING).result == whole
+    without_length = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    assert outcome(closed(without_length + text), FINISHING).result == whole
+
+
+def test_before_its_last_piece_the_end_of_a_stream_is_a_cut(outcome):
+    assert told(outcome(chunks(data(delta("Hel"))), FINISHING)) == CUT
+    assert told(outcome(cut(data(delta("Hel"), FINISH)), FINISHING)) == LOST, "its end is not in order"
+
+
+def test_the_end_of_a_stream_that_has_no_end_names_the_rule_and_what_came(outcome):
+    found = outcome(chunks(data(delta("Hel"), delta("lo"))), OPENAI)
+    assert (found.code, found.message) == (
+        "stream_unended",
+        r"The server ended its stream; no event matched the rule for its end (text ^\[DONE\]$); "
+        r'the last of 2 events was {"choices":[{"delta":{"content":"lo"}}]}',
+    )
+
+
 def test_the_last_event_with_data_is_the_answer_of_a_stream_whose_end_has_none(outcome):
     stream = {"rules": [{"if": {"event": "end"}, "then": "end"}, {"if": {"event": "message"}, "then": "piece"}]}
     text = b'data: {"status":"success","result":7}\n\nevent: end\n\n'
@@ -251,6 +285,7 @@ def cut(*texts: bytes) -> Act:
 UNHEARD, LOST = (OutcomeKind.UNKNOWN, "no_answer"), (OutcomeKind.UNKNOWN, "connection_lost")
 GARBAGE, TOO_LARGE = (OutcomeKind.RETRY, "bad_answer"), (OutcomeKind.FAILED, "answer_too_large")
 UNENDED, ERROR = (OutcomeKind.RETRY, "stream_unended"), (OutcomeKind.RETRY, "job_failed")
+CUT = (OutcomeKind.RETRY, "stream_cut")
 BEGUN = data(delta("Hel"))
 
 
@@ -270,7 +305,7 @@ BEGUN = data(delta("Hel"))
         ),
         pytest.param(cut(BEGUN), {}, LOST, id="cut in the middle"),
         pytest.param(chunks(BEGUN), {}, UNENDED, id="ended without its mark"),
-        pytest.param(chunks(), {}, UNENDED, id="nothing at all"),
+        pytest.param(chunks(), {}, CUT, id="nothing at all"),
         pytest.param(cut(BEGUN, b"data: [DONE]\n"), {}, LOST, id="a mark that is cut"),
         pytest.param(chunks(BEGUN, b"data: [DON"), {}, GARBAGE, id="half a mark"),
         pytest.param(chunks(BEGUN, b'data: {"error":"no memory"}'), {}, ERROR, id="an error that nothing ends"),
@@ -285,7 +320,7 @@ BEGUN = data(delta("Hel"))
         pytest.param(
             closed(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\nHel"),
             RAW_TEXT,
-            UNENDED,
+            CUT,
             id="an end that cannot be told from a cut",
         ),
     ],

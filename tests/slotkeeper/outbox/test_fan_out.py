@@ -221,7 +221,7 @@ def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
     other = Database(database_url)
 
     def full(*_: object) -> bool:
-        Redelivery(other).replay(receiver, 0)
+        at_once(lambda: Redelivery(other).replay(receiver, 0))
         return False
 
     with monkeypatch.context() as meanwhile:

@@ -135,7 +135,7 @@ def dispatcher() -> Dispatcher:
         leases=leases(),
         slots=Slots(scripts(), settings),
         fleets=Fleets(scripts(), settings),
-        admission=Admission(queues, catalog_cache(), settings, process_counters().count_refusal),
+        admission=Admission(queues, settings, process_counters().count_refusal),
         settings=settings,
         notifier=CeleryNotifier(store(), result_notifier()),
         check_url=lambda url: check_url(url, allow),

@@ -6,12 +6,12 @@ import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.admission import submit_limits
-from routing.admission.submit_limits import AdmissionRequest, Limit, LimitContext, Phase, RedisCheck
+from routing.admission.submit_limits import AdmissionRequest, Limit, LimitContext, LimitScripts, Phase, RedisCheck
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.values import NewJob
-from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
@@ -26,34 +26,35 @@ class Admission:
     def __init__(
         self,
         queues: Queues,
-        catalog: CatalogCache,
         settings: RoutingSettings,
         on_refusal: Callable[[str, int], object] = lambda limit, jobs: None,
     ) -> None:
         self._queues = queues
         self._on_refusal = on_refusal
-        self._context = LimitContext(catalog, queues, settings)
+        self._settings = settings
+        queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
-    def check(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> None:
-        """Check whether all of these jobs can be accepted now.
+    def check(self, new: Sequence[NewJob], tenant: Tenant | None, catalog: CatalogSnapshot, now_ms: int) -> None:
+        """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
 
         Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
         job could never be accepted as it is.
         """
         request = AdmissionRequest(new, tenant, now_ms)
-        self._run_phase(request, Phase.LOCAL)
+        context = LimitContext(catalog, self._queues, self._settings)
+        self._run_phase(request, context, Phase.LOCAL)
         if self._queues.is_unavailable():
             return
         try:
-            self._run_phase(request, Phase.READ)
-            self._run_phase(request, Phase.COUNT)
+            self._run_phase(request, context, Phase.READ)
+            self._run_phase(request, context, Phase.COUNT)
         except RedisError as error:
             self._queues.mark_unavailable()
             log.warning("limits_not_checked", error=str(error))
 
-    def _run_phase(self, request: AdmissionRequest, phase: Phase) -> None:
+    def _run_phase(self, request: AdmissionRequest, context: LimitContext, phase: Phase) -> None:
         """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""
-        checks, refused = self._collect_checks(request, phase)
+        checks, refused = self._collect_checks(request, context, phase)
         due = {n: check for n, (_, check) in enumerate(checks) if not self._queues.is_unavailable(check.fleet)}
         results, failed = self._queues.run_each({n: check.command for n, check in due.items()}) if due else ({}, {})
         for n, error in failed.items():
@@ -77,14 +78,14 @@ class Admission:
             self._queues.mark_unavailable(fleet, error)
 
     def _collect_checks(
-        self, request: AdmissionRequest, phase: Phase
+        self, request: AdmissionRequest, context: LimitContext, phase: Phase
     ) -> tuple[list[tuple[Limit, RedisCheck]], tuple[Limit, Exception] | None]:
         """Return the checks of limits up to the first that refuses without Redis, and its refusal."""
         checks: list[tuple[Limit, RedisCheck]] = []
         for limit in submit_limits.LIMITS:
             try:
                 if limit.phase is phase:
-                    for check in limit.check(request, self._context):
+                    for check in limit.check(request, context):
                         checks.append((limit, check))
             except REFUSALS as refusal:
                 return checks, (limit, refusal)

@@ -22,7 +22,6 @@ from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.closed_models import ModelClosed
 from slotkeeper.jobs.values import NewJob, QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
-from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
@@ -80,9 +79,9 @@ class LimitScripts(Protocol):
 
 
 class LimitContext:
-    """What limits read: the catalog, the queues, the settings, and the scripts that count."""
+    """What limits read: the catalog as it was for this submit, the queues, the settings, and the scripts that count."""
 
-    def __init__(self, catalog: CatalogCache, queues: Queues, settings: RoutingSettings) -> None:
+    def __init__(self, catalog: CatalogSnapshot, queues: Queues, settings: RoutingSettings) -> None:
         self.catalog, self.queues, self.settings = catalog, queues, settings
         self._scripts: Scripts = queues.scripts
         self._lua: LimitScripts = queues.scripts.bind(LimitScripts)
@@ -97,7 +96,7 @@ class LimitContext:
     ) -> Command[ConstraintCounts]:
         """Return the command that counts the different constraints that would wait with these."""
         classes = sorted({lanes.class_name(model, one) for one in wanted})
-        account, models = lanes.account_name(tenant, model), self.catalog.get().models_of(fleet)
+        account, models = lanes.account_name(tenant, model), self.catalog.models_of(fleet)
         return self._lua.count_constraints(fleet, account=account, models=models, classes=classes)
 
 
@@ -134,7 +133,7 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
     """Refuse a job whose constraints no registered server meets, if its model wants that; others wait for a server."""
     for index, job in enumerate(request.jobs):
         refuses = context.catalog.resolve(job.model).config.unmatched == "refuse"
-        if refuses and job.constraints and not has_eligible_server(job, context.catalog.get()):
+        if refuses and job.constraints and not has_eligible_server(job, context.catalog):
             why = constraints.no_server_message(job.model, job.constraints)
             with error_index(index):
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
@@ -147,7 +146,8 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
 def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model or tenant that is draining or frozen, and of a model that is being removed."""
     for job in request.jobs:
-        model, catalog = context.catalog.resolve(job.model), context.catalog.get()
+        catalog = context.catalog
+        model = catalog.resolve(job.model)
         if catalog.is_being_removed(model.name):
             raise ModelClosed(catalog.closed[model.name].explain(), model=model.name, state="removing")
         for kind, name, owner in (("Model", job.model, model), ("Tenant", job.tenant, catalog.tenants.get(job.tenant))):
@@ -173,7 +173,7 @@ def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable
         by_tenant = POLICIES[context.catalog.resolve(name).config.policy].is_by_tenant
         counts[name, tenant if by_tenant else None] += len(jobs)
     for (name, whose), count in counts.items():
-        model, slots = context.catalog.resolve(name), context.catalog.get().count_slots(name)
+        model, slots = context.catalog.resolve(name), context.catalog.count_slots(name)
         limit = queue_limit(model.config, slots)
         if limit is not None:
             yield _capacity_check(context, model, whose, count, limit, slots)
@@ -297,7 +297,7 @@ def _deadline_check(
         position = status.position
         if position is None or not position.ahead:
             return
-        wait_ms = position.estimated_wait_ms(context.catalog.get().count_slots(model.name))
+        wait_ms = position.estimated_wait_ms(context.catalog.count_slots(model.name))
         if wait_ms is not None and wait_ms > 2 * ttl_ms:
             refusal = InvalidJob(
                 "ttl",

@@ -128,14 +128,15 @@ class Dispatcher:
 
     def _submit(self, submissions: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
         catalog = self.catalog.get()  # This also synchronizes the clock.
+        if any(catalog.model(submission.request.model) is None for submission in submissions):
+            catalog = self.catalog.refresh()  # One may just have been registered.
         now = now_ms()
         new = []
         for index, submission in enumerate(submissions):
             with error_index(index):
-                name = submission.request.model
-                model = catalog.model(name) or self.catalog.resolve(name)
+                model = catalog.resolve(submission.request.model)
                 new.append(prepare_job(submission, model, self._check_url, now))
-        notices = self._admit(new, tenant, now)
+        notices = self._admit(new, tenant, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
         receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
@@ -143,15 +144,16 @@ class Dispatcher:
         positions = self.enqueue(entering, new=True)
         return [receipt._replace(position=positions.get(receipt.accepted.id)) for receipt in receipts]
 
-    def _admit(self, new: Sequence[NewJob], tenant: Tenant | None, now_ms: int) -> list[str | None]:
+    def _admit(
+        self, new: Sequence[NewJob], tenant: Tenant | None, catalog: CatalogSnapshot, now_ms: int
+    ) -> list[str | None]:
         """Return what the client of each job should know.  Raises as `submit`, unless all were accepted before."""
         try:
-            self.admission.check(new, tenant, now_ms)
+            self.admission.check(new, tenant, catalog, now_ms)
         except REFUSALS:
             if not self.store.knows_keys(new, now_ms):
                 raise
             return [None] * len(new)
-        catalog = self.catalog.get()
         return [_make_notice(job, catalog) for job in new]
 
     def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy import Connection, Engine, func, select, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from slotkeeper.clock import clock
@@ -48,6 +48,7 @@ _LARGEST_GROUP = 128
 _MAX_LOOP_CHARS = 64 * 1024  # A larger write would hold the event loop up.
 _ASK_AGAIN_S = 0.1
 _SLACK_S = 0.5
+_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
 _TRANSACTION_NUMBER = CompiledStatement(select(func.txid_current_if_assigned()))
 
 
@@ -70,6 +71,14 @@ class Transaction:
     def insert(self, into: BulkInsert, row: dict[str, Any]) -> None:
         """Collect a row, which is inserted before the commit together with others of its table."""
         self._collected.setdefault(into, []).append(row)
+
+    def lock(self, name: str) -> None:
+        """Wait until no other transaction holds the lock `name`, and hold it until the end of this one.
+
+        Does nothing on SQLite, where only one transaction writes at a time.
+        """
+        if self.connection.dialect.name == "postgresql":
+            self.connection.execute(_LOCK, {"name": name})
 
     def flush_inserts(self) -> TransactionMark:
         """Insert the collected rows, and return the mark that identifies the transaction."""

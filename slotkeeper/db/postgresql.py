@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, create_engine, event, make_url
 
 from slotkeeper.config import DatabaseTimeouts
 from slotkeeper.db.time_limits import CONNECT_TIMEOUT_S, ENGINE_OPTIONS, POOL_TIMEOUT_S, time_left
 
 _NO_JIT = "-c jit=off"  # The statements take milliseconds; compiling the most expensive one took 740 ms at each call.
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
 _LEAST_CONNECT_S = 2  # libpq waits no shorter
 # TCP notices a peer that has vanished, also while no query runs.  Seconds; milliseconds.
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 5000}
@@ -21,15 +20,6 @@ def make_postgresql_engine(url: str, limits: DatabaseTimeouts, pool: dict[str, A
     made = create_engine(url, connect_args=_arguments(url, limits), **ENGINE_OPTIONS, **pool)
     event.listen(made, "do_connect", _connect)
     return made
-
-
-def lock_until_commit(connection: Connection, name: str) -> None:
-    """Wait until no other transaction holds the lock `name`, and hold it until the end of this one.
-
-    Does nothing on SQLite, where only one transaction writes at a time.
-    """
-    if connection.dialect.name == "postgresql":
-        connection.execute(_LOCK, {"name": name})
 
 
 class _TimeLimitedConnection(psycopg.Connection[Any]):

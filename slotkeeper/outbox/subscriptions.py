@@ -17,7 +17,7 @@ import uuid_utils
 from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, update
 
 from slotkeeper import audit
-from slotkeeper.db import Database, Transaction, postgresql
+from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs.events import EVENT_TYPES
@@ -197,7 +197,7 @@ class Subscriptions:
 
         def unit(tx: Transaction) -> Subscription | Conflict:
             is_of_tenant = receivers.c.tenant == subscription.tenant
-            postgresql.lock_until_commit(tx.connection, f"webhooks of {subscription.tenant}")
+            tx.lock(f"webhooks of {subscription.tenant}")
             count = tx.connection.execute(select(func.count()).select_from(receivers).where(is_of_tenant)).scalar() or 0
             if count >= most:
                 return Conflict(

@@ -6,15 +6,12 @@ Redis is written by the process that changes the catalog, and by the sweep.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 
 from slotkeeper.db.time_limits import LOOK_S, time_limit
-from slotkeeper.errors import DatabaseUnavailable, UnknownModel
+from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
-
-_SIMILAR_LENGTH, _MAX_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and any client may mistype.
 
 
 class CatalogCache:
@@ -68,17 +65,4 @@ class CatalogCache:
 
     def resolve(self, name: str) -> Model:
         """Return the model of this name.  Raises UnknownModel, after a second look for one that was just registered."""
-        found = self.get().model(name) or self.refresh().model(name)
-        if found is None:
-            raise UnknownModel("model", _explain_unknown(name, self.get().models))
-        return found
-
-
-def _explain_unknown(name: str, known: Iterable[str]) -> str:
-    similar = [other for other in known if abs(len(other) - len(name)) <= _SIMILAR_LENGTH]
-    if near := get_close_matches(name, similar[:_MAX_COMPARED], n=1):
-        return f"No model {name!r} is registered; did you mean {near[0]!r}?"
-    return (
-        f"No model {name!r} is registered; `slotkeeper models list` (GET /admin/models) names those that are, "
-        "`slotkeeper servers register` (POST /admin/register) adds one with its server."
-    )
+        return self.get().model(name) or self.refresh().resolve(name)

@@ -1,15 +1,19 @@
 """The whole catalog at one version: models with their configuration, servers, and what concerns them."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs.closed_models import ClosedModel
 from slotkeeper.registry.model_config import ConfigSource, Defaults, ModelConfig
 from slotkeeper.registry.server_descriptions import Secret, find_version
 from slotkeeper.registry.values import AdminState, Server, TenantState
+
+_SIMILAR_LENGTH, _MAX_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and any client may mistype.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,12 @@ class CatalogSnapshot:
     def model(self, name: str) -> Model | None:
         return self.models.get(name)
 
+    def resolve(self, name: str) -> Model:
+        """Return the model of this name.  Raises UnknownModel."""
+        if name not in self.models:
+            raise UnknownModel("model", _explain_unknown(name, self.models))
+        return self.models[name]
+
     def is_being_removed(self, model: str) -> bool:
         return model in self.models and model in self.closed
 
@@ -97,3 +107,13 @@ class CatalogSnapshot:
     def count_slots(self, model: str) -> int:
         """Count the slots on which this model can run, of servers that take jobs."""
         return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.takes_jobs)
+
+
+def _explain_unknown(name: str, known: Iterable[str]) -> str:
+    similar = [other for other in known if abs(len(other) - len(name)) <= _SIMILAR_LENGTH]
+    if near := get_close_matches(name, similar[:_MAX_COMPARED], n=1):
+        return f"No model {name!r} is registered; did you mean {near[0]!r}?"
+    return (
+        f"No model {name!r} is registered; `slotkeeper models list` (GET /admin/models) names those that are, "
+        "`slotkeeper servers register` (POST /admin/register) adds one with its server."
+    )

@@ -98,7 +98,7 @@ class Stage:
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
             fleets=Fleets(scripts, SETTINGS),
-            admission=Admission(queues, cache, SETTINGS),
+            admission=Admission(queues, SETTINGS),
             settings=SETTINGS,
             notifier=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",

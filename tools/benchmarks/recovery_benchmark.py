@@ -92,7 +92,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
                 fleets=Fleets(scripts, settings),
-                admission=Admission(queues, cache, settings),
+                admission=Admission(queues, settings),
                 settings=settings,
                 notifier=_Nobody(),
                 check_url=lambda url: None,

@@ -33,10 +33,9 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
     """Apply the limits, and store nothing."""
     dispatcher = stage.dispatcher
-    new = [
-        prepare_job(one, dispatcher.catalog.resolve(one.request.model), lambda url: None, stage.now) for one in asked
-    ]
-    dispatcher.admission.check(new, tenant, stage.now)
+    catalog = dispatcher.catalog.get()
+    new = [prepare_job(one, catalog.resolve(one.request.model), lambda url: None, stage.now) for one in asked]
+    dispatcher.admission.check(new, tenant, catalog, stage.now)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------

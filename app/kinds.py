@@ -134,7 +134,7 @@ class ServerCheck(ResponseSchema):
 
 _HEALTH_SENTENCES = {
     HealthKind.BUSY: "its health check says that it is busy, or still loading; jobs are offered all the same",
-    HealthKind.DOWN: "nobody answers its health check",
+    HealthKind.DOWN: "its health check says that it cannot run jobs",
     HealthKind.FOREIGN: "what answers there does not know the path of its health check: wrong address, or wrong preset",
     HealthKind.GARBAGE: "its health check is answered with something else than its description expects",
 }
@@ -144,13 +144,25 @@ def check_result(it: Server, reasons: Sequence[explain.Blocker], health: Health 
     """ServerCheck."""
     found = list(reasons)
     if health is not None and health.kind in _HEALTH_SENTENCES:
-        found.insert(0, explain.Blocker(f"health_{health.kind}", _HEALTH_SENTENCES[health.kind], it.name))
+        found.insert(0, explain.Blocker(f"health_{health.kind}", _health_sentence(health), it.name))
     said = f"{it.name}: " + "; ".join(one.sentence for one in found) if found else "Nothing keeps it from jobs."
     return ServerCheck.build(
         server=it.name,
         sentence=said,
         reasons=[IdleReason.build(one) for one in found],
         health=health and HealthReport.build(health),
+    )
+
+
+def _health_sentence(health: Health) -> str:
+    if health.answered:
+        return (
+            f"{_HEALTH_SENTENCES[health.kind]} ({health.message})" if health.message else _HEALTH_SENTENCES[health.kind]
+        )
+    if health.kind is HealthKind.BUSY:
+        return "its health check is not answered in time; it gets jobs only if no other server can run them"
+    return (
+        f"nobody answers its health check ({health.message})" if health.message else "nobody answers its health check"
     )
 
 

@@ -173,6 +173,8 @@ def _read_report(server: ServerRow) -> ServerReport:
         endpoints=server.endpoints,
         connection_refused=has_quarantine and refuses_connections(adapter.endpoint),
         process_started=health.started,
+        why_down=health.message if health.kind is HealthKind.DOWN and health.answered else "",
+        is_silent=health.kind is HealthKind.BUSY and not health.answered,
         is_idle=health.is_idle,
     )
 

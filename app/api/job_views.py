@@ -99,8 +99,8 @@ def explain_job(path: JobPath) -> dict[str, Any]:
     """Say what a job waits for, in one sentence and in parts, and when it should start.
 
     `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
-    server_breaker_open, server_away, server_cooling, slot_withheld, server_unavailable, constraints_unmet, no_server,
-    no_worker, retry, not_before, not_in_room, run_waits, redis_away.
+    server_breaker_open, server_away, server_silent, server_cooling, slot_withheld, server_unavailable,
+    constraints_unmet, no_server, no_worker, retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
     found = explain.explain_job(dispatcher(), workers(), job)

@@ -404,7 +404,13 @@ def _server_check(server: Any, snapshot: Any) -> Check:
             return
         health = call_server(adapter, ServerSession.health)
         remedy = f"It is registered at {adapter.endpoint}: see that it runs and that this host can reach it."
-        if health.kind is HealthKind.DOWN:
+        if health.kind is HealthKind.DOWN and health.answered:
+            message = f"Its health check says that it cannot run jobs ({health.message})."
+            yield Finding(server.name, "fail", message, "Read its log; restart it when the cause is repaired.")
+        elif health.kind is HealthKind.BUSY and not health.answered:
+            message = "It does not answer its health check in time; it gets jobs only if no other server can run them."
+            yield Finding(server.name, "warn", message, "If no job of yours keeps it busy, restart it.")
+        elif health.kind is HealthKind.DOWN:
             yield Finding(server.name, "fail", f"It does not answer its health check ({health.message}).", remedy)
         elif health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
             yield Finding(server.name, "warn", f"Its health check has an unknown form ({health.message}).", remedy)

@@ -145,6 +145,8 @@ def _format_status(server: dict[str, Any]) -> str:
         parts.append(f"{quarantined} quarantined")
     if status["away_since"]:
         parts.append(f"away since {status['away_since']}")
+    if status.get("silent_since"):
+        parts.append(f"silent since {status['silent_since']}")
     if parts and server["running"]:
         parts.append(f"{server['running']} running")
     return ", ".join(parts) or server["blocked_by"] or "ok"
@@ -184,7 +186,7 @@ def show_server(server: str, as_json: bool) -> None:
     if now is None:
         echo("Its breaker, cooldowns and scores are unknown, because Redis does not answer.")
         return
-    parts = ("load", "failures", "slowness", "swap", "total")
+    parts = ("load", "failures", "slowness", "swap", "silence", "total")
     rows = [
         (model, endpoint, *(_score(now["scores"], model, part) for part in parts))
         for model, endpoint in found["models"].items()
@@ -193,7 +195,7 @@ def show_server(server: str, as_json: bool) -> None:
 
 
 def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
-    return f"{scores[model][part]:.3f}" if model in scores else None
+    return f"{scores[model][part]:.3f}" if part in scores.get(model, ()) else None
 
 
 @servers.command("release")

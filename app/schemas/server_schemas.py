@@ -93,7 +93,8 @@ class ServerScore(ResponseSchema, source=server_status.Score):
     failures: float = Field(description="Recent failures; after a minute each counts half.")
     slowness: float = Field(description="0: as quick as the model's mean; 1: it takes twice as long.")
     swap: float = Field(description="1: another model is loaded.")
-    total: float = Field(description="1 and all of these, over the server's weight.")
+    silence: float = Field(description="10000: its last health check was not answered in time; 0: it was.")
+    total: float = Field(description="1 and the first four, divided by the server's weight; and the silence.")
 
 
 class ServerStatusView(ResponseSchema, source=server_status.ServerStatus):
@@ -103,7 +104,15 @@ class ServerStatusView(ResponseSchema, source=server_status.ServerStatus):
     cooling: int = Field(description="Slots in cooldown: they are offered to nobody for a while.")
     cooldown_until: Time | None = Field(description="When the first of them is offered again.")
     taken: int = Field(description="Slots with a run, and those that are withheld.")
-    away_since: Time | None = Field(description="Since when it could not be reached; null: it could, when last asked.")
+    away_since: Time | None = Field(
+        description="Since when it could not be reached, or says that it cannot run jobs; null: it can, as last asked."
+    )
+    away_why: Annotated[str | None, From(lambda it: it.away_why or None)] = Field(
+        description="What its health check says is wrong; null: nothing."
+    )
+    silent_since: Time | None = Field(
+        description="Since when its health check is not answered in time, so that it gets jobs last; null: it was."
+    )
     breaker: Breaker
     breaker_until: Annotated[Time | None, From("open_until_ms")] = Field(
         description="When one job may try it; null: it is closed."

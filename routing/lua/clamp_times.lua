@@ -42,6 +42,7 @@ local function clamp_all(stats)
   clamp(stats, "open_until", open_ms)
   clamp(stats, "penalty_at", 0)
   clamp(stats, "away_since", 0)
+  clamp(stats, "silent_since", 0)
 end
 
 local models = {}

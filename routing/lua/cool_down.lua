@@ -5,6 +5,7 @@
     first_ms: int     the first cooldown, doubled each time in a row; 0: end it, except of slots whose server named the
                       time itself (release)
     max_ms: int
+    why: text         what its health check says is wrong; empty: nobody answered
   Returns
     cooldown_ms: int
     moved: int        slots; 0 for a server that is not registered
@@ -21,10 +22,11 @@ if first_ms > 0 then
   local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
   redis.call("HDEL", stats, "loaded") -- it may have been restarted
   redis.call("HSETNX", stats, "away_since", integer_text(now))
+  redis.call("HSET", stats, "away_why", why)
   cooldown_ms = math.min(first_ms * 2 ^ math.min(times - 1, 30), max_ms)
 else
   redis.call("HDEL", META, "failures:" .. server)
-  redis.call("HDEL", stats, "away_since")
+  redis.call("HDEL", stats, "away_since", "away_why")
 end
 for n = 0, slots_in(entry) - 1 do
   local slot = slot_name(server, n)

@@ -12,11 +12,11 @@
 
 local now, stats, moved = now_ms(), stats_key(kind, name), 0
 redis.call("HDEL", stats, "open_until", "why", "opened", "probe", "streak", "rate", "runs", "failing",
-  "penalty", "penalty_at", "away_since")
+  "penalty", "penalty_at", "away_since", "away_why", "silent_since")
 redis.call("UNLINK", STATS .. ":failed:" .. kind .. ":" .. name)
 if kind ~= "server" then return moved end
 
-redis.call("HDEL", META, "failures:" .. name)
+redis.call("HDEL", META, "failures:" .. name, "silent:" .. name)
 for _, name_of_field in ipairs(redis.call("HKEYS", stats)) do
   if string.match(name_of_field, "^busy:") or string.match(name_of_field, "^told:") then
     redis.call("HDEL", stats, name_of_field)

@@ -4,10 +4,13 @@
     servers: [{server: text, free: int, cooling: int, taken: int,
                cooldown_until_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
                open_until_ms: int, open_why: text, opened: int,
-               loaded: text, swaps: int, away_since_ms: int,
-               scores: {text: {load: number, failures: number, slowness: number, swap: number, total: number}}}]
+               loaded: text, swaps: int, away_since_ms: int, away_why: text, silent_since_ms: int,
+               scores: {text: {load: number, failures: number, slowness: number, swap: number, silence: number,
+                        total: number}}}]
       cooldown_until_ms  when the first of its slots in cooldown is offered again; 0: none is in cooldown
       away_since_ms      since when it cannot be reached; 0: its last call or health check was answered
+      away_why           what its health check says is wrong; empty: it did not answer
+      silent_since_ms    since when its health check is not answered in time; 0: the last one was
       scores     by model; the lowest total is best
       open_until_ms, open_why, opened   when the breaker's next probe is due; what opened it: runs failed one after
                  another (failures), too many of them did (rate), or the last probe did (probe); how often in a row; 0
@@ -36,7 +39,7 @@ local function scores(server, entry)
   for model in models_in(entry) do
     local parts = server_score(server, entry, model, now)
     local row = {}
-    for n, part in ipairs({ "load", "failures", "slowness", "swap", "total" }) do
+    for n, part in ipairs({ "load", "failures", "slowness", "swap", "silence", "total" }) do
       row[n] = string.format("%.3f", parts[part])
     end
     rows[#rows + 1] = { model, row }
@@ -54,6 +57,7 @@ for i = 1, #servers, 2 do
   found[#found + 1] = { server, free[server] or 0, cooling[server] or 0, tonumber(fields.taken or "0"),
     tonumber(cooled[server] or "0"), breaker_state(breaker, now), breaker.until_ms, breaker.why,
     tonumber(fields.opened or "0"), fields.loaded or "", tonumber(fields.swaps or "0"),
-    tonumber(fields.away_since or "0"), scores(server, servers[i + 1]) }
+    tonumber(fields.away_since or "0"), fields.away_why or "", tonumber(fields.silent_since or "0"),
+    scores(server, servers[i + 1]) }
 end
 return found

@@ -39,7 +39,7 @@ end
 local function forget_servers(removed)
   for server in pairs(removed) do
     redis.call("UNLINK", stats_key("server", server), STATS .. ":failed:server:" .. server)
-    redis.call("HDEL", META, "failures:" .. server)
+    redis.call("HDEL", META, "failures:" .. server, "silent:" .. server)
   end
 end
 

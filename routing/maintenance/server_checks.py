@@ -37,19 +37,32 @@ class ServerChecks:
         self.state = ReportState()
 
     def apply_health(self, reports: Mapping[str, ServerReport]) -> None:
-        """Begin the cooldown of servers that are down, and end that of servers that are well again."""
+        """Begin the cooldown of servers that are down, and end that of servers that are well again.
+
+        Also note which servers are silent.
+        """
         slots, found = self._dispatcher.slots, self._by_fleet(reports)
         troubled = slots.list_troubled(list(found))
-        known = [(server, report.up) for fleet in troubled for server, report in found[fleet]]
-        slots.cool_down_all([(server.fleet, server.name) for server, up in known if not up])
-        self._end_cooldowns([server for server, up in known if up and server.name in troubled[server.fleet].failing])
+        known = [(server, report) for fleet in troubled for server, report in found[fleet]]
+        slots.cool_down_all({(server.fleet, server.name): it.why_down for server, it in known if not it.up})
+        slots.note_silence(
+            {
+                (server.fleet, server.name): it.is_silent
+                for server, it in known
+                if it.is_silent or server.name in troubled[server.fleet].silent
+            }
+        )
+        self._end_cooldowns([server for server, it in known if it.up and server.name in troubled[server.fleet].failing])
 
     def servers_to_check_now(self) -> set[str]:
-        """Return servers to ask now: down or busy ones, those with quarantined slots, and those of silent leases."""
+        """Return servers to ask now.
+
+        They are down, busy or silent, or have quarantined slots, or leases of theirs are not renewed.
+        """
         dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.get()
         found = quarantined_slots.servers_to_ask(dispatcher)
         for troubled in dispatcher.slots.list_troubled(catalog.fleets()).values():
-            found |= troubled.cooling | troubled.failing
+            found |= troubled.cooling | troubled.failing | troubled.silent
         found |= {server for server, _ in self._unrenewed_leases(catalog.fleets())}
         return found & catalog.servers.keys()
 

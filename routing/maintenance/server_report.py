@@ -30,6 +30,8 @@ class ServerReport:
     endpoints: Mapping[str, str] | None = None
     connection_refused: bool = False  # no process listens at its address: the one that ran there has ended
     process_started: str | None = None  # another value than before means another process
+    why_down: str = ""  # what it says is wrong; "": it did not answer
+    is_silent: bool = False  # it accepted the connection, and did not answer its health check in time
     is_idle: bool = False  # it has a free place; a server with one slot runs nothing
     clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms, compare=False)  # of `asked_ms`
 

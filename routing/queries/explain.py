@@ -101,7 +101,7 @@ def explain_job(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Ex
     if job.state is State.DELAYED:
         return _explain_delayed(job)
     if job.state is not State.QUEUED:
-        blockers = _run_waits(dispatcher, job)
+        blockers = (*_run_waits(dispatcher, job), *_server_of_run(dispatcher, job))
         return Explanation("  ".join([_describe_state(job), *(one.sentence for one in blockers)]), blockers)
     with suppress(RedisError):
         return dispatcher.queues.call_if_available(lambda: _explain_queued(dispatcher, workers, job))
@@ -138,6 +138,30 @@ def _run_waits(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
             if job_id == job.id:
                 return (Blocker("run_waits", sentence, job.slot),)
     return ()
+
+
+def _server_of_run(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:
+    """Return what is wrong with the server of a run, as its health check shows it."""
+    server = dispatcher.catalog.get().servers.get(job.server or "")
+    if job.state is not State.RUNNING or server is None:
+        return ()
+    with suppress(RedisError):
+        statuses = dispatcher.queues.call_if_available(
+            lambda: server_status.read_servers(dispatcher.slots, server.fleet)
+        )
+        if (status := statuses.get(server.name)) is not None:
+            return tuple(_unwell(server.name, status))
+    return ()
+
+
+def _unwell(name: str, status: ServerStatus) -> Iterator[Blocker]:
+    """Yield what a server's health check shows to be wrong: it is silent, or away."""
+    if status.silent_since_ms:
+        since = _rounded_up(status.silent_since_ms)
+        sentence = f"server {name!r} has not answered its health check in time since {since}"
+        yield Blocker("server_silent", f"{sentence}; it gets jobs only if no other server can run them", name)
+    if status.away_since_ms:
+        yield _server_blocker(name, "away", status)
 
 
 def _explain_queued(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Explanation:
@@ -331,8 +355,9 @@ def _slots_in_use(dispatcher: Dispatcher, server: Server, status: ServerStatus) 
         yield _server_blocker(server.name, "breaker open", status)
     elif status.breaker == "probing":
         yield Blocker("server_probing", "one trial job is running there, since its breaker was open", server.name)
-    if status.away_since_ms or status.cooling:
-        yield _server_blocker(server.name, "away" if status.away_since_ms else "in cooldown", status)
+    yield from _unwell(server.name, status)
+    if status.cooling and not status.away_since_ms:
+        yield _server_blocker(server.name, "in cooldown", status)
     quarantined = quarantine.list_by_server(dispatcher.store.database).get(server.name, ())
     use = slot_use(server.state, status, len(quarantined))
     if use.running and not status.free:
@@ -386,8 +411,12 @@ def _server_blocker(name: str, blocked_by: str, status: ServerStatus | None) -> 
         sentence = f"server {name!r} {breaker_reason(status.open_why)} and its breaker is open"
         return Blocker("server_breaker_open", sentence, name, status.open_until_ms)
     if blocked_by == "away" and status is not None:
-        since = f"server {name!r} could not be reached since {_rounded_up(status.away_since_ms)}"
-        sentence = f"{since}; its slots are in cooldown" if status.cooldown_until_ms else since
+        since = _rounded_up(status.away_since_ms)
+        sentence = f"server {name!r} could not be reached since {since}"
+        if status.away_why:
+            sentence = f"server {name!r} says since {since} that it cannot run jobs ({status.away_why})"
+        if status.cooldown_until_ms:
+            sentence = f"{sentence}; its slots are in cooldown"
         return Blocker("server_away", sentence, name, status.cooldown_until_ms or None)
     if blocked_by == "in cooldown" and status is not None:
         sentence = f"server {name!r} reported that it is busy, so its slots are in cooldown"

@@ -19,6 +19,7 @@ class Score:
     failures: float
     slowness: float
     swap: float
+    silence: float
     total: float
 
 
@@ -27,7 +28,8 @@ class ServerStatus:
     """The status of a server, as the scripts that make offers use it.  Times in ms since the epoch, 0: none.
 
     `taken`: slots with a lease, including quarantined slots.  `cooldown_until_ms`: when the first slot in cooldown is
-    offered again.  `away_since_ms`: since when the server could not be reached.
+    offered again.  `away_since_ms`: since when the server could not be reached, or says that it cannot run jobs.
+    `away_why`: what it says; "": nothing.  `silent_since_ms`: since when its health check is not answered in time.
     `breaker`: closed, open, half_open, probing.  `open_until_ms`: when its next probe is due.
     `open_why`: why the breaker opened: several runs failed in a row ("failures"), too large a share of them failed
     ("rate"), or the last probe failed ("probe"); "": the breaker is closed.
@@ -46,6 +48,8 @@ class ServerStatus:
     loaded: str
     swaps: int
     away_since_ms: int
+    away_why: str
+    silent_since_ms: int
     scores: dict[str, Score]
 
 

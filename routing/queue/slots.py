@@ -45,10 +45,14 @@ class Cooldown(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TroubledServers:
-    """Servers of a fleet with slots in cooldown, and those that failed when they were last called or asked."""
+    """Servers of a fleet with slots in cooldown, and those that failed when they were last called or asked.
+
+    silent: those whose last health check was not answered in time.
+    """
 
     cooling: frozenset[str]
     failing: frozenset[str]
+    silent: frozenset[str]
 
 
 class _Server(NamedTuple):
@@ -70,7 +74,8 @@ class SlotScripts(Protocol):
         rules: Mapping[str, str],
     ) -> Command[SyncResult]: ...
     def reindex_lanes(self, fleet: str, *, limit: int) -> Command[int]: ...
-    def cool_down(self, fleet: str, *, server: str, first_ms: int, max_ms: int) -> Command[Cooldown]: ...
+    def cool_down(self, fleet: str, *, server: str, first_ms: int, max_ms: int, why: str) -> Command[Cooldown]: ...
+    def note_silence(self, fleet: str, *, server: str, silent: bool) -> Command[int]: ...
     def occupy_slots(self, fleet: str, *, server: str, count: int, cooldown_ms: int) -> Command[int]: ...
     def reset_breaker(self, fleet: str, *, kind: Literal["server", "model"], name: str) -> Command[int]: ...
 
@@ -118,18 +123,34 @@ class Slots:
 
     # -- cooldowns and breakers ------------------------------------------------------------------------------
 
-    def cool_down_command(self, fleet: str, server: str) -> Command[Cooldown]:
+    def cool_down_command(self, fleet: str, server: str, why: str = "") -> Command[Cooldown]:
         """Return the command after a failure: the server's slots are not offered, longer each time in a row."""
         first_ms, max_ms = self._settings.unreachable_cooldown_ms, self._settings.unreachable_cooldown_max_ms
-        return self._lua.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms)
+        return self._lua.cool_down(fleet, server=server, first_ms=first_ms, max_ms=max_ms, why=why)
 
-    def cool_down_all(self, servers: Sequence[tuple[str, str]]) -> None:
-        """Begin cooldowns of servers that failed, each (fleet, server); a fleet that fails is only logged."""
-        self._run_all({key: self.cool_down_command(*key) for key in servers})
+    def cool_down_all(self, servers: Mapping[tuple[str, str], str]) -> None:
+        """Begin cooldowns of servers that failed; a fleet that fails is only logged.
+
+        servers: (fleet, server) -> what its health check says is wrong; "": nobody answered.
+        """
+        self._run_all({key: self.cool_down_command(*key, why) for key, why in servers.items()})
+
+    def note_silence(self, servers: Mapping[tuple[str, str], bool]) -> None:
+        """Note of servers, (fleet, server), whether their last health check was not answered in time.
+
+        A silent server gets jobs only if no other can run them.  A fleet that fails is only logged.
+        """
+        commands = {
+            key: self._lua.note_silence(key[0], server=key[1], silent=silent) for key, silent in servers.items()
+        }
+        _, failed = self.scripts.run_each(commands)
+        log_failures("silence_not_noted", {fleet: error for (fleet, _), error in failed.items()})
 
     def end_cooldowns(self, servers: Sequence[tuple[str, str]]) -> None:
         """End cooldowns of servers that are well, each (fleet, server); a fleet that fails is only logged."""
-        self._run_all({key: self._lua.cool_down(key[0], server=key[1], first_ms=0, max_ms=0) for key in servers})
+        self._run_all(
+            {key: self._lua.cool_down(key[0], server=key[1], first_ms=0, max_ms=0, why="") for key in servers}
+        )
 
     def _run_all(self, commands: Mapping[tuple[str, str], Command[Cooldown]]) -> None:
         _, failed = self.scripts.run_each(commands)
@@ -161,7 +182,10 @@ class Slots:
 def _troubled(cooling: Sequence[bytes], meta: Sequence[bytes]) -> TroubledServers:
     return TroubledServers(
         frozenset(server_of_slot(slot.decode()) for slot in cooling),
-        frozenset(name.removeprefix(b"failures:").decode() for name in meta if name.startswith(b"failures:")),
+        *(
+            frozenset(name.removeprefix(prefix).decode() for name in meta if name.startswith(prefix))
+            for prefix in (b"failures:", b"silent:")
+        ),
     )
 
 

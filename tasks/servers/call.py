@@ -53,7 +53,7 @@ class HealthKind(StrEnum):
 
     UP = "up"  # it answers, and as described
     BUSY = "busy"  # it is there but too occupied (or still loading) to say more: not dead
-    DOWN = "down"  # nobody answers there
+    DOWN = "down"  # nobody answers there, or it says itself that it cannot run jobs
     FOREIGN = "foreign"  # something answers that does not know this health path
     GARBAGE = "garbage"  # it answers, but nothing that can be understood
     UNKNOWN = "unknown"  # its description has no health check
@@ -70,4 +70,5 @@ class Health:
     is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
     started: str | None = None  # another value: another process
     idempotent: bool = False  # a repeated request joins its run
-    message: str = ""
+    message: str = ""  # what it says of what is wrong; why it did not answer
+    answered: bool = True  # False: no answer came, or not in time

@@ -7,7 +7,7 @@ regular expressions.  A call then costs some set look-ups and at most one JSON p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -271,20 +271,24 @@ class Judge:
             return reply.message
         if kind in _UNDECIDED and (is_redirect(reply) or (200 <= reply.status < 300 and reply.json is NOT_JSON)):
             return redact(describe_unreadable(reply), context.secrets)
-        text = self._error_text(reply)
+        text = _error_text(reply, self.errors)
+        if not text and reply.json is not NOT_JSON and not _is_empty(reply.json):
+            text = _as_text(reply.json)
         if kind is OutcomeKind.CANCELED:
             return redact(f"the server canceled the run: {text}", context.secrets)
         return redact(f"the server answered {reply.status}" + (f": {text}" if text else ""), context.secrets)
 
-    def _error_text(self, response: Response) -> str:
-        if response.json is NOT_JSON:
-            head = response.beginning.lstrip()
-            return "" if head.startswith("<") else head  # a web page tells nobody anything
-        for pointer in self.errors:
-            value = resolve(response.json, pointer)
-            if value is not MISSING and value not in (None, ""):
-                return _as_text(value)
-        return "" if _is_empty(response.json) else _as_text(response.json)
+
+def _error_text(response: Response, pointers: Sequence[Pointer]) -> str:
+    """Return what an answer says of an error; "": nothing.  It quotes the answer: redact it."""
+    if response.json is NOT_JSON:
+        head = response.beginning.lstrip()
+        return "" if head.startswith("<") else head  # a web page tells nobody anything
+    for pointer in pointers:
+        value = resolve(response.json, pointer)
+        if value is not MISSING and value not in (None, ""):
+            return _as_text(value)
+    return ""
 
 
 def is_redirect(response: Response) -> bool:
@@ -325,6 +329,7 @@ def error_pointers(own: str | None) -> tuple[Pointer, ...]:
 
 
 _IDLE = "idle"
+_MAX_QUOTED_CHARS = 300
 _MAX_START_CHARS = 100  # characters
 _MAX_ACTIVE = 1_000_000  # more than that is no count of jobs
 
@@ -344,17 +349,20 @@ class HealthJudge:
     job_ids: tuple[Pointer, ...]
     job_ids_item: Pointer
     running: bool
+    errors: tuple[Pointer, ...]
     started: Pointer | re.Pattern[str] | None = None
     idempotent: Pointer | None = None
 
     def read(self, reply: Response | NoResponse, secrets: Iterable[str] = ()) -> Health:
         """Return what the server is, and what it says it is doing; without `secrets`, which its answer may repeat."""
-        state = self._state(reply)
+        rule = next((rule for rule in self.rules if rule.holds_for(reply, None)), None)
+        state = rule.then if rule else HealthKind.GARBAGE.value
         kind = HealthKind.UP if state == _IDLE else HealthKind(state)
-        message = redact(_message(reply), secrets)
+        answered = isinstance(reply, Response)
+        message = "" if kind is HealthKind.UP else redact(self._message(rule, reply), secrets)
         # A server that is busy by a rule of its own may still have answered in full (Cog does).
         if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
-            return Health(kind, running_count=self.running, message=message)
+            return Health(kind, running_count=self.running, message=message, answered=answered)
         try:
             active, ids = self._active(reply), self._job_ids(reply)
         except _NotAsDescribed as error:
@@ -366,13 +374,25 @@ class HealthJudge:
             active,
             ids,
             running_count=self.running,
+            message=message,
             is_idle=state == _IDLE,
             started=self._started(reply),
             idempotent=self._is_idempotent(reply),
         )
 
-    def _state(self, reply: Response | NoResponse) -> str:
-        return next((rule.then for rule in self.rules if rule.holds_for(reply, None)), HealthKind.GARBAGE.value)
+    def _message(self, rule: CompiledRule | None, reply: Response | NoResponse) -> str:
+        """Return why the server is not well: by the rule's own message, or by the value that the rule found."""
+        if isinstance(reply, NoResponse):
+            return reply.message
+        if is_redirect(reply):
+            return describe_unreadable(reply)
+        text = f"the server answered {reply.status}"
+        if rule is not None and rule.message is not None:
+            text = rule.message
+        elif rule is not None and rule.pointer is not None:
+            text = f"/{'/'.join(rule.pointer)} is {_as_text(resolve(reply.json, rule.pointer))}"
+        told = _shorten(_error_text(reply, self.errors).strip())
+        return f"{text}: {told}" if told else text
 
     def _started(self, response: Response) -> str | None:
         if isinstance(self.started, re.Pattern):
@@ -417,10 +437,11 @@ class HealthJudge:
         return None if value is MISSING else value
 
 
-def _message(reply: Response | NoResponse) -> str:
-    if isinstance(reply, NoResponse):
-        return reply.message
-    return describe_unreadable(reply) if is_redirect(reply) else f"the server answered {reply.status}"
+def _shorten(text: str) -> str:
+    """Return a long text without its middle: of a log, the end says what went wrong."""
+    if len(text) <= _MAX_QUOTED_CHARS:
+        return text
+    return f"{text[: _MAX_QUOTED_CHARS // 4]} … {text[-3 * _MAX_QUOTED_CHARS // 4 :]}"
 
 
 def compile_health(step: HealthStep) -> HealthJudge:
@@ -434,6 +455,7 @@ def compile_health(step: HealthStep) -> HealthJudge:
         job_ids=tuple(map(parse, step.job_ids or ())),
         job_ids_item=parse(step.job_ids_item),
         running=step.running,
+        errors=error_pointers(step.error),
         started=_compile_start(step.started),
         idempotent=None if step.idempotent is None else parse(step.idempotent),
     )

@@ -61,10 +61,12 @@ _NOT_ANSWERS = _FIELDS | frozenset(
         "open_until",
         "penalty_at",
         "away_since",
+        "silent_since",
         "load",
         "failures",
         "slowness",
         "swap",
+        "silence",
         "total",
     }  # parts of a score, answered by their place
 )

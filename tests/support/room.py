@@ -315,8 +315,8 @@ class Room:
         place, ahead, *_ = self.run("job_status", job.id, job.created, job.deadline, job.lane, 0)
         return [place, ahead] if place == "waiting" else [place]
 
-    def cool_down(self, server: str, first_ms: int, max_ms: int = 30_000) -> list[int]:
-        return self.run("cool_down", server, first_ms, max_ms)
+    def cool_down(self, server: str, first_ms: int, max_ms: int = 30_000, why: str = "") -> list[int]:
+        return self.run("cool_down", server, first_ms, max_ms, why)
 
     def drain(self, limit: int = 1000) -> list[str]:
         """Give the first free slot to one job after another until none is left; answers the jobs in order."""

@@ -150,7 +150,7 @@ local function best_server(servers, model, lane, by_name, now, again)
         local score = server_score(server.name, entry, model.name, now).total
         if score < lowest then best, lowest = server, score end
       end
-      seen = seen + 1
+      if not load_hash(server.stats).silent_since then seen = seen + 1 end -- another may answer
     end
     n = n + 1
     server = nth_server(servers, n)

@@ -115,7 +115,8 @@ local function record_signal(stats, job, signal, now, settings, in_a_row)
   for _, name in ipairs({ "open_until", "why", "opened", "probe", "rate", "runs" }) do set_field(stats, name, false) end
 end
 
--- Return the parts of a server's score for a model, and their sum divided by its weight: the lowest is best.
+-- Return the parts of a server's score for a model, and their sum, of which all but the silence are divided by its
+-- weight: the lowest is best.
 local function server_score(server, entry, model, now)
   local stats = stats_key("server", server)
   local fields, mean = load_hash(stats), get_number(stats_key("model", model), "run_ms")
@@ -125,8 +126,9 @@ local function server_score(server, entry, model, now)
     failures = penalty(stats, now),
     slowness = own and mean > 0 and math.min(math.max(tonumber(own) / mean - 1, -0.5), 2) or 0,
     swap = fields.loaded and fields.loaded ~= model and 1 or 0,
+    silence = fields.silent_since and 10000 or 0, -- it comes after all that answer their health checks in time
   }
   local weight = tonumber(string.match(entry, "^%a+ %d+ (%S+)") or "1")
-  parts.total = (1 + parts.load + parts.failures + parts.slowness + parts.swap) / weight
+  parts.total = (1 + parts.load + parts.failures + parts.slowness + parts.swap) / weight + parts.silence
   return parts
 end

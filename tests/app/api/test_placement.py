@@ -208,7 +208,7 @@ def test_the_parts_of_a_servers_score_can_be_read(timed_api: TimedApi) -> None:
     api.register(model="flux", slots=2)
     fresh = _server(api)["status"]
     assert (fresh["free"], fresh["taken"], fresh["breaker"], fresh["loaded"]) == (2, 0, "closed", None)
-    assert fresh["scores"]["zimg"] == {"load": 0, "failures": 0, "slowness": 0, "swap": 0, "total": 0.5}
+    assert fresh["scores"]["zimg"] == {"load": 0, "failures": 0, "slowness": 0, "swap": 0, "silence": 0, "total": 0.5}
     api.submitted()
     api.run(1000, Reason.SERVER_ERROR)
     api.submitted()

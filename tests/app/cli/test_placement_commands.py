@@ -36,7 +36,9 @@ STANDING = {
     "breaker": "closed",
     "breaker_until": None,
     "away_since": None,
-    "scores": {"zimg": {"load": 0.5, "failures": 0, "slowness": -0.25, "swap": 0, "total": 0.625}},
+    "away_why": None,
+    "silent_since": None,
+    "scores": {"zimg": {"load": 0.5, "failures": 0, "slowness": -0.25, "swap": 0, "silence": 0, "total": 0.625}},
 }
 
 
@@ -231,7 +233,7 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
     assert facts["reason"].strip() == "new driver"
     assert facts["attributes"].strip() == "gpu=A100 labels=fast,testnet"
     row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["zimg"])
-    assert row == ["zimg", "http://gpu1/x", "0.500", "0.000", "-0.250", "0.000", "0.625"]
+    assert row == ["zimg", "http://gpu1/x", "0.500", "0.000", "-0.250", "0.000", "0.000", "0.625"]
     assert run("servers", "show", "nobody").stderr.startswith("Error: There is no server 'nobody'")
 
 

@@ -5,6 +5,8 @@ import pytest
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import deadlines
 from routing.maintenance.server_report import ServerReport
+from routing.queries.explain import explain_job
+from routing.queries.server_status import read_servers
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from tests.support import passes
@@ -31,6 +33,55 @@ def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_
     stage.later(1_000)
     passes.sweep(stage.dispatcher)
     assert stage.free() == 2
+
+
+SILENT = ServerReport(up=True, is_silent=True)
+
+
+def test_a_server_whose_health_check_is_not_answered_in_time_gets_jobs_last(stage):
+    stage.register(2, server="hung")
+    stage.register(1, server="other")
+    passes.apply_health(stage.dispatcher, {"hung": SILENT, "other": UP_AND_IDLE})
+    jobs = [stage.submit() for _ in range(3)]
+    assert [stage.start().lease.server for _ in jobs] == ["other", "hung", "hung"]
+
+
+def test_a_server_that_answers_again_is_chosen_as_before(stage):
+    stage.register(1, server="hung")
+    stage.register(1, server="other")
+    passes.apply_health(stage.dispatcher, {"hung": SILENT})
+    assert "hung" in passes.servers_to_check_now(stage.dispatcher)
+    passes.apply_health(stage.dispatcher, {"hung": UP_AND_IDLE})
+    status = read_servers(stage.dispatcher.slots, "zimg")["hung"]
+    assert (status.silent_since_ms, status.scores["zimg"].silence) == (0, 0)
+    assert "hung" not in passes.servers_to_check_now(stage.dispatcher)
+
+
+def test_the_run_of_a_silent_server_says_since_when(stage):
+    stage.register(1)
+    job_id = stage.submit()
+    stage.start()
+    passes.apply_health(stage.dispatcher, {"gpu": SILENT})
+    stage.later(30_000)
+    passes.apply_health(stage.dispatcher, {"gpu": SILENT})
+    found = explain_job(stage.dispatcher, stage.living_worker(), stage.job(job_id))
+    assert [one.code for one in found.waits_for] == ["server_silent"]
+    assert "server 'gpu' has not answered its health check in time since" in found.sentence
+    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].silent_since_ms == stage.now - 30_000
+
+
+def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(stage):
+    stage.register(1)
+    broken = ServerReport(up=False, why_down="/status is SETUP_FAILED: no weights")
+    passes.apply_health(stage.dispatcher, {"gpu": broken})
+    job_id = stage.submit()
+    assert "says since" in stage.explained(job_id) and "(/status is SETUP_FAILED: no weights)" in stage.explained(
+        job_id
+    )
+    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
+    assert "could not be reached since" in stage.explained(job_id)
+    passes.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    assert "SETUP_FAILED" not in stage.explained(job_id)
 
 
 def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):

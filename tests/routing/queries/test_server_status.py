@@ -19,6 +19,8 @@ _FREE: dict[str, Any] = {
     "loaded": "",
     "swaps": 0,
     "away_since_ms": 0,
+    "away_why": "",
+    "silent_since_ms": 0,
     "scores": {},
 }
 

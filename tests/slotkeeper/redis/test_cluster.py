@@ -106,6 +106,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1
     assert ProcessList(strict).read_all() == []
+    assert room.run("note_silence", "gpu-slot3", 1) > 0
     assert room.run("reset_breaker", "server", "gpu-slot3") == 0
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close_queue", room.version) == "closed" and room.open() == "opened"

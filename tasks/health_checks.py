@@ -23,7 +23,8 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
-from slotkeeper.registry.values import Server
+from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.values import AdminState, Server
 from slotkeeper.registry.values import Server as ServerRow
 from slotkeeper.urls import refuses_connections
 from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
@@ -117,12 +118,38 @@ def _server_checks() -> ServerChecks:
     return ServerChecks(dispatcher())
 
 
+def _servers_to_ask(servers: Iterable[ServerRow]) -> list[ServerRow]:
+    """Leave out servers that are stopped or have `health.only_when_used`, and that run nothing.
+
+    A health check counts as use where an endpoint sleeps, and is paid for, by its use.
+    """
+    found, catalog = list(servers), dispatcher().catalog.get()
+    optional = {
+        server.name for server in found if server.state != AdminState.ONLINE or _only_when_used(catalog, server)
+    }
+    if not optional:
+        return found
+    used = {job.server for job in dispatcher().store.list_running()} | quarantined_slots.servers_to_ask(dispatcher())
+    return [server for server in found if server.name in used or server.name not in optional]
+
+
+def _only_when_used(catalog: CatalogSnapshot, server: ServerRow) -> bool:
+    adapter = health_adapter(catalog, server)
+    health = None if adapter is None else adapter.description.health
+    return health is not None and health.only_when_used
+
+
 # -- asking servers --------------------------------------------------------------------------------------------
 
 
 @singleton
 def _health_checks() -> HealthChecks:
     return HealthChecks(_read_report)
+
+
+def start_checks(servers: Iterable[ServerRow]) -> PendingReports:
+    """Ask those of these servers that need to be asked; answers where the report of each will be."""
+    return _health_checks().start(_servers_to_ask(servers))
 
 
 _late_reports: PendingReports = {}
@@ -144,7 +171,7 @@ def reports_as_they_arrive(pending: PendingReports) -> Iterator[Mapping[str, Ser
 
 def _read_reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
     """Ask all these servers for their health; those that take long are left out."""
-    pending = _health_checks().start(servers)
+    pending = start_checks(servers)
     wait(pending.values(), _REPORTS_WAIT_S)
     return _take_arrived(pending)
 

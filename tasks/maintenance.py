@@ -31,11 +31,11 @@ from tasks.celery_app import celery
 from tasks.config import EventSettings
 from tasks.health_checks import (
     _check_quarantined_runs,
-    _health_checks,
     _read_reports,
     _server_checks,
     note_servers_with_quarantine,
     reports_as_they_arrive,
+    start_checks,
 )
 from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import TaskEventSink
@@ -173,7 +173,7 @@ def watch_runs() -> None:
 
 @_periodic_task("check_servers")
 def check_servers() -> None:
-    """Ask all servers for their health.
+    """Ask servers for their health; those that are stopped, or ask for that, only if they run something.
 
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
     does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
@@ -191,7 +191,7 @@ def _check_health(names: Iterable[str]) -> None:
     servers = dispatcher().catalog.get().servers
     note_servers_with_quarantine(quarantined_slots.servers_to_ask(dispatcher()))
     _check_quarantined_runs()
-    for reports in reports_as_they_arrive(_health_checks().start(servers[name] for name in names)):
+    for reports in reports_as_they_arrive(start_checks(servers[name] for name in names)):
         _server_checks().apply_health(reports)
         _server_checks().apply_reports(reports, may_reap=not _grace.is_active)
 

@@ -413,6 +413,7 @@ class HealthStep(_RequestStep):
     running: bool = True  # active counts running jobs; False: waiting ones too
     started: StartSource | None = None
     idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
+    only_when_used: bool = False  # True: it is asked only while a job runs there, or may still run there
     error: PointerText | None = None  # what is wrong with it; None: /error, /detail or /message
     rules: Annotated[tuple[HealthRule, ...], *_STEP_RULES] = ()
 

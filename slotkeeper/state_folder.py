@@ -10,9 +10,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slotkeeper.config import StorageSettings
 from slotkeeper.errors import SlotkeeperError
+
+if TYPE_CHECKING:
+    from slotkeeper.config import StorageSettings
 
 _OTHERS = 0o077
 _STRANGERS = 0o007
@@ -49,7 +52,7 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
-def restrict_state_folder(settings: StorageSettings) -> None:
+def restrict_state_folder(settings: "StorageSettings") -> None:
     """Restrict the state folder to its owner, if there is one.  Raises StateFolderNotPrivate, OSError.
 
     An installation whose database, Redis and secret are elsewhere has none, even if a folder has the name.

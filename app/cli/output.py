@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from app.terminal import console, echo, escape_line, safe_json
+from slotkeeper.state_folder import is_private_folder
 
 if TYPE_CHECKING:
     from slotkeeper.client import Client
 
+_LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|\[::1\]|localhost)(:[0-9]+)?")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,13 +29,25 @@ def api_client() -> "Client":
 
 
 def _local_url() -> str:
-    """Where this machine's API listens: by its port, or as `slotkeeper up` has noted in the state folder."""
+    """Return where this machine's API listens: by its port, or as `slotkeeper up` has noted in the state folder.
+
+    Anybody may have made the folder `var` of the present folder, and the key is sent to the address that it names.
+    Raises ClickException.
+    """
     if port := os.environ.get("SLOTKEEPER_PORT"):
         return f"http://127.0.0.1:{port}"
+    home = os.environ.get("SLOTKEEPER_HOME")
+    note = Path(home or "var", "url")
     try:
-        return Path(os.environ.get("SLOTKEEPER_HOME") or "var", "url").read_text().strip()
+        url = note.read_text().strip()
     except OSError:
         return "http://127.0.0.1:8000"
+    if home is None and not (is_private_folder(note.parent) and _LOOPBACK.fullmatch(url)):
+        raise click.ClickException(
+            f"{note} names an API, and is not trusted: its folder must be this user's alone, and the address on this "
+            f"machine.  If it is right, set SLOTKEEPER_URL, or SLOTKEEPER_HOME={note.parent}."
+        )
+    return url
 
 
 def json_option(command: F) -> F:

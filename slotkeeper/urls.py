@@ -39,6 +39,7 @@ METADATA_HOSTNAMES = frozenset(
 )
 NAT64_NETWORK = ip_network("64:ff9b::/96")
 """Addresses that a DNS64 network gives to IPv4 addresses."""
+_TRANSLATED_NETWORKS = (NAT64_NETWORK, ip_network("::ffff:0:0:0/96"))  # also those of a stateless translator
 _REFUSED_WITHIN_S = 1.0
 _NO_WAY = frozenset({errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EAFNOSUPPORT})  # as of ::1 where there is no IPv6
 _PORTS = {"http": 80, "https": 443}
@@ -51,7 +52,7 @@ def parse_host_address(host: str) -> Address | None:
     """Return the address that a socket opens for a URL's host, or None for a name that has to be looked up.
 
     The C library's inet_aton reads it: 2130706433, 0x7f.1, 0177.0.0.1 and 127.1 are 127.0.0.1.  An IPv6 address that
-    carries an IPv4 address (mapped, NAT64, 6to4) is that IPv4 address.  Nothing is looked up.
+    carries an IPv4 address (mapped, NAT64, translated, 6to4) is that IPv4 address.  Nothing is looked up.
     """
     text = host.strip("[]").partition("%")[0].rstrip(".")
     try:
@@ -63,7 +64,7 @@ def parse_host_address(host: str) -> Address | None:
 def _carried(address: Address) -> Address:
     if isinstance(address, IPv4Address):
         return address
-    if address in NAT64_NETWORK:
+    if any(address in network for network in _TRANSLATED_NETWORKS):
         return IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address.sixtofour or address
 

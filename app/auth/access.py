@@ -34,7 +34,8 @@ _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
 _CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _FORWARDED = re.compile(
-    "HTTP_(FORWARDED|VIA|X_(ORIGINAL_)?FORWARDED(_.*)?|X_REAL_IP|X_(CLUSTER_)?CLIENT_IP|(TRUE_CLIENT|CF_CONNECTING)_IP)"
+    "HTTP_(FORWARDED|VIA|CDN_LOOP|X_(ORIGINAL_)?FORWARDED(_.*)?|X_REAL_IP|X_(CLUSTER_)?CLIENT_IP|X_AZURE_CLIENTIP"
+    "|X_ENVOY_EXTERNAL_ADDRESS|(TRUE_CLIENT|CF_CONNECTING|FASTLY_CLIENT|FLY_CLIENT)_IP)"
 )
 # A page of another origin cannot send these without asking first, which nobody here answers.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})

@@ -47,14 +47,19 @@ ALLOW_VARIABLE = "SLOTKEEPER_WEBHOOK_ALLOW"
 
 _LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
 
-# Stricter than the library's table in three ways.  Of the prefixes that carry an IPv4 address, only
+# Stricter than the library's table in four ways.  Of the prefixes that carry an IPv4 address, only
 # NAT64 is unwrapped, since a DNS64 network answers with it for any public name; mapped, 6to4 and Teredo
 # addresses never name a real receiver.  The special blocks that IANA calls reachable hold routers'
-# services (192.0.0.9 is the nearest NAT), no receivers.  And WireServer looks public but is not.
+# services (192.0.0.9 is the nearest NAT), no receivers.  WireServer looks public but is not.  And IPv6 outside of
+# 2000::/3 is nobody's, so that only a network of one's own routes it.
 _TABLE = AddressTable(
     (
         *(b if b.network == NAT64_NETWORK else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
         Block(ip_network("168.63.129.16/32"), "Azure WireServer", "Azure documentation", Reach.DENIED),
+        *(
+            Block(ip_network(network), "not global unicast", "RFC 4291, 2.4", Reach.DENIED)
+            for network in ("::/3", "4000::/2", "8000::/1")
+        ),
     )
 )
 _CARRIERS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.TRANSLATED)

@@ -70,5 +70,6 @@ THIS_MACHINE = [
     ("[::ffff:127.0.0.1]", "IPv4-mapped"),
     ("[::ffff:7f00:1]", "IPv4-mapped, in hex"),
     ("[64:ff9b::7f00:1]", "behind NAT64"),
+    ("[::ffff:0:7f00:1]", "behind a stateless translator"),
     ("[2002:7f00:1::]", "in 6to4"),
 ]

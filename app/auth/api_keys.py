@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from ipaddress import ip_network
 from typing import Any
 
 from app.auth.session_cookie import SessionKeys
@@ -53,7 +54,7 @@ class KeyCache:
         shown = self._shown(environ)
         if shown and shown not in self._owners:
             await self.refresh()
-        return self._owners.get(shown) or Owner(environ["REMOTE_ADDR"], OwnerKind.ANONYMOUS)
+        return self._owners.get(shown) or Owner(_network_of(environ["REMOTE_ADDR"]), OwnerKind.ANONYMOUS)
 
     def is_still_valid(self, owner: Owner, environ: Mapping[str, Any]) -> bool:
         """Whether the key that a request has shown is, by the last reading, still a key of such an owner.
@@ -92,3 +93,13 @@ class KeyCache:
 
 def _owner(tenant: Tenant) -> Owner:
     return Owner(tenant.name, OwnerKind.OPERATOR if tenant.admin else OwnerKind.TENANT)
+
+
+def _network_of(address: str) -> str:
+    """Return an address of IPv4, or the /64 of one of IPv6, whose owner has all addresses of that network."""
+    if ":" not in address:
+        return address
+    try:
+        return str(ip_network(f"{address.partition('%')[0]}/64", strict=False))
+    except ValueError:
+        return address

@@ -32,6 +32,7 @@ _DISCARDS_S = 5.0  # for which a client whose request is refused may send the re
 _PUSH, _PAGE = "/tasks/callback/", "/page/"
 _KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)  # The log-in is a form of the page.
 _MOST_FORM_BYTES = 256 << 10
+_MOST_STRANGERS_BYTES = 2048  # The log-in has two short fields.
 
 
 class PlaceLimit:
@@ -116,6 +117,7 @@ class WebApplication:
         self._heavy = FairPool("heavy", 1, 1)  # The JSON parser keeps all other threads waiting.
         self._pushes = FairPool("pushes", 8, 6)
         self._strangers = FairPool("strangers", 2, 1)
+        self._readiness = FairPool("readiness", 1, 1)  # Of a probe, which shows no key and may not wait for strangers.
         self._open: dict[EventStream, tuple[HttpRequest, asyncio.Task[None]]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -156,7 +158,7 @@ class WebApplication:
     async def _receive(self, request: HttpRequest) -> None:
         """Read the body, or as much as it takes to refuse it.  Raises Refusal, and Gone."""
         settings, owner, began = self.settings, request.owner, asyncio.get_running_loop().time()
-        limit, request.close = self._limit_of(request.path), not request.complete
+        limit, request.close = self._limit_of(request), not request.complete
         wants_key = settings.require_keys and not request.path.startswith(_KEYLESS)
         request.whole = request.complete or not (
             (wants_key and owner.kind is OwnerKind.ANONYMOUS) or request.length > limit
@@ -185,8 +187,11 @@ class WebApplication:
             request.environ.pop("HTTP_TRANSFER_ENCODING", None)
             request.body.clear()
 
-    def _limit_of(self, path: str) -> int:
+    def _limit_of(self, request: HttpRequest) -> int:
         """Return the largest body that is taken at this address."""
+        path, is_stranger = request.path, request.owner.kind is OwnerKind.ANONYMOUS
+        if is_stranger and not path.startswith(_PUSH):
+            return min(_MOST_STRANGERS_BYTES, self.settings.max_body_bytes)
         if path == "/queue/submit-batch":
             return self.settings.max_batch_bytes
         if path.startswith(_PAGE):
@@ -196,6 +201,8 @@ class WebApplication:
     def _pool_of(self, request: HttpRequest) -> FairPool:
         if request.path.startswith(_PUSH):
             return self._pushes
+        if request.path == "/health/ready":
+            return self._readiness
         if request.owner.kind is OwnerKind.ANONYMOUS:
             return self._strangers
         if len(request.body) > _HEAVY:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -26,6 +27,7 @@ _PARSE_BYTES = 1 << 10  # bytes parsed at once: many requests fit into few bytes
 _MAX_UNPARSED_BYTES = 64 << 10  # bytes read from the network before their turn
 _LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
 _DISCARD_S = 5.0  # A client whose request is refused may send the rest: else it may never read why.
+_UPGRADE_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 _HALF_CLOSED_S = 5.0  # for which a client that sends no more may wait: that cannot be told from one that has left
 
 
@@ -99,11 +101,58 @@ class ConnectionLimits:
         connection.abort()
 
 
+class _Parser:
+    """httptools' parser, which reads a request to upgrade once more without that request.
+
+    A server may ignore it (RFC 9110, 7.8); llhttp ends such a message behind its head, and leaves out the body.  What
+    follows the message is not read: it may be no HTTP.
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._protocol = protocol
+        self._parser = self._make_parser()
+
+    def _make_parser(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    @property
+    def is_upgrade(self) -> bool:
+        """Whether the head that was just read is one to be read again."""
+        return self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if not self.is_upgrade:
+                raise
+            version = self._parser.get_http_version().encode()
+            line = b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._protocol.url, version)
+            kept = (b"%b: %b\r\n" % header for header in self._protocol.headers if header[0] not in _UPGRADE_HEADERS)
+            self._parser = self._make_parser()
+            self._parser.feed_data(b"".join((line, *kept, b"connection: close\r\n\r\n")) + data[upgrade.args[0] :])
+
+    def get_method(self) -> bytes:
+        return self._parser.get_method()
+
+    def get_http_version(self) -> str:
+        return self._parser.get_http_version()
+
+    def should_keep_alive(self) -> bool:
+        return self._parser.should_keep_alive()
+
+    def should_upgrade(self) -> bool:
+        return self._parser.should_upgrade()
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Given to uvicorn by its setting `http`.  A request that is refused here never reaches the application."""
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser: Any = _Parser(self)
         application: Any = config.app
         self.capacity: ConnectionLimits = application.capacity
         self.account, self.bytes_held = "", 0
@@ -206,6 +255,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.is_upgrade:
+            return
         version = self.parser.get_http_version()
         try:
             self._missing = validate_head(version, self.url, self.headers)
@@ -216,8 +267,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.expect_100_continue = self.expect_100_continue and version == "1.1"
         super().on_headers_complete()
         self._cycles.append(self.cycle)
-        if self.parser.should_upgrade():  # To nothing: what follows may be no HTTP.
-            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._framing = 0
@@ -225,6 +274,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.is_upgrade:
+            return
         self._framing, self._reads_body = 0, False
         super().on_message_complete()
 

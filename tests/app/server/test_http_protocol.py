@@ -285,6 +285,39 @@ def test_a_body_hides_no_request(address: tuple[str, int]) -> None:
     assert _last_body(answers)["body"] == body.decode()
 
 
+UPGRADE = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\nX-A: b\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_wish_to_upgrade_is_ignored_and_the_body_is_read(
+    address: tuple[str, int], body: bytes, at_once: bool
+) -> None:
+    sent = POST + UPGRADE + body
+    answers = _talk(address, *([sent + HIDDEN] if at_once else (sent[n : n + 1] for n in range(len(sent)))))
+    assert _statuses(answers) == [200] and b"/hidden" not in answers and b"connection: close" in answers
+    echoed = _last_body(answers)
+    assert (echoed["REQUEST_METHOD"], echoed["PATH_INFO"], echoed["body"], echoed["HTTP_X_A"]) == (
+        "POST",
+        "/a",
+        "hello",
+        "b",
+    )
+
+
+@pytest.mark.parametrize(
+    "case", ["two lengths", "length and chunks", "two hosts", "chunks that are not the last coding"]
+)
+def test_a_wish_to_upgrade_hides_nothing_that_can_be_read_in_two_ways(address: tuple[str, int], case: str) -> None:
+    line, rest = TWO_WAYS[case].split(CRLF, 1)
+    answers = _talk(address, line + CRLF + UPGRADE + rest)
+    assert _statuses(answers) == [400] and b"/hidden" not in answers
+
+
 def test_what_follows_an_upgrade_is_not_read(address: tuple[str, int]) -> None:
     answers = _talk(address, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
     assert _statuses(answers) == [200]
@@ -378,6 +411,31 @@ def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_f
             GATE.set()
             for one in held:
                 one.close()
+
+
+def test_strangers_that_hold_all_their_threads_hold_up_no_probe_of_readiness() -> None:
+    GATE.clear()
+    with serving(_application(_Tenants())) as keyed:
+        held = []
+        try:
+            for n in range(2, 6):  # Each address has a turn of its own.
+                held.append(socket.create_connection(keyed.address, 10, (f"127.0.0.{n}", 0)))
+                held[-1].sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
+            eventually(lambda: SEEN[-2:] == ["/gate", "/gate"], "both threads are taken")
+            assert _statuses(_talk(keyed.address, b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")) == [200]
+        finally:
+            GATE.set()
+            for one in held:
+                one.close()
+
+
+@pytest.mark.parametrize("size, is_read", [(2048, True), (2049, False)])
+def test_of_a_stranger_no_more_is_read_than_a_log_in_has(size: int, is_read: bool) -> None:
+    GATE.set()
+    with serving(_application(_Tenants())) as keyed:
+        head = b"POST /page/login HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+        answers = _talk(keyed.address, head + b"a" * size)
+        assert bool(_last_body(answers)["body"]) is is_read
 
 
 @pytest.mark.parametrize("size", range(10_000, 400_000, 60_000))

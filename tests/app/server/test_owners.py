@@ -40,7 +40,7 @@ def database(monkeypatch):
 
 
 def owner(asked, **shown):
-    return asyncio.run(asked.owner_of({"REMOTE_ADDR": HERE, **shown}))
+    return asyncio.run(asked.owner_of({"REMOTE_ADDR": HERE} | shown))
 
 
 def with_key(asked, key):
@@ -55,6 +55,14 @@ def test_without_keys_everybody_is_local():
 def test_who_shows_no_key_is_a_stranger_and_nothing_is_read(database, shown):
     assert owner(KeyCache(database, Visits()), HTTP_AUTHORIZATION=shown) == STRANGER
     assert database.readings == 0
+
+
+@pytest.mark.parametrize(
+    "address, name",
+    [("10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"), ("", "")],
+)
+def test_a_stranger_has_one_turn_for_all_addresses_of_a_network_of_ipv6(database, address, name):
+    assert owner(KeyCache(database, Visits()), REMOTE_ADDR=address) == Owner(name, OwnerKind.ANONYMOUS)
 
 
 @pytest.mark.parametrize(

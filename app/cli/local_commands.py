@@ -313,7 +313,6 @@ def _acting_locally() -> Iterator[None]:
 
     Raises ClickException for errors of the database and for invalid settings.
     """
-    import getpass
     import socket
 
     from pydantic import ValidationError
@@ -323,12 +322,22 @@ def _acting_locally() -> Iterator[None]:
 
     logs.configure()
     try:
-        with audit.acting_as(audit.Actor(getpass.getuser(), "command line", socket.gethostname())):
+        with audit.acting_as(audit.Actor(_user_name(), "command line", socket.gethostname())):
             yield
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error
     except (ValidationError, ValueError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
+
+
+def _user_name() -> str:
+    """Return who runs this; in a container the user may have no name."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def _serve() -> click.Command:

@@ -43,6 +43,59 @@ def deployments() -> dict[str, Any]:
     return {pod["containers"][0]["name"]: pod for pod in pods}
 
 
+def pods() -> dict[str, Any]:
+    """Return the pods of deployments and jobs, by the name of their container."""
+    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    made = [manifest["spec"]["template"]["spec"] for manifest in manifests if manifest["kind"] in ("Deployment", "Job")]
+    return {pod["containers"][0]["name"]: pod for pod in made}
+
+
+@pytest.mark.parametrize("name", sorted(pods()))
+def test_a_pod_has_no_right_that_it_does_not_need(name: str) -> None:
+    pod = pods()[name]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/var/lib/slotkeeper", "/tmp"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_image_runs_as_the_user_of_the_pods() -> None:
+    """Kubernetes cannot tell of a name whether it is root."""
+    lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()
+    (user,) = (line.removeprefix("USER ") for line in lines if line.startswith("USER "))
+    assert {str(pod["securityContext"]["runAsUser"]) for pod in pods().values()} == {user}
+    assert any(f"useradd --uid {user} " in line for line in lines)
+
+
+def test_only_the_port_of_the_api_is_open_in_a_cluster() -> None:
+    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8")))
+    policies = {it["metadata"]["name"]: it["spec"] for it in manifests if it["kind"] == "NetworkPolicy"}
+    assert policies["slotkeeper"] == {"podSelector": {"matchLabels": {"app": "slotkeeper"}}, "policyTypes": ["Ingress"]}
+    assert policies["slotkeeper-web"]["ingress"] == [{"ports": [{"port": "http"}]}]
+    assert policies["slotkeeper-web"]["podSelector"]["matchLabels"]["role"] == "web"
+    labels = [it["spec"]["template"]["metadata"]["labels"] for it in manifests if it["kind"] in ("Deployment", "Job")]
+    assert {label["app"] for label in labels} == {"slotkeeper"}
+
+
+def test_the_builder_of_the_image_gets_what_the_image_holds_and_no_state() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    ignored = (REPO / ".dockerignore").read_text("utf-8").splitlines()
+    assert ignored[0] == "*" and {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_a_database_across_a_network_is_checked() -> None:
+    assert "sslmode=verify-full" in environments()["systemd"]["SLOTKEEPER_DATABASE_URL"]
+
+
 def test_systemd_starts_what_the_procfile_starts() -> None:
     found = {}
     for unit in UNITS:

@@ -1,5 +1,7 @@
 """`slotkeeper migrate --to` goes back only when nothing runs, and says what is lost before it asks."""
 
+import pwd
+
 import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import inspect
@@ -48,6 +50,13 @@ def test_while_a_process_runs_it_refuses_to_go_back(api: Api) -> None:
     services.processes().remove("w1")
     assert _migrate("--to", "0001", "--yes").exit_code == 0
     assert not _has_labels(api)
+
+
+def test_a_user_without_a_name_may_migrate(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert _migrate().exit_code == 0
 
 
 def test_without_redis_it_says_that_it_does_not_know_what_runs(mortal_api: Api) -> None:

@@ -87,6 +87,10 @@ def styled(text: str, style: str) -> "Text":
     return Text(escape_controls(text), style)
 
 
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C has ended, as shells give it; 1 would say that it has failed."""
+
+
 class _OutcomeUnknown(click.ClickException):
     exit_code = 3
 
@@ -97,6 +101,9 @@ class SafeGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
         except click.ClickException as error:
             error.message = escape_controls(str(error.message))  # type: ignore[misc]
             raise

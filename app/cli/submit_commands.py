@@ -5,9 +5,11 @@ import re
 import secrets
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from app.cli.output import (
 )
 from app.cli.request_options import RequestCommand, read_request
 from app.cli.results import output_option, save_result, without_files
-from app.terminal import console, echo, escape_line
+from app.terminal import INTERRUPTED, console, echo, escape_line
 from slotkeeper import trace_context
 from slotkeeper.client_errors import ApiError, ClientError
 
@@ -72,7 +74,7 @@ def submit(
     for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
         echo(notice, err=True)
     if wait:
-        jobs = _wait(jobs)
+        jobs = _wait(api_client(), jobs)
     from slotkeeper.client import is_final
 
     if output is not None:
@@ -108,11 +110,17 @@ def _trace() -> dict[str, str]:
     return {} if found is None else {"traceparent": found}
 
 
-def _wait(jobs: list[Job]) -> list[Job]:
-    api = api_client()
-    if len(jobs) == 1:
-        return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_print_changes(jobs[0]), on_pause=_print_pause))]
-    return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in _tracked(jobs, len(jobs), "ended")]
+def _wait(api: "Client", jobs: list[Job]) -> list[Job]:
+    """Wait until the jobs have ended, and return them.  Ctrl-C ends the wait with exit status 130; the jobs go on."""
+    try:
+        if len(jobs) == 1:
+            return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_print_changes(jobs[0]), on_pause=_print_pause))]
+        tracked = _tracked(jobs, len(jobs), "ended")
+        return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in tracked]
+    except KeyboardInterrupt:
+        go_on = f"The job goes on; wait for it with: slotkeeper job {jobs[0]['job_id']} --wait"
+        echo(go_on if len(jobs) == 1 else f"The {len(jobs)} jobs go on; see them with: slotkeeper jobs", err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _print_pause(error: ClientError) -> None:
@@ -197,8 +205,9 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
 
     A line has the fields of POST /queue/submit.  The jobs are one batch, in the order of the file.  The command prints
     the name of the run before it sends the first line, and how to continue the run if it is interrupted; within a day
-    no line is submitted twice.  It prints the numbers of refused lines and submits the others.  If the API does not
-    answer, the command tries again for five minutes and then ends with exit status 3.
+    no line is submitted twice.  It prints the numbers of refused lines and submits the others; correct or remove them
+    before you continue the run.  If the API does not answer, the command tries again for five minutes and then ends
+    with exit status 3.
     """
     from uuid_utils import uuid7
 
@@ -214,7 +223,7 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
         raise
     except KeyboardInterrupt:
         echo(_interruption(sent, again), err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     if as_json:
         print_json(
             {name: getattr(sent, name) for name in ("accepted", "known", "refused", "batch")} | {"run": sent.name}
@@ -259,12 +268,16 @@ def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]
         task = progress.add_task("0 lines", total=_size(file))
         numbers: list[int] = []
         lines: list[bytes] = []
+        seen = Counter[str]()
         for number, line in enumerate(file, 1):
             progress.update(task, advance=len(line), description=f"{number} lines")
             if not line.strip():
                 continue
             numbers.append(number)
-            lines.append(_add_key(line, f"{run}-{number}"))
+            # By its content, since lines may be taken out or corrected before the run is continued.
+            content = sha256(line.strip()).hexdigest()[:32]
+            seen[content] += 1
+            lines.append(_add_key(line, f"{run}-{content}-{seen[content]}"))
             if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
                 yield numbers, lines
                 numbers, lines = [], []
@@ -373,7 +386,7 @@ def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> Non
     api = api_client()
     job = dict(api.get_job(job_id, patience_s=0))
     if wait:
-        job = dict(api.wait_for_job(job_id, notify=_print_changes(job), on_pause=_print_pause))
+        (job,) = _wait(api, [job])
     if output is not None:
         save_result(job, output)
     if as_json:

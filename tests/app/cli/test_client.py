@@ -182,7 +182,19 @@ def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp
     assert re.findall("^Line ([0-9]+):", done.stderr, re.MULTILINE) == ["4", "441"]
     assert "Correct the refused lines in the file, and submit them with: slotkeeper submit-file" in done.stderr
     assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
-    assert [job["idempotency_key"] for job in batches.accepted][:4] == [f'to"day-{n}' for n in (1, 2, 3, 5)]
+    keys = {job["idempotency_key"] for job in batches.accepted}
+    assert len(keys) == 447 and all(key.startswith('to"day-') for key in keys)
+
+
+def test_a_line_that_is_taken_out_makes_no_other_line_a_new_job(api: HTTPServer, tmp_path: Path) -> None:
+    batches, path = Batches(api), tmp_path / "jobs.ndjson"
+    lines = [f'{{"model": "zimg", "payload": {{"n": {n // 2}}}}}' for n in range(450)]  # Each stands there twice.
+    path.write_text("\n".join([*lines[:99], "bad", *lines[99:]]))
+    assert "450 jobs were accepted, 1 lines refused." in run("submit-file", str(path), "--run", "mine").stdout
+    path.write_text("\n".join(lines))
+    again = run("submit-file", str(path), "--run", "mine")
+    assert "0 jobs were accepted, 450 had been accepted before" in again.stdout
+    assert len(batches.accepted) == 450
 
 
 def test_a_line_keeps_its_own_idempotency_key(api: HTTPServer, tmp_path: Path) -> None:
@@ -190,7 +202,10 @@ def test_a_line_keeps_its_own_idempotency_key(api: HTTPServer, tmp_path: Path) -
     path = tmp_path / "jobs.ndjson"
     path.write_text('{"idempotency_key": "mine", "model": "zimg"}\n{}\n')
     assert run("submit-file", str(path), "--run", "r").exit_code == 0
-    assert batches.accepted == [{"idempotency_key": "mine", "model": "zimg"}, {"idempotency_key": "r-2"}]
+    mine, other = batches.accepted
+    assert mine == {"idempotency_key": "mine", "model": "zimg"} and re.fullmatch(
+        "r-[0-9a-f]{32}-1", other["idempotency_key"]
+    )
 
 
 def test_a_file_goes_on_through_a_restart_of_the_api_and_says_so(
@@ -319,6 +334,29 @@ def test_without_a_valid_key_the_variable_that_holds_it_is_named(api: HTTPServer
     done = run("job", "j1")
     assert done.exit_code == 1
     assert "SLOTKEEPER_KEY" in done.stderr and "slotkeeper tenants add" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("job", "j", "--wait"), ("submit", "zimg", "--wait")])
+def test_ctrl_c_ends_the_wait_and_not_the_job_and_is_no_failure(
+    api: HTTPServer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    api.expect_request("/queue/jobs/j").respond_with_json({"job_id": "j", "status": "running"})
+    api.expect_request("/queue/submit").respond_with_json({"job_id": "j", "status": "queued"}, 202)
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "wait_for_job", interrupt)
+    done = run(*words)
+    assert (done.exit_code, "slotkeeper job j --wait" in done.stderr) == (130, True)
+
+
+def test_ctrl_c_in_any_command_is_no_failure(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "get", interrupt)
+    assert run("servers", "list").exit_code == 130
 
 
 # -- an API that is away while a job is waited for ---------------------------------------------------------------

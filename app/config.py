@@ -9,6 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tasks.config import TaskSettings
 
+_MIN_METRICS_KEY = 12  # characters
+
 
 class AppSettings(BaseSettings):
     """Environment: SLOTKEEPER_HOST, SLOTKEEPER_REQUIRE_KEYS, …"""
@@ -82,6 +84,11 @@ class AppSettings(BaseSettings):
             _ = self.proxies
         except ValueError as error:
             raise ValueError(f"SLOTKEEPER_TRUSTED_PROXIES must list addresses or CIDRs: {error}") from None
+        if self.require_keys and 0 < len(self.metrics_key) < _MIN_METRICS_KEY:
+            raise ValueError(
+                f"SLOTKEEPER_METRICS_KEY has less than {_MIN_METRICS_KEY} characters, and could be guessed: make one "
+                "with openssl rand -hex 16"
+            )
         if not self.require_keys and not is_loopback(self.host):
             raise ValueError(
                 f"SLOTKEEPER_HOST={self.host} opens the API to the network, and keys are not required: set "

@@ -25,7 +25,7 @@ from slotkeeper.registry.tenants import SecretRotation
 from slotkeeper.state_folder import read_or_create
 from tasks.config import TaskSettings
 
-_MIN_SECRET_BYTES = 24  # bytes
+_MIN_SECRET_BYTES, _MIN_DIFFERENT_BYTES = 24, 12  # of random bytes, hardly ever fewer are different
 _KEY_BYTES = 32  # of a derived key: one block of HKDF-SHA256
 _SALT = b"slotkeeper keys 1"
 
@@ -105,6 +105,8 @@ def decode_secret(text: str, name: str) -> bytes:
         raise ValueError(
             f"{name} must be the base64 of at least {_MIN_SECRET_BYTES} bytes; one is made by: openssl rand -base64 32"
         )
+    if len(set(secret)) < _MIN_DIFFERENT_BYTES:
+        raise ValueError(f"{name} repeats itself, and could be guessed; one is made by: openssl rand -base64 32")
     return secret
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from app import metrics
+from app.config import AppSettings
 from routing.maintenance import task_runs
 from routing.queries.job_counters import EventCounter
 from routing.queries.process_counters import HANDED_ON, HANDOFF_BUCKETS_S, ProcessCounters
@@ -30,6 +31,12 @@ def _count(api: Api) -> None:
 
 
 # -- who may see them ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["m", "mk_guessed"])
+def test_a_metrics_key_that_could_be_guessed_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="SLOTKEEPER_METRICS_KEY"):
+        AppSettings(require_keys=True, metrics_key=key).check_exposure()
 
 
 @KEYED

@@ -20,7 +20,7 @@ from tools.cluster.stack import eventually
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
-OTHER = base64.b64encode(b"o" * 32).decode()
+OTHER = base64.b64encode(bytes(range(100, 132))).decode()
 
 
 def _secret(api: Api, tenant: str = "default", **more: Any) -> Any:
@@ -118,7 +118,7 @@ def _begin(monkeypatch: pytest.MonkeyPatch, secret: str, former: str = "") -> tu
 
 
 def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = base64.b64encode(b"m" * 32).decode()
+    mine = base64.b64encode(bytes(range(32))).decode()
     api.valkey.flush()
     assert _begin(monkeypatch, mine) == (True, [])
     assert _begin(monkeypatch, mine) == (True, [])
@@ -129,7 +129,7 @@ def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatc
 
 
 def test_a_secret_that_tells_the_former_one_takes_its_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = base64.b64encode(b"m" * 32).decode()
+    mine = base64.b64encode(bytes(range(32))).decode()
     api.valkey.flush()
     _begin(monkeypatch, mine)
     assert _begin(monkeypatch, OTHER, former=mine)[0]

@@ -137,7 +137,7 @@ def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed
     added = add(api)
     second = do(api, added["webhook"], "rotate").json["secret"]
     former = keyring._encode_secret(keyring.installation_secrets()[0])
-    monkeypatch.setenv("SLOTKEEPER_SECRET", base64.b64encode(b"n" * 32).decode())
+    monkeypatch.setenv("SLOTKEEPER_SECRET", base64.b64encode(bytes(range(50, 82))).decode())
     monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
     keyring.installation_secrets.cache_clear()
     assert (maintenance.reseal_secrets(), maintenance.reseal_secrets()) == (1, 0)

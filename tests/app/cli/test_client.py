@@ -182,7 +182,7 @@ def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp
     assert re.findall("^Line ([0-9]+):", done.stderr, re.MULTILINE) == ["4", "441"]
     assert "Correct the refused lines in the file, and submit them with: slotkeeper submit-file" in done.stderr
     assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
-    keys = {job["idempotency_key"] for job in batches.accepted}
+    keys = {str(job["idempotency_key"]) for job in batches.accepted}
     assert len(keys) == 447 and all(key.startswith('to"day-') for key in keys)
 
 

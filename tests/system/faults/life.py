@@ -75,7 +75,7 @@ SETTINGS = {
     "SLOTKEEPER_RETENTION_S": "3600",
     "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "2",
     "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.0/8",
-    "SLOTKEEPER_SECRET": "c2xvdGtlZXBlci1zbG90a2VlcGVyLXNsb3RrZWVwZXI=",
+    "SLOTKEEPER_SECRET": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
 }
 _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.02, "max_retries": 1, "max_crashes": 20}
 _QUEUES = (offer_messages.queue_name(SYNC), offer_messages.queue_name(ASYNC))

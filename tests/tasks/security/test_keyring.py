@@ -16,7 +16,7 @@ from tasks import server_push
 from tasks.security import keyring
 from tasks.security.keyring import Purpose, derive, webhook_secrets
 
-SECRET, OTHER = (base64.b64encode(bytes([n]) * 32).decode() for n in (1, 2))
+SECRET, OTHER = (base64.b64encode(bytes(range(n, n + 32))).decode() for n in (1, 2))
 NOW = 1_800_000_000_000
 JOB = "01920000-0000-7000-8000-000000000000"
 
@@ -32,6 +32,14 @@ def _set(monkeypatch: pytest.MonkeyPatch, secret: str = "", former: str = "") ->
     monkeypatch.setenv("SLOTKEEPER_SECRET", secret)
     monkeypatch.setenv("SLOTKEEPER_FORMER_SECRET", former)
     keyring.installation_secrets.cache_clear()
+
+
+@pytest.mark.parametrize("weak", ["A" * 36, "password" * 4, base64.b64encode(b"slotkeeper" * 3).decode()])
+def test_a_secret_that_repeats_itself_is_refused_and_not_quoted(weak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, weak)
+    with pytest.raises(ValueError, match="SLOTKEEPER_SECRET repeats itself") as refused:
+        keyring.installation_secrets()
+    assert weak not in str(refused.value)
 
 
 def test_a_key_is_that_of_hkdf() -> None:

@@ -284,11 +284,9 @@ def _error_text(response: Response, pointers: Sequence[Pointer]) -> str:
     if response.json is NOT_JSON:
         head = response.beginning.lstrip()
         return "" if head.startswith("<") else head  # a web page tells nobody anything
-    for pointer in pointers:
-        value = resolve(response.json, pointer)
-        if value is not MISSING and value not in (None, ""):
-            return _as_text(value)
-    return ""
+    found = (resolve(response.json, pointer) for pointer in pointers)
+    texts = [_as_text(value) for value in found if value is not MISSING and value not in (None, "")]
+    return ": ".join(dict.fromkeys(text for text in texts if text))
 
 
 def is_redirect(response: Response) -> bool:

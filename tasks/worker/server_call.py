@@ -179,7 +179,7 @@ class ServerCall:
     def _awaited_answer(self, found: Outcome) -> str:
         """Return what a run waits for that goes on, as a sentence; "": it runs as it should."""
         if found.kind is OutcomeKind.PENDING:
-            return f"Its server could not be asked, and is asked again: {found.message}." if found.code else ""
+            return f"Its server has not told how the run is, and is asked again: {found.message}." if found.code else ""
         if self._broken_until is None:
             return "Its request has no answer: its slot is held until the server's health no longer shows the job."
         left_s = max(self._broken_until - time.monotonic(), 0)

@@ -219,7 +219,8 @@ def test_an_answer_above_the_limit_is_final_and_names_the_remedy(asked, reason, 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"error": "e", "detail": "d"}, "e"),
+        ({"error": "e", "detail": "d"}, "e: d"),  # BentoML: what was wrong, and with which field
+        ({"error": "e", "detail": "e"}, "e"),
         ({"error": "", "detail": [{"loc": ["body"]}]}, '[{"loc":["body"]}]'),
         ({"message": "m"}, "m"),
         ({"error": {"code": 3}}, '{"code":3}'),

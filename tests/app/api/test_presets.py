@@ -147,6 +147,30 @@ def test_a_server_that_nobody_can_reach_says_so(api: Api) -> None:
     assert found["health"]["kind"] == "down"
 
 
+BROKEN = {"status": "SETUP_FAILED", "setup": {"logs": "FileNotFoundError: weights/model.safetensors"}}
+
+
+def test_a_server_that_says_what_is_wrong_is_quoted(api: Api) -> None:
+    api.model(preset="cog")
+    with Scripted(lambda _: answer(BROKEN)) as server:
+        api.register(endpoint=server.url)
+        found = api.client.get("/admin/servers/gpu1/check").json
+    assert (found["reasons"][0]["code"], found["health"]["kind"]) == ("health_down", "down")
+    assert (
+        "its health check says that it cannot run jobs (/status is SETUP_FAILED: FileNotFoundError: "
+        "weights/model.safetensors)" in found["sentence"]
+    )
+
+
+def test_a_server_that_does_not_answer_in_time_is_told_from_one_that_says_that_it_is_busy(api: Api) -> None:
+    api.model(description={"health": {"read_s": 0.1}})
+    with Scripted(lambda _: lambda sock: server.stopped.wait(20)) as server:
+        api.register(endpoint=server.url + "/generate")
+        found = api.client.get("/admin/servers/gpu1/check").json
+    assert found["reasons"][0]["code"] == "health_busy"
+    assert "its health check is not answered in time; it gets jobs only if" in found["sentence"]
+
+
 def test_a_wrong_preset_shows_as_a_health_path_that_is_not_known(api: Api, cog: Scripted) -> None:
     api.register(endpoint=cog.url)
     found = api.client.get("/admin/servers/gpu1/check").json

@@ -24,6 +24,7 @@ from slotkeeper.serve import ReferenceServer, ServeConfig
 from tasks import services
 from tests.support.api import Api, clear_wiring
 from tests.support.ends import cool_down
+from tests.support.scripted import Scripted, answer
 
 
 def _findings_of(part: str) -> list[Finding]:
@@ -256,6 +257,15 @@ def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) ->
     (found,) = _findings_of("servers")
     assert (found.level, found.message.startswith("gpu1: It does not answer")) == ("fail", True)
     assert endpoint in found.remedy
+
+
+def test_what_a_server_says_is_wrong_is_told_and_no_remedy_of_the_network(api: Api) -> None:
+    api.model(preset="cog")
+    with Scripted(lambda _: answer({"status": "SETUP_FAILED"})) as server:
+        api.register(endpoint=server.url)
+        (found,) = _findings_of("servers")
+    assert (found.level, "cannot run jobs (/status is SETUP_FAILED)" in found.message) == ("fail", True)
+    assert "reach" not in found.remedy and "log" in found.remedy
 
 
 def test_a_server_that_never_answers_holds_up_no_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

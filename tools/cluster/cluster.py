@@ -24,12 +24,10 @@ from app.up.roles import read_procfile
 from migrations import migrate
 from slotkeeper.client import Client, ClientError
 from slotkeeper.db import Database
-from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
 from tools.cluster import postgres_server, process_clocks
 from tools.cluster.protocol_filters import BrokerMessages, LostCommits
 from tools.cluster.tcp_proxy import Proxy, ProxyPort
-from tools.drill import evidence
 from tools.drill.drill_model import STARTS
 from tools.drill.fault_schedule import Fault, Kind, targets
 from tools.drill.setting import DrillSetup
@@ -127,7 +125,6 @@ class Cluster:
         """What ended although nobody killed it."""
         self.revoked: set[str] = set()
         """Jobs that were, by Celery."""
-        self.last_event_before_failover: int | None = None
         self.refuse_deliveries: Callable[[float], None] = lambda share: None
         """Have the receivers refuse this share of the webhook messages."""
         self.clocked = (*self.workers, *self.helpers, "beat", "web")
@@ -305,7 +302,6 @@ class Cluster:
         old, new = self._room
         self._down.add(old)
         self._end([self._children[old]])
-        self.last_event_before_failover = self.latest_event()  # From here on offers are numbered by the replica.
         self._room = [new, old]
         self.proxy_ports["redis"].redirect(("127.0.0.1", self._ports[new]))
         self._launch(old)
@@ -322,7 +318,6 @@ class Cluster:
         with self._valkey(new) as replica:
             if replica.info("replication").get("master_link_status") != "up":
                 return False
-            self.last_event_before_failover = self.latest_event()
             replica.replicaof("NO", "ONE")
         self._room = [new, old]
         self.proxy_ports["redis"].redirect(("127.0.0.1", self._ports[new]), keeps_connections=True)
@@ -347,16 +342,6 @@ class Cluster:
             setting = "SET default_transaction_read_only = on" if refuse else "RESET default_transaction_read_only"
             admin.execute(f"ALTER SYSTEM {setting}")
             admin.execute("SELECT pg_reload_conf()")
-
-    def latest_event(self) -> int | None:
-        """The number of the record's latest event; None: the record is away."""
-        database = Database(self.database_url)
-        try:
-            return evidence.latest_event(database)
-        except DatabaseUnavailable:
-            return None
-        finally:
-            database.close()
 
     def set_clock(self, name: str, offset_s: str) -> None:
         """Let a process see a time that is `offset_s` later, such as "-30", within a second."""

@@ -273,8 +273,7 @@ class _Drill:
 
     def _card(self, seen: "_Read", stalled: bool, slow: Sequence[str]) -> ScoreCard:
         struck, receipts, runs = self._saboteur.injected, self._clients.receipts, self._runs()
-        emptied = [one.last_event for one in struck if one.last_event is not None and one.fault.target == "redis"]
-        record = evidence.recorded(seen.states, seen.trails, emptied)
+        record = evidence.recorded(seen.states, seen.trails)
         evidence.write_receipts(self._stack.home / "clients.journal", receipts)
         findings = check(Evidence(receipts, runs, record, self._slots))
         idle = recovery_times.slot_recovery(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from slotkeeper.db import Database
 from slotkeeper.jobs import events
@@ -88,32 +88,20 @@ def states(database: Database) -> dict[str, State]:
         return {row.id: State(row.state) for row in connection.execute(select(_jobs.c.id, _jobs.c.state))}
 
 
-def recorded(
-    states: Mapping[str, State], trails: Mapping[str, Sequence[Event]], emptied: Sequence[int]
-) -> dict[str, Recorded]:
-    """The record as the checker wants it.
-
-    `emptied`: the latest event of the record each time that Redis had forgotten what it knew, and counted anew.
-    """
+def recorded(states: Mapping[str, State], trails: Mapping[str, Sequence[Event]]) -> dict[str, Recorded]:
+    """The record as the checker wants it."""
     return {
-        job_id: Recorded(
-            state, tuple(event.type for event in trails.get(job_id, ())), _turn(trails.get(job_id, ()), emptied)
-        )
+        job_id: Recorded(state, tuple(event.type for event in trails.get(job_id, ())), _turn(trails.get(job_id, ())))
         for job_id, state in states.items()
     }
 
 
-def _turn(trail: Iterable[Event], emptied: Sequence[int]) -> tuple[int, int] | None:
+def _turn(trail: Iterable[Event]) -> tuple[int, int] | None:
+    """The epoch of the queue that offered the job first, and the number of the offer in it."""
     started = next((event for event in trail if event.type == _STARTED), None)
     if started is None or not started.data.get("offer"):
         return None
-    return sum(event < started.id for event in emptied), int(started.data["offer"])
-
-
-def latest_event(database: Database) -> int:
-    """Its number; 0: there is none."""
-    with database.read() as connection:
-        return connection.execute(select(func.max(_events.c.id))).scalar() or 0
+    return int(started.data["epoch"]), int(started.data["offer"])
 
 
 def job_numbers(database: Database) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.cluster.cluster import Cluster
 from tools.drill.fault_injection import ACTS, NotApplicable, Undo
-from tools.drill.fault_schedule import Fault, Kind
+from tools.drill.fault_schedule import Fault
 
 _LOOK_EVERY_S = 0.2
 
@@ -25,8 +25,6 @@ class InjectedFault:
     """… this moment, and was over at …"""
     mended_ns: int = 0
     """… this."""
-    last_event: int | None = None
-    """The latest event of the record by then, where what Redis knew was lost."""
     killed: bool = False
     """What should have ended by itself had to be killed."""
 
@@ -85,7 +83,3 @@ class FaultInjector(threading.Thread):
             struck.mending_ns = time.monotonic_ns()
             struck.killed = self._mends.pop(fault)() is True
             struck.mended_ns = time.monotonic_ns()
-            if fault.kind in (Kind.STALE, Kind.FAILOVER):
-                struck.last_event = self._stack.last_event_before_failover
-            elif fault.kind in (Kind.REDIS, Kind.FLUSH):  # Its offers are counted from the beginning, or from before.
-                struck.last_event = self._stack.latest_event()

@@ -54,7 +54,7 @@ class Run:
 class Recorded:
     """A job as the record knows it.  `trail`: the types of its events, oldest first.
 
-    `turn`: when the waiting room first gave it to a worker that started it, as (filling of the room, number).  More
+    `turn`: when the waiting room first gave it to a worker that started it, as (epoch of the room, number).  More
     exact than the run's start: of two jobs that leave the room in order, the second may reach its server first.
     """
 

@@ -72,7 +72,7 @@ def test_starts_that_come_together_are_each_given_their_own_job(database, store)
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
         (told,) = [it.data for it in store.list_events(job.id) if it.type == "job.started"]
-        assert told == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n}
+        assert told == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n, "epoch": 0}
 
 
 def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itself(database, store):

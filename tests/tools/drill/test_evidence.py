@@ -61,17 +61,15 @@ def test_a_line_that_a_kill_has_torn_is_passed_over(tmp_path: Path) -> None:
     assert [run.job_id for run in server_runs("a", journal, tmp_path / "none", [], 900)] == ["j1"]
 
 
-def test_turns_are_numbered_anew_after_redis_was_emptied() -> None:
-    def trail(event: int, offer: int) -> list[Event]:
-        placed = {"offer": offer}
+def test_each_epoch_of_a_queue_numbers_its_turns_anew_however_late_a_job_of_the_one_before_starts() -> None:
+    def trail(event: int, **placed: int) -> list[Event]:
         return [Event(1, "j", "job.enqueued", 1, 0), Event(event, "j", "job.started", 1, 1, placed)]
 
     found = recorded(
         {"j1": State.COMPLETED, "j2": State.COMPLETED, "j3": State.QUEUED},
-        {"j1": trail(50, 40), "j2": trail(70, 3), "j3": []},
-        [60],
+        {"j1": trail(70, epoch=1, offer=40), "j2": trail(50, epoch=2, offer=3), "j3": []},
     )
-    assert {job_id: job.turn for job_id, job in found.items()} == {"j1": (0, 40), "j2": (1, 3), "j3": None}
+    assert {job_id: job.turn for job_id, job in found.items()} == {"j1": (1, 40), "j2": (2, 3), "j3": None}
     assert found["j1"].trail == ("job.enqueued", "job.started")
 
 

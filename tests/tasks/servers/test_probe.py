@@ -44,6 +44,14 @@ def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted)
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
 
+@pytest.mark.parametrize("is_task", [True, False])
+def test_the_method_of_a_bentoml_service_is_what_is_registered(is_task, scripted):
+    schema = {"name": "Cat", "type": "service", "routes": [{"name": "paint", "is_task": is_task}]}
+    there = scripted(only("/schema.json", schema))
+    found = looked_at(there.url)
+    assert endpoint_for(there.url, found.preset, found.model) == there.url + "/paint"
+
+
 def test_llama_cpp_is_no_kserve(scripted):
     """Its /v1/models has a list of objects in `models` beside OpenAI's `data`."""
     body = {"models": [{"name": "cat", "model": "cat"}], "object": "list", "data": [{"id": "cat"}]}

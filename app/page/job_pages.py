@@ -11,6 +11,7 @@ from app.api import job_views as jobs_api
 from app.context import dispatcher
 from app.page.login import PageError, page_view
 from app.page.rendering import json_preview, render_page, segment
+from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import job_timeline
@@ -94,12 +95,14 @@ def result_file(job_id: str, number: int) -> Any:
 
 
 @page_view("/page/jobs/<path:job_id>/cancel", method="POST")
+@answered_in_time
 def cancel(job_id: str) -> Any:
     answer, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
     return redirect(f"/page/jobs/{segment(job_id)}?done={answer['status']}", 303)
 
 
 @page_view("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
+@answered_in_time
 def retry(job_id: str) -> Any:
     dlq_api.retry_dead(JobPath(job_id=job_id))
     return redirect(f"/page/jobs/{segment(job_id)}?done=retried", 303)

@@ -10,6 +10,7 @@ from routing.queue.queues import Queues
 from slotkeeper.db.time_limits import time_left
 from slotkeeper.jobs.store import JobStore
 from tests.support.api import Api
+from tests.support.visitor import visitor
 
 
 def _note_time_left(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[float]:
@@ -44,6 +45,15 @@ def test_reads_submits_cancels_and_retries_have_what_the_server_says_is_left(
     api.client.open(path.format(job=job), method=method, environ_overrides=environ, **body)
     assert 7 < left[0] <= 8
     assert time_left() > 1e9, "the next request of this thread has its own time"
+
+
+@pytest.mark.parametrize(("act", "step"), [("cancel", "cancel_waiting"), ("retry", "revive")])
+def test_so_have_the_forms_of_a_job(api: Api, monkeypatch: pytest.MonkeyPatch, act: str, step: str) -> None:
+    api.model()
+    job = api.submitted()
+    left = _note_time_left(monkeypatch, JobStore, step)
+    visitor(api, **{ANSWER_UNTIL: time.monotonic() + 8}).post(f"/page/jobs/{job}/{act}")
+    assert 6 < left[0] <= 8
 
 
 def test_what_may_take_long_has_no_limit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

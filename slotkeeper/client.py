@@ -70,13 +70,15 @@ class Client:
     """Calls one Slotkeeper.  Every method raises ClientError: ApiError, ApiUnreachable or OutcomeUnknown.
 
     url: the API's address, such as "http://127.0.0.1:8000".  key: a tenant's key, if the API requires one.
+    ca: the file with the certificates, as PEM, of the authority that signed the API's; None: those that requests has.
     Not thread-safe: make one client for each thread.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, ca: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
+        self._session.verify = ca or True
         self._session.headers["User-Agent"] = "slotkeeper-client"
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -149,13 +151,15 @@ class Client:
             raise ApiUnreachable(
                 f"No answer from {self.url} in time: look whether it is overloaded, and try again."
             ) from error
+        except requests.exceptions.SSLError as error:
+            raise ClientError(_explain_tls(self.url, error)) from error
         except requests.ConnectionError as error:
             raise ApiUnreachable(
                 f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL."
             ) from error
         except requests.exceptions.ChunkedEncodingError as error:
             raise ApiUnreachable(f"The answer of {self.url} broke off: try again.") from error
-        except (requests.RequestException, ValueError) as error:
+        except (OSError, ValueError) as error:  # RequestException, and a file of `ca` that cannot be read.
             raise ClientError(f"{self.url} cannot be asked: {error}") from error
         return _read(answer, self.url)
 
@@ -237,6 +241,16 @@ class Client:
             cursor = page["next_cursor"]
             if cursor is None:
                 return
+
+
+def _explain_tls(url: str, error: Exception) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+        return f"{url} does not speak TLS as it should ({error}): look whether its address begins with http://."
+    reason = str(error).partition("certificate verify failed: ")[2].partition("(")[0].strip()
+    return (
+        f"The certificate of {url} is not trusted ({reason}): name the file with its authority's certificate in "
+        "SLOTKEEPER_CA (in Python: Client(url, ca=...)), or correct the address."
+    )
 
 
 def _path_of(job_id: str) -> str:

@@ -25,7 +25,10 @@ def api_client() -> "Client":
     """A client of the API that the environment names."""
     from slotkeeper.client import Client
 
-    return Client(os.environ.get("SLOTKEEPER_URL") or _local_url(), os.environ.get("SLOTKEEPER_KEY"))
+    environ = os.environ
+    return Client(
+        environ.get("SLOTKEEPER_URL") or _local_url(), environ.get("SLOTKEEPER_KEY"), environ.get("SLOTKEEPER_CA")
+    )
 
 
 def _local_url() -> str:

@@ -31,6 +31,7 @@ _COMMANDS = """
 |---|---|---|---|
 | `SLOTKEEPER_URL` | `http://127.0.0.1:PORT` | | the API that commands call |
 | `SLOTKEEPER_KEY` | empty | | the key that commands send |
+| `SLOTKEEPER_CA` | empty | | the file with the certificates, as PEM, of the authority that signed the API's |
 """
 
 

@@ -17,6 +17,8 @@ from app.auth.api_keys import KeyCache
 from app.config import AppSettings
 from app.server.application import HttpRequest, WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
+from slotkeeper.client import Client
+from slotkeeper.client_errors import ApiUnreachable, ClientError
 from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, hash_key
 from tests.support.certificates import self_signed
@@ -411,6 +413,25 @@ def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_f
             GATE.set()
             for one in held:
                 one.close()
+
+
+def test_a_client_trusts_an_authority_that_it_is_told_and_says_so_of_one_that_it_does_not_know(tmp_path: Path) -> None:
+    file = str(self_signed(tmp_path / "own.pem"))
+    with serving(_application(tls_certificate=file)) as web:
+        url = "https://{}:{}".format(*web.address)
+        assert Client(url, ca=file).get("/a")["PATH_INFO"] == "/a"
+        with pytest.raises(
+            ClientError, match=r"is not trusted \(self.signed certificate\): .*SLOTKEEPER_CA"
+        ) as refused:
+            Client(url).get("/a")
+        assert not isinstance(refused.value, ApiUnreachable), "it answers"
+        with pytest.raises(ClientError, match=r"cannot be asked: .*nowhere\.pem"):
+            Client(url, ca="nowhere.pem").get("/a")
+    with (
+        serving(_application()) as plain,
+        pytest.raises(ClientError, match="look whether its address begins with http://"),
+    ):
+        Client("https://{}:{}".format(*plain.address)).get("/a")
 
 
 def test_strangers_that_hold_all_their_threads_hold_up_no_probe_of_readiness() -> None:

@@ -51,11 +51,11 @@ def probe_redis() -> str | None:
     redis = scripts().redis
     try:
         if (refusal := explain_refused_writes(redis, scripts().keys.write_check())) is not None:
-            return f"{refusal}  Jobs are accepted, and start when it takes writes again."
+            return f"{refusal}  Jobs wait, and start when it takes writes again."
         return explain_unsuitable(redis)
     except RedisError as error:
         log.warning("redis_away", error=str(error))
-        return "Redis does not answer; jobs are accepted, and start when it is back."
+        return "Redis does not answer; jobs wait, and start when it is back."
 
 
 def probe_broker() -> str | None:
@@ -65,10 +65,10 @@ def probe_broker() -> str | None:
             if connection.transport.driver_type == "redis":
                 channel: Any = connection.default_channel
                 refusal = explain_refused_writes(channel.client, scripts().keys.write_check())
-                return refusal and f"The broker: {refusal}  Jobs are accepted, and start when it takes writes again."
+                return refusal and f"The broker: {refusal}  Jobs wait, and start when it takes writes again."
     except (BrokerError, OSError, RedisError) as error:
         log.warning("broker_away", error=str(error))
-        return "The broker does not answer; jobs are accepted, and start when it is back."
+        return "The broker does not answer; jobs wait, and start when it is back."
     return None
 
 

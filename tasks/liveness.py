@@ -167,7 +167,7 @@ def workers_problem(processes: Sequence[Process]) -> str | None:
     workers = [process for process in processes if process.role == "worker"]
     alive = [process for process in workers if process.is_alive]
     if not alive:
-        return "No worker has reported lately that it is alive: jobs are accepted, and none starts."
+        return "No worker has reported lately that it is alive: jobs wait, and none starts."
     if all(worker_problem(process) for process in alive):
         return "No worker can take jobs: they are accepted, and none starts.  `slotkeeper doctor` says why."
     if silent := len(workers) - len(alive):

@@ -269,8 +269,8 @@ local function make_offers(offering, now)
   local servers = free_servers()
   if not has_free_slot(servers) then return offers end
   while #offers < limit and #groups > 0 do
-    local is_for_claimant, made = #offers == 0 and offering.claimant ~= "", nil
-    if is_for_claimant then
+    local made
+    if #offers == 0 and offering.claimant ~= "" then
       made = make_next_offer(groups, servers, prefix, offering.claimant, now, offering.lease_ms)
     else
       open_left = (open_left or offering.capacity - redis.call("ZCARD", open_offers_key())) - 1

@@ -145,7 +145,9 @@ def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
 
 
 def _notice(receipt: Receipt) -> str | None:
-    if receipt.notice is None and receipt.accepted.enters_queue:
+    if (
+        receipt.notice is None and receipt.position is not None
+    ):  # Redis has just answered; no submit waits for it twice.
         with suppress(RedisError):
             if not workers().is_any_alive():
                 return f"At present {explain.NO_WORKER}; the job waits until one does."

@@ -7,6 +7,7 @@ import pytest
 
 from app.request_deadline import ANSWER_UNTIL
 from routing.queue.queues import Queues
+from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.db.time_limits import time_left
 from slotkeeper.jobs.store import JobStore
 from tests.support.api import Api
@@ -70,3 +71,14 @@ def test_redis_is_not_asked_when_too_little_time_is_left(api: Api, monkeypatch: 
     asked = _note_time_left(monkeypatch, Queues, "enqueue_new")
     answer = api.client.post("/queue/submit", json={"model": "zimg", "payload": {}}, environ_overrides=environ)
     assert (answer.status_code, asked) == (202, [])
+
+
+def test_workers_are_not_looked_for_while_redis_does_not_answer(
+    mortal_api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mortal_api.model()
+    mortal_api.register()
+    mortal_api.valkey.kill()
+    asked = _note_time_left(monkeypatch, WorkerCapacity, "is_any_alive")
+    assert mortal_api.submit().status_code == 202
+    assert asked == []

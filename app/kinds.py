@@ -155,15 +155,10 @@ def check_result(it: Server, reasons: Sequence[explain.Blocker], health: Health 
 
 
 def _health_sentence(health: Health) -> str:
-    if health.answered:
-        return (
-            f"{_HEALTH_SENTENCES[health.kind]} ({health.message})" if health.message else _HEALTH_SENTENCES[health.kind]
-        )
-    if health.kind is HealthKind.BUSY:
+    if health.is_silent:
         return "its health check is not answered in time; it gets jobs only if no other server can run them"
-    return (
-        f"nobody answers its health check ({health.message})" if health.message else "nobody answers its health check"
-    )
+    sentence = _HEALTH_SENTENCES[health.kind] if health.answered else "nobody answers its health check"
+    return f"{sentence} ({health.message})" if health.message else sentence
 
 
 class DescriptionSchema(Schema):

@@ -201,7 +201,7 @@ def _read_report(server: ServerRow) -> ServerReport:
         connection_refused=has_quarantine and refuses_connections(adapter.endpoint),
         process_started=health.started,
         why_down=health.message if health.kind is HealthKind.DOWN and health.answered else "",
-        is_silent=health.kind is HealthKind.BUSY and not health.answered,
+        is_silent=health.is_silent,
         is_idle=health.is_idle,
     )
 

@@ -407,7 +407,7 @@ def _server_check(server: Any, snapshot: Any) -> Check:
         if health.kind is HealthKind.DOWN and health.answered:
             message = f"Its health check says that it cannot run jobs ({health.message})."
             yield Finding(server.name, "fail", message, "Read its log; restart it when the cause is repaired.")
-        elif health.kind is HealthKind.BUSY and not health.answered:
+        elif health.is_silent:
             message = "It does not answer its health check in time; it gets jobs only if no other server can run them."
             yield Finding(server.name, "warn", message, "If no job of yours keeps it busy, restart it.")
         elif health.kind is HealthKind.DOWN:

@@ -107,7 +107,7 @@ class ServerStatusView(ResponseSchema, source=server_status.ServerStatus):
     away_since: Time | None = Field(
         description="Since when it could not be reached, or says that it cannot run jobs; null: it can, as last asked."
     )
-    away_why: Annotated[str | None, From(lambda it: it.away_why or None)] = Field(
+    away_why: Annotated[str | None, From(lambda status: status.away_why or None)] = Field(
         description="What its health check says is wrong; null: nothing."
     )
     silent_since: Time | None = Field(

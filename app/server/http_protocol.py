@@ -108,14 +108,8 @@ class _Parser:
     follows the message is not read: it may be no HTTP.
     """
 
-    def __init__(self, protocol: HttpToolsProtocol) -> None:
-        self._protocol = protocol
-        self._parser = self._make_parser()
-
-    def _make_parser(self) -> HttpRequestParser:
-        parser = HttpRequestParser(self._protocol)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return parser
+    def __init__(self, protocol: HttpToolsProtocol, parser: HttpRequestParser) -> None:
+        self._protocol, self._parser = protocol, parser
 
     @property
     def is_upgrade(self) -> bool:
@@ -131,7 +125,8 @@ class _Parser:
             version = self._parser.get_http_version().encode()
             line = b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._protocol.url, version)
             kept = (b"%b: %b\r\n" % header for header in self._protocol.headers if header[0] not in _UPGRADE_HEADERS)
-            self._parser = self._make_parser()
+            self._parser = HttpRequestParser(self._protocol)
+            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self._parser.feed_data(b"".join((line, *kept, b"connection: close\r\n\r\n")) + data[upgrade.args[0] :])
 
     def get_method(self) -> bytes:
@@ -152,7 +147,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser: Any = _Parser(self)
+        self.parser: Any = _Parser(self, self.parser)
         application: Any = config.app
         self.capacity: ConnectionLimits = application.capacity
         self.account, self.bytes_held = "", 0

@@ -121,7 +121,12 @@ def unmet_conditions(constraints: str, server: Server, model: str) -> list[str]:
 
 def eligible_servers(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
     """Return the servers that serve the model and meet the constraints, in whatever state they are."""
-    return [each for each in servers if model in each.endpoints and meets(constraints, each, model)]
+    return [each for each in servers if can_run(each, model, constraints)]
+
+
+def can_run(server: Server, model: str, constraints: str) -> bool:
+    """Return whether the server serves the model and meets the constraints, in whatever state it is."""
+    return model in server.endpoints and meets(constraints, server, model)
 
 
 def _is_met(condition: str, server: Server, model: str) -> bool:

@@ -123,10 +123,7 @@ class Limit:
 
 def has_eligible_server(job: NewJob, catalog: CatalogSnapshot) -> bool:
     """Return whether a registered server serves the job's model and meets the job's constraints."""
-    return any(
-        job.model in server.endpoints and constraints.meets(job.constraints, server, job.model)
-        for server in catalog.servers.values()
-    )
+    return any(constraints.can_run(server, job.model, job.constraints) for server in catalog.servers.values())
 
 
 def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
@@ -145,8 +142,8 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
 
 def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model or tenant that is draining or frozen, and of a model that is being removed."""
+    catalog = context.catalog
     for job in request.jobs:
-        catalog = context.catalog
         model = catalog.resolve(job.model)
         if catalog.is_being_removed(model.name):
             raise ModelClosed(catalog.closed[model.name].explain(), model=model.name, state="removing")

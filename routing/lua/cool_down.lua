@@ -5,7 +5,7 @@
     first_ms: int     the first cooldown, doubled each time in a row; 0: end it, except of slots whose server named the
                       time itself (release)
     max_ms: int
-    why: text         what its health check says is wrong; empty: nobody answered
+    why: text         what its health check says is wrong; empty: there was no answer
   Returns
     cooldown_ms: int
     moved: int        slots; 0 for a server that is not registered

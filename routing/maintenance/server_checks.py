@@ -44,20 +44,22 @@ class ServerChecks:
         slots, found = self._dispatcher.slots, self._by_fleet(reports)
         troubled = slots.list_troubled(list(found))
         known = [(server, report) for fleet in troubled for server, report in found[fleet]]
-        slots.cool_down_all({(server.fleet, server.name): it.why_down for server, it in known if not it.up})
+        slots.cool_down_all({(server.fleet, server.name): report.why_down for server, report in known if not report.up})
         slots.note_silence(
             {
-                (server.fleet, server.name): it.is_silent
-                for server, it in known
-                if it.is_silent or server.name in troubled[server.fleet].silent
+                (server.fleet, server.name): report.is_silent
+                for server, report in known
+                if report.is_silent or server.name in troubled[server.fleet].silent
             }
         )
-        self._end_cooldowns([server for server, it in known if it.up and server.name in troubled[server.fleet].failing])
+        self._end_cooldowns(
+            [server for server, report in known if report.up and server.name in troubled[server.fleet].failing]
+        )
 
     def servers_to_check_now(self) -> set[str]:
         """Return servers to ask now.
 
-        They are down, busy or silent, or have quarantined slots, or leases of theirs are not renewed.
+        These are down, busy or silent, have quarantined slots, or have leases that are not renewed.
         """
         dispatcher, catalog = self._dispatcher, self._dispatcher.catalog.get()
         found = quarantined_slots.servers_to_ask(dispatcher)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from redis.exceptions import RedisError
 
@@ -131,30 +131,31 @@ class Slots:
     def cool_down_all(self, servers: Mapping[tuple[str, str], str]) -> None:
         """Begin cooldowns of servers that failed; a fleet that fails is only logged.
 
-        servers: (fleet, server) -> what its health check says is wrong; "": nobody answered.
+        servers: (fleet, server) -> what its health check says is wrong; "": there was no answer.
         """
-        self._run_all({key: self.cool_down_command(*key, why) for key, why in servers.items()})
+        self._run_all("cooldown_postponed", {key: self.cool_down_command(*key, why) for key, why in servers.items()})
 
     def note_silence(self, servers: Mapping[tuple[str, str], bool]) -> None:
         """Note of servers, (fleet, server), whether their last health check was not answered in time.
 
         A silent server gets jobs only if no other can run them.  A fleet that fails is only logged.
         """
-        commands = {
-            key: self._lua.note_silence(key[0], server=key[1], silent=silent) for key, silent in servers.items()
-        }
-        _, failed = self.scripts.run_each(commands)
-        log_failures("silence_not_noted", {fleet: error for (fleet, _), error in failed.items()})
+        self._run_all(
+            "silence_not_noted",
+            {key: self._lua.note_silence(key[0], server=key[1], silent=silent) for key, silent in servers.items()},
+        )
 
     def end_cooldowns(self, servers: Sequence[tuple[str, str]]) -> None:
         """End cooldowns of servers that are well, each (fleet, server); a fleet that fails is only logged."""
         self._run_all(
-            {key: self._lua.cool_down(key[0], server=key[1], first_ms=0, max_ms=0, why="") for key in servers}
+            "cooldown_postponed",
+            {key: self._lua.cool_down(key[0], server=key[1], first_ms=0, max_ms=0, why="") for key in servers},
         )
 
-    def _run_all(self, commands: Mapping[tuple[str, str], Command[Cooldown]]) -> None:
+    def _run_all(self, log_event: str, commands: Mapping[tuple[str, str], Command[Any]]) -> None:
+        """Run the commands of servers, each (fleet, server); failures are logged as `log_event`."""
         _, failed = self.scripts.run_each(commands)
-        log_failures("cooldown_postponed", {fleet: error for (fleet, _), error in failed.items()})
+        log_failures(log_event, {fleet: error for (fleet, _), error in failed.items()})
 
     def list_troubled(self, fleets: Sequence[str]) -> dict[str, TroubledServers]:
         """Return servers in cooldown and servers that failed, in one round trip; a fleet that fails is left out."""

@@ -171,7 +171,7 @@ class JobStore:
         params = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
         params |= {"p_described_by": described_by, "p_sent_to": sent_to}
         params |= {"p_fleet": fleet, "p_epoch": (epoch := epoch_of_lease(lease))}
-        # Each filling of the queue numbers its offers anew.
+        # The number of an offer is unique only within its epoch.
         data = {"server": server, "slot": slot, "offer": offer, "epoch": epoch} | ({"worker": worker} if worker else {})
         change = _Change(State.QUEUED, Reason.STARTED, now_ms, params, data)
 

@@ -51,7 +51,7 @@ _LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
 # NAT64 is unwrapped, since a DNS64 network answers with it for any public name; mapped, 6to4 and Teredo
 # addresses never name a real receiver.  The special blocks that IANA calls reachable hold routers'
 # services (192.0.0.9 is the nearest NAT), no receivers.  WireServer looks public but is not.  And IPv6 outside of
-# 2000::/3 is nobody's, so that only a network of one's own routes it.
+# 2000::/3 is not assigned, so that only a private network can route it.
 _TABLE = AddressTable(
     (
         *(b if b.network == NAT64_NETWORK else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),

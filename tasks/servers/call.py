@@ -53,7 +53,7 @@ class HealthKind(StrEnum):
 
     UP = "up"  # it answers, and as described
     BUSY = "busy"  # it is there but too occupied (or still loading) to say more: not dead
-    DOWN = "down"  # nobody answers there, or it says itself that it cannot run jobs
+    DOWN = "down"  # it does not answer, or its answer says that it cannot run jobs
     FOREIGN = "foreign"  # something answers that does not know this health path
     GARBAGE = "garbage"  # it answers, but nothing that can be understood
     UNKNOWN = "unknown"  # its description has no health check
@@ -72,3 +72,8 @@ class Health:
     idempotent: bool = False  # a repeated request joins its run
     message: str = ""  # what it says of what is wrong; why it did not answer
     answered: bool = True  # False: no answer came, or not in time
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it accepted the connection, and did not answer in time."""
+        return self.kind is HealthKind.BUSY and not self.answered

@@ -174,7 +174,7 @@ class _ResponseReading(_Data):
     rules: Rules = ()
     result: PointerText = "/result"  # "" takes the whole answer
     result_as: Literal["json", "text"] = "json"  # text: the whole body as a string
-    error: PointerText | None = None  # None: /error, /detail or /message
+    error: PointerText | None = None  # None: /error, /detail and /message
     echo: bool = True  # where the answer names a job, it must be ours
 
     @model_validator(mode="after")
@@ -414,7 +414,7 @@ class HealthStep(_RequestStep):
     started: StartSource | None = None
     idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
     only_when_used: bool = False  # True: it is asked only while a job runs there, or may still run there
-    error: PointerText | None = None  # what is wrong with it; None: /error, /detail or /message
+    error: PointerText | None = None  # what is wrong with it; None: /error, /detail and /message
     rules: Annotated[tuple[HealthRule, ...], *_STEP_RULES] = ()
 
 

@@ -389,8 +389,8 @@ class HealthJudge:
             text = rule.message
         elif rule is not None and rule.pointer is not None:
             text = f"/{'/'.join(rule.pointer)} is {_as_text(resolve(reply.json, rule.pointer))}"
-        told = _shorten(_error_text(reply, self.errors).strip())
-        return f"{text}: {told}" if told else text
+        error = _shorten(_error_text(reply, self.errors).strip())
+        return f"{text}: {error}" if error else text
 
     def _started(self, response: Response) -> str | None:
         if isinstance(self.started, re.Pattern):

@@ -125,7 +125,7 @@ class StreamPlan:
 
     @property
     def ends(self) -> str:
-        """The conditions of the events by which it ends, as a part of a sentence."""
+        """Return the conditions of the events that end the stream, as a part of a sentence."""
         return " or ".join(rule.condition for rule in self.rules if rule.then in _ENDS)
 
     @property

@@ -37,22 +37,27 @@ def composed() -> dict[str, Any]:
     return services
 
 
-def deployments() -> dict[str, Any]:
-    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
-    pods = [manifest["spec"]["template"]["spec"] for manifest in manifests if manifest["kind"] == "Deployment"]
-    return {pod["containers"][0]["name"]: pod for pod in pods}
+def manifests(*kinds: str) -> list[dict[str, Any]]:
+    found = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    return [manifest for manifest in found if manifest["kind"] in kinds]
 
 
-def pods() -> dict[str, Any]:
-    """Return the pods of deployments and jobs, by the name of their container."""
-    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
-    made = [manifest["spec"]["template"]["spec"] for manifest in manifests if manifest["kind"] in ("Deployment", "Job")]
+def pods(*kinds: str) -> dict[str, Any]:
+    """Return the pods of these kinds of manifests, by the name of their container."""
+    made = [manifest["spec"]["template"]["spec"] for manifest in manifests(*kinds)]
     return {pod["containers"][0]["name"]: pod for pod in made}
 
 
-@pytest.mark.parametrize("name", sorted(pods()))
+def deployments() -> dict[str, Any]:
+    return pods("Deployment")
+
+
+PODS = pods("Deployment", "Job")
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
 def test_a_pod_has_no_right_that_it_does_not_need(name: str) -> None:
-    pod = pods()[name]
+    pod = PODS[name]
     (container,) = pod["containers"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -68,20 +73,19 @@ def test_a_pod_has_no_right_that_it_does_not_need(name: str) -> None:
 
 
 def test_the_image_runs_as_the_user_of_the_pods() -> None:
-    """Kubernetes cannot tell of a name whether it is root."""
+    """Kubernetes compares numbers: a name could be that of root."""
     lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()
     (user,) = (line.removeprefix("USER ") for line in lines if line.startswith("USER "))
-    assert {str(pod["securityContext"]["runAsUser"]) for pod in pods().values()} == {user}
+    assert {str(pod["securityContext"]["runAsUser"]) for pod in PODS.values()} == {user}
     assert any(f"useradd --uid {user} " in line for line in lines)
 
 
 def test_only_the_port_of_the_api_is_open_in_a_cluster() -> None:
-    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8")))
-    policies = {it["metadata"]["name"]: it["spec"] for it in manifests if it["kind"] == "NetworkPolicy"}
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in manifests("NetworkPolicy")}
     assert policies["slotkeeper"] == {"podSelector": {"matchLabels": {"app": "slotkeeper"}}, "policyTypes": ["Ingress"]}
     assert policies["slotkeeper-web"]["ingress"] == [{"ports": [{"port": "http"}]}]
     assert policies["slotkeeper-web"]["podSelector"]["matchLabels"]["role"] == "web"
-    labels = [it["spec"]["template"]["metadata"]["labels"] for it in manifests if it["kind"] in ("Deployment", "Job")]
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in manifests("Deployment", "Job")]
     assert {label["app"] for label in labels} == {"slotkeeper"}
 
 
@@ -128,11 +132,11 @@ def test_supervisors_wait_longer_than_a_worker_needs_to_hand_its_runs_over() -> 
 
 def environments() -> dict[str, dict[str, str]]:
     """Return the settings of each example."""
-    manifests = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    (config,) = manifests("ConfigMap")
     lines = (DEPLOY / "systemd/environment.example").read_text("utf-8").splitlines()
     return {
         "compose": composed()["web"]["environment"],
-        "kubernetes": next(manifest["data"] for manifest in manifests if manifest["kind"] == "ConfigMap"),
+        "kubernetes": config["data"],
         "systemd": dict(line.split("=", 1) for line in lines if line.startswith("SLOTKEEPER_")),
     }
 

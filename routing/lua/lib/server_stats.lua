@@ -115,8 +115,8 @@ local function record_signal(stats, job, signal, now, settings, in_a_row)
   for _, name in ipairs({ "open_until", "why", "opened", "probe", "rate", "runs" }) do set_field(stats, name, false) end
 end
 
--- Return the parts of a server's score for a model, and their sum, of which all but the silence are divided by its
--- weight: the lowest is best.
+-- Return the parts of a server's score for a model, and their total: the lowest is best.  The weight of the server
+-- divides all parts but the silence.
 local function server_score(server, entry, model, now)
   local stats = stats_key("server", server)
   local fields, mean = load_hash(stats), get_number(stats_key("model", model), "run_ms")

@@ -1,6 +1,7 @@
 """Labels: names and texts that a client gives its jobs, to find them again.
 
-They are stored as text, `\\n<name>=<value>\\n…\\n`, sorted by name, so that a query finds one of them in any database.
+They are stored as text, `\\n<name>=<value>\\n…\\n`, sorted by name.  Triggers of the database store each line as a
+row of `job_labels`, by which jobs are listed.
 """
 
 import re
@@ -22,7 +23,7 @@ def encode_labels(labels: Mapping[str, Any] | None) -> str:
         raise InvalidJob("labels", "labels must be an object of names and texts")
     if not isinstance(labels, Mapping) or len(labels) > MAX_LABELS:
         raise InvalidJob("labels", f"labels must be an object of at most {MAX_LABELS} names")
-    return "\n" + "".join(f"{check_label_name(name)}={_value(name, labels[name])}\n" for name in sorted(labels))
+    return "\n" + "".join(f"{label_text(name, labels[name])}\n" for name in sorted(labels))
 
 
 def decode_labels(text: str) -> dict[str, str]:
@@ -30,9 +31,9 @@ def decode_labels(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.strip("\n").split("\n") if line)
 
 
-def label_text(name: str, value: str) -> str:
-    """Return the part of the text that holds this label.  Raises InvalidJob."""
-    return f"\n{check_label_name(name)}={_value(name, value)}\n"
+def label_text(name: Any, value: Any) -> str:
+    """Return a label as it is stored, `<name>=<value>`.  Raises InvalidJob."""
+    return f"{check_label_name(name)}={_value(name, value)}"
 
 
 def check_label_name(name: Any) -> str:

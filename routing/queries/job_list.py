@@ -9,18 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, bindparam, func, select, text
+from sqlalchemy import Column, ColumnElement, Connection, Row, Select, bindparam, func, literal, select, text, tuple_
 
 from slotkeeper.db import Database
 from slotkeeper.jobs.rows import job_from_row
-from slotkeeper.jobs.statements import JOB_LIST, key_range, unindexed
+from slotkeeper.jobs.statements import JOB_LIST, MAX_SEQ, key_range, unindexed
 from slotkeeper.jobs.states import FINAL_STATES, State
-from slotkeeper.jobs.tables import ACTIVE_CONDITION, jobs
+from slotkeeper.jobs.tables import ACTIVE_CONDITION, job_labels, jobs
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox.tables import receivers
 
 # The states of most jobs, before and after their run.
 _LARGE_STATES = frozenset({State.QUEUED, State.COMPLETED})
+_MOST_COUNTED = 1000
+"""Jobs of each filter that are counted, to read by the one that has the fewest."""
+_MOST_AT_ONCE = 1000
 _AFTER_ALL_IDS = "z"  # in every collation of a database
 # Batch ids are UUIDv7, so the newest batch has the last id.  The query steps from each id to the one before it by an
 # index, so that each step reads one row.
@@ -90,15 +93,19 @@ def find_jobs(
 ) -> list[Job]:
     """Return jobs without payload and result, the newest first.
 
-    `labels`: texts of labels (admission/labels.py: label_text) that a job must have.  No index has them, so with a rare
-    label all jobs are read that the other filters leave.  `before_seq`: the `seq` of the last job of the page before;
-    None: the first page.  Raises DatabaseUnavailable.
+    `labels`: labels (admission/labels.py: label_text) that a job must have, all of them.  `before_seq`: the `seq` of
+    the last job of the page before; None: the first page.  Raises DatabaseUnavailable.
     """
-    query = _newest_jobs(state, model, tenant, batch, before_seq).limit(limit)
-    for label in labels:  # LIKE would ignore case in SQLite.
-        query = query.where(func.replace(jobs.c.labels, label, "") != jobs.c.labels)
+    filters = [(jobs.c.batch, batch), (jobs.c.tenant, tenant), (jobs.c.model, model)]
+    filters.insert(3 if state in _LARGE_STATES else 1, (jobs.c.state, state))
+    given = {column: str(value) for column, value in filters if value is not None}
     with database.read() as connection:
-        return [job_from_row(row) for row in connection.execute(query)]
+        if labels:
+            rows = _newest_with_labels(connection, labels, given, before_seq, limit)
+        else:
+            first = next(iter(given), None)
+            rows = connection.execute(_newest_by_column(first, given, before_seq).limit(limit)).all()
+    return [job_from_row(row) for row in rows]
 
 
 def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
@@ -110,26 +117,105 @@ def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
         return Holdings(by_state, connection.execute(webhooks).scalar_one())
 
 
-def _newest_jobs(
-    state: State | None, model: str | None, tenant: str | None, batch: str | None, before_seq: int | None
+def _newest_by_column(
+    first: Column[Any] | None, given: Mapping[Column[Any], str], before_seq: int | None
 ) -> Select[Any]:
-    """Return a query that uses the index of one column, the one that selects the fewest jobs.
+    """Return a query that reads by the index of the column `first`.
 
-    That is the first one given of: batch, state (unless most jobs are in it), tenant, model, state.
+    Without labels that is the one that selects the fewest jobs: the first one given of batch, state (unless most jobs
+    are in it), tenant, model, state.
     """
-    filters = [(jobs.c.batch, batch), (jobs.c.tenant, tenant), (jobs.c.model, model)]
-    filters.insert(3 if state in _LARGE_STATES else 1, (jobs.c.state, state))
-    given = [(column, str(value)) for column, value in filters if value is not None]
     query = JOB_LIST
-    if given:
-        column, value = given[0]
-        # IS NOT NULL is redundant, but the index of batches is partial and SQLite uses it only with its condition.
-        query = query.where(column.is_not(None), key_range(column, value, 0, before_seq)).order_by(column.desc())
+    if first is not None:
+        query = _by_index(query, first, given[first], before_seq).order_by(first.desc())
     elif before_seq is not None:
         query = query.where(jobs.c.seq < before_seq)
-    for column, value in given[1:]:
-        query = query.where(unindexed(column) == value)
-    return query.order_by(jobs.c.seq.desc())
+    others = [unindexed(column) == value for column, value in given.items() if column is not first]
+    return query.where(*others).order_by(jobs.c.seq.desc())
+
+
+def _by_index(query: Select[Any], column: Column[Any], value: str, before_seq: int | None = None) -> Select[Any]:
+    # IS NOT NULL is redundant, but the index of batches is partial and SQLite uses it only with its condition.
+    return query.where(column.is_not(None), key_range(column, value, 0, before_seq))
+
+
+# -- labels ----------------------------------------------------------------------------------------------------
+
+
+def _newest_with_labels(
+    connection: Connection,
+    labels: Sequence[str],
+    given: Mapping[Column[Any], str],
+    before_seq: int | None,
+    limit: int,
+) -> Sequence[Row[Any]]:
+    """Read by the label or the column that the fewest jobs have.
+
+    Where each has many jobs and few have all, this reads until the page is full.
+    """
+    tenant = given.get(jobs.c.tenant)
+    columns = [column for column in given if column is not jobs.c.tenant]  # The tenant is part of the labels' index.
+    fewest: str | Column[Any] = labels[0]
+    if len(labels) + len(columns) > 1:
+        counts: dict[str | Column[Any], int] = {
+            **{label: _count(connection, _rows_of_label(label, tenant)) for label in labels},
+            **{column: _count(connection, _rows_of_column(column, given[column])) for column in columns},
+        }
+        fewest = min(counts, key=counts.__getitem__)
+    others = [_has_label(label) for label in labels if label != fewest]
+    if not isinstance(fewest, str):
+        query = _newest_by_column(fewest, given, before_seq).where(*others)
+        return connection.execute(query.limit(limit)).all()
+    others += [unindexed(column) == given[column] for column in columns]
+    return _read_by_label(connection, fewest, tenant, others, before_seq, limit)
+
+
+def _read_by_label(
+    connection: Connection,
+    label: str,
+    tenant: str | None,
+    others: Sequence[ColumnElement[bool]],
+    before_seq: int | None,
+    limit: int,
+) -> Sequence[Row[Any]]:
+    # Two statements, for of a join PostgreSQL may read either table through.
+    found: list[Row[Any]] = []
+    at_once = limit
+    while len(found) < limit:
+        seqs = connection.execute(_rows_of_label(label, tenant, before_seq).limit(at_once)).scalars().all()
+        if not seqs:
+            break
+        query = JOB_LIST.where(jobs.c.seq.in_(seqs), *others).order_by(jobs.c.seq.desc())
+        found += connection.execute(query.limit(limit - len(found))).all()
+        before_seq, at_once = seqs[-1], _MOST_AT_ONCE
+    return found
+
+
+def _rows_of_label(label: str, tenant: str | None, before_seq: int | None = None) -> Select[Any]:
+    """Return a query for the numbers of jobs, the newest first.  `tenant`: None: of all tenants."""
+    key: list[Column[Any]] = [job_labels.c.label, job_labels.c.seq]
+    values: list[Any] = [literal(label)]
+    if tenant is not None:
+        key.insert(0, job_labels.c.tenant)
+        values.insert(0, literal(tenant))
+    row, before = tuple_(*key), MAX_SEQ if before_seq is None else before_seq
+    in_range = (row > tuple_(*values, 0)) & (row < tuple_(*values, before))
+    return select(job_labels.c.seq).where(in_range).order_by(*(column.desc() for column in key))
+
+
+def _rows_of_column(column: Column[Any], value: str) -> Select[Any]:
+    return _by_index(select(jobs.c.seq), column, value).order_by(column, jobs.c.seq)
+
+
+def _has_label(label: str) -> ColumnElement[bool]:
+    # A look-up for each job: for EXISTS, PostgreSQL may read all rows of the label.  Either index has the row.
+    key = (job_labels.c.tenant == jobs.c.tenant, job_labels.c.label == label, job_labels.c.seq == jobs.c.seq)
+    return select(job_labels.c.seq).where(*key).limit(1).scalar_subquery().is_not(None)
+
+
+def _count(connection: Connection, rows: Select[Any]) -> int:
+    counted = select(func.count()).select_from(rows.limit(_MOST_COUNTED).subquery())
+    return int(connection.execute(counted).scalar_one())
 
 
 # -- batches ---------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ REQUEST_CANCEL_OF_MANY = (
 # -- reads -------------------------------------------------------------------------------------------------------
 
 _MODELS_AT_ONCE = 100  # SQLite joins at most 500 queries.
-_MAX_SEQ = 2**63 - 1
+MAX_SEQ = 2**63 - 1
 
 WHOLE_JOB = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
 JOB_STATE = CompiledStatement(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
@@ -285,7 +285,7 @@ def key_range(column: ColumnElement[str], value: str, after: Any, before: int | 
     all jobs in order of `seq` may look as good to the database.
     """
     pair, word = tuple_(column, jobs.c.seq), literal(value)
-    return and_(pair > tuple_(word, after), pair < tuple_(word, _MAX_SEQ if before is None else before))
+    return and_(pair > tuple_(word, after), pair < tuple_(word, MAX_SEQ if before is None else before))
 
 
 QUEUED_OF_ALL = _FIRST.where(key_range(jobs.c.state, State.QUEUED.value, bindparam("p_after"))).order_by(

@@ -93,6 +93,17 @@ jobs = Table(
 JOB_COLUMNS = tuple(column.label(column.key) for column in jobs.c)
 """All columns of a job, with the names that the code uses."""
 
+# Each label of each job, `name=value`, by which jobs are listed.  Triggers (migrations) write and delete the rows.
+job_labels = Table(
+    "job_labels",
+    metadata,
+    Column("label", Text, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("tenant", Text, nullable=False),
+    Index("ix_job_labels_tenant_label_seq", "tenant", "label", "seq"),
+    sqlite_with_rowid=False,
+)
+
 events = Table(
     "events",
     metadata,

@@ -15,12 +15,12 @@ VALUES = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
 def test_labels_are_read_as_they_were_given_and_each_is_found(labels):
     text = encode_labels(labels)
     assert decode_labels(text) == labels
-    assert all(label_text(name, value) in text for name, value in labels.items())
+    assert all(f"\n{label_text(name, value)}\n" in text for name, value in labels.items())
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=5), NAMES, VALUES)
 def test_a_label_that_was_not_given_is_not_found(labels, name, value):
-    assert (label_text(name, value) in encode_labels(labels)) == (labels.get(name) == value)
+    assert (f"\n{label_text(name, value)}\n" in encode_labels(labels)) == (labels.get(name) == value)
 
 
 @pytest.mark.parametrize(

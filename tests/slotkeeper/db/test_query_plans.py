@@ -99,15 +99,18 @@ def _plans(database: Database, act: Callable[[], Any]) -> list[str]:
     """How the database finds what each statement of `act` asks for."""
     with _said(database) as said:
         act()
-    explain = _sqlite_plan if database.engine.dialect.name == "sqlite" else _postgresql_plan
     plans = []
-    with database.read() as connection:
-        for statement, parameters in said:
-            if isinstance(parameters, list):
-                continue  # rows of an executemany: nothing is searched
-            plans += explain(connection, statement, parameters)
+    for statement, parameters in said:
+        if not isinstance(parameters, list):  # rows of an executemany: nothing is searched
+            plans += _explain(database, statement, parameters)
     assert plans
     return plans
+
+
+def _explain(database: Database, statement: str, parameters: Any) -> list[str]:
+    explain = _sqlite_plan if database.engine.dialect.name == "sqlite" else _postgresql_plan
+    with database.read() as connection:
+        return explain(connection, statement, parameters)
 
 
 def _sqlite_plan(connection: Any, statement: str, parameters: Any) -> list[str]:
@@ -237,6 +240,38 @@ def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(databa
         if wanted:
             _reads_nothing_through(plans)
             _finds_by(plans, f"ix_jobs_{wanted}")
+
+
+@pytest.mark.parametrize("tenant", [None, "big"])
+@pytest.mark.parametrize("before", [None, ENDED // 2])
+def test_a_listing_by_a_label_reads_the_jobs_of_the_label_or_of_a_filter_that_has_fewer(database, full, tenant, before):
+    _label_all(database, "team=search", 1)
+    _label_all(database, "run=7", 1000)
+
+    def finds_page_by(index: str, *labels: str, **filters: Any) -> None:
+        filters |= {"tenant": tenant, "before_seq": before}
+        with _said(database) as said:
+            job_list.find_jobs(database, labels=labels, **filters, limit=20)
+        plans = {statement: _explain(database, statement, parameters) for statement, parameters in said}
+        _reads_nothing_through([line for plan in plans.values() for line in plan])
+        page = [line for statement, plan in plans.items() if "count(" not in statement for line in plan]
+        _finds_by([line for line in page if "job_labels.seq = " not in line], index)
+
+    of_label = "ix_job_labels_tenant_label_seq" if tenant else _LABEL_KEYS[database.engine.dialect.name]
+    finds_page_by(of_label, "run=7")
+    finds_page_by(of_label, "team=search", "run=7")
+    finds_page_by(of_label, "run=7", model="busy")
+    finds_page_by("ix_jobs_state_seq", "team=search", state=State.DEAD)
+    finds_page_by("ix_jobs_model_seq", "team=search", model="idle")
+
+
+_LABEL_KEYS = {"sqlite": "PRIMARY KEY", "postgresql": "pk_job_labels"}
+
+
+def _label_all(database: Database, label: str, every: int) -> None:
+    rows = f"SELECT '{label}', seq, tenant FROM jobs WHERE seq / {every} * {every} = seq"
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql(f"INSERT INTO job_labels (label, seq, tenant) {rows}")
 
 
 def test_running_jobs_are_found_by_their_state(database, full):

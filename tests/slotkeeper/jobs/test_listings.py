@@ -1,13 +1,17 @@
 """What the record answers about many jobs at once: lists, the queue, and what runs where."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 from sqlalchemy import event
 
+from routing.admission.labels import decode_labels, encode_labels, label_text
 from routing.queries import job_list
 from slotkeeper.jobs.states import State
-from tests.support.builders import SECOND, T0, a_delayed_job, a_job, a_job_in, a_queued_job
+from slotkeeper.jobs.tables import job_labels
+from slotkeeper.outbox import retention
+from tests.support.builders import SECOND, T0, a_delayed_job, a_job, a_job_in, a_queued_job, rows_in
 
 HOUR = 3600 * SECOND
 _PAGE = 5000
@@ -32,6 +36,53 @@ def test_listing_filters_by_state_model_and_tenant_together(store):
     found = job_list.find_jobs(store.database, state=State.QUEUED, model="flux", tenant="acme")
     assert [job.id for job in found] == [wanted.id]
     assert (found[0].payload, found[0].result) == (None, None)  # lists stay small
+
+
+_ODD = {"a": "1", "b/c": '\\"\\\\', "d": "", "e": "ä,[]{}'%:x"}
+"""Values with what JSON, SQL and the stored text use for themselves."""
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_listing_by_labels_finds_what_has_all_of_them_whatever_else_is_asked(store, tenant):
+    labelled = [{"run": "7"}, {"run": "7", "team": "search"}, {"team": "search"}, {"team": "Search"}, {}, _ODD]
+    every = [
+        a_queued_job(store, tenant=owner, model=model, labels=encode_labels(labels), batch=batch)
+        for owner, model, batch in product(("acme", "other"), ("flux", "zimg"), (None, "b1"))
+        for labels in labelled
+    ]
+    wanted = ({"run": "7"}, {"team": "search"}, {"run": "7", "team": "search"}, {"run": "8"}, {"team": "sea"}, _ODD)
+    for labels, model, batch in product(wanted, (None, "flux"), (None, "b1")):
+        found = job_list.find_jobs(
+            store.database,
+            labels=[label_text(name, value) for name, value in labels.items()],
+            tenant=tenant,
+            model=model,
+            batch=batch,
+        )
+        assert [job.id for job in found] == [
+            job.id
+            for job in reversed(every)
+            if labels.items() <= decode_labels(job.labels).items()
+            and tenant in {None, job.tenant}
+            and model in {None, job.model}
+            and batch in {None, job.batch}
+        ]
+
+
+def test_listing_by_a_label_goes_on_where_its_page_ended(store):
+    ids = [a_queued_job(store, labels=encode_labels({"run": "7"})).id for _ in range(5)]
+    first = job_list.find_jobs(store.database, labels=["run=7"], limit=3)
+    rest = job_list.find_jobs(store.database, labels=["run=7"], limit=3, before_seq=first[-1].seq)
+    assert [job.id for job in first + rest] == ids[::-1]
+
+
+def test_a_job_that_is_deleted_takes_its_labels_with_it_and_no_others(store):
+    kept = a_queued_job(store, labels=encode_labels({"run": "7"}))
+    a_job_in(store, State.COMPLETED, labels=encode_labels(_ODD | {"run": "7"}))
+    assert rows_in(store.database, job_labels) == 1 + 1 + len(_ODD)
+    assert retention.delete_ended_jobs(store.database, T0 + HOUR) == 1
+    assert rows_in(store.database, job_labels) == 1
+    assert [job.id for job in job_list.find_jobs(store.database, labels=["run=7"])] == [kept.id]
 
 
 def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):

@@ -16,13 +16,15 @@ from alembic import command, op
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, inspect, make_url, text
+from sqlalchemy import Connection, create_engine, inspect, make_url, select, text
 
 from migrations import migrate, revisions
+from routing.admission.labels import encode_labels, label_text
 from slotkeeper.db import Database
 from slotkeeper.db.schema import metadata
 from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import job_labels
 from tests.house.tree import PACKAGES
 from tests.support.builders import a_queued_job, at_once, row_of
 from tests.system.upgrade.schema import schema_of
@@ -217,6 +219,20 @@ def test_what_going_back_says_that_it_drops_is_what_it_drops(empty_url):
     columns = {f"{table}.{name}" for table, names in after.items() for name in before[table] - names}
     assert sorted(said) == sorted(tables | columns)
     assert migrate.dropped_by(empty_url, _HEAD) == []
+
+
+def test_the_labels_of_jobs_that_were_there_before_are_found_after_an_upgrade(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    labels = {"run": "7", "odd": '\\"\\\\,[]'}
+    job = a_queued_job(JobStore(database), labels=encode_labels(labels))
+    a_queued_job(JobStore(database))
+    migrate.migrate_to(empty_url, "0004")
+    migrate.upgrade(empty_url)
+    with database.read() as connection:
+        rows = connection.execute(select(job_labels).order_by(job_labels.c.label)).all()
+    assert rows == [(label_text(name, value), job.seq, job.tenant) for name, value in sorted(labels.items())]
+    database.close()
 
 
 def _columns(url: str) -> dict[str, set[str]]:

@@ -15,6 +15,7 @@ from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import job_timeline
+from routing.queries.explain import NULL_RESULT
 from routing.queries.job_timeline import Phase, PhaseKind, Timeline
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
@@ -69,6 +70,7 @@ def job(job_id: str) -> Any:
         events=[_event_row(event) for event in trail],
         life=life,
         result=None if known.result is None else json_preview(shortened(result, files)),
+        null_result=NULL_RESULT if known.result == "null" else None,
         files=files,
         parts_of=[(kind, life.total_ms(kind, now)) for kind in PhaseKind],
         bars=_bars(life, now),

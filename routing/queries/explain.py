@@ -93,6 +93,12 @@ class _Candidate:
 # -- a job -----------------------------------------------------------------------------------------------------
 
 
+NULL_RESULT = (
+    "Its result is null: the server's answer has null, or nothing, where the server's description says that the result "
+    "stands (submit.result, status.result)."
+)
+
+
 def explain_job(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Explanation:
     """Return why a job waits, or its state if it does not wait.
 
@@ -126,7 +132,8 @@ def _describe_state(job: Job) -> str:
     if job.state is State.RUNNING:
         canceling = ", and a cancel is requested" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
-    return f"It has ended: {job.state}, because of {job.why}."
+    ended = f"It has ended: {job.state}, because of {job.why}."
+    return f"{ended}  {NULL_RESULT}" if job.result == "null" else ended
 
 
 def _run_waits(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:

@@ -7,8 +7,8 @@ import pytest
 from slotkeeper.jobs.states import Reason, State
 from tests.support import passes
 from tests.support.api import Api, TimedApi
-from tests.support.builders import T0, a_job_in, a_queued_job
-from tests.support.ends import cool_down
+from tests.support.builders import T0, a_job_in, a_queued_job, a_running_job
+from tests.support.ends import cool_down, store_end
 
 SECOND = 1000
 
@@ -266,6 +266,14 @@ def test_an_ended_job_says_how(timed_api: TimedApi, state: State) -> None:
     found = timed_api.explain(job.id)
     assert (found["status"], found["waits_for"]) == (state, [])
     assert found["sentence"] == f"It has ended: {state}, because of {job.why}."
+
+
+def test_a_completed_job_without_a_result_says_where_the_result_was_looked_for(timed_api: TimedApi) -> None:
+    store = timed_api.dispatcher.store
+    run = a_running_job(store)
+    store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="null")
+    assert "nothing, where the server's description says" in timed_api.explain(run.job.id)["sentence"]
+    assert "where the server&#39;s description says" in timed_api.client.get(f"/page/jobs/{run.job.id}").text
 
 
 def test_while_redis_is_away_the_records_part_is_told(mortal_api: Api) -> None:

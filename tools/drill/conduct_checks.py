@@ -211,7 +211,7 @@ class StuckWatch:
     def __init__(self, patience_s: float = 5.0) -> None:
         self._patience_s = patience_s
         self._since: dict[str, tuple[str, float]] = {}
-        self._at_servers: dict[str, set[str]] = {}
+        self._before = Snapshot({}, {}, {}, {})
         self.stuck: dict[str, str] = {}
         """Job -> what is wrong with it."""
 
@@ -226,10 +226,17 @@ class StuckWatch:
                 self.stuck.setdefault(job_id, what)
 
     def _going_on(self, sight: Snapshot) -> set[str]:
-        """Models whose servers run other jobs than at the last look: there a slot is free between two runs."""
-        before = self._at_servers
-        self._at_servers = {model: set(jobs) for model, jobs in sight.at_servers.items()}
-        return {model for model, jobs in self._at_servers.items() if jobs - before.get(model, jobs)}
+        """Models that began other runs since the last look: there a slot is free between two runs.
+
+        Their servers run other jobs now, or, if runs are shorter than what is between them, jobs have ceased to wait.
+        """
+        before, self._before = self._before, sight
+        began = {
+            model
+            for model, jobs in sight.at_servers.items()
+            if set(jobs).difference(before.at_servers.get(model, jobs))
+        }
+        return began | {model for job_id, model in before.waiting.items() if job_id not in sight.waiting}
 
 
 def _unmoved(sight: Snapshot, going_on: Collection[str]) -> dict[str, str]:

@@ -210,6 +210,17 @@ def test_a_job_that_waits_while_others_of_its_model_are_started_is_not_stuck() -
     assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {"j": "waits beside a free slot"}
 
 
+def test_a_job_is_not_stuck_while_runs_are_too_short_to_be_seen_at_their_server() -> None:
+    looks = [Snapshot({"j": "m"} | {f"k{n}": "m" for n in range(left)}, {}, {}, {"m": 2}) for left in (4, 3, 2, 1)]
+    assert watched(*looks) == {}
+    assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {
+        "j": "waits beside a free slot",
+        "k0": "waits beside a free slot",
+    }
+    elsewhere = [Snapshot({"j": "m"} | {f"k{n}": "o" for n in range(left)}, {}, {}, {"m": 2}) for left in (3, 2, 1)]
+    assert watched(*elsewhere) == {"j": "waits beside a free slot"}
+
+
 def test_a_job_that_waits_for_a_taken_slot_is_not_stuck() -> None:
     full = Snapshot({"j": "m"}, {}, {"m": {"one", "other"}}, {"m": 2})
     assert watched(full, full, full) == {}

@@ -7,7 +7,7 @@ from its jobs, and ends with the last of them.  Each page is read by an index, h
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import Column, ColumnElement, Connection, Row, Select, bindparam, func, literal, select, text, tuple_
 
@@ -48,6 +48,9 @@ _BATCH_STATES = (
     .where(text("batch IS NOT NULL"), jobs.c.batch.in_(bindparam("p_batches", expanding=True)))
     .group_by(jobs.c.batch, jobs.c.state)
 )
+
+_Key: TypeAlias = str | Column[Any]
+"""What jobs are read by: a label, or a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +158,28 @@ def _newest_with_labels(
     """
     tenant = given.get(jobs.c.tenant)
     columns = [column for column in given if column is not jobs.c.tenant]  # The tenant is part of the labels' index.
-    fewest: str | Column[Any] = labels[0]
-    if len(labels) + len(columns) > 1:
-        counts: dict[str | Column[Any], int] = {
-            **{label: _count(connection, _rows_of_label(label, tenant)) for label in labels},
-            **{column: _count(connection, _rows_of_column(column, given[column])) for column in columns},
-        }
-        fewest = min(counts, key=counts.__getitem__)
-    others = [_has_label(label) for label in labels if label != fewest]
+
+    def count(key: _Key) -> int:
+        rows = _rows_of_label(key, tenant) if isinstance(key, str) else _rows_of_column(key, given[key])
+        counted = select(func.count()).select_from(rows.limit(_MOST_COUNTED).subquery())
+        return int(connection.execute(counted).scalar_one())
+
+    keys: list[_Key] = [*labels, *columns]
+    keys.sort(key=lambda key: _usual_rank(key, given))
+    fewest = min(keys, key=count) if len(keys) > 1 else keys[0]
     if not isinstance(fewest, str):
-        query = _newest_by_column(fewest, given, before_seq).where(*others)
+        query = _newest_by_column(fewest, given, before_seq).where(*map(_has_label, labels))
         return connection.execute(query.limit(limit)).all()
+    others = [_has_label(label) for label in labels if label != fewest]
     others += [unindexed(column) == given[column] for column in columns]
     return _read_by_label(connection, fewest, tenant, others, before_seq, limit)
+
+
+def _usual_rank(key: _Key, given: Mapping[Column[Any], str]) -> int:
+    """Return the place of a key among those that have too many jobs to be counted; 0: it usually has the fewest."""
+    if isinstance(key, str):
+        return 1
+    return 0 if key is jobs.c.batch or (key is jobs.c.state and given[key] not in _LARGE_STATES) else 2
 
 
 def _read_by_label(
@@ -211,11 +223,6 @@ def _has_label(label: str) -> ColumnElement[bool]:
     # A look-up for each job: for EXISTS, PostgreSQL may read all rows of the label.  Either index has the row.
     key = (job_labels.c.tenant == jobs.c.tenant, job_labels.c.label == label, job_labels.c.seq == jobs.c.seq)
     return select(job_labels.c.seq).where(*key).limit(1).scalar_subquery().is_not(None)
-
-
-def _count(connection: Connection, rows: Select[Any]) -> int:
-    counted = select(func.count()).select_from(rows.limit(_MOST_COUNTED).subquery())
-    return int(connection.execute(counted).scalar_one())
 
 
 # -- batches ---------------------------------------------------------------------------------------------------

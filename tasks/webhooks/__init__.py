@@ -1,1 +1,1 @@
-"""The process `webhooks`: it sends signed messages to the URLs of tenants and jobs."""
+"""The process `webhooks`: sends signed messages to the webhooks of tenants and the callback URLs of jobs."""

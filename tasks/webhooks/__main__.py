@@ -14,7 +14,10 @@ from tasks.webhooks.delivery_loop import make_delivery_loop
 
 
 def main() -> None:
-    """With `--embedded-relay` this process is the relay, too, in threads: that spares memory where one is enough."""
+    """Run the process until SIGTERM or SIGINT.
+
+    `--embedded-relay` runs the relay in threads of this process, which saves the memory of a second process.
+    """
     startup.prepare_or_exit()
     database = Database(StorageSettings().sqlalchemy_url)
     listener = ChangeListener(database)

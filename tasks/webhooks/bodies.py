@@ -1,9 +1,10 @@
-"""What receivers of webhooks read: our own form, or a template for those that have a form of their own, as Slack has.
+"""Make the bodies of webhook messages: the standard body, or one from a template for receivers such as Slack.
 
-A template is JSON in whose texts names stand: {"text": "{{model}}: job {{job_id}} is {{status}}"}.  It is checked when
-it is stored.  It names what is told anyway and nothing else; a value is put into the text that has been read, never
-into JSON, so it can only ever be text.  A text that is one name alone becomes the value itself: "{{result}}".
-{{error.message|slack}} is what Slack shows as it is, and takes for no mention or link.
+A template is a JSON object whose strings contain names: {"text": "{{model}}: job {{job_id}} is {{status}}"}.  It is
+validated when it is stored, and it can name only values that the standard body contains.  Values are inserted into the
+strings of the parsed template, not into its JSON text, so a value cannot change the structure of the body.  A string
+that consists of one name becomes the value itself: "{{result}}".  {{error.message|slack}} escapes the value, so that
+Slack shows it literally and finds no mention or link in it.
 """
 
 import re
@@ -23,20 +24,20 @@ from slotkeeper.outbox.webhook_messages import Message
 
 MAX_TEMPLATE_BYTES = 4096
 MAX_TEMPLATE_NAMES = 20
-"""Places of a template where something is put in."""
+"""Occurrences of names in a template."""
 MAX_VALUE_CHARS = 1000
-"""Characters of a value that is put into a text."""
+"""Characters of a value that is inserted into a string; longer values are cut."""
 _MAX_DEPTH = 10
 
 TEMPLATE_FIELDS = (
     *("type", "at", "job_id", "model", "tenant", "priority", "server", "attempt", "why", "retry_in_ms"),
     *("status", "result", "error.code", "error.message"),
 )
-# Nothing in it can be taken in two ways, so any text is gone through once, however it was made.
+# Possessive quantifiers: the pattern never backtracks, so the time to match is linear in the length of any text.
 _NAME = re.compile(r"\{\{\s*+((?:[^{}\s]++|\s++(?!\}\}))*+)\s*+\}\}")
 _RESULT_PATH = re.compile(r"result(\.[A-Za-z0-9_-]{1,64}){1,5}")
 _SLACK = "|slack"
-_SLACKS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+_SLACK_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _SLACK_HOSTS = frozenset({"hooks.slack.com", "hooks.slack-gov.com"})
 _SLACK_TEMPLATE = '{"text": "{{model}}: {{type}}, job {{job_id|slack}} {{error.message|slack}}"}'
 _END_STATES = {EVENT_TYPES[state]: state for state in FINAL_STATES}
@@ -44,17 +45,23 @@ _TEST_JOB = "00000000-0000-7000-8000-000000000000"
 
 
 def job_end_data(message: Message, job: Job) -> dict[str, Any]:
-    """What a job's `callback_url` is told: how the job ended, at the time when the message was owed."""
+    """Return the data of a message for a job's `callback_url`: the end of the job that the message was made for.
+
+    If the job has another state than that end, because it was revived, its result is left out.
+    """
     state = _END_STATES[message.type]
     data: dict[str, Any] = {"job_id": job.id, "model": job.model, "status": state.value}
     if job.state is state:
         data["attempts"] = job.attempts
-        data |= _job_end(job)
+        data |= _result_and_error(job)
     return data
 
 
 def event_data(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:
-    """What is said of an event.  `job`: as it stands now, where its end is told; it may have gone on since."""
+    """Return the data of a webhook's message about an event.
+
+    job: the current state of the job, for the event of its end; it may have been revived since.
+    """
     event = entry.event
     data: dict[str, Any] = {
         "job_id": event.job_id,
@@ -73,12 +80,12 @@ def event_data(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:
     if state is not None:
         data["status"] = state.value
         if job is not None and job.state is state:
-            data |= _job_end(job)
+            data |= _result_and_error(job)
     return data
 
 
 def test_data(tenant: str) -> dict[str, Any]:
-    """What a test says: as the end of a job, of which there is none."""
+    """Return the data of a test message: the end of a job that does not exist."""
     return {
         "job_id": _TEST_JOB,
         "model": "test",
@@ -94,15 +101,20 @@ def test_data(tenant: str) -> dict[str, Any]:
 
 
 def template_of(receiver: Subscription) -> str | None:
-    """Return the template of a subscription; Slack takes its own form alone.  None: the body is ours."""
+    """Return the template of a subscription, by default one that Slack accepts if the URL is Slack's.
+
+    Returns None if the message has the standard body.
+    """
     if receiver.template is None and urlsplit(receiver.url).hostname in _SLACK_HOSTS:
         return _SLACK_TEMPLATE
     return receiver.template
 
 
 def message_body(message: Message, data: Mapping[str, Any], template: str | None) -> bytes:
-    """A message as it is sent: as Standard Webhooks advises, or as the template says; to a job's `callback_url` the
-    data alone."""
+    """Return the body of a message: the template's, or by default the one that Standard Webhooks recommends.
+
+    By default the body for a job's `callback_url` is the data alone.
+    """
     at = _iso_time(message.at_ms)
     if template is None and message.of_job:
         return json_text.dumps(dict(data))
@@ -112,7 +124,10 @@ def message_body(message: Message, data: Mapping[str, Any], template: str | None
 
 
 def validate_template(template: Any) -> str:
-    """A template as it is stored.  Raises InvalidRequest, which says what is wrong and what may stand there."""
+    """Return a template as JSON text to be stored.
+
+    Raises InvalidRequest, which names the error and what is allowed.
+    """
     if not isinstance(template, dict):
         raise _invalid('is a JSON object, such as {"text": "{{model}}: {{status}}"}')
     try:
@@ -121,7 +136,7 @@ def validate_template(template: Any) -> str:
         raise _invalid("is no JSON that can be stored") from None
     if len(text) > MAX_TEMPLATE_BYTES:
         raise _invalid(f"has {len(text)} bytes; make it shorter, {MAX_TEMPLATE_BYTES} are allowed")
-    names = list(_names(template))
+    names = list(_find_names(template))
     if len(names) > MAX_TEMPLATE_NAMES:
         raise _invalid(f"names {len(names)} values; {MAX_TEMPLATE_NAMES} are allowed")
     for name in (name.removesuffix(_SLACK) for name in names):
@@ -139,8 +154,8 @@ def _invalid(why: str) -> InvalidRequest:
     return InvalidRequest("template", f"template {why}")
 
 
-def _names(part: Any, depth: int = 0) -> Iterator[str]:
-    """What a template names.  Raises InvalidRequest where it cannot be told."""
+def _find_names(part: Any, depth: int = 0) -> Iterator[str]:
+    """Yield the names in a template.  Raises InvalidRequest if it cannot be parsed."""
     if depth > _MAX_DEPTH:
         raise _invalid(f"is more than {_MAX_DEPTH} levels deep")
     match part:
@@ -148,10 +163,10 @@ def _names(part: Any, depth: int = 0) -> Iterator[str]:
             for key, value in part.items():
                 if "{{" in key:
                     raise _invalid("has a name in a key; names stand in values")
-                yield from _names(value, depth + 1)
+                yield from _find_names(value, depth + 1)
         case list():
             for value in part:
-                yield from _names(value, depth + 1)
+                yield from _find_names(value, depth + 1)
         case str():
             if "{{" in _NAME.sub("", part):
                 raise _invalid("has a {{ without its }}")
@@ -174,11 +189,11 @@ def _fill(part: Any, data: Mapping[str, Any]) -> Any:
 
 def _insert_value(name: str, data: Mapping[str, Any]) -> str:
     text = _as_text(_look_up(name.removesuffix(_SLACK), data))
-    return text.translate(_SLACKS) if name.endswith(_SLACK) else text
+    return text.translate(_SLACK_ESCAPES) if name.endswith(_SLACK) else text
 
 
 def _look_up(name: str, data: Mapping[str, Any]) -> Any:
-    """What stands at `result.images.0`; None: nothing does."""
+    """Return the value that a name such as `result.images.0` refers to; None: there is no such value."""
     if name not in TEMPLATE_FIELDS and not _RESULT_PATH.fullmatch(name):
         return None
     found: Any = data
@@ -204,7 +219,7 @@ def _as_text(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"
 
 
-def _job_end(job: Job) -> dict[str, Any]:
+def _result_and_error(job: Job) -> dict[str, Any]:
     return {
         "result": large_json.parse_stored(job.result) if job.result else None,
         "error": {"code": job.error_code, "message": job.error_message} if job.error_code else None,
@@ -212,5 +227,5 @@ def _job_end(job: Job) -> dict[str, Any]:
 
 
 def _iso_time(at_ms: int) -> str:
-    whole = datetime.fromtimestamp(at_ms // 1000, UTC)
-    return f"{whole:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"
+    second = datetime.fromtimestamp(at_ms // 1000, UTC)
+    return f"{second:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"

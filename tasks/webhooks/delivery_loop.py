@@ -2,9 +2,9 @@
 
     python -m tasks.webhooks
 
-It finds due messages, claims those that it can send at once, and sends each in a thread of its own.  So nothing else
-waits for a receiver, and receivers wait for each other only within the limits of tasks/webhooks/delivery_queue.py.  Any
-number of these processes may run: a message is claimed before it is sent.
+The loop finds due messages, claims those that it can send at once, and sends each in a separate thread.  So a slow
+receiver delays other receivers only within the limits of tasks/webhooks/delivery_queue.py.  Any number of these
+processes may run, because a message is claimed before it is sent.
 """
 
 import threading
@@ -23,42 +23,42 @@ from tasks.config import TaskSettings
 from tasks.security.url_guard import parse_networks
 from tasks.webhooks.delivery_queue import DeliveryLimits, FairQueue, Permit
 from tasks.webhooks.message_delivery import MessageDelivery
-from tasks.webhooks.sender import WebhookSender
+from tasks.webhooks.sender import SigningSender, WebhookSender
 
 log = structlog.get_logger(__name__)
 
-_FIND_PERIOD_S = 0.25  # while anything is owed
-_IDLE_FIND_PERIOD_S = 5.0  # though nothing was owed, and nobody has written since
-_MAX_FIND_SHARE = 0.2  # of the time, however much is owed
-_MAX_PAUSE_S = 1.0  # between two looks
+_FIND_PERIOD_S = 0.25  # while messages are pending
+_IDLE_FIND_PERIOD_S = 5.0  # while no message is pending and nothing is committed
+_MAX_FIND_SHARE = 0.2  # of the time is spent in polls, however many messages are pending
+_MAX_PAUSE_S = 1.0  # between two polls
 _CLOCK_PERIOD_S = 5.0
 _CLAIM_LIMIT = 64  # messages that one transaction claims
 _RETRY_S = 1.0
-_STOP_WAIT_S = 3.0  # what those under way get when the process is told to stop
+_STOP_WAIT_S = 3.0  # how long deliveries in progress may take after `stop`
 
 
 class DeliveryLoop:
-    """Looks for what is due, and has it sent; beside that, in a thread of its own, has written down what is owed.
+    """Polls for due messages and sends them; a second thread turns new events into messages.
 
-    Both look rarely while nothing is owed and nobody writes to the record; `lookout` wakes them.
+    Both threads poll rarely while no message is pending; the change listener wakes them after a commit.
     """
 
     def __init__(self, database: Database, messages: MessageDelivery, listener: ChangeListener | None = None) -> None:
-        """`listener`: one that others have, too; None: one of its own."""
+        """Create a loop.  `listener`: shared with other parts of the process; None: the loop creates one."""
         self._messages = messages
         self._listener = listener or ChangeListener(database)
         self._limits, self._queue = DeliveryLimits(), FairQueue()
-        self._lock = threading.Lock()  # over the berths
+        self._lock = threading.Lock()  # protects _limits
         self._woken = threading.Event()
         self._ended = threading.Event()
-        self._has_changes = threading.Event()  # Something was written since the last look,
-        self._has_unread_events = threading.Event()  # or since it was last looked for what is to be written down.
+        self._has_changes = threading.Event()  # There was a commit since the last poll for due messages.
+        self._has_unread_events = threading.Event()  # There was a commit since events were last turned into messages.
         self._has_pending_events = True
         self._find_at = self._earliest_find_at = self._read_clock_at = 0.0
         self._catalog = Catalog(database)
 
     def run(self) -> None:
-        """Send what is owed until `stop`, then give the tries under way a moment to end."""
+        """Send messages until `stop`, then wait for deliveries in progress, for a few seconds at most."""
         self._listener.on_change(self._on_change)
         self._listener.start()
         writer = threading.Thread(target=self._write_messages_forever, name="gather", daemon=True)
@@ -78,25 +78,28 @@ class DeliveryLoop:
             self._woken.clear()
 
     def stop(self) -> None:
+        """Make `run` return.  May be called in a signal handler."""
         self._ended.set()
         self._listener.stop()
         self._woken.set()
         self._has_unread_events.set()
 
     def _on_change(self) -> None:
-        """Something was written."""
         self._has_unread_events.set()
         self._has_changes.set()
         self._woken.set()
 
     @property
     def running(self) -> int:
+        """The number of deliveries in progress."""
         with self._lock:
             return self._limits.running
 
     def run_once(self) -> int:
-        """A turn by hand: write down some of what is owed, look for what is due, if it is time to, and begin what may
-        begin; answers how many tries."""
+        """Run one turn of both threads in the caller's thread, and return how many messages were taken to be sent.
+
+        Deliveries that the turn starts go on in their threads.
+        """
         self._write_messages()
         return self._send()
 
@@ -110,24 +113,27 @@ class DeliveryLoop:
                 self._has_unread_events.clear()
 
     def _write_messages(self) -> bool:
-        """Whether anything was found.  Events that cannot be read keep nothing from being sent."""
+        """Turn new events into messages, and return whether there may be more of them.
+
+        An error is logged and not raised, because messages that exist already must be sent nevertheless.
+        """
         try:
-            gathered, self._has_pending_events = self._messages.write_messages(), self._messages.has_pending_events
+            may_have_more, self._has_pending_events = self._messages.write_messages(), self._messages.has_pending_events
         except Exception as error:
             log.warning("events_not_fanned_out", error=str(error))
-            gathered, self._has_pending_events = False, True
-        if gathered:
+            may_have_more, self._has_pending_events = False, True
+        if may_have_more:
             self._has_changes.set()
             self._woken.set()
-        return gathered
+        return may_have_more
 
     @property
     def _next_find_at(self) -> float:
-        """When to look again, as time.monotonic() has it."""
+        """The time of the next poll, by time.monotonic()."""
         return min(self._find_at, self._earliest_find_at) if self._has_changes.is_set() else self._find_at
 
     def _send(self) -> int:
-        """Look, if it is time to, and begin what may begin; answers how many tries."""
+        """Poll if it is time to, start deliveries within the limits, and return how many messages were taken."""
         if time.monotonic() >= self._next_find_at:
             self._has_changes.clear()
             self._find_due()
@@ -139,7 +145,7 @@ class DeliveryLoop:
     def _find_due(self) -> None:
         began = time.monotonic()
         if began >= self._read_clock_at:
-            self._catalog.get_version()  # With it the common time is heard.
+            self._catalog.get_version()  # This read also synchronizes the process's clock with the database.
             self._read_clock_at = began + _CLOCK_PERIOD_S
         failed = False
         try:
@@ -159,7 +165,7 @@ class DeliveryLoop:
             return self._limits.may_send(receiver, tenant)
 
     def _start_deliveries(self) -> int:
-        """Claim and begin some tries; answers how many were chosen."""
+        """Claim queued messages, start a thread for each, and return how many were taken from the queue."""
         with self._lock:
             chosen = self._queue.take(self._limits, _CLAIM_LIMIT)
         permits: dict[Any, Permit] = {due.id: permit for due, permit in chosen}
@@ -170,7 +176,7 @@ class DeliveryLoop:
                 ).start()
                 del permits[id_]
         finally:
-            for permit in permits.values():  # Somebody else was quicker, or the database is away.
+            for permit in permits.values():  # Another process has claimed the message, or the claim failed.
                 self._release(permit, None)
         return len(chosen)
 
@@ -180,11 +186,11 @@ class DeliveryLoop:
         self._woken.set()
 
     def _deliver(self, message: Message, permit: Permit) -> None:
-        """Send one message, and note what came of it."""
+        """Send one message and store the result."""
         succeeded = None
         try:
             succeeded = self._messages.deliver(message)
-        except DatabaseUnavailable as error:  # It is sent again, under the same id, when its claim is over.
+        except DatabaseUnavailable as error:  # After its claim has expired, the message is sent again with the same id.
             log.warning("delivery_not_recorded", webhook_id=message.id, error=str(error))
         except Exception as error:
             log.exception("webhook_failed", webhook_id=message.id)
@@ -205,10 +211,10 @@ def _log_error(error: Exception) -> None:
 
 
 def make_delivery_loop(database: Database, listener: ChangeListener | None = None) -> DeliveryLoop:
-    """As the settings say."""
+    """Return a loop that is configured by the settings.  `listener`: see `DeliveryLoop`."""
     settings = TaskSettings()
     sender = WebhookSender(parse_networks(settings.webhook_allow), settings.webhook_timeout_s)
     claim_ms = round(settings.webhook_timeout_s * 2000)
-    send = MessageDelivery.sender(sender, SecretRotations(database))
+    send = SigningSender(sender, SecretRotations(database))
     messages = MessageDelivery(database, send, claim_ms, settings.webhook_keep_s)
     return DeliveryLoop(database, messages, listener)

@@ -1,6 +1,7 @@
-"""Messages that are due and not begun: tenants take turns, and of each tenant its receivers do.
+"""Choose the next messages to send: a fair queue of due messages, and limits of concurrent deliveries.
 
-So a tenant with thousands of receivers has no more turns than one with a single receiver.
+The queue is round robin over tenants, and for each tenant over its receivers.  So a tenant with thousands of receivers
+gets no more turns than a tenant with one.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -10,61 +11,66 @@ from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_PER_HOST = 8  # to a receiver that answers
-_MAX_REMEMBERED_HOSTS = 20_000  # receivers
+MAX_PER_HOST = 8  # concurrent deliveries to a receiver whose last delivery succeeded
+_MAX_REMEMBERED_HOSTS = 20_000  # receivers whose last result is kept
 
 
 class LimitGroup(Enum):
-    """Berths that are counted together.  A try may belong to several parts."""
+    """Deliveries that share a limit.  A delivery may belong to several groups."""
 
     ALL = "all"
-    UNPROVEN = "unproven"  # to receivers whose last try did not succeed, or that were never tried
-    FAILING = "failing"  # to receivers whose last try failed
+    UNPROVEN = "unproven"  # to receivers whose last delivery failed, or that have had none
+    FAILING = "failing"  # to receivers whose last delivery failed
 
 
 MAX_IN_GROUP = {LimitGroup.ALL: 512, LimitGroup.UNPROVEN: 400, LimitGroup.FAILING: 128}
 
 
 class DeliveryLimits:
-    """Counts the tries under way.  Not safe between threads: its owner has the lock."""
+    """Counts the deliveries in progress and limits them.  Not thread-safe: the caller holds a lock.
+
+    `host`, in all methods: the receiver, as in `DueMessage`.
+    """
 
     def __init__(self) -> None:
         self._hosts: Counter[str] = Counter()
         self._taken: Counter[LimitGroup] = Counter()
         self._taken_by_tenant: Counter[tuple[str, LimitGroup]] = Counter()
-        self._last_results: OrderedDict[str, bool] = OrderedDict()  # receiver -> whether its last try succeeded
+        self._last_results: OrderedDict[str, bool] = OrderedDict()  # host -> whether its last delivery succeeded
 
     @property
     def running(self) -> int:
+        """The number of deliveries in progress."""
         return self._taken[LimitGroup.ALL]
 
     def may_send_for(self, tenant: str) -> bool:
-        """Whether one more try of this tenant may begin, if its receiver answers."""
+        """Return whether one more delivery for this tenant may start to a receiver whose last delivery succeeded."""
         return self._has_permit(tenant, LimitGroup.ALL)
 
     def may_send(self, host: str, tenant: str) -> bool:
-        """Whether one more try may begin."""
-        last_try_succeeded = self._last_results.get(host)
-        if not all(self._has_permit(tenant, group) for group in _groups_of(last_try_succeeded)):
+        """Return whether one more delivery to this host for this tenant may start."""
+        last_succeeded = self._last_results.get(host)
+        if not all(self._has_permit(tenant, group) for group in _groups_of(last_succeeded)):
             return False
-        return self._hosts[host] < (MAX_PER_HOST if last_try_succeeded else 1)
+        return self._hosts[host] < (MAX_PER_HOST if last_succeeded else 1)
 
     def _has_permit(self, tenant: str, group: LimitGroup) -> bool:
+        # A tenant may use at most as many as it leaves free, so there is always a share for the next tenant.
         return self._taken_by_tenant[tenant, group] < MAX_IN_GROUP[group] - self._taken[group]
 
     def acquire(self, host: str, tenant: str) -> "Permit":
-        """Begin a try."""
+        """Count a delivery that starts, and return its permit.  The limits are not checked."""
         permit = Permit(host, tenant, self._last_results.get(host))
         self._hosts[host] += 1
-        for group in _groups_of(permit.last_try_succeeded):
+        for group in _groups_of(permit.last_succeeded):
             self._taken[group] += 1
             self._taken_by_tenant[tenant, group] += 1
         return permit
 
     def release(self, permit: "Permit", succeeded: bool | None) -> None:
-        """End a try; `succeeded` None: it was not made after all."""
+        """Count a delivery that has ended.  `succeeded` None: nothing was sent."""
         _decrement(self._hosts, permit.host)
-        for group in _groups_of(permit.last_try_succeeded):
+        for group in _groups_of(permit.last_succeeded):
             _decrement(self._taken, group)
             _decrement(self._taken_by_tenant, (permit.tenant, group))
         if succeeded is not None:
@@ -75,19 +81,22 @@ class DeliveryLimits:
 
 
 class Permit:
-    """One delivery under way.  `last_try_succeeded`: how the receiver's last delivery ended; None: there was none."""
+    """One delivery in progress.
 
-    __slots__ = ("host", "last_try_succeeded", "tenant")
+    last_succeeded: whether the delivery before it to the same host succeeded; None: there was none.
+    """
 
-    def __init__(self, host: str, tenant: str, last_try_succeeded: bool | None) -> None:
-        self.host, self.tenant, self.last_try_succeeded = host, tenant, last_try_succeeded
+    __slots__ = ("host", "last_succeeded", "tenant")
+
+    def __init__(self, host: str, tenant: str, last_succeeded: bool | None) -> None:
+        self.host, self.tenant, self.last_succeeded = host, tenant, last_succeeded
 
 
-def _groups_of(last_try_succeeded: bool | None) -> Iterator[LimitGroup]:
+def _groups_of(last_succeeded: bool | None) -> Iterator[LimitGroup]:
     yield LimitGroup.ALL
-    if not last_try_succeeded:
+    if not last_succeeded:
         yield LimitGroup.UNPROVEN
-    if last_try_succeeded is False:
+    if last_succeeded is False:
         yield LimitGroup.FAILING
 
 
@@ -97,14 +106,17 @@ def _decrement(counter: Counter[Any], key: Any) -> None:
         del counter[key]
 
 
-_MAX_PER_RECEIVER = 256  # messages of one receiver and tenant that are remembered as due
-_MAX_REMEMBERED = 50_000
-_MAX_RECEIVERS_TRIED = 32  # receivers of a tenant that one turn looks at
+_MAX_PER_RECEIVER = 256  # queued messages of one tenant and receiver
+_MAX_QUEUED = 50_000  # messages; above it, one for each tenant and receiver
+_MAX_RECEIVERS_CHECKED = 32  # receivers of a tenant in one turn
 
 
 @dataclass(frozen=True, slots=True)
 class DueMessage:
-    """A message that is due.  `receiver`: whom it is for, as far as its bounds are concerned."""
+    """A message that is due.
+
+    receiver: the key of its limits: the id of a webhook, or the host of a job's `callback_url`.
+    """
 
     id: Hashable
     receiver: str
@@ -112,7 +124,7 @@ class DueMessage:
 
 
 def host_of_url(url: str) -> str:
-    """Whom a message is for, as far as its bounds are concerned."""
+    """Return the host and port of a URL, without user name; the URL itself if it cannot be parsed."""
     try:
         return urlsplit(url).netloc.rpartition("@")[2].lower() or url
     except ValueError:
@@ -120,28 +132,31 @@ def host_of_url(url: str) -> str:
 
 
 CanSend = Callable[[str, str], bool]
-"""Whether a message of this receiver and tenant could begin now."""
+"""Returns whether a message for this receiver and tenant may be sent at once."""
 
 
 class FairQueue:
-    """A line for each tenant and receiver.  Not safe between threads."""
+    """Queues due messages by tenant and receiver, each message once.  Not thread-safe."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, OrderedDict[str, deque[DueMessage]]] = OrderedDict()
         self._ids: set[Hashable] = set()
 
     def add(self, due: DueMessage) -> None:
+        """Queue a message, unless it is queued already or the limit is reached; a later poll finds it again then."""
         queues = self._tenants.setdefault(due.tenant, OrderedDict())
         queue = queues.setdefault(due.receiver, deque())
-        limit = (
-            _MAX_PER_RECEIVER if len(self._ids) < _MAX_REMEMBERED else 1
-        )  # Others' piles leave room for everybody's first.
+        # Also a full queue accepts the first message of each receiver, so that a backlog does not block the others.
+        limit = _MAX_PER_RECEIVER if len(self._ids) < _MAX_QUEUED else 1
         if due.id not in self._ids and len(queue) < limit:
             queue.append(due)
             self._ids.add(due.id)
 
     def take(self, limits: DeliveryLimits, limit: int) -> list[tuple[DueMessage, Permit]]:
-        """Up to `limit` messages that may begin now, one of each tenant in turn."""
+        """Remove and return up to `limit` messages that may be sent at once, each with its acquired permit.
+
+        Tenants take turns, one message a turn.
+        """
         taken: list[tuple[DueMessage, Permit]] = []
         turns = deque(self._tenants)
         while turns and len(taken) < limit:
@@ -156,11 +171,14 @@ class FairQueue:
         return taken
 
     def _next_receiver(self, limits: DeliveryLimits, tenant: str) -> str | None:
-        """The tenant's next receiver that may be tried.  Those looked at in vain go behind the others."""
+        """Return the tenant's next receiver within its limits; None: none was found in this turn.
+
+        Receivers that are at their limit move to the end, so that the next turn checks others.
+        """
         queues = self._tenants[tenant]
         if not limits.may_send_for(tenant):
             return None
-        for _ in range(min(_MAX_RECEIVERS_TRIED, len(queues))):
+        for _ in range(min(_MAX_RECEIVERS_CHECKED, len(queues))):
             receiver = next(iter(queues))
             if limits.may_send(receiver, tenant):
                 return receiver

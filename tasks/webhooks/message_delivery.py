@@ -1,14 +1,13 @@
-"""What subscriptions are told, as the process of webhooks sends it.
+"""Find due messages, send them, and store the results.
 
-A message that its receiver refuses is tried until it is too old.  A webhook that takes nothing is left alone, longer
-each time, and what it is owed waits; see slotkeeper/outbox/subscriptions.py.  One that answers 410 is disabled.  Where
-the receiver is a job's `callback_url`, its message is given up instead: nobody could enable it again.
+A message that its receiver refuses is sent again until it is too old.  After several failures in a row, the breaker of
+a webhook opens, and its messages wait (slotkeeper/outbox/subscriptions.py).  A webhook that responds 410 is disabled.
+A message for a job's `callback_url` is given up after a 410, because nothing could enable that URL again.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 
 import structlog
 
@@ -28,36 +27,33 @@ from slotkeeper.outbox.subscriptions import (
     subscription_of_job,
 )
 from slotkeeper.outbox.webhook_messages import DeliveryResult, DueCallback, Message, MessageKey, MessageQueue
-from slotkeeper.registry.tenants import SecretRotations
 from tasks import tracing
-from tasks.security import vault
-from tasks.security.keyring import webhook_secrets
 from tasks.webhooks.bodies import event_data, job_end_data, message_body, template_of, test_data
 from tasks.webhooks.delivery_queue import CanSend, DueMessage, host_of_url
-from tasks.webhooks.sender import SendResult, WebhookSender
+from tasks.webhooks.sender import SendResult
 
 log = structlog.get_logger(__name__)
 
 _FIRST_RETRY_MS, _LONGEST_RETRY_MS = 5_000, 900_000
-_MAX_RECEIVERS = 100  # whose messages one look reads
-_MAX_READY = 5_000  # among which it chooses them
-_PAGE = 1000  # messages of jobs' `callback_url` that one look reads,
-_NEWEST = 200  # beside those that became due last
+_MAX_RECEIVERS = 100  # webhooks whose messages one poll reads
+_MAX_READY = 5_000  # webhooks with due messages from which a poll chooses them
+_PAGE = 1000  # messages for jobs' `callback_url` that one poll reads, the oldest first
+_NEWEST = 200  # messages that a poll reads in addition, the newest first, while there are further pages
 _TRIM_PERIOD_S = 30.0
-_TRIM_AFTER_TRIES = 200  # tries of one receiver after which its log is trimmed
-_TRIM_BATCH = 20  # receivers, between two steps of what is new
-_SECRET_UNREADABLE = "Its signing secret cannot be opened with this installation's secret; rotate it."
+_TRIM_AFTER_ATTEMPTS = 200  # attempts of one webhook after which its log is trimmed
+_TRIM_BATCH = 20  # webhooks whose logs are trimmed in one step
 
 Send = Callable[[Subscription, Message, bytes, str | None], SendResult]
-"""The last: the traceparent that it is told of."""
+"""Sends a message to a subscription: the arguments are both, the body, and the traceparent to send."""
 Content = tuple[Subscription, bytes, str | None]
-"""Whom, what, and the traceparent."""
+"""The subscription, the body, and the traceparent."""
 
 
 class MessageDelivery:
-    """Finds what is due and sends it; tasks/webhooks/delivery_loop.py says when."""
+    """Finds due messages and sends them, when tasks/webhooks/delivery_loop.py calls it."""
 
     def __init__(self, database: Database, send: Send, claim_ms: int, keep_s: float) -> None:
+        """Create a delivery.  `claim_ms`: how long a message is claimed.  `keep_s`: the age at which it is given up."""
         self._database, self._send = database, send
         self._store, self._subscriptions, self._messages = (
             JobStore(database),
@@ -66,39 +62,22 @@ class MessageDelivery:
         )
         self._fan_out = EventFanOut(database)
         self._claim_ms, self._keep_ms = claim_ms, round(keep_s * 1000)
-        self._last_callback: DueCallback | None = None  # of the jobs' messages, up to where the last look has come
+        self._last_callback: DueCallback | None = None  # cursor of the next page of messages for callback URLs
         self.has_more = False
-        """Whether the last look has not come to the end of what is due."""
+        """Whether the last poll left out messages that are due."""
         self.has_pending = True
-        """Whether anything was owed at the last look, due or not.  If not, nothing will be until somebody writes."""
-        self._grown_logs: dict[str, int] = {}  # receivers whose log has grown, and by how much
-        self._logs_to_trim: list[str] = []  # those of them whose log is being trimmed
+        """Whether any message was pending at the last poll, due or not.  If not, only a commit can add one."""
+        self._grown_logs: dict[str, int] = {}  # webhook -> attempts that were logged since its log was last trimmed
+        self._logs_to_trim: list[str] = []  # webhooks whose logs the next steps trim
         self._trim_at = 0.0
-
-    @staticmethod
-    def sender(sender: WebhookSender, rotations: SecretRotations) -> Send:
-        """Signs with a webhook's own secrets; to a job's `callback_url` with those of its tenant."""
-
-        def send(receiver: Subscription, message: Message, content: bytes, trace: str | None) -> SendResult:
-            now = now_ms()
-            if message.of_job:
-                secrets = webhook_secrets(receiver.tenant, rotations.get(receiver.tenant), now)
-            else:
-                opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.list_sealed_secrets(now)]
-                secrets = [secret for secret in opened if secret is not None]
-            if not secrets:
-                return SendResult(False, None, _SECRET_UNREADABLE, permanent=False)
-            return sender.send(receiver.url, message.id, content, datetime.now(UTC), secrets, trace)
-
-        return send
 
     @property
     def has_pending_events(self) -> bool:
-        """Whether time alone may bring more to write down, as for a receiver that is left alone for a while."""
+        """Whether `write_messages` may have work without a new commit: a webhook catches up, or logs are trimmed."""
         return self._fan_out.must_poll or bool(self._logs_to_trim)
 
     def write_messages(self) -> bool:
-        """Make messages of some of what is new; keep the logs short.  Returns whether there may be more of it."""
+        """Turn some new events into messages and trim some logs; return whether there may be more new events."""
         now = now_ms()
         try:
             made = self._fan_out.step(now)
@@ -108,7 +87,7 @@ class MessageDelivery:
             self._trim_logs(now)
 
     def find_due(self, may_send: CanSend) -> Iterator[DueMessage]:
-        """Some of what is due; webhooks that `may_send` says no to are not read, as nothing can be sent to them now."""
+        """Yield some of the due messages; those of webhooks that `may_send` rejects are not read."""
         now = now_ms()
         callbacks = self._find_due_callbacks(now)
         ready = self._messages.list_ready(now, _MAX_READY)
@@ -122,8 +101,11 @@ class MessageDelivery:
                 yield DueMessage(MessageKey(waiting.receiver, event), waiting.receiver, waiting.tenant)
 
     def _find_due_callbacks(self, now_ms: int) -> list[DueCallback]:
-        """One page of jobs' messages, from where the last look stopped, so that nobody's pile hides another's; and
-        what has become due just now, so that it does not wait until the pile has been read."""
+        """Return the next page of due messages for callback URLs, and the newest ones if it is not the last page.
+
+        Each poll reads on where the last one stopped, so the backlog of one receiver does not hide the messages of
+        others.  The newest are added, so that they do not wait until the whole backlog has been read.
+        """
         page = self._messages.list_due_callbacks(now_ms, _PAGE, self._last_callback)
         self._last_callback = page[-1] if len(page) == _PAGE else None
         return (
@@ -131,26 +113,30 @@ class MessageDelivery:
         )
 
     def _trim_logs(self, now_ms: int) -> None:
-        """A few receivers at a time: what is new does not wait until all logs are trimmed."""
-        is_full = any(count >= _TRIM_AFTER_TRIES for count in list(self._grown_logs.values()))
-        if self._logs_to_trim or is_full or time.monotonic() >= self._trim_at:
+        """Trim the logs of a few webhooks, so that new events do not wait until all logs are trimmed."""
+        has_long_log = any(count >= _TRIM_AFTER_ATTEMPTS for count in list(self._grown_logs.values()))
+        if self._logs_to_trim or has_long_log or time.monotonic() >= self._trim_at:
             if not self._logs_to_trim:
-                touched, self._grown_logs = self._grown_logs, {}
-                self._logs_to_trim = list(touched)
+                grown, self._grown_logs = self._grown_logs, {}
+                self._logs_to_trim = list(grown)
                 self._trim_at = time.monotonic() + _TRIM_PERIOD_S
             batch, self._logs_to_trim = self._logs_to_trim[:_TRIM_BATCH], self._logs_to_trim[_TRIM_BATCH:]
             retention.trim(self._database, batch, now_ms, self._keep_ms)
 
     def claim(self, ids: Sequence[MessageKey]) -> dict[MessageKey, Message]:
-        """Begin a try of each of these that is due and that nobody else is at."""
+        """Claim messages for one attempt each, and return those that are due and not claimed by another process."""
         now = now_ms()
         claimed = self._messages.claim(ids, now, now + self._claim_ms)
         crash_at("message_claimed")
         return {message.key: message for message in claimed}
 
     def deliver(self, message: Message) -> bool | None:
-        """Send a message and note what came of it.  Whether its receiver answered; None: it was not asked."""
-        if (early_ms := message.send_ms - now_ms()) > 0:  # by a second at most
+        """Send a claimed message and store the result.
+
+        Returns whether the delivery succeeded; for a `callback_url`, whether its host responded with any status.
+        Returns None if nothing was sent, because the subscription, the job or the event is not in the database.
+        """
+        if (early_ms := message.send_ms - now_ms()) > 0:  # at most CLAIM_AHEAD_MS
             time.sleep(early_ms / 1000)
         content = self._content_of_job(message) if message.of_job else self._content_of(message)
         if content is None:
@@ -160,17 +146,17 @@ class MessageDelivery:
         sent = self._send(content[0], message, *content[1:])
         crash_at("message_sent")
         self._store_result(message, content[0], _delivery_result(sent, round((time.monotonic() - began) * 1000)))
-        # Of one host there may be many jobs' addresses, and others are not to wait for one that is wrong.
+        # One host may serve the callback URLs of many jobs, and a URL that it refuses must not delay the others.
         return sent.status is not None if message.of_job else sent.ok
 
     def return_message(self, message: Message, why: str) -> None:
-        """Note that it could not be sent."""
+        """Store a failed attempt for a claimed message that could not be sent.  `why`: the error, as a sentence."""
         receiver = self._subscription_of(message)
         if receiver is not None:
             self._store_result(message, receiver, DeliveryResult(False, None, 0, why))
 
     def _subscription_of(self, message: Message) -> Subscription | None:
-        """None: it has been removed meanwhile."""
+        """Return the subscription of a message; None: it was removed after the claim."""
         if message.of_job:
             job = self._store.get(message.job_id)
             return None if job is None else subscription_of_job(job)
@@ -180,7 +166,7 @@ class MessageDelivery:
             return None
 
     def _content_of(self, message: Message) -> Content | None:
-        """None: the webhook, or what the message tells of, is no longer in the record."""
+        """Return the content of a webhook's message; None: the webhook or the event is not in the database."""
         if (receiver := self._subscription_of(message)) is None:
             return None
         if message.is_test:
@@ -193,7 +179,7 @@ class MessageDelivery:
         return receiver, message_body(message, event_data(found[0], job), template_of(receiver)), trace
 
     def _content_of_job(self, message: Message) -> Content | None:
-        """None: the job is no longer in the record."""
+        """Return the content of a message for a job's `callback_url`; None: the job is not in the database."""
         if (job := self._store.get(message.job_id)) is None:
             return None
         receiver = subscription_of_job(job)
@@ -207,14 +193,14 @@ class MessageDelivery:
         if result.ok:
             self._messages.note_delivered(message, receiver, result, now)
             return
-        self._messages.note_failed(message, receiver, result, now, self._next_try_ms(message, result, now))
+        self._messages.note_failed(message, receiver, result, now, self._next_attempt_ms(message, result, now))
         if result.status == 410 and receiver.enabled and not message.is_test and not message.of_job:
             if not self._subscriptions.disable_if_url(receiver.url, receiver.id, REASON_GONE, now):
                 return
             log.warning("webhook_disabled", webhook=receiver.id, tenant=receiver.tenant, reason=REASON_GONE)
 
-    def _next_try_ms(self, message: Message, result: DeliveryResult, now_ms: int) -> int | None:
-        """When to try again; None: that was the last time."""
+    def _next_attempt_ms(self, message: Message, result: DeliveryResult, now_ms: int) -> int | None:
+        """Return the time of the next attempt; None: the message is given up."""
         if message.is_test or now_ms - message.owed_ms >= self._keep_ms or (message.of_job and result.permanent):
             return None
         wait_ms = min(_FIRST_RETRY_MS * 2.5 ** min(message.tries - 1, 20), _LONGEST_RETRY_MS)

@@ -1,4 +1,7 @@
-"""Sign one message and send it to one checked URL, within one deadline."""
+"""Sign one message and send it to one checked URL, within one deadline.
+
+`WebhookSender` takes plain values.  `SigningSender` gives it the URL and the signing secrets of a subscription.
+"""
 
 import base64
 import io
@@ -30,27 +33,36 @@ from ssrfguard import (
 )
 from standardwebhooks import Webhook
 
+from slotkeeper.clock import now_ms
+from slotkeeper.outbox.subscriptions import Subscription
+from slotkeeper.outbox.webhook_messages import Message
+from slotkeeper.registry.tenants import SecretRotations
+from tasks.security import vault
+from tasks.security.keyring import webhook_secrets
 from tasks.security.url_guard import _PUBLIC_ONLY_HINT, ALLOW_VARIABLE, Network, _opened_networks, _policy, examine_url
 
 log = logging.getLogger(__name__)
 MAX_RESPONSE_BYTES = 64 << 10
-"""Bytes taken of an answer, its headers included."""
+"""Bytes that are read of a response, its headers included."""
 MAX_QUOTED_BYTES = 256
-"""Bytes of its body that are told: what comes at once, for the status says all that counts."""
+"""Bytes of a response's body that are kept for the delivery log.  The status alone decides about success."""
 _BODY_WAIT_S = 0.5
-"""How long is waited for them."""
+"""How long the sender waits for the body after the headers."""
 MAX_RETRY_AFTER_S = 3600.0
-"""For so long a receiver may ask to be left alone."""
+"""The longest pause that a receiver may ask for."""
+_SECRET_UNREADABLE = "Its signing secret cannot be opened with this installation's secret; rotate it."
 
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """What came of one message.
+    """The result of sending one message.
 
-    `status`: the HTTP status, None when there was no answer.  `error`: empty, or one sentence that names
-    no more of the URL than scheme://host.  `permanent`: the same message will never get through.
-    `answer`: what its body begins with; not for strangers where it came from `inside`, a network that the operator
-    has opened.  `retry_after_s`: for how long the receiver asks to be left alone.
+    status: HTTP; None: there was no response.
+    error: "", or one sentence that contains of the URL only scheme://host.
+    permanent: the URL will never accept the message.
+    answer: the beginning of the response's body.  It is not shown to tenants if `inside` is true.
+    inside: the response came from a network that only the operator's setting makes reachable.
+    retry_after_s: the pause that the receiver has asked for.
     """
 
     ok: bool
@@ -63,29 +75,36 @@ class SendResult:
 
 
 class WebhookSender:
-    """Signs (Standard Webhooks) and sends.  May be shared between threads.
-
-    `allow`: see parse_allow.  `timeout_s`: for one message in all, from the look-up of the name to the status line
-    of the answer.  ValueError when one of them cannot be used.
-    """
+    """Signs messages as Standard Webhooks specifies, and sends them.  Thread-safe."""
 
     def __init__(self, allow: Sequence[Network] = (), timeout_s: float = 10.0) -> None:
+        """Create a sender.
+
+        allow: networks that may be reached although they are not public (`parse_networks`).
+        timeout_s: limit for one message, from the DNS lookup to the headers of the response.
+
+        Raises ValueError if either cannot be used.
+        """
         if timeout_s <= 0:
             raise ValueError("timeout_s must be above 0")
         self._allow = tuple(allow)
         self._timeout_s = timeout_s
         self._tls = _tls()
-        _opened_networks(self._allow)
+        _opened_networks(self._allow)  # raises ValueError for a network that cannot be allowed
 
     def send(
         self, url: str, message_id: str, body: bytes, now: datetime, secrets: Sequence[str], trace: str | None = None
     ) -> SendResult:
-        """POST `body` (JSON in UTF-8) once.  `now`: aware, in any zone.  `trace`: a traceparent.
+        """POST `body` once, and return the result; failures to deliver are not raised.
 
-        `secrets`: base64 of at least 24 bytes, with or without "whsec_"; the message is signed with each of them.
-        A receiver tells a repeated message by `message_id`, which must be the same at every try.
-        ValueError only for a naive `now`, a body that is not UTF-8, an id that no header can hold, no secret or one
-        that cannot be used.
+        message_id: the same at every attempt, so that the receiver recognizes a repeated message.
+        body: JSON in UTF-8.
+        now: an aware datetime, in any time zone.
+        secrets: base64 of at least 24 bytes, with or without "whsec_"; the message is signed with each of them.
+        trace: a traceparent.
+
+        Raises ValueError for a naive `now`, a body that is not UTF-8, an id that is not valid in a header, no secret,
+        or a secret that cannot be used.
         """
         target = examine_url(url, self._allow)
         if isinstance(target, str):
@@ -96,8 +115,8 @@ class WebhookSender:
             return self._post(target, origin, _path(url), body, headers)
         except BlockedAddressError as refused:
             return _refused_result(origin, refused)
-        except (OSError, HTTPException) as failed:
-            return SendResult(False, None, f"{origin}: {_failure_sentence(failed, self._timeout_s)}", permanent=False)
+        except (OSError, HTTPException) as error:
+            return SendResult(False, None, f"{origin}: {_describe_failure(error, self._timeout_s)}", permanent=False)
 
     def _post(self, target: Target, origin: str, path: str, body: bytes, headers: dict[str, str]) -> SendResult:
         deadline = _Deadline(self._timeout_s)
@@ -105,21 +124,21 @@ class WebhookSender:
             http = self._client(target)
             http.sock = cast(Any, _DeadlineSocket(sock, deadline))
             http.request("POST", path, body, headers)
-            answer = http.getresponse()
+            response = http.getresponse()
             deadline.shorten(_BODY_WAIT_S)
-            judged = _result_of_status(origin, answer.status)
-            retry_after_s = _retry_after_s(answer.status, answer.headers.get("Retry-After"))
+            result = _result_of_status(origin, response.status)
+            retry_after_s = _retry_after_s(response.status, response.headers.get("Retry-After"))
             return replace(
-                judged, answer=_read_beginning(answer), inside=self._is_internal(sock), retry_after_s=retry_after_s
+                result, answer=_read_beginning(response), inside=self._is_internal(sock), retry_after_s=retry_after_s
             )
 
     def _is_internal(self, sock: socket.socket) -> bool:
-        """Whether the other end is where only the operator lets us go."""
+        """Return whether only the operator's setting makes the peer's address reachable."""
         address = ip_address(sock.getpeername()[0].partition("%")[0])
         return any(address in network for network in self._allow)
 
     def _client(self, target: Target) -> HTTPConnection:
-        """Writes the Host header from the name in the URL; it never connects, its socket is given."""
+        """Return the HTTP client, which takes the Host header from the URL; the caller gives it a connected socket."""
         if target.scheme == "https":
             return HTTPSConnection(_host(target), target.port, context=self._tls)
         return HTTPConnection(_host(target), target.port)
@@ -137,46 +156,76 @@ class WebhookSender:
         return self._wrap_tls(sock, target, deadline) if target.scheme == "https" else sock
 
     def _wrap_tls(self, sock: socket.socket, target: Target, deadline: "_Deadline") -> socket.socket:
-        """TLS, with the certificate checked against the name in the URL, not against the address."""
-        with closing(sock):  # wrap_socket takes the descriptor over: after it there is nothing to close
+        """Wrap a connected socket in TLS, and verify the certificate against the name in the URL."""
+        with closing(sock):  # wrap_socket takes over the descriptor, so after it this closes nothing.
             sock.settimeout(deadline.left())
             return self._tls.wrap_socket(sock, server_hostname=_host(target))
 
 
+class SigningSender:
+    """Sends messages of the outbox, each signed with the secrets of its subscription.
+
+    A webhook has its own secrets.  A job's `callback_url` has the secrets of the job's tenant.
+    """
+
+    def __init__(self, sender: WebhookSender, rotations: SecretRotations) -> None:
+        self._sender, self._rotations = sender, rotations
+
+    def __call__(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> SendResult:
+        """Send a message once, and return the result.  `trace`: a traceparent.
+
+        If no secret can be decrypted, the result is a failure that may be repeated.  Raises DatabaseUnavailable.
+        """
+        secrets = self._list_secrets(receiver, message, now_ms())
+        if not secrets:
+            return SendResult(False, None, _SECRET_UNREADABLE, permanent=False)
+        return self._sender.send(receiver.url, message.id, body, datetime.now(UTC), secrets, trace)
+
+    def _list_secrets(self, receiver: Subscription, message: Message, now_ms: int) -> list[str]:
+        if message.of_job:
+            return webhook_secrets(receiver.tenant, self._rotations.get(receiver.tenant), now_ms)
+        opened = [vault.signing_secret(receiver.id, sealed) for sealed in receiver.list_sealed_secrets(now_ms)]
+        return [secret for secret in opened if secret is not None]
+
+
 class _Deadline:
-    """One end for everything that waits; a time-out of its own for each step would add up."""
+    """One deadline for all steps, because a separate timeout for each step would add up."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds, above 0.  TimeoutError when there are none."""
+        """Return the seconds until the deadline, above 0.  Raises TimeoutError if it has passed."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
     def shorten(self, seconds: float) -> None:
+        """Move the deadline to `seconds` from now, if that is earlier."""
         self._end = min(self._end, time.monotonic() + seconds)
 
     def look_up(self, *args: Any) -> list[Any]:
-        """socket.getaddrinfo, which has no time-out: the thread is left behind and ends by itself."""
-        answer: Future[list[Any]] = Future()
-        Thread(target=_complete, args=(answer, socket.getaddrinfo, args), daemon=True).start()
-        return answer.result(timeout=self.left())
+        """Call socket.getaddrinfo with these arguments.  Raises TimeoutError at the deadline.
+
+        getaddrinfo has no timeout, so it runs in a thread that is abandoned at the deadline and ends by itself.
+        """
+        found: Future[list[Any]] = Future()
+        Thread(target=_complete, args=(found, socket.getaddrinfo, args), daemon=True).start()
+        return found.result(timeout=self.left())
 
 
-def _complete(answer: "Future[Any]", call: Callable[..., Any], args: Iterable[Any]) -> None:
+def _complete(future: "Future[Any]", call: Callable[..., Any], args: Iterable[Any]) -> None:
     try:
-        answer.set_result(call(*args))
+        future.set_result(call(*args))
     except Exception as error:
-        answer.set_exception(error)
+        future.set_exception(error)
 
 
 class _DeadlineSocket:
-    """All that http.client asks of a socket.  Every wait gets only the time that is left.
+    """The part of the socket interface that http.client uses, with one deadline for all reads and writes.
 
-    A time-out of the socket itself counts from each byte, so one byte a second would hold it for ever.
+    A socket's own timeout starts again at each byte, so a receiver that sends one byte a second would never exceed it.
     """
 
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
@@ -192,10 +241,12 @@ class _DeadlineSocket:
         return io.BufferedReader(_BoundedReader(self._sock, self._deadline))
 
     def close(self) -> None:
-        """Nothing: who opened the socket closes it."""
+        """Do nothing: the function that opened the socket closes it."""
 
 
 class _BoundedReader(io.RawIOBase):
+    """Reads at most MAX_RESPONSE_BYTES, until the deadline."""
+
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
         self._sock, self._deadline, self._remaining = sock, deadline, MAX_RESPONSE_BYTES
 
@@ -216,7 +267,7 @@ def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]
         raise ValueError("now must be an aware datetime")
     if not secrets:
         raise ValueError("a message must be signed")
-    at = now.astimezone(UTC)  # the library overwrites any other zone and signs a wrong time
+    at = now.astimezone(UTC)  # The library replaces any other time zone by UTC, and would sign a wrong time.
     return {
         "content-type": "application/json",
         "user-agent": f"Slotkeeper/{_version()}",
@@ -228,8 +279,8 @@ def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]
 
 
 def _signer(secret: str) -> Webhook:
-    """The library drops what is no base64 without a word and would sign with what is left."""
     text = secret.removeprefix("whsec_")
+    # The library would silently drop characters that are not base64, and sign with the rest.
     try:
         key = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:
@@ -243,7 +294,10 @@ def _signer(secret: str) -> Webhook:
 
 
 def _tls() -> ssl.SSLContext:
-    """Trusts what the system trusts (SSL_CERT_FILE adds a private authority) and certifi's bundle."""
+    """Return a context that trusts certifi's bundle and the system's authorities.
+
+    SSL_CERT_FILE adds a private authority.
+    """
     context = ssl.create_default_context(cafile=certifi.where())
     context.load_default_certs()
     context.set_alpn_protocols(["http/1.1"])
@@ -251,7 +305,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _host(target: Target) -> str:
-    """The dot at the end of "example.com." steers the look-up alone; no certificate or Host has it."""
+    # The dot at the end of "example.com." concerns DNS alone; certificates and the Host header do not have it.
     return target.host.rstrip(".")
 
 
@@ -265,7 +319,7 @@ def _path(url: str) -> str:
 
 
 def _refused_result(origin: str, refused: BlockedAddressError) -> SendResult:
-    """The log tells the operator the address; the caller does not learn what a name inside points to."""
+    # Only the log contains the address: the result must not reveal to a tenant where an internal name points.
     log.warning("webhook to %s refused: %s", origin, refused)
     sentence = f"{origin} leads to an address that is not public: {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
     return SendResult(False, None, sentence, permanent=True)
@@ -282,37 +336,37 @@ def _result_of_status(origin: str, status: int) -> SendResult:
     return SendResult(False, status, f"{origin} answered {status}{remedy}.", permanent=status == 410)
 
 
-def _read_beginning(answer: HTTPResponse) -> str:
-    """What its body begins with, as far as that comes at once: one look, and whatever it finds will do."""
+def _read_beginning(response: HTTPResponse) -> str:
+    """Return the beginning of the body by one read; "" if that fails."""
     try:
-        return answer.read1(MAX_QUOTED_BYTES).decode(errors="replace")
+        return response.read1(MAX_QUOTED_BYTES).decode(errors="replace")
     except (OSError, HTTPException, ValueError):
         return ""
 
 
 def _retry_after_s(status: int, retry_after: str | None) -> float:
-    """What Retry-After asks for, where it is said in seconds and means that we come too often."""
+    """Return the seconds of a Retry-After header; 0 if it is a date, or if the status does not ask for a pause."""
     if status not in (429, 503) or retry_after is None or not re.fullmatch(r"[0-9]{1,9}", retry_after.strip()):
         return 0.0
     return min(float(retry_after), MAX_RETRY_AFTER_S)
 
 
-def _failure_sentence(failed: Exception, timeout_s: float) -> str:
-    """One sentence.  Nothing of the answer is quoted in it: it could be read back from inside."""
-    match failed:
+def _describe_failure(error: Exception, timeout_s: float) -> str:
+    """Return the error as a sentence that quotes nothing of the response, which may come from an internal network."""
+    match error:
         case TimeoutError():
             return f"no answer within {timeout_s:g} s."
         case RemoteDisconnected() | ConnectionResetError() | BrokenPipeError():
             return "the connection was closed without an answer."
         case ssl.SSLCertVerificationError():
-            return f"the certificate is refused: {failed.verify_message}."
+            return f"the certificate is refused: {error.verify_message}."
         case ssl.SSLError():
-            return f"TLS failed: {failed.reason or type(failed).__name__}."
+            return f"TLS failed: {error.reason or type(error).__name__}."
         case socket.gaierror():
             return "the name is not known."
         case HTTPException():
             return "the answer is not HTTP."
-    cause = failed.__cause__ if isinstance(failed.__cause__, OSError) else failed
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return f"the connection failed: {getattr(cause, 'strerror', None) or type(cause).__name__}."
 
 
@@ -320,5 +374,5 @@ def _failure_sentence(failed: Exception, timeout_s: float) -> str:
 def _version() -> str:
     try:
         return version("slotkeeper")
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # It runs from a checkout that is not installed.
         return "dev"

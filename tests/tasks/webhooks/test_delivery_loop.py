@@ -1,4 +1,4 @@
-"""Webhooks under way: receivers that never answer, a database that is away, rows that nobody can send."""
+"""The delivery loop: silent receivers, an unavailable database, and messages that cannot be sent."""
 
 import threading
 import time
@@ -17,8 +17,7 @@ from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message, MessageQueue
-from tasks.webhooks import delivery_loop
-from tasks.webhooks import message_delivery as source
+from tasks.webhooks import delivery_loop, message_delivery
 from tasks.webhooks.delivery_loop import DeliveryLoop
 from tasks.webhooks.delivery_queue import host_of_url
 from tasks.webhooks.message_delivery import MessageDelivery
@@ -28,207 +27,210 @@ from tools.cluster.stack import eventually
 _CLAIM_MS, _KEEP_S = 20_000, 86_400.0
 
 
-class Receivers:
-    """The outside: hosts whose name begins with "silent" answer only when the test lets them."""
+class FakeReceivers:
+    """Sends to receivers whose host names determine how they respond.
+
+    "silent…" does not respond until `released` is set, "refusing…" responds 404, "broken…" raises an error, and any
+    other host accepts the message.
+    """
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.told: list[tuple[str, str]] = []
-        self.let_go = threading.Event()
+        self.requested: list[str] = []  # hosts
+        self.delivered: list[tuple[str, str]] = []  # hosts and job ids
+        self.released = threading.Event()
 
     def send(self, receiver: Subscription, message: Message, body: bytes, trace: str | None) -> SendResult:
         host = host_of_url(receiver.url)
-        self.asked.append(host)
+        self.requested.append(host)
         if host.startswith("broken"):
             raise ZeroDivisionError("this test's sender")
         if host.startswith("silent"):
-            self.let_go.wait(60)
+            self.released.wait(60)
             return SendResult(False, None, "no answer", permanent=False)
         if host.startswith("refusing"):
-            return SendResult(False, 404, "it answered 404", permanent=False)
-        self.told.append((host, message.job_id))
+            return SendResult(False, 404, "404", permanent=False)
+        self.delivered.append((host, message.job_id))
         return SendResult(True, 200, "", permanent=False)
 
 
 @pytest.fixture
-def receivers() -> Iterator[Receivers]:
-    found = Receivers()
-    yield found
-    found.let_go.set()
+def receivers() -> Iterator[FakeReceivers]:
+    receivers = FakeReceivers()
+    yield receivers
+    receivers.released.set()
 
 
 @pytest.fixture
-def deliveries(database: Database, receivers: Receivers, monkeypatch) -> Iterator[DeliveryLoop]:
+def deliveries(database: Database, receivers: FakeReceivers, monkeypatch) -> Iterator[DeliveryLoop]:
     monkeypatch.setattr(delivery_loop, "_FIND_PERIOD_S", 0.0)
-    found = _deliveries(database, receivers)
-    yield found
-    receivers.let_go.set()
-    eventually(lambda: not found.running, "every try ends")
+    loop = _make_loop(database, receivers)
+    yield loop
+    receivers.released.set()
+    eventually(lambda: not loop.running, "every delivery ends")
 
 
-def _deliveries(database: Database, receivers: Receivers) -> DeliveryLoop:
+def _make_loop(database: Database, receivers: FakeReceivers) -> DeliveryLoop:
     return DeliveryLoop(database, MessageDelivery(database, receivers.send, _CLAIM_MS, _KEEP_S))
 
 
-def _owe(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
+def _add_message(store: JobStore, host: str, name: str, tenant: str = "default") -> str:
+    """Add a due message: the end of a job, for a `callback_url` on this host.  Returns the job's id."""
     now = now_ms() - 1000
     store.submit([NewJob(id=name, model="zimg", payload="{}", tenant=tenant, callback_url=f"https://{host}/hook")], now)
     store.cancel_waiting(name, now)
     return name
 
 
-def _until_quiet(deliveries: DeliveryLoop) -> None:
-    def is_quiet() -> bool:
+def _run_until_idle(deliveries: DeliveryLoop) -> None:
+    def is_idle() -> bool:
         return not deliveries.run_once() and not deliveries.running
 
-    eventually(is_quiet, "nothing is under way")
+    eventually(is_idle, "no message is due or being sent")
 
 
 def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, receivers) -> None:
     for n in range(100):
-        _owe(store, f"silent{n}", f"s{n}")
+        _add_message(store, f"silent{n}", f"s{n}")
     deliveries.run_once()
     assert deliveries.running == 100
     for n in range(20):
-        _owe(store, "good", f"g{n}")
+        _add_message(store, "good", f"g{n}")
 
-    def all_told() -> bool:
+    def all_delivered() -> bool:
         deliveries.run_once()
-        return len(receivers.told) == 20
+        return len(receivers.delivered) == 20
 
-    eventually(all_told, "the one that answers has all of its messages")
-    assert deliveries.running >= 100, "the silent ones are still being waited for"
+    eventually(all_delivered, "the receiver that responds has all of its messages")
+    assert deliveries.running >= 100, "the deliveries to the silent ones have not ended"
 
 
 def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
-    monkeypatch.setattr(source, "_PAGE", 10)
+    monkeypatch.setattr(message_delivery, "_PAGE", 10)
     monkeypatch.setattr(delivery_loop, "_MAX_FIND_SHARE", 1e9)
-    monkeypatch.setattr(source, "_NEWEST", 5)
+    monkeypatch.setattr(message_delivery, "_NEWEST", 5)
     for n in range(50):
-        _owe(store, "silent", f"s{n}")
+        _add_message(store, "silent", f"s{n}")
         if n == 30:
-            _owe(store, "good", "inside")
+            _add_message(store, "good", "inside")
 
-    def is_told() -> bool:
+    def is_delivered() -> bool:
         deliveries.run_once()
-        return receivers.told == [("good", "inside")]
+        return receivers.delivered == [("good", "inside")]
 
-    eventually(is_told, "it is found inside the pile")
-    eventually(lambda: deliveries.running == 1, "of the pile one is being tried")
+    eventually(is_delivered, "the message within the backlog is delivered")
+    eventually(lambda: deliveries.running == 1, "one message of the backlog is being sent")
 
 
-def test_what_has_become_due_just_now_does_not_wait_until_a_pile_has_been_read(
-    deliveries, store, receivers, monkeypatch
-) -> None:
-    monkeypatch.setattr(source, "_PAGE", 10)
+def test_a_new_message_does_not_wait_until_a_backlog_has_been_read(deliveries, store, receivers, monkeypatch) -> None:
+    monkeypatch.setattr(message_delivery, "_PAGE", 10)
     monkeypatch.setattr(delivery_loop, "_FIND_PERIOD_S", 60.0)
     monkeypatch.setattr(delivery_loop, "_MAX_FIND_SHARE", 1e-9)
     for n in range(50):
-        _owe(store, "silent", f"s{n}")
-    _owe(store, "good", "last")
+        _add_message(store, "silent", f"s{n}")
+    _add_message(store, "good", "last")
     deliveries.run_once()
-    eventually(lambda: receivers.told == [("good", "last")], "the first look has found it")
+    eventually(lambda: receivers.delivered == [("good", "last")], "the first poll has found the new message")
 
 
-def test_a_silent_receiver_of_one_tenant_is_tried_once_at_a_time(deliveries, store) -> None:
+def test_a_silent_receiver_has_one_delivery_at_a_time_for_all_tenants(deliveries, store) -> None:
     for n in range(5):
-        _owe(store, "silent", f"s{n}", tenant=f"t{n}")
+        _add_message(store, "silent", f"s{n}", tenant=f"t{n}")
     for _ in range(3):
         deliveries.run_once()
     assert deliveries.running == 1
 
 
-def test_a_host_that_refuses_one_job_is_sent_the_others_beside_each_other(deliveries, store, receivers) -> None:
-    _owe(store, "refusing", "first")
-    _until_quiet(deliveries)
+def test_a_host_that_refuses_one_callback_receives_the_others_concurrently(deliveries, store, receivers) -> None:
+    _add_message(store, "refusing", "first")
+    _run_until_idle(deliveries)
     for n in range(3):
-        _owe(store, "refusing", f"r{n}")
+        _add_message(store, "refusing", f"r{n}")
     deliveries.run_once()
-    eventually(lambda: len(receivers.asked) == 4, "all are asked in one turn")
+    eventually(lambda: len(receivers.requested) == 4, "one turn has sent all three")
 
 
 def test_receivers_take_turns(deliveries, store, receivers) -> None:
     for n in range(3):
-        _owe(store, "silent-a", f"a{n}")
+        _add_message(store, "silent-a", f"a{n}")
     for host in ("silent-b", "silent-c"):
-        _owe(store, host, f"{host}0")
+        _add_message(store, host, f"{host}0")
     deliveries.run_once()
-    eventually(lambda: sorted(receivers.asked) == ["silent-a", "silent-b", "silent-c"], "each is asked once")
+    eventually(lambda: sorted(receivers.requested) == ["silent-a", "silent-b", "silent-c"], "each has one request")
 
 
-def test_a_message_that_cannot_be_sent_ends_nothing_and_is_tried_again(database, deliveries, store, receivers) -> None:
-    _owe(store, "broken", "bad")
-    _owe(store, "good", "well")
-    _until_quiet(deliveries)
-    assert receivers.told == [("good", "well")]
+def test_a_message_whose_delivery_raises_an_error_is_retried_and_delays_no_other(
+    database, deliveries, store, receivers
+) -> None:
+    _add_message(store, "broken", "bad")
+    _add_message(store, "good", "well")
+    _run_until_idle(deliveries)
+    assert receivers.delivered == [("good", "well")]
     with database.read() as connection:
-        (left,) = connection.execute(rows.select()).all()
-    said = "It could not be sent: ZeroDivisionError."
-    assert (left.job_id, left.state, left.tries, left.last_error) == ("bad", "pending", 1, said)
-    assert [it.outcome for it in Redelivery(database).list_attempts("well")] == ["delivered"]
+        (row,) = connection.execute(rows.select()).all()
+    error = "It could not be sent: ZeroDivisionError."
+    assert (row.job_id, row.state, row.tries, row.last_error) == ("bad", "pending", 1, error)
+    assert [attempt.outcome for attempt in Redelivery(database).list_attempts("well")] == ["delivered"]
 
 
-def test_two_processes_tell_each_client_once(database, store, receivers, deliveries) -> None:
-    other = _deliveries(database, receivers)
-    names = [_owe(store, f"good{n % 3}", f"g{n}") for n in range(30)]
+def test_two_processes_send_each_message_once(database, store, receivers, deliveries) -> None:
+    other = _make_loop(database, receivers)
+    names = [_add_message(store, f"good{n % 3}", f"g{n}") for n in range(30)]
 
-    def all_told() -> bool:
-        threads = [threading.Thread(target=one.run_once) for one in (deliveries, other)]
+    def all_delivered() -> bool:
+        threads = [threading.Thread(target=loop.run_once) for loop in (deliveries, other)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return len(receivers.told) >= 30 and not other.running
+        return len(receivers.delivered) >= 30 and not other.running
 
-    eventually(all_told, "all are told")
-    assert sorted(job for _, job in receivers.told) == sorted(names)
+    eventually(all_delivered, "all messages are delivered")
+    assert sorted(job for _, job in receivers.delivered) == sorted(names)
 
 
-def test_a_claim_that_fails_gives_its_berths_back(deliveries, store, receivers, monkeypatch) -> None:
-    _owe(store, "good", "g")
+def test_a_failed_claim_releases_its_permits(deliveries, store, receivers, monkeypatch) -> None:
+    _add_message(store, "good", "g")
 
     def refuse(*_: Any) -> list[Message]:
-        raise DatabaseUnavailable("the database is away")
+        raise DatabaseUnavailable("this test's database")
 
-    with monkeypatch.context() as away:
-        away.setattr(MessageQueue, "claim", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(MessageQueue, "claim", refuse)
         with pytest.raises(DatabaseUnavailable):
             deliveries.run_once()
         assert deliveries.running == 0
-    _until_quiet(deliveries)
-    assert receivers.told == [("good", "g")]
+    _run_until_idle(deliveries)
+    assert receivers.delivered == [("good", "g")]
 
 
-def test_the_process_ends_when_told_to_and_survives_a_database_that_is_away(
-    deliveries, store, receivers, monkeypatch
-) -> None:
+def test_the_loop_survives_errors_of_the_database_and_ends_on_stop(deliveries, store, receivers, monkeypatch) -> None:
     monkeypatch.setattr(delivery_loop, "_RETRY_S", 0.01)
-    looks = iter([DatabaseUnavailable("away"), ZeroDivisionError("a bug")])
-    look = MessageQueue.list_due_callbacks
+    errors = iter([DatabaseUnavailable("this test's database"), ZeroDivisionError("a bug")])
+    list_due_callbacks = MessageQueue.list_due_callbacks
 
-    def shaky(self: MessageQueue, *args: Any) -> Any:
-        if (error := next(looks, None)) is not None:
+    def fail_twice(self: MessageQueue, *args: Any) -> Any:
+        if (error := next(errors, None)) is not None:
             raise error
-        return look(self, *args)
+        return list_due_callbacks(self, *args)
 
-    monkeypatch.setattr(MessageQueue, "list_due_callbacks", shaky)
-    _owe(store, "good", "g")
+    monkeypatch.setattr(MessageQueue, "list_due_callbacks", fail_twice)
+    _add_message(store, "good", "g")
     thread = threading.Thread(target=deliveries.run)
     thread.start()
-    eventually(lambda: receivers.told, "it goes on")
+    eventually(lambda: receivers.delivered, "the loop continues after the errors")
     deliveries.stop()
     thread.join(10)
     assert not thread.is_alive()
 
 
 @contextmanager
-def _resting(deliveries: DeliveryLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """While it runs, nothing is owed, and it would look again in an hour."""
+def _idle_loop(deliveries: DeliveryLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the loop in a thread; in the block, no message is pending, and the next poll is an hour away."""
     monkeypatch.setattr(delivery_loop, "_IDLE_FIND_PERIOD_S", 3600.0)
     thread = threading.Thread(target=deliveries.run)
     thread.start()
     try:
-        eventually(lambda: deliveries._find_at > time.monotonic() + 60, "it rests")
+        eventually(lambda: deliveries._find_at > time.monotonic() + 60, "the loop is idle")
         yield
     finally:
         deliveries.stop()
@@ -236,16 +238,16 @@ def _resting(deliveries: DeliveryLoop, monkeypatch: pytest.MonkeyPatch) -> Itera
         assert not thread.is_alive()
 
 
-def test_what_comes_to_be_owed_while_nothing_was_is_sent(deliveries, store, receivers, monkeypatch) -> None:
-    with _resting(deliveries, monkeypatch):
-        _owe(store, "good", "g")
-        eventually(lambda: receivers.told, "it is sent")
+def test_an_idle_loop_sends_a_new_message(deliveries, store, receivers, monkeypatch) -> None:
+    with _idle_loop(deliveries, monkeypatch):
+        _add_message(store, "good", "g")
+        eventually(lambda: receivers.delivered, "the message is delivered")
 
 
-def test_what_is_due_later_is_sent_though_nobody_writes_to_the_record(
+def test_an_idle_loop_retries_a_message_although_nothing_is_committed(
     deliveries, store, receivers, monkeypatch
 ) -> None:
-    monkeypatch.setattr(source, "_FIRST_RETRY_MS", 500)
-    with _resting(deliveries, monkeypatch):
-        _owe(store, "broken", "b")
-        eventually(lambda: len(receivers.asked) == 2, "it is tried once more")
+    monkeypatch.setattr(message_delivery, "_FIRST_RETRY_MS", 500)
+    with _idle_loop(deliveries, monkeypatch):
+        _add_message(store, "broken", "b")
+        eventually(lambda: len(receivers.requested) == 2, "the message is sent a second time")

@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/webhooks.md do what the page says."""
+"""The examples and limits on the page docs/how-to/webhooks.md are correct."""
 
 import json
 import re
@@ -23,45 +23,46 @@ TEMPLATE = json.loads(shlex.split(re.search(r"--template ('.*?')\n", PAGE)[1])[0
 
 
 @pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
-def test_the_receiver_of_the_page_takes_what_is_signed_with_its_secret_and_nothing_else(
+def test_the_documented_receiver_accepts_only_messages_signed_with_its_secret(
     api: Api, tmp_path: Path, settings: dict[str, str]
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/"
-    mine, others = (api.client.post("/webhooks", json={"url": url}).json for _ in range(2))
+    own, other = (api.client.post("/webhooks", json={"url": url}).json for _ in range(2))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    code = code.replace("whsec_...", mine["secret"]).replace("9000", str(port))
+    code = code.replace("whsec_...", own["secret"]).replace("9000", str(port))
     with (tmp_path / "out").open("w") as out, subprocess.Popen([sys.executable, "-c", code], stdout=out) as receiver:
         try:
-            eventually(lambda: is_open("127.0.0.1", port), "it listens")
-            found = [_tested(api, it["webhook"]) for it in (mine, others)]
+            eventually(lambda: is_open("127.0.0.1", port), "the receiver listens")
+            deliveries = [_send_test(api, webhook["webhook"]) for webhook in (own, other)]
         finally:
             receiver.terminate()
-    assert [it["status"] for it in found] == [204, 401]
-    assert (tmp_path / "out").read_text().split()[:2] == [found[0]["message"], "webhook.test"]
+    assert [delivery["status"] for delivery in deliveries] == [204, 401]
+    assert (tmp_path / "out").read_text().split()[:2] == [deliveries[0]["message"], "webhook.test"]
 
 
-def _tested(api: Api, webhook: str) -> Any:
-    sending = delivery_loop.make_delivery_loop(api.database)
+def _send_test(api: Api, webhook: str) -> Any:
+    """Send a test message to a webhook, and return the delivery as the API shows it."""
+    loop = delivery_loop.make_delivery_loop(api.database)
     api.client.post(f"/webhooks/{webhook}/test")
 
     def deliveries() -> Any:
-        sending._find_at = 0.0
-        sending.run_once()
+        loop._find_at = 0.0
+        loop.run_once()
         return api.client.get(f"/webhooks/{webhook}/deliveries").json["deliveries"]
 
-    eventually(deliveries, "it is sent")
+    eventually(deliveries, "the test message is delivered")
     return deliveries()[0]
 
 
-def test_the_template_of_the_page_is_one() -> None:
+def test_the_documented_template_is_valid() -> None:
     assert bodies.validate_template(TEMPLATE)
     for name in bodies.TEMPLATE_FIELDS:
         assert f"`{name}`" in PAGE, name
 
 
 @pytest.mark.parametrize(
-    "told",
+    "limit",
     [
         f"up to {TaskSettings().webhook_most_receivers} ",
         f"{bodies.MAX_TEMPLATE_BYTES:,} bytes and {bodies.MAX_TEMPLATE_NAMES} names",
@@ -73,5 +74,5 @@ def test_the_template_of_the_page_is_one() -> None:
         f"after {subscriptions.SHORTEST_COOLDOWN_MS // 1000} s at first",
     ],
 )
-def test_the_bounds_of_the_page_are_those_that_hold(told: str) -> None:
-    assert told in " ".join(PAGE.split())
+def test_the_documented_limits_are_the_configured_ones(limit: str) -> None:
+    assert limit in " ".join(PAGE.split())

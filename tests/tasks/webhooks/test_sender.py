@@ -1,4 +1,4 @@
-"""Sending to real receivers on this machine: what arrives, what is made of the answer, and when it ends."""
+"""Sending to real receivers on this machine: the request, the result of each response, the deadline, and TLS."""
 
 import base64
 import json
@@ -23,8 +23,8 @@ from tasks.webhooks.sender import MAX_RESPONSE_BYTES, SendResult, WebhookSender
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 LOOPBACK = parse_networks("127.0.0.1/32")
 BODY = b'{"job_id": "j1", "status": "completed", "result": {"url": "https://x/\xc3\xa9"}}'
-SOON_S = 0.2  # the deadline of a test
-SLACK_S = 4.0  # what a busy machine may add to it; without a deadline nothing here ends within 5 s
+SOON_S = 0.2  # the deadline in tests of the deadline
+SLACK_S = 4.0  # how much later a send may end on a busy machine; without a deadline, none here would end within 5 s
 
 
 def now() -> datetime:
@@ -52,13 +52,13 @@ def url(httpserver):
 
 
 def received(httpserver):
-    """The one webhook; somebody who knew this port before may ask for another path."""
+    """Return the only request to /hook; a client of an earlier server on this port may request other paths."""
     (request,) = [request for request, _ in httpserver.log if request.path == "/hook"]
     return request
 
 
 def read_all(conn: socket.socket) -> bytes:
-    """The whole request; a receiver that closes before has its answer thrown away."""
+    """Read and return the whole request; if a receiver closes earlier, the sender never sees its response."""
     request = b""
     while not request.endswith(BODY):
         request += conn.recv(65536)
@@ -66,38 +66,42 @@ def read_all(conn: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def names(monkeypatch):
-    """A host name that stands for this machine, whatever it is."""
+def resolve_to_loopback(monkeypatch):
+    """Resolve every host name to 127.0.0.1."""
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _host, *rest: real("127.0.0.1", *rest))
 
 
 @pytest.fixture
-def receiver():
-    """Starts a receiver that does with its one connection what the test says, until the test ends."""
-    over, threads = threading.Event(), []
+def start_receiver():
+    """Return a function that starts a receiver and returns its URL.
 
-    def start(behave) -> str:
+    The receiver accepts one connection, and passes it to a function of the test with an event that is set when the test
+    ends.
+    """
+    ended, threads = threading.Event(), []
+
+    def start(respond) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
 
         def serve():
             with listener, listener.accept()[0] as conn, suppress(OSError):
-                behave(conn, over)
+                respond(conn, ended)
 
         threads.append(threading.Thread(target=serve))
         threads[-1].start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}/"
 
     yield start
-    over.set()
+    ended.set()
     for thread in threads:
         thread.join(5)
 
 
-# What arrives
+# -- the request ---------------------------------------------------------------------------------------------------
 
 
-def test_a_message_arrives_whole_and_signed(httpserver, url):
+def test_a_message_is_signed_and_arrives_unchanged(httpserver, url):
     httpserver.expect_request("/hook", method="POST").respond_with_data("", 204)
     assert send(url) == SendResult(ok=True, status=204, error="", permanent=False)
     request = received(httpserver)
@@ -129,7 +133,7 @@ def test_a_message_that_was_tampered_with_does_not_verify(httpserver, url, chang
 
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=5, minutes=30)), timezone(-timedelta(hours=8))])
-def test_the_time_is_right_and_signed_right_in_every_zone(httpserver, url, zone):
+def test_a_time_in_any_zone_is_sent_and_signed_in_utc(httpserver, url, zone):
     httpserver.expect_request("/hook").respond_with_data("ok")
     at = now()
     send(url, at=at.astimezone(zone))
@@ -143,44 +147,44 @@ def test_a_naive_time_is_refused(url):
         send(url, at=datetime(2026, 1, 1))
 
 
-def test_an_id_cannot_smuggle_in_a_header(receiver):
-    target = receiver(lambda conn, over: over.wait(5))
+def test_an_id_with_a_line_break_is_refused(start_receiver):
+    target = start_receiver(lambda conn, ended: ended.wait(5))
     with pytest.raises(ValueError, match="header"):
         a_sender().send(target, "msg_1\r\nx-evil: 1", BODY, now(), [SECRET])
 
 
-def test_path_and_query_arrive_as_written_and_the_fragment_stays_here(httpserver, url):
+def test_path_and_query_are_sent_unchanged_and_the_fragment_is_not_sent(httpserver, url):
     httpserver.expect_request("/hook").respond_with_data("ok")
     send(url + "?a=%20b&token=t0ken#fragment")
     assert received(httpserver).environ["QUERY_STRING"] == "a=%20b&token=t0ken"
 
 
 @pytest.mark.parametrize(("rest", "line"), [("", b"POST / HTTP/1.1"), ("?a=1", b"POST /?a=1 HTTP/1.1")])
-def test_a_url_without_a_path_means_the_root(receiver, rest, line):
+def test_a_url_without_a_path_requests_the_root(start_receiver, rest, line):
     lines = []
 
-    def behave(conn, _over):
+    def respond(conn, _ended):
         lines.append(read_all(conn).splitlines()[0])
         conn.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
 
-    assert send(receiver(behave).rstrip("/") + rest).ok
+    assert send(start_receiver(respond).rstrip("/") + rest).ok
     assert lines == [line]
 
 
-def test_a_short_body_is_not_held_back_for_an_acknowledgement(httpserver, url, monkeypatch):
-    at_once, real = [], socket.socket.connect
+def test_a_short_body_is_sent_without_waiting_for_an_acknowledgement(httpserver, url, monkeypatch):
+    no_delay, real = [], socket.socket.connect
 
-    def connect(sock, where):
-        at_once.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        real(sock, where)
+    def connect(sock, address):
+        no_delay.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        real(sock, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     httpserver.expect_request("/hook").respond_with_data("ok")
     assert send(url).ok
-    assert at_once != [0]
+    assert no_delay != [0]
 
 
-def test_the_host_header_holds_the_name_and_not_the_address(httpserver, names):
+def test_the_host_header_contains_the_name_and_not_the_address(httpserver, resolve_to_loopback):
     httpserver.expect_request("/hook").respond_with_data("ok")
     assert send(f"http://hooks.example.test.:{httpserver.port}/hook").ok
     assert received(httpserver).headers["host"] == f"hooks.example.test:{httpserver.port}"
@@ -199,18 +203,18 @@ def test_no_proxy_of_the_environment_is_used(httpserver, url, monkeypatch):
         "",
         "whsec_",
         "whsec_c2hvcnQ=",
-        "no base64 at all, but long enough to be one, were it not for the blanks and commas",
+        "long enough for a secret, but with spaces and commas, which are not base64",
         "whsec_" + "ä" * 40,
         "A" * 33,
     ],
 )
-def test_a_secret_that_would_sign_with_something_else_is_refused_without_being_told(secret):
-    with pytest.raises(ValueError, match="openssl rand") as refused:
+def test_an_invalid_secret_is_refused_and_not_quoted(secret):
+    with pytest.raises(ValueError, match="openssl rand") as caught:
         send("http://127.0.0.1:1/", secrets=[secret])
-    assert len(secret) < 9 or secret not in str(refused.value)
+    assert len(secret) < 9 or secret not in str(caught.value)
 
 
-def test_a_secret_may_come_without_prefix_and_padding(httpserver, url):
+def test_a_secret_needs_no_prefix_and_no_padding(httpserver, url):
     httpserver.expect_request("/hook").respond_with_data("ok")
     secret = base64.b64encode(b"k" * 32).decode()
     assert send(url, secrets=[secret.rstrip("=")]).ok
@@ -222,33 +226,33 @@ def test_a_deadline_must_be_above_zero():
         WebhookSender(timeout_s=0)
 
 
-# What is made of the answer
+# -- the result ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
-def test_any_2xx_is_success(httpserver, url, status):
+def test_any_2xx_status_is_a_success(httpserver, url, status):
     httpserver.expect_request("/hook").respond_with_data("", status)
     assert send(url) == SendResult(True, status, "", False)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 429, 500, 502, 503])
-def test_any_other_answer_may_be_tried_again(httpserver, url, status):
+def test_any_other_status_may_be_retried(httpserver, url, status):
     httpserver.expect_request("/hook").respond_with_data("inner secrets", status)
     sent = send(url + "?token=t0ken")
     assert (sent.ok, sent.status, sent.permanent) == (False, status, False)
     assert sent.error == f"http://127.0.0.1 answered {status}."
 
 
-def test_gone_is_for_good(httpserver, url):
+def test_410_is_permanent(httpserver, url):
     httpserver.expect_request("/hook").respond_with_data("", 410)
     sent = send(url)
     assert (sent.ok, sent.status, sent.permanent) == (False, 410, True)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_told_and_not_followed(httpserver, url, status):
-    inside = {"location": f"http://127.0.0.1:{httpserver.port}/inside"}
-    httpserver.expect_request("/hook").respond_with_data("", status, inside)
+def test_a_redirect_is_reported_and_not_followed(httpserver, url, status):
+    headers = {"location": f"http://127.0.0.1:{httpserver.port}/inside"}
+    httpserver.expect_request("/hook").respond_with_data("", status, headers)
     httpserver.expect_request("/inside").respond_with_data("")
     sent = send(url)
     assert (sent.ok, sent.status, sent.permanent) == (False, status, False)
@@ -256,7 +260,7 @@ def test_a_redirect_is_told_and_not_followed(httpserver, url, status):
     assert "/inside" not in [request.path for request, _ in httpserver.log]
 
 
-def test_a_closed_port_may_be_tried_again():
+def test_a_refused_connection_may_be_retried():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     sent = send(f"http://127.0.0.1:{port}/?token=t0ken")
@@ -264,7 +268,7 @@ def test_a_closed_port_may_be_tried_again():
     assert sent.error == "http://127.0.0.1: the connection failed: Connection refused."
 
 
-def test_an_unknown_name_may_be_tried_again(monkeypatch):
+def test_an_unknown_name_may_be_retried(monkeypatch):
     def unknown(*_args):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -274,7 +278,7 @@ def test_an_unknown_name_may_be_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("response", "expected"),
     [
         (b"", "closed without an answer"),
         (b"220 mail.example ESMTP\r\n", "not HTTP"),
@@ -283,61 +287,61 @@ def test_an_unknown_name_may_be_tried_again(monkeypatch):
         (b"\x00\xff" * 100, "not HTTP"),
     ],
 )
-def test_an_answer_that_is_not_http_is_a_failure_and_is_not_quoted(receiver, answer, told):
-    def behave(conn, _over):
+def test_a_response_that_is_not_http_is_a_failure_and_is_not_quoted(start_receiver, response, expected):
+    def respond(conn, _ended):
         read_all(conn)
-        conn.sendall(answer)
+        conn.sendall(response)
 
-    sent = send(receiver(behave))
+    sent = send(start_receiver(respond))
     assert (sent.ok, sent.status, sent.permanent) == (False, None, False)
-    assert told in sent.error and "mail" not in sent.error
+    assert expected in sent.error and "mail" not in sent.error
 
 
-# When it ends
+# -- the deadline --------------------------------------------------------------------------------------------------
 
 
-def ends_in_time(url: str, body: bytes = BODY) -> SendResult:
-    start = time.monotonic()
+def send_within_deadline(url: str, body: bytes = BODY) -> SendResult:
+    began_s = time.monotonic()
     sent = send(url, timeout_s=SOON_S, body=body)
-    assert time.monotonic() - start < SOON_S + SLACK_S
+    assert time.monotonic() - began_s < SOON_S + SLACK_S
     return sent
 
 
-def is_late(sent: SendResult) -> bool:
+def timed_out(sent: SendResult) -> bool:
     return not sent.ok and not sent.permanent and "no answer within 0.2 s" in sent.error
 
 
-def drip(conn: socket.socket, over: threading.Event, first: bytes, drop: bytes) -> None:
-    """One drop long before any single read would give up, and never an end."""
-    conn.sendall(first)
-    while not over.wait(SOON_S / 4):
-        conn.sendall(drop)
+def drip(conn: socket.socket, ended: threading.Event, start: bytes, chunk: bytes) -> None:
+    """Send `start`, then a chunk at intervals far below the timeout of a single read, until the test ends."""
+    conn.sendall(start)
+    while not ended.wait(SOON_S / 4):
+        conn.sendall(chunk)
 
 
-def test_a_receiver_that_never_answers_is_given_up(receiver):
-    assert is_late(ends_in_time(receiver(lambda conn, over: over.wait(5))))
+def test_a_receiver_that_does_not_respond_is_given_up(start_receiver):
+    assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: ended.wait(5))))
 
 
 @pytest.mark.parametrize(
-    ("first", "drop"), [(b"HTTP/1.1 200 OK", b" "), (b"HTTP/1.1 200 OK\r\nx: y", b"y")], ids=["status", "header"]
+    ("start", "chunk"), [(b"HTTP/1.1 200 OK", b" "), (b"HTTP/1.1 200 OK\r\nx: y", b"y")], ids=["status", "header"]
 )
-def test_a_receiver_that_trickles_its_answer_is_given_up(receiver, first, drop):
-    assert is_late(ends_in_time(receiver(lambda conn, over: drip(conn, over, first, drop))))
+def test_a_receiver_that_trickles_its_answer_is_given_up(start_receiver, start, chunk):
+    assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: drip(conn, ended, start, chunk))))
 
 
-def test_a_receiver_that_does_not_read_is_given_up(receiver):
+def test_a_receiver_that_does_not_read_is_given_up(start_receiver):
     body = json.dumps({"x": "y" * (32 << 20)}).encode()
-    assert is_late(ends_in_time(receiver(lambda conn, over: over.wait(5)), body))
+    assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: ended.wait(5)), body))
 
 
 class SlowSocket:
-    """Takes and gives one byte a second, by its own clock."""
+    """A socket that sends and receives one byte a second, by a simulated clock."""
 
     def __init__(self) -> None:
-        self.clock_s, self.waits = 0.0, []
+        self.clock_s, self.timeouts_s = 0.0, []
 
     def settimeout(self, seconds):
-        self.waits.append(seconds)
+        self.timeouts_s.append(seconds)
 
     def send(self, _data) -> int:
         self.clock_s += 1
@@ -347,47 +351,47 @@ class SlowSocket:
         return self.send(b"")
 
 
-@pytest.mark.parametrize("way", ["send", "read"])
-def test_steady_progress_does_not_move_the_deadline(monkeypatch, way):
+@pytest.mark.parametrize("operation", ["send", "read"])
+def test_steady_progress_does_not_extend_the_deadline(monkeypatch, operation):
     slow = SlowSocket()
     monkeypatch.setattr(sender, "time", SimpleNamespace(monotonic=lambda: slow.clock_s))
-    wire = sender._DeadlineSocket(slow, sender._Deadline(5))
+    bounded = sender._DeadlineSocket(slow, sender._Deadline(5))
     with pytest.raises(TimeoutError):
-        wire.sendall(b"x" * 100) if way == "send" else wire.makefile("rb").read(100)
-    assert slow.waits == [5, 4, 3, 2, 1]
+        bounded.sendall(b"x" * 100) if operation == "send" else bounded.makefile("rb").read(100)
+    assert slow.timeouts_s == [5, 4, 3, 2, 1]
 
 
-def test_a_handshake_that_never_comes_is_given_up(receiver):
-    target = receiver(lambda conn, over: over.wait(5)).replace("http:", "https:")
-    assert is_late(ends_in_time(target))
+def test_a_missing_tls_handshake_is_given_up(start_receiver):
+    target = start_receiver(lambda conn, ended: ended.wait(5)).replace("http:", "https:")
+    assert timed_out(send_within_deadline(target))
 
 
-def test_a_look_up_that_hangs_is_given_up(monkeypatch):
-    over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: over.wait(5) and [])
+def test_a_dns_lookup_that_hangs_is_given_up(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: ended.wait(5) and [])
     try:
-        assert is_late(ends_in_time("http://slow.test/"))
+        assert timed_out(send_within_deadline("http://slow.test/"))
     finally:
-        over.set()
+        ended.set()
 
 
 def test_many_addresses_share_one_deadline(monkeypatch):
     row = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(*row, (f"8.8.8.{i}", 80)) for i in range(200)])
-    waited = []
+    timeouts_s = []
 
-    def connect(sock, _where):
-        waited.append(sock.gettimeout())
+    def connect(sock, _address):
+        timeouts_s.append(sock.gettimeout())
         raise TimeoutError
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    assert is_late(ends_in_time("http://many.test/"))
-    assert len(waited) > 1 and sum(waited) <= SOON_S
+    assert timed_out(send_within_deadline("http://many.test/"))
+    assert len(timeouts_s) > 1 and sum(timeouts_s) <= SOON_S
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """Bytes that were read from any socket of this process by the sender."""
+def bytes_read(monkeypatch):
+    """Return a list of the sizes of all reads from sockets of this process."""
     sizes, real = [], socket.socket.recv_into
 
     def recv_into(sock, *args):
@@ -398,59 +402,62 @@ def taken(monkeypatch):
     return sizes
 
 
-def pour(first: bytes, more: bytes):
-    def behave(conn, over):
+def pour(start: bytes, more: bytes):
+    """Return a function for `start_receiver` that sends `start`, then `more` without end."""
+
+    def respond(conn, ended):
         read_all(conn)
-        conn.sendall(first)
-        while not over.is_set():
+        conn.sendall(start)
+        while not ended.is_set():
             conn.sendall(more)
 
-    return behave
+    return respond
 
 
-def test_a_body_without_end_is_not_read(receiver, taken):
-    sent = send(receiver(pour(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", b"x" * 65536)))
+def test_a_body_without_end_is_not_read(start_receiver, bytes_read):
+    sent = send(start_receiver(pour(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", b"x" * 65536)))
     assert sent == SendResult(True, 200, "", False)
-    assert sum(taken) <= 16 << 10
+    assert sum(bytes_read) <= 16 << 10
 
 
-def test_the_body_of_a_redirect_is_not_read_either(receiver, taken):
+def test_the_body_of_a_redirect_is_not_read_either(start_receiver, bytes_read):
     head = b"HTTP/1.1 302 Found\r\nlocation: /x\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert send(receiver(pour(head, b"10000\r\n" + b"x" * 65536 + b"\r\n"))).status == 302
-    assert sum(taken) <= 16 << 10
+    assert send(start_receiver(pour(head, b"10000\r\n" + b"x" * 65536 + b"\r\n"))).status == 302
+    assert sum(bytes_read) <= 16 << 10
 
 
-def test_a_trickling_body_is_not_waited_for(receiver):
+def test_the_sender_does_not_wait_for_a_slow_body(start_receiver):
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"
-    assert ends_in_time(receiver(lambda conn, over: drip(conn, over, head, b"x"))).ok
+    assert send_within_deadline(start_receiver(lambda conn, ended: drip(conn, ended, head, b"x"))).ok
 
 
-def test_answers_before_the_answer_are_not_read_for_ever(receiver, taken):
-    sent = send(receiver(pour(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)))
+def test_endless_interim_responses_are_not_read(start_receiver, bytes_read):
+    sent = send(start_receiver(pour(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)))
     assert (sent.ok, sent.permanent) == (False, False)
-    assert sum(taken) <= MAX_RESPONSE_BYTES + (16 << 10)
+    assert sum(bytes_read) <= MAX_RESPONSE_BYTES + (16 << 10)
 
 
-# TLS
+# -- TLS -----------------------------------------------------------------------------------------------------------
 
 
-def pem(thing) -> bytes:
+def pem(key_or_certificate) -> bytes:
     serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
-    if hasattr(thing, "private_bytes"):
+    encoding = serialization.Encoding.PEM
+    if hasattr(key_or_certificate, "private_bytes"):
         plain = serialization.NoEncryption()
-        return thing.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    return thing.public_bytes(serialization.Encoding.PEM)
+        return key_or_certificate.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
+    return key_or_certificate.public_bytes(encoding)
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    """A folder with ca.pem, a private authority, and server.pem, its certificate for hooks.example.test."""
+    """Return a directory with ca.pem, a private authority, and server.pem, its certificate for hooks.example.test."""
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256
 
     def a_certificate(name, key, issuer, signing_key, extensions):
-        made = x509.CertificateBuilder(
+        builder = x509.CertificateBuilder(
             x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]),
             x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]),
             key.public_key(),
@@ -459,8 +466,8 @@ def authority(tmp_path_factory):
             now() + timedelta(days=1),
         )
         for extension in extensions:
-            made = made.add_extension(extension, critical=False)
-        return made.sign(signing_key, SHA256())
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(signing_key, SHA256())
 
     root, leaf = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     is_ca = x509.BasicConstraints(ca=True, path_length=None)
@@ -473,17 +480,17 @@ def authority(tmp_path_factory):
 
 
 @pytest.fixture
-def tls_server(authority, names):
-    """(server, names that clients asked for by SNI)"""
+def tls_server(authority, resolve_to_loopback):
+    """Return a server for hooks.example.test, and a list of the names that clients request by SNI."""
     from pytest_httpserver import HTTPServer
 
-    asked = []
+    server_names = []
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(authority / "server.pem")
-    context.sni_callback = lambda _sock, name, _context: asked.append(name)
+    context.sni_callback = lambda _sock, name, _context: server_names.append(name)
     with HTTPServer("127.0.0.1", 0, ssl_context=context) as server:
         server.expect_request("/hook").respond_with_data("ok")
-        yield server, asked
+        yield server, server_names
 
 
 @pytest.fixture
@@ -491,17 +498,17 @@ def trusted(authority, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))
 
 
-def test_tls_asks_for_and_checks_the_name_in_the_url(tls_server, trusted):
-    server, asked = tls_server
+def test_sni_and_the_certificate_check_use_the_name_in_the_url(tls_server, trusted):
+    server, server_names = tls_server
     assert send(f"https://hooks.example.test:{server.port}/hook") == SendResult(True, 200, "", False)
-    assert asked == ["hooks.example.test"]
+    assert server_names == ["hooks.example.test"]
     assert received(server).headers["host"] == f"hooks.example.test:{server.port}"
 
 
-def test_a_dot_behind_the_name_is_no_part_of_it_for_tls(tls_server, trusted):
-    server, asked = tls_server
+def test_a_trailing_dot_is_not_part_of_the_name_in_tls(tls_server, trusted):
+    server, server_names = tls_server
     assert send(f"https://hooks.example.test.:{server.port}/hook").ok
-    assert asked == ["hooks.example.test"]
+    assert server_names == ["hooks.example.test"]
 
 
 def test_a_certificate_for_another_name_is_refused(tls_server, trusted):
@@ -511,31 +518,31 @@ def test_a_certificate_for_another_name_is_refused(tls_server, trusted):
     assert not tls_server[0].log
 
 
-def test_a_certificate_for_the_name_is_no_certificate_for_the_address(tls_server, trusted):
+def test_a_certificate_for_a_name_is_refused_for_its_address(tls_server, trusted):
     sent = send(f"https://127.0.0.1:{tls_server[0].port}/hook")
     assert "certificate is refused: IP address mismatch" in sent.error
 
 
-def test_an_authority_that_nobody_trusts_is_refused(tls_server):
+def test_a_certificate_of_an_untrusted_authority_is_refused(tls_server):
     sent = send(f"https://hooks.example.test:{tls_server[0].port}/hook")
     assert not sent.ok and "certificate is refused" in sent.error
     assert not tls_server[0].log
 
 
-def test_http_where_tls_was_asked_for_is_a_failure(httpserver):
+def test_plain_http_on_an_https_url_is_a_failure(httpserver):
     sent = send(f"https://127.0.0.1:{httpserver.port}/")
     assert (sent.ok, sent.permanent) == (False, False) and "TLS failed" in sent.error
 
 
-def test_the_usual_port_is_left_out_of_the_host_header(monkeypatch):
-    """RFC 9110, 7.2; some receivers compare it as a text."""
+def test_the_default_port_is_not_in_the_host_header(monkeypatch):
+    """RFC 9110, 7.2.  Some receivers compare the header as text."""
     hosts = {}
     for scheme, port in (("http", 80), ("https", 443)):
         target = url_guard.Target(scheme, "2606:4700::1", port, "", ip_address("2606:4700::1"))
         client = a_sender()._client(target)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            client.sock = ours
+        local, remote = socket.socketpair()
+        with local, remote:
+            client.sock = local
             client.request("GET", "/")
-            hosts[scheme] = theirs.recv(4096).decode().split("Host: ")[1].split("\r\n")[0]
+            hosts[scheme] = remote.recv(4096).decode().split("Host: ")[1].split("\r\n")[0]
     assert hosts == {"http": "[2606:4700::1]", "https": "[2606:4700::1]"}

@@ -1,1 +1,1 @@
-"""The process `relay`: it publishes all events to each sink, in order."""
+"""The process `relay`: publishes all events to each sink, in order."""

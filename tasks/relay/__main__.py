@@ -12,6 +12,7 @@ from tasks.relay.relay import RelayThreads
 
 
 def main() -> None:
+    """Run the process until SIGTERM or SIGINT."""
     startup.prepare_or_exit()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

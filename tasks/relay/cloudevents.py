@@ -1,4 +1,7 @@
-"""Events as CloudEvents 1.0, in JSON, structured mode: one text for all sinks.  Plain dicts: they are made for each."""
+"""Convert events to CloudEvents 1.0 in JSON, structured mode, the same text for all sinks.
+
+They are plain dicts and not objects of the SDK, because one is made for every event.
+"""
 
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -10,13 +13,14 @@ from slotkeeper.jobs.states import Reason
 from slotkeeper.outbox.event_reader import OutboxEvent
 
 CONTENT_TYPE = "application/cloudevents+json; charset=utf-8"
-# A run that went wrong and is tried again: a job's failure in the words of other queues, where ours only ends a job.
+# The alias of a failed run whose job is retried.  Other queues report each failed attempt under this type; here the
+# type itself is used only for the end of a job.
 _FAILED = "job.failed"
 _RETRIED_REASONS = frozenset({Reason.SERVER_ERROR, Reason.SERVER_LOST, Reason.LEASE_EXPIRED})
 
 
 def subject_of(entry: OutboxEvent) -> str:
-    """What it is about: a job's id, else the kind and name of what an act changes."""
+    """Return the subject of an event: the job's id, or for an audit entry the kind and name of the changed object."""
     if entry.event.job_id:
         return entry.event.job_id
     for kind, name in (("server", entry.server), ("model", entry.model), ("tenant", entry.tenant)):
@@ -26,7 +30,7 @@ def subject_of(entry: OutboxEvent) -> str:
 
 
 def to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
-    """An event as a CloudEvent.  `source` and its `id` tell it from all others."""
+    """Return an event as a CloudEvent, which `source` and its `id` identify."""
     event, subject = entry.event, subject_of(entry)
     at = iso_time(event.at_ms)
     cloudevent = {
@@ -46,21 +50,21 @@ def to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
 
 
 def to_json(entry: OutboxEvent, source: str) -> str:
-    """The same as JSON."""
+    """Return `to_cloudevent` as JSON."""
     return orjson.dumps(to_cloudevent(entry, source)).decode()
 
 
 def event_data(entry: OutboxEvent) -> dict[str, Any]:
-    """What an event says: of a transition, of an act, or of what was noticed."""
+    """Return the data of an event: a transition of a job, an audit entry, or an observation."""
     return _event_data(entry, iso_time(entry.event.at_ms))
 
 
 def _event_data(entry: OutboxEvent, at: str) -> dict[str, Any]:
     event = entry.event
     if entry.actor is not None:
-        about = {"job_id": event.job_id, "model": entry.model, "server": entry.server, "tenant": entry.tenant}
-        known = {name: value for name, value in about.items() if value}
-        return {"actor": entry.actor, **known, **event.data, "at": at}
+        changed = {"job_id": event.job_id, "model": entry.model, "server": entry.server, "tenant": entry.tenant}
+        named = {name: value for name, value in changed.items() if value}
+        return {"actor": entry.actor, **named, **event.data, "at": at}
     if "why" not in event.data:
         return {"subject": event.job_id, **event.data, "at": at}
     data = {
@@ -83,11 +87,11 @@ def _event_data(entry: OutboxEvent, at: str) -> dict[str, Any]:
 
 
 def iso_time(at_ms: int) -> str:
-    """ISO 8601 in UTC with milliseconds."""
+    """Return a time as ISO 8601 in UTC with milliseconds."""
     return f"{_format_second(at_ms // 1000)}.{at_ms % 1000:03d}Z"
 
 
 @lru_cache(maxsize=64)
 def _format_second(at_s: int) -> str:
-    """Events are told in the order of their times, so a second comes many times in a row."""
+    # Cached, because events are published in the order of their times, so many in a row have the same second.
     return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%dT%H:%M:%S}"

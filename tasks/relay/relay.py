@@ -1,12 +1,13 @@
-"""The relay: publishes all events, from the record to each sink, in their order.
+"""The relay: publishes all events from the database to each sink, in order.
 
-    python -m tasks.relay                        # a process of its own
-    python -m tasks.webhooks --embedded-relay    # threads of that process, where one of each is enough
+    python -m tasks.relay                        # as a separate process
+    python -m tasks.webhooks --embedded-relay    # in threads of the process `webhooks`
 
-It reads the events as streams do (slotkeeper/outbox/event_reader.py): none is passed over, and none is told that a
-power cut could take back.  A sink's cursor stands in the record (slotkeeper/outbox/sink_cursors.py) and is moved when
-the sink keeps what was published, so each event is published at least once.  A sink that is away holds up nobody: what
-it has not got waits in the record. Any number of these processes may run; one of them at a time relays to a sink.
+The relay reads events as event streams do (slotkeeper/outbox/event_reader.py): it skips none, and it publishes none
+that a power cut could undo.  The cursor of each sink is stored in the database (slotkeeper/outbox/sink_cursors.py).  It
+is advanced when the sink has confirmed the events, so each event is published at least once.  A sink that is
+unavailable delays no other sink; its events stay in the database.  Any number of these processes may run, and one at a
+time relays to a sink.
 """
 
 import os
@@ -33,36 +34,36 @@ from tasks.relay.sinks.sink import CursorMismatch, PublishedEvent, Sink, SinkUna
 log = structlog.get_logger(__name__)
 
 _FIRST_BATCH, _MAX_BATCH = 50, 500
-_SLOW_BATCH_S = 1.0  # for a batch: the next one is smaller, so that a cursor is never held longer than for _HELD_MS
-# Between two looks, longer each time that nothing has happened.  A look costs as much as twenty events.
+_SLOW_BATCH_S = 1.0  # After a slower batch, the next one is smaller, so that no batch outlasts the hold of _HOLD_MS.
+# The pause between two polls grows while there are no events.  A poll costs as much as publishing twenty events.
 _MIN_PAUSE_S, _MAX_PAUSE_S, _PAUSE_GROWTH = 0.2, 0.5, 1.4
-_HOLD_MS = 10_000  # for so long a cursor is held; longer than any sink takes to answer
-_HOLD_PERIOD_S = 3.0
+_HOLD_MS = 10_000  # how long a cursor is held; longer than any sink takes to confirm
+_HOLD_PERIOD_S = 3.0  # between two renewals of a hold
 _MIN_RETRY_S, _MAX_RETRY_S = 0.25, 2.0
 _STOP_WAIT_S = 4.5
 
 
 class Relay:
-    """Publishes to one sink for as long as it holds that one's cursor.  For one thread."""
+    """Publishes events to one sink while it holds the sink's cursor.  For one thread."""
 
     def __init__(self, name: str, database: Database, sink: Sink, holder: str = "") -> None:
-        """`holder`: who it is; empty: nobody else's name."""
+        """Create a relay.  `name`: of the sink.  `holder`: its name as holder of the cursor; "": a unique one."""
         self._name, self._database, self._sink = name, database, sink
         self._cursors, self._catalog = SinkCursors(database), Catalog(database)
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._stopped = threading.Event()
-        self._wake = threading.Event()  # It is to look, or to stop.
-        self._has_listener = False  # whether somebody wakes it
+        self._wake = threading.Event()  # There was a commit, or `stop` was called.
+        self._has_listener = False  # whether a change listener sets _wake
         self._source = ""
-        self._reader: EventReader | None = None  # None: it is not known where to go on
+        self._reader: EventReader | None = None  # None: the position must be read from the cursor and the sink
         self._position = 0  # of the cursor
         self._batch_size = _FIRST_BATCH
-        self._has_more = False  # The last batch was as large as it may be.
+        self._has_more = False  # The last batch was full.
         self._renew_at = 0.0
-        self._retry_s = 0.0  # how long it waits before it tries again; 0: all is well
+        self._retry_s = 0.0  # the pause after the last failure; 0: the last batch succeeded
 
     def run(self) -> None:
-        """Publish until `stop`."""
+        """Publish events until `stop`."""
         retry_after_s = _MIN_PAUSE_S
         while not self._stopped.is_set():
             try:
@@ -78,16 +79,17 @@ class Relay:
         self._close()
 
     def stop(self) -> None:
+        """Make `run` return.  May be called in any thread."""
         self._stopped.set()
         self._wake.set()
 
     def wake_on_change(self, listener: ChangeListener) -> None:
-        """Look when something was written, and hardly ever while nothing is."""
+        """Poll after a commit, and otherwise only to renew the hold of the cursor."""
         self._has_listener = True
         listener.on_change(self._wake.set)
 
     def _wait(self, seconds: float) -> None:
-        """Until it is time to look again, `seconds` being how long that is where nobody tells of news."""
+        """Wait for `seconds`.  An idle relay with the longest pause waits for a commit or the renewal of its hold."""
         if self._is_idle and seconds == _MAX_PAUSE_S:
             self._wake.wait(max(self._renew_at - time.monotonic(), seconds))
             self._wake.clear()
@@ -96,16 +98,16 @@ class Relay:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is nothing to do until somebody writes: all that can be told is, and the cursor is its own."""
+        """Whether only a commit can bring new events: all are published, and this relay holds the cursor."""
         return self._has_listener and self._reader is not None and not self._reader.has_gap
 
     def relay_batch(self) -> int:
-        """Publish what is new, up to a batch; answers how many.  Raises SinkUnavailable, DatabaseUnavailable."""
+        """Publish new events, at most a batch, and return how many.  Raises SinkUnavailable, DatabaseUnavailable."""
         self._has_more = False
         reader = self._hold_cursor()
         if reader is None:
             return 0
-        self._reader = None  # Unless all goes well it is asked anew how far the sink has come.
+        self._reader = None  # After any failure, the next call reads the position again.
         found = reader.read(self._batch_size)
         is_full = len(found) == self._batch_size
         if found:
@@ -129,7 +131,7 @@ class Relay:
         began, smaller = time.monotonic(), max(self._batch_size // 2, 1)
         try:
             self._sink.publish(batch)
-        except SinkUnavailable:  # Perhaps for it was given more than it takes in its time.
+        except SinkUnavailable:  # The batch may have been too large for the sink's timeout.
             self._batch_size = smaller
             raise
         took_long = time.monotonic() - began > _SLOW_BATCH_S
@@ -140,7 +142,10 @@ class Relay:
         return PublishedEvent(entry.event.id, event["subject"], entry.event.type, event)
 
     def _hold_cursor(self) -> EventReader | None:
-        """Where to read on; None: somebody else relays.  Whoever has not held it for a while asks first."""
+        """Return a reader at the sink's position; None: another relay holds the cursor.
+
+        The hold is renewed every few seconds.
+        """
         if self._reader is not None and time.monotonic() < self._renew_at:
             return self._reader
         self._renew_at = time.monotonic() + _HOLD_PERIOD_S
@@ -156,8 +161,11 @@ class Relay:
         return self._reader
 
     def _move_cursor(self, to: int) -> bool:
-        """All up to `to` are with the sink.  False: somebody else has moved the cursor."""
-        if to <= self._position:  # It had lost some, which it has again.
+        """Advance the cursor to `to`, up to which the sink has all events.
+
+        Returns False if another relay has moved the cursor.
+        """
+        if to <= self._position:  # The sink had lost events, which were published to it again.
             return True
         until = now_ms() + _HOLD_MS
         moved = self._cursors.advance(self._name, self._holder, self._position, to, until)
@@ -175,12 +183,15 @@ class Relay:
         try:
             self._sink.close()
             self._cursors.release(self._name, self._holder)
-        except Exception as error:  # Its time will be over soon.
+        except Exception as error:  # The hold expires by itself.
             log.warning("relay_stop_failed", sink=self._name, error=str(error))
 
 
 def make_relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:
-    """One for each sink that the settings name.  Raises ValueError: one of them says too little."""
+    """Return a relay for each sink that the settings name.
+
+    Raises ValueError if a setting or a library of a sink is missing.
+    """
 
     def find_event(number: int) -> str | None:
         found = EventReader(database, after=number - 1, transitions_only=False).read(1)
@@ -200,7 +211,7 @@ class RelayThreads:
     """All relays of one process, each in a thread."""
 
     def __init__(self, database: Database, settings: EventSettings, listener: ChangeListener) -> None:
-        """Raises ValueError: a sink's settings say too little."""
+        """Create the relays.  Raises ValueError as `make_relays`."""
         self._relays = make_relays(database, settings)
         self._listener = listener
         for relay in self._relays:
@@ -209,19 +220,20 @@ class RelayThreads:
         self._process_report: liveness.ProcessReport | None = None
 
     def start(self) -> None:
+        """Start the threads."""
         self._listener.start()
         for thread in self._threads:
             thread.start()
         self._process_report = liveness.start_reporting("relay", services.processes())
 
     def stop(self) -> None:
-        """Have them end; for a signal's handler, too."""
+        """Make all threads end.  May be called in a signal handler."""
         self._listener.stop()
         for relay in self._relays:
             relay.stop()
 
     def end(self) -> None:
-        """Returns when all have let go of their cursors, or after 4.5 s."""
+        """Stop, and wait until all relays have released their cursors, for 4.5 s at most."""
         self.stop()
         if self._process_report is not None:
             self._process_report.end()

@@ -1,1 +1,1 @@
-"""The installation's secret, the keys and secrets under it, and the URLs that strangers may name."""
+"""The installation's secret, the keys derived from it, sealed secrets, and checks of untrusted URLs."""

@@ -1,12 +1,13 @@
-"""The installation's secret, and the keys derived from it: one for each purpose, so that none opens another's door.
+"""The installation's secret, and the keys derived from it, a different one for each purpose.
 
-    secret --HKDF-SHA256--> callback tokens
-                            webhooks, for each tenant and each rotation of its secret
-                            secrets by name, sealed in the record
-                            the fingerprint by which processes see whether they have the same secret
+    secret --HKDF-SHA256--> key of callback tokens
+                            webhook secrets, for each tenant and each rotation
+                            key that encrypts named secrets in the database
+                            key that signs session cookies
+                            fingerprint: processes compare it to detect different secrets
 
-Who is given a webhook secret, to verify with, can therefore make no token and no other tenant's webhook, and can
-go back to nothing.  A former secret (SLOTKEEPER_FORMER_SECRET) still verifies and signs, until it is unset.
+So a receiver that verifies with its webhook secret cannot make a callback token or sign for another tenant, and cannot
+compute the installation's secret.  A former secret (SLOTKEEPER_FORMER_SECRET) verifies and signs until it is unset.
 """
 
 import base64
@@ -25,13 +26,13 @@ from slotkeeper.registry.tenants import SecretRotation
 from slotkeeper.state_folder import read_or_create
 from tasks.config import TaskSettings
 
-_MIN_SECRET_BYTES, _MIN_DIFFERENT_BYTES = 24, 12  # of random bytes, hardly ever fewer are different
+_MIN_SECRET_BYTES, _MIN_DIFFERENT_BYTES = 24, 12  # 24 random bytes almost never have fewer than 12 distinct values.
 _KEY_BYTES = 32  # of a derived key: one block of HKDF-SHA256
 _SALT = b"slotkeeper keys 1"
 
 
 class Purpose(StrEnum):
-    """What a key is for.  A new purpose is a new row here; nothing is signed with the secret itself."""
+    """The purpose of a derived key.  The installation's secret itself signs and encrypts nothing."""
 
     CALLBACK = "callback"
     WEBHOOK = "webhook"
@@ -42,14 +43,14 @@ class Purpose(StrEnum):
 
 @lru_cache(maxsize=1024)
 def derive(secret: bytes, purpose: Purpose, *context: str) -> bytes:
-    """The key of 32 bytes for this purpose and context (RFC 5869; `info` is the JSON list of both)."""
+    """Return the key of 32 bytes for a purpose and a context (RFC 5869; `info` is the JSON list of both)."""
     info = orjson.dumps([purpose, *context])
     extracted = hmac.digest(_SALT, secret, hashlib.sha256)
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
 
 
 def callback_keys() -> tuple[bytes, ...]:
-    """Those under which a callback token is valid; new ones are made with the first."""
+    """Return the keys that verify callback tokens; the first one signs new tokens."""
     return _callback_keys(installation_secrets())
 
 
@@ -59,17 +60,17 @@ def _callback_keys(secrets: tuple[bytes, ...]) -> tuple[bytes, ...]:
 
 
 def sealing_keys() -> Iterator[bytes]:
-    """Those under which secrets in the record may be sealed; new ones are with the first."""
+    """Return the keys that decrypt secrets in the database; the first one encrypts new secrets."""
     return (derive(secret, Purpose.SEALING) for secret in installation_secrets())
 
 
 def session_keys() -> Iterator[bytes]:
-    """Those under which a visit to the page is valid; new ones are signed with the first."""
+    """Return the keys that verify session cookies; the first one signs new cookies."""
     return (derive(secret, Purpose.SESSION) for secret in installation_secrets())
 
 
 def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[str]:
-    """With which a tenant's messages are signed at `now_ms`, the newest first, as Standard Webhooks writes them."""
+    """Return the secrets that sign a tenant's messages at `now_ms`, newest first, as Standard Webhooks formats them."""
     return [
         _encode_secret(derive(secret, Purpose.WEBHOOK, tenant, str(number)))
         for secret in installation_secrets()
@@ -78,27 +79,27 @@ def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[
 
 
 def fingerprints() -> list[str]:
-    """Tells secrets apart without telling anything of them; that of the present one first."""
+    """Return a hash of each installation secret that reveals nothing of it, the current secret first."""
     return [derive(secret, Purpose.FINGERPRINT).hex()[:16] for secret in installation_secrets()]
 
 
 @singleton
 def installation_secrets() -> tuple[bytes, ...]:
-    """The present secret, from the settings or else from `home`, and the former one if it is still told.
+    """Return the current secret, from the settings or else from `home`, and the former one if it is set.
 
-    Raises ValueError for one that is none.
+    Raises ValueError for a secret that is not valid.
     """
     settings = TaskSettings()
-    present = settings.secret or read_or_create(StorageSettings().home / "secret", _new_secret)
+    current = settings.secret or read_or_create(StorageSettings().home / "secret", _make_secret)
     former = [decode_secret(settings.former_secret, "SLOTKEEPER_FORMER_SECRET")] if settings.former_secret else []
-    return (decode_secret(present, "SLOTKEEPER_SECRET"), *former)
+    return (decode_secret(current, "SLOTKEEPER_SECRET"), *former)
 
 
 def decode_secret(text: str, name: str) -> bytes:
-    """The secret's bytes.  Raises ValueError, which names the setting and not the secret."""
+    """Return the bytes of a secret.  Raises ValueError, which names the setting and does not quote the secret."""
     try:
-        bare = text.strip().removeprefix("whsec_")
-        secret = base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
+        encoded = text.strip().removeprefix("whsec_")
+        secret = base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
     except ValueError:
         secret = b""
     if len(secret) < _MIN_SECRET_BYTES:
@@ -114,5 +115,5 @@ def _encode_secret(key: bytes) -> str:
     return f"whsec_{base64.b64encode(key).decode()}"
 
 
-def _new_secret() -> str:
+def _make_secret() -> str:
     return base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode()

@@ -1,13 +1,15 @@
-"""Send one signed message to one URL that a stranger chose, without reaching anything inside by it.
+"""Check an untrusted URL, so that no webhook reaches an internal address (SSRF).
 
-Plain values in, a plain value out: nothing here knows the record, Redis or Celery.
+The module takes and returns plain values, and uses no database, Redis or Celery.
 
-The name is looked up once, every answer is checked, and the socket is opened to an address that was
-checked (ssrfguard: Policy, resolve, connect).  Above that stands http.client and not requests, because
-requests reads the whole body of a redirect even when it does not follow it, because a time-out there
-counts anew for every read and every address, and because http.client has no redirects, proxies, netrc
-or cookies to switch off.  What ssrfguard 0.4.1 leaves open is closed here: _TABLE, _openings, _examine
-and _Deadline say what and why.  The table of attacks is tests/tasks/security/test_url_guard.py.
+The URL is checked here.  When a message is sent (tasks/webhooks/sender.py), the name is resolved once, every address is
+checked, and the socket is connected to a checked address (ssrfguard: Policy, resolve, connect).  http.client sends the
+request and not requests, for three reasons: requests reads the whole body of a redirect even if it does not follow it;
+its timeout starts again for every read and every address; and http.client has no redirects, proxies, netrc or cookies
+that must be disabled.
+
+ssrfguard 0.4.1 alone does not prevent all attacks.  _TABLE, _opened_networks and examine_url here, and _Deadline in the
+sender, prevent the others; their comments give the reasons.  tests/tasks/security/test_url_guard.py lists the attacks.
 """
 
 import logging
@@ -37,21 +39,24 @@ log = logging.getLogger(__name__)
 Network = IPv4Network | IPv6Network
 
 MAX_URL_LENGTH = 2048
-"""Characters."""
+"""In characters."""
 
 REFUSED_PORTS = frozenset({21, 22, 23, 25, 53, 110, 119, 139, 143, 445, 465, 587, 993, 995, 6379, 6667, 9100, 11211})
-"""Where the text of a POST could be taken for commands: mail, news, shells, printers, Redis, memcached.
-Every other port from 1 to 65535 is open: receivers listen on any, and the address is the guard."""
+"""Ports of servers that could execute the text of a POST as commands: mail, news, shells, printers, Redis, memcached.
+
+All other ports from 1 to 65535 are allowed: a receiver may listen on any, and the check of the address protects them.
+"""
 
 ALLOW_VARIABLE = "SLOTKEEPER_WEBHOOK_ALLOW"
 
 _LOOPBACK = (ip_address("127.0.0.1"), ip_address("::1"))
 
-# Stricter than the library's table in four ways.  Of the prefixes that carry an IPv4 address, only
-# NAT64 is unwrapped, since a DNS64 network answers with it for any public name; mapped, 6to4 and Teredo
-# addresses never name a real receiver.  The special blocks that IANA calls reachable hold routers'
-# services (192.0.0.9 is the nearest NAT), no receivers.  WireServer looks public but is not.  And IPv6 outside of
-# 2000::/3 is not assigned, so that only a private network can route it.
+# Stricter than the library's table in four ways:
+# - Of the IPv6 prefixes that embed an IPv4 address, only NAT64 is translated, because DNS64 returns it for any public
+#   name.  Mapped, 6to4 and Teredo addresses never belong to a real receiver.
+# - The special blocks that IANA lists as reachable contain services of routers (192.0.0.9 is the nearest NAT).
+# - Azure's WireServer has a public address but is internal.
+# - IPv6 outside 2000::/3 is not assigned, so only a private network can route it.
 _TABLE = AddressTable(
     (
         *(b if b.network == NAT64_NETWORK else replace(b, reach=Reach.DENIED) for b in DEFAULT_DENIED.blocks),
@@ -62,9 +67,9 @@ _TABLE = AddressTable(
         ),
     )
 )
-_CARRIERS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.TRANSLATED)
+_EMBEDDING_NETWORKS = tuple(b.network for b in DEFAULT_DENIED.blocks if b.reach is Reach.TRANSLATED)
 
-# Python's parser also takes [v1.name] and drops what stands behind a bracket.
+# Python's parser also accepts [v1.name], and drops text after a closing bracket.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d*)?")
 _VISIBLE = re.compile(r"[!-\[\]-~]*")  # visible ASCII without the backslash
 _PUBLIC_ONLY_HINT = "only public addresses are sent to; use a public one, or have the operator add its network to "
@@ -72,28 +77,28 @@ _NO_HOST = "The host is neither a DNS name nor an IP address in its plain form; 
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """The networks in "127.0.0.1/32, 10.0.0.0/8" that may be sent to although they are not public.
+    """Parse the operator's list of allowed networks, such as "127.0.0.1/32, 10.0.0.0/8".
 
-    ValueError names the entry that is wrong and what to write instead.
+    Raises ValueError, which names the wrong entry and what to write instead.
     """
-    networks = tuple(_network(entry) for entry in re.split(r"[,\s]+", text) if entry)
-    _opened_networks(networks)
+    networks = tuple(_parse_network(entry) for entry in re.split(r"[,\s]+", text) if entry)
+    _opened_networks(networks)  # raises ValueError for a network that cannot be allowed
     return networks
 
 
 def check_url(url: str, allow: Sequence[Network] = ()) -> str | None:
-    """Why no message can go to this URL, with the remedy; None when nothing speaks against it.
+    """Return why a URL is refused and how to correct it, as a sentence; None: the URL is accepted.
 
-    Looks nothing up: a name that leads inside is found out, and refused, when a message is sent.
+    The host is not resolved.  A name with an internal address is refused when a message is sent.
     """
-    found = examine_url(url, tuple(allow))
-    return found if isinstance(found, str) else None
+    result = examine_url(url, tuple(allow))
+    return result if isinstance(result, str) else None
 
 
 def examine_url(url: str, allow: tuple[Network, ...]) -> Target | str:
-    """Where the URL leads, or the sentence that tells why it leads nowhere.
+    """Return the target of a URL, or a sentence with the reason why the URL is refused.
 
-    The target is used for the connection as it stands, so no second parser can read the URL otherwise.
+    The connection uses this target, so no second parser can interpret the URL differently.
     """
     if len(url) > MAX_URL_LENGTH:
         return f"The URL is longer than {MAX_URL_LENGTH} characters; shorten it."
@@ -128,9 +133,9 @@ def _check_host(url: str, parts: SplitResult, allow: tuple[Network, ...]) -> Tar
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
         target = _policy(allow, port).check_url(url)
-    except BlockedURLError as no:
-        if isinstance(no.__cause__, BlockedAddressError):
-            return f"{parts.hostname} is not public ({no.reason}): {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
+    except BlockedURLError as error:
+        if isinstance(error.__cause__, BlockedAddressError):
+            return f"{parts.hostname} is not public ({error.reason}): {_PUBLIC_ONLY_HINT}{ALLOW_VARIABLE}."
         return _NO_HOST
     if target.address is None and parse_host_address(target.host) is not None:
         return _NO_HOST
@@ -149,27 +154,32 @@ def _policy(allow: tuple[Network, ...], port: int) -> Policy:
         denied_networks=_TABLE,
         allowed_networks=_opened_networks(allow),
         allowed_ports=frozenset({port}),
-        on_partial_block="reject",  # a name that points inside and outside is an attempt, not a mistake
+        on_partial_block="reject",  # A name with both internal and public addresses is an attack, not a mistake.
     )
 
 
 @lru_cache(maxsize=16)
 def _opened_networks(allow: tuple[Network, ...]) -> tuple[Network, ...]:
-    """What the operator's list opens: all of it, except for cloud metadata.
+    """Return the operator's networks without the addresses of cloud metadata.
 
-    Metadata gives away the machine's credentials, and lies in ranges that are opened for other reasons
-    (100.64.0.0/10 and fd00::/8 for VPNs), so it is open only where an entry names that one address.
+    Metadata services reveal the machine's credentials, and their addresses are in ranges that operators allow for other
+    reasons (100.64.0.0/10 and fd00::/8 for VPNs).  So such an address is allowed only by an entry for it alone.
+
+    Raises ValueError for a network that cannot be allowed.
     """
     opened: list[Network] = []
     for network in allow:
-        _refuse_carrier(network)
+        _check_embeds_no_ipv4(network)
         opened += _without_metadata(network)
     return tuple(opened)
 
 
-def _refuse_carrier(network: Network) -> None:
-    """An open network is not unwrapped, so every IPv4 address inside the wrapper would be open too."""
-    if network != ip_network("::1/128") and any(network.overlaps(carrier) for carrier in _CARRIERS):
+def _check_embeds_no_ipv4(network: Network) -> None:
+    """Raise ValueError for a network of IPv6 addresses that embed IPv4 addresses.
+
+    The embedded addresses of an allowed network are not checked, so it would allow all of them.
+    """
+    if network != ip_network("::1/128") and any(network.overlaps(embedding) for embedding in _EMBEDDING_NETWORKS):
         raise ValueError(
             f"{ALLOW_VARIABLE}: {network} holds IPv6 addresses that carry IPv4 addresses; "
             "write the IPv4 or the narrower IPv6 network that is meant"
@@ -177,11 +187,11 @@ def _refuse_carrier(network: Network) -> None:
 
 
 def _without_metadata(network: Network) -> list[Network]:
-    left = [network]
+    remaining = [network]
     for address in METADATA_ADDRESSES:
         if network.num_addresses > 1 and address in network:
-            left = [piece for whole in left for piece in _exclude(whole, ip_network(address))]
-    return left
+            remaining = [part for whole in remaining for part in _exclude(whole, ip_network(address))]
+    return remaining
 
 
 def _exclude(whole: Network, excluded: Network) -> list[Network]:
@@ -190,10 +200,10 @@ def _exclude(whole: Network, excluded: Network) -> list[Network]:
     return list(cast(Any, whole).address_exclude(excluded))
 
 
-def _network(entry: str) -> Network:
+def _parse_network(entry: str) -> Network:
     try:
         return ip_network(entry)
-    except ValueError as bad:
+    except ValueError as error:
         raise ValueError(
-            f"{ALLOW_VARIABLE}: {bad}; write networks such as 10.0.0.0/8 or 127.0.0.1/32, with commas between"
+            f"{ALLOW_VARIABLE}: {error}; write networks such as 10.0.0.0/8 or 127.0.0.1/32, with commas between"
         ) from None

@@ -1,8 +1,8 @@
-"""Secrets by name: sealed for the record, opened for the requests of those models that may name them.
+"""Encrypt secrets for the database, and decrypt them for requests of the models that may use them.
 
-AES-256-GCM under a key of the installation's secret; the name is authenticated with the value, so that one row of the
-record cannot be put in another's place.  The cipher is loaded by the first secret: it takes every process 6 MiB, and
-many an installation has none.
+A secret is sealed with AES-256-GCM under a key that is derived from the installation's secret.  The name is
+authenticated with the value, so a row of the database cannot be copied over another one.  The cipher is imported when
+it is first used, because it costs 6 MiB in each process and many installations have no secrets.
 """
 
 import base64
@@ -18,17 +18,15 @@ from tasks.security.keyring import sealing_keys
 log = structlog.get_logger(__name__)
 
 NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
-VALUE_PATTERN = r"[ -~]+"  # what a header can carry
+VALUE_PATTERN = r"[ -~]+"  # the characters that an HTTP header may contain
 _NO_LIMIT = 1_000_000
-MIN_LENGTH, MAX_LENGTH = (
-    8,
-    4096,
-)  # characters; a shorter one would be taken for itself wherever a text repeats its letters
+# In characters.  A shorter secret would be redacted wherever a text happens to contain the same letters.
+MIN_LENGTH, MAX_LENGTH = 8, 4096
 _NONCE_BYTES, _SIGNING_SECRET_BYTES = 12, 32  # bytes
 
 
 def seal(name: str, value: str) -> str:
-    """The secret as the record keeps it.  Raises InvalidRequest for what cannot be one."""
+    """Return a named secret encrypted for the database.  Raises InvalidRequest if name or value is not valid."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise InvalidRequest("name", "name is a word of letters, digits and _, of at most 64, such as HF_TOKEN")
     if not MIN_LENGTH <= len(value) <= MAX_LENGTH or not re.fullmatch(VALUE_PATTERN, value):
@@ -37,18 +35,18 @@ def seal(name: str, value: str) -> str:
 
 
 def new_signing_secret(receiver_id: str) -> tuple[str, str]:
-    """A secret with which a receiver's messages are signed, as Standard Webhooks writes it; and as it is kept."""
+    """Return a new signing secret for a webhook, in the format of Standard Webhooks, and the same secret encrypted."""
     secret = f"whsec_{base64.b64encode(secrets.token_bytes(_SIGNING_SECRET_BYTES)).decode()}"
     return secret, _seal(_receiver_seal_name(receiver_id), secret)
 
 
 def signing_secret(receiver_id: str, sealed: str) -> str | None:
-    """None: it was sealed under another installation's secret."""
+    """Decrypt the signing secret of a webhook.  Returns None if another installation's secret encrypted it."""
     return unseal(_receiver_seal_name(receiver_id), sealed)
 
 
 def _receiver_seal_name(receiver_id: str) -> str:
-    return f"webhook {receiver_id}"  # With a blank: no secret that descriptions name is called so.
+    return f"webhook {receiver_id}"  # NAME_PATTERN allows no space, so no named secret has this name.
 
 
 def _seal(name: str, value: str) -> str:
@@ -61,7 +59,7 @@ def _seal(name: str, value: str) -> str:
 
 @lru_cache(maxsize=1024)
 def unseal(name: str, sealed: str) -> str | None:
-    """The secret; None: it was sealed under another installation's secret."""
+    """Decrypt a named secret.  Returns None if another installation's secret encrypted it."""
     return next((value for key in sealing_keys() if (value := _open_with(key, name, sealed)) is not None), None)
 
 

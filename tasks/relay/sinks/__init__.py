@@ -1,4 +1,4 @@
-"""Sinks: where the relay publishes events.  Each is a file here and a word of SLOTKEEPER_EVENTS_TO."""
+"""Sinks: where the relay publishes events.  Each is a module here and a value of SLOTKEEPER_EVENTS_TO."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,12 +7,11 @@ from tasks.relay.sinks.sink import Sink
 from tasks.services import database, scripts
 
 FindEvent = Callable[[int], "str | None"]
+"""Returns the published JSON of the event with this number; None: it is not in the database."""
 
 
 def make(name: str, settings: EventSettings, find_event: FindEvent) -> Sink:
-    """Return the sink of this name, and load its library.
-
-    find_event: returns an event by its number in the form in which it is published; None: it is not stored.
+    """Return the sink of this name, and import its library.
 
     Raises ValueError if a setting or a library is missing.
     """

@@ -1,29 +1,34 @@
-"""An exchange of an AMQP broker, such as RabbitMQ: of the kind `topic`, with the event's type as routing key."""
+"""A sink that publishes to a topic exchange of an AMQP broker such as RabbitMQ; the routing key is the event's type."""
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from amqp.exceptions import AMQPError, MessageNacked
-from kombu import Connection, Producer
-from kombu import Exchange as Declared
+from kombu import Connection, Exchange, Producer
 from kombu.exceptions import OperationalError
 
 from tasks.relay import cloudevents
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 _TIMEOUT_S = 4.0
-_IDLE_S = 20.0  # Nobody answers the broker's heartbeats between two batches, and it closes what is silent.
+# A connection that was idle for longer is replaced: nothing sends heartbeats between two batches, and a broker closes
+# a connection without them.
+_IDLE_S = 20.0
 
 
 class AmqpSink:
-    """A Sink.  The broker confirms a message when all durable queues that are bound keep it; without any it is gone."""
+    """A Sink.
+
+    The broker confirms a message when all bound durable queues have stored it.  If no queue is bound, it drops the
+    message and confirms it all the same.
+    """
 
     retention = None
 
     def __init__(self, url: str, exchange: str) -> None:
         self._url = url
-        self._exchange = Declared(exchange, type="topic", durable=True)
+        self._exchange = Exchange(exchange, type="topic", durable=True)
         self._session: _Session | None = None
 
     def resume_after(self, position: int) -> int:
@@ -47,19 +52,19 @@ class AmqpSink:
 
 
 class _Session:
-    """One connection, and what the broker has confirmed on its one channel.
+    """One connection with one channel, and the messages on it that the broker has not confirmed.
 
-    A whole batch is sent before the first confirmation is waited for: a broker may take as long for one as for many.
+    A batch is sent before any confirmation is awaited, because confirming one message may take as long as many.
     """
 
-    def __init__(self, url: str, exchange: Declared) -> None:
+    def __init__(self, url: str, exchange: Exchange) -> None:
         options = {"read_timeout": _TIMEOUT_S, "write_timeout": _TIMEOUT_S, "confirm_publish": False}
         self._connection = Connection(url, connect_timeout=_TIMEOUT_S / 2, transport_options=options)
         self._sent = 0
         self._unconfirmed: set[int] = set()
         self._used_s = time.monotonic()
         try:
-            channel: Any = self._connection.channel()  # py-amqp's, of which kombu's types do not know all.
+            channel: Any = self._connection.channel()  # Any: kombu's types lack some methods of py-amqp's channel.
             channel.events["basic_ack"].add(self._on_ack)
             channel.events["basic_nack"].add(self._on_nack)
             channel.confirm_select()
@@ -72,7 +77,7 @@ class _Session:
         return time.monotonic() - self._used_s > _IDLE_S
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        """Returns when all of them are confirmed."""
+        """Send a batch, and return when the broker has confirmed all of it."""
         for event in batch:
             self._send(event)
         until = time.monotonic() + _TIMEOUT_S
@@ -81,7 +86,7 @@ class _Session:
         self._used_s = time.monotonic()
 
     def _send(self, event: PublishedEvent) -> None:
-        self._sent += 1  # The broker counts them as well.
+        self._sent += 1  # the delivery tag that the broker uses in its confirmation
         self._unconfirmed.add(self._sent)
         self._producer.publish(
             event.body.encode(),
@@ -93,15 +98,12 @@ class _Session:
             retry=False,
         )
 
-    def _on_ack(self, number: int, and_before: bool) -> None:
-        confirmed = (
-            {sent_number for sent_number in self._unconfirmed if sent_number <= number} if and_before else {number}
-        )
-        self._unconfirmed -= confirmed
+    def _on_ack(self, tag: int, multiple: bool) -> None:
+        self._unconfirmed -= {sent for sent in self._unconfirmed if sent <= tag} if multiple else {tag}
 
-    def _on_nack(self, number: int, and_before: bool) -> None:
+    def _on_nack(self, tag: int, multiple: bool) -> None:
         raise MessageNacked
 
     def close(self) -> None:
-        """Without a farewell, which a broker that is away would not answer."""
+        """Close the socket without AMQP's closing handshake, which would block if the broker does not respond."""
         self._connection.collect(socket_timeout=_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A topic of Kafka, keyed by job, so that a job's events stand in one partition, in their order."""
+"""A sink that publishes to a Kafka topic, keyed by job, so that one partition holds a job's events in order."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,14 @@ _FIXED = {
     "acks": "all",
     "enable.idempotence": True,
     "linger.ms": 5,
-    # What was given to a producer that does not answer is given up with it, never one without those behind it.
+    # A timeout of single messages would drop one and deliver later ones.  Instead, `publish` closes a producer that
+    # does not confirm, with all its messages, and the relay publishes them again.
     "message.timeout.ms": 0,
 }
 
 
 class KafkaSink:
-    """A Sink.  After a producer was given up some events are sent once more, by the next."""
+    """A Sink.  After a failure, the next producer may send some events a second time."""
 
     retention = None
 
@@ -74,7 +75,7 @@ class KafkaSink:
         return self._producer
 
     def close(self) -> None:
-        """What is on its way is not waited for."""
+        """Close the producer without waiting for its unconfirmed messages."""
         producer, self._producer = self._producer, None
         if producer is not None:
             producer.purge()
@@ -82,8 +83,9 @@ class KafkaSink:
 
 
 def _is_too_large(error: KafkaError) -> bool:
-    """Return whether Kafka refuses an event for its size: it would for ever, and all later events would wait."""
+    """Return whether Kafka rejects an event because of its size, and log it then."""
     if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
         return False
+    # Such an event is skipped: it would be rejected each time, and would block all later events.
     log.error("event_too_large", sink="kafka", error=error.str())
     return True

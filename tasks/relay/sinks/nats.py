@@ -1,4 +1,4 @@
-"""A JetStream of NATS: subjects `<stream>.<type>`, one stream that keeps them."""
+"""A sink that publishes to a NATS JetStream stream, under the subjects `<stream>.<type>`."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 4.0
 _CONNECT_S = 2
-_MAX_CONCURRENT_KEYS = 64  # keys whose events are on their way together
+_MAX_CONCURRENT_KEYS = 64  # keys whose events are published concurrently
 
 
 class NatsSink:
-    """A Sink.  The event's number is the message's id, by which NATS drops what comes twice within its window."""
+    """A Sink.  The event's number is the message id, so NATS drops duplicates within its deduplication window."""
 
     retention = None
 
@@ -55,7 +55,7 @@ class NatsSink:
     async def _send(
         self, context: JetStreamContext, permits: asyncio.Semaphore, events: Sequence[PublishedEvent]
     ) -> None:
-        """Those of one key, each when the one before is kept."""
+        """Publish the events of one key in order, each after NATS has stored the one before."""
         async with permits:
             for event in events:
                 headers = {"Nats-Msg-Id": str(event.number), "Content-Type": cloudevents.CONTENT_TYPE}
@@ -81,12 +81,12 @@ class NatsSink:
             self._context = context
         return self._context
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises what it raises, the first of several."""
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, and return its result.  Raises its exception; of an exception group, the first one."""
         try:
-            return self._loop.run_until_complete(asyncio.wait_for(work, _TIMEOUT_S))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from several
+            return self._loop.run_until_complete(asyncio.wait_for(coroutine, _TIMEOUT_S))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     def _disconnect(self) -> None:
         client, self._client, self._context = self._client, None, None

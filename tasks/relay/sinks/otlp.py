@@ -1,6 +1,6 @@
-"""Traces as a sink of events: at a job's end all its spans are told to a receiver of OTLP over HTTP.
+"""A sink that exports traces: at the end of a job it sends the job's spans to a collector, by OTLP over HTTP.
 
-The spans are made from the record, so nothing is kept here; a job that is told twice has the same spans.
+The spans are built from the database, so this process stores none.  A job that is exported twice has the same spans.
 """
 
 import logging
@@ -30,12 +30,12 @@ from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 log = structlog.get_logger(__name__)
 
-# Together shorter than a cursor is held, or two relays would take it from each other for ever.
+# Their sum is below the time that a cursor is held; otherwise two relays would take it from each other forever.
 _TIMEOUT_S, _BATCH_LIMIT_S = 4.0, 3.0
 _MAX_JOBS = 100  # jobs in one request
 _PATH = "/v1/traces"
 _END_TYPES = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
-# What is wrong with the spans themselves.  That the key or the path is wrong, a person can mend: these wait.
+# The spans themselves are wrong.  Other errors, such as a wrong key or path, an operator can fix: those spans wait.
 _REFUSED_STATUSES = frozenset({400, 413, 415, 422})
 _SCOPE = InstrumentationScope("slotkeeper")
 _KINDS = {
@@ -46,41 +46,48 @@ _KINDS = {
 
 
 class SpansRefused(Exception):
-    """The receiver will never take these spans."""
+    """The collector will never accept these spans."""
 
 
 class OtlpSink:
-    """Tells the spans of jobs that have ended.  Jobs that are no longer in the record are passed over."""
+    """Exports the spans of jobs that have ended.  Jobs that are not in the database any more are skipped."""
 
     retention = 0
-    """Who begins to look at traces looks at those to come."""
+    """A new sink exports only jobs that end after it was configured."""
 
     def __init__(self, database: Database, exporter: SpanExporter) -> None:
-        """`exporter`: may raise SinkUnavailable and Refused."""
+        """Create a sink.  `exporter`: may raise SinkUnavailable and SpansRefused."""
         self._database, self._exporter = database, exporter
         self._resource = Resource({"service.name": "slotkeeper"}).merge(OTELResourceDetector().detect())
-        self._exported_up_to = 0  # up to this event
+        self._exported_up_to = 0  # the last event whose spans were exported or skipped
 
     def resume_after(self, position: int) -> int:
         return max(position, self._exported_up_to)
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        """A slow receiver gets some, and the rest when it is asked again; of what it refuses the jobs are found."""
+        """Export the spans of the job ends and webhook deliveries in a batch.
+
+        A request that the collector refuses is split in halves until the refused job is found; only that one is
+        skipped.
+
+        Raises SinkUnavailable, also if the collector is slow: then `resume_after` returns the last exported event.
+        Raises DatabaseUnavailable.
+        """
         until = time.monotonic() + _BATCH_LIMIT_S
         exported = [event for event in batch if event.type in _END_TYPES or event.type == DELIVERED_TYPE]
-        waiting = deque(exported[n : n + _MAX_JOBS] for n in range(0, len(exported), _MAX_JOBS))
-        while waiting:
-            part = waiting.popleft()
+        remaining = deque(exported[n : n + _MAX_JOBS] for n in range(0, len(exported), _MAX_JOBS))
+        while remaining:
+            part = remaining.popleft()
             try:
                 self._export(part)
-            except SpansRefused as refused:
+            except SpansRefused as error:
                 if len(part) > 1:
                     middle = len(part) // 2
-                    waiting.extendleft((part[middle:], part[:middle]))
+                    remaining.extendleft((part[middle:], part[:middle]))
                     continue
-                log.warning("trace_refused", job_id=part[0].key, reason=str(refused))
+                log.warning("trace_refused", job_id=part[0].key, reason=str(error))
             self._exported_up_to = part[-1].number
-            if waiting and time.monotonic() > until:
+            if remaining and time.monotonic() > until:
                 raise SinkUnavailable("The receiver of traces is slow.")
         self._exported_up_to = batch[-1].number
 
@@ -88,15 +95,15 @@ class OtlpSink:
         self._exporter.shutdown()
 
     def _export(self, events: Sequence[PublishedEvent]) -> None:
-        """Raises SinkUnavailable, Refused, DatabaseUnavailable."""
-        found = [to_otel_span(span, self._resource) for span in self._read_spans(events)]
-        if found and self._exporter.export(found) is not SpanExportResult.SUCCESS:
+        """Export the spans of these events.  Raises SinkUnavailable, SpansRefused, DatabaseUnavailable."""
+        spans = [to_otel_span(span, self._resource) for span in self._read_spans(events)]
+        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
             raise SinkUnavailable("The receiver of traces does not take them.")
 
     def _read_spans(self, events: Sequence[PublishedEvent]) -> Iterator[TraceSpan]:
-        known = timelines.read_timelines(self._database, [event.key for event in events])
+        by_job = timelines.read_timelines(self._database, [event.key for event in events])
         for event in events:
-            timeline = known.get(event.key)
+            timeline = by_job.get(event.key)
             try:
                 if timeline is not None:
                     yield from (
@@ -104,16 +111,17 @@ class OtlpSink:
                         if event.type in _END_TYPES
                         else trace_spans.webhook_spans(timeline)
                     )
-            except Exception:  # Whatever is wrong with it in the record, the others are told.
+            except Exception:  # A job with invalid events in the database must not block the other jobs.
                 log.exception("trace_not_made", job_id=event.key)
 
 
 class _Session(requests.Session):
-    """Hears how an answer begins, and nothing behind that: what comes drop by drop would hold up the relay."""
+    """A session that reads only status and headers: a body that arrives slowly would block the relay."""
 
     was_sent = False
+    """Whether a request was sent."""
     status: int | None = None
-    """Of the last answer."""
+    """The status of the last response; None: there was none."""
 
     def request(self, *args: Any, **options: Any) -> requests.Response:
         self.was_sent = True
@@ -124,21 +132,21 @@ class _Session(requests.Session):
 
 
 class OtlpExporter(SpanExporter):
-    """A receiver of OTLP over HTTP.  Headers and certificates are those of OpenTelemetry's own variables."""
+    """Exports spans by OTLP over HTTP.  OpenTelemetry's environment variables set headers and certificates."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: http://host:4318.  Raises ValueError: it is no such address."""
+        """Create an exporter.  `endpoint`: such as http://host:4318.  Raises ValueError for another form."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("SLOTKEEPER_EVENTS_OTLP_ENDPOINT must be an address such as http://host:4318")
         self._session = _Session()
         url = f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}"
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=_TIMEOUT_S, session=self._session)
-        # It would say at each try what the relay says once.
+        # The library would log each failed attempt; the relay logs the first one.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Raises SinkUnavailable, Refused."""
+        """Export spans.  Raises SinkUnavailable, SpansRefused."""
         self._session.was_sent, self._session.status = False, None
         result = self._exporter.export(spans)
         status = self._session.status
@@ -148,7 +156,7 @@ class OtlpExporter(SpanExporter):
             raise SinkUnavailable("The receiver of traces does not answer.")
         if status in _REFUSED_STATUSES:
             raise SpansRefused(f"The receiver of traces answered {status}.")
-        if status >= 300:  # A redirect, which is not followed, would pass for a success.
+        if status >= 300:  # The library does not follow redirects, and would report one as a success.
             raise SinkUnavailable(f"The receiver of traces answered {status}.")
         return result
 
@@ -157,7 +165,7 @@ class OtlpExporter(SpanExporter):
 
 
 def to_otel_span(span: TraceSpan, resource: Resource) -> ReadableSpan:
-    """A span as OpenTelemetry has it."""
+    """Return a span as an OpenTelemetry span."""
     kind = _KINDS.get(span.name, SpanKind.INTERNAL)
     return ReadableSpan(
         name=span.name,

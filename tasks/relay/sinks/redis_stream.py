@@ -1,4 +1,4 @@
-"""The stream in Redis.  It is a copy: what Redis loses of it, or all of it, is filled anew from the record."""
+"""A sink that publishes to a stream in Redis.  The stream is a copy: events that Redis loses are published again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,14 +13,14 @@ _FIELD = b"event"
 
 
 class Entry(NamedTuple):
-    """An event by its number; `body`: as it is read."""
+    """An event in the stream.  `body`: its JSON."""
 
     number: int
     body: str
 
 
 class StreamScripts(Protocol):
-    """Of the stream, which belongs to no fleet."""
+    """The Lua scripts of the stream, which belongs to no fleet."""
 
     def relay(self, key: str, *, last: int, cap: int, events: Sequence[Entry]) -> Command[int]: ...
 
@@ -29,28 +29,34 @@ class EventStream:
     """Reads and writes the stream.  Redis errors pass through."""
 
     def __init__(self, scripts: Scripts, max_length: int) -> None:
-        """`max_length`: it keeps so many events, or a few more."""
+        """Create a client.  `max_length`: how many events the stream keeps, or a few more."""
         self._scripts, self._max_length = scripts, max_length
         self._lua: StreamScripts = scripts.bind(StreamScripts)
         self.key = scripts.keys.events()
 
     def add(self, last: int, events: Sequence[Entry]) -> int:
-        """Add events behind `last`; answers what it ends with: if that is not theirs, nothing was added."""
+        """Add events if the stream ends with the event `last`, and return the number of its last event.
+
+        If that is not the last of `events`, nothing was added.
+        """
         return self._scripts.run(self._lua.relay(self.key, last=last, cap=self._max_length, events=events))
 
     def last(self) -> Entry | None:
-        """What it ends with; None: it has had none.  An empty body: that has been removed."""
+        """Return the last event; None: there is no stream.  Its body is "" if the event was removed."""
         redis: Any = self._scripts.redis
         try:
-            facts = redis.xinfo_stream(self.key)
-        except ResponseError:  # There is none.
+            info = redis.xinfo_stream(self.key)
+        except ResponseError:  # The stream does not exist.
             return None
-        number = int(facts["last-generated-id"].partition(b"-")[0])
+        number = int(info["last-generated-id"].partition(b"-")[0])
         found = redis.xrevrange(self.key, f"{number}-0", f"{number}-0", count=1)
         return Entry(number, found[0][1][_FIELD].decode() if found else "")
 
     def move_away(self) -> str:
-        """Begin anew; what was there stays under another name, which is answered, until that happens again."""
+        """Rename the stream, so that the next events start an empty one, and return the new name.
+
+        A stream that was renamed before is overwritten.
+        """
         former_key = f"{self.key}:before"
         self._scripts.redis.rename(self.key, former_key)
         return former_key
@@ -60,32 +66,35 @@ log = structlog.get_logger(__name__)
 
 
 class RedisStreamSink:
-    """A Sink that knows by itself how far it has come, so that it gets no event twice."""
+    """A Sink that stores its own position, the number of its last event, so that it receives no event twice."""
 
     def __init__(self, stream: EventStream, max_length: int, find_event: Callable[[int], str | None]) -> None:
-        """`find_event`: the text of an event by its number, as the record has it; None: it has none."""
+        """Create a sink.
+
+        find_event: returns the published JSON of the event with this number; None: it is not in the database.
+        """
         self._stream, self._find_event = stream, find_event
         self.retention: int | None = max_length
         self._last = 0
 
     def resume_after(self, position: int) -> int:
         try:
-            found = self._stream.last()  # It may have been lost, or restored, or hold more than the cursor says.
+            found = self._stream.last()  # The stream may be lost or restored, or be ahead of the cursor.
             if found is not None and not self._ends_with_own_event(found, position):
                 log.warning("event_stream_of_another_database", kept_as=self._stream.move_away())
                 found = None
         except RedisError as error:
             raise SinkUnavailable(str(error)) from error
         self._last = found.number if found is not None else 0
-        # Where it has lost some, they come again; of what came before its oldest it keeps none anyway.
+        # Lost events are published again, but not those that are too old for the stream to keep.
         return max(self._last, position - (self.retention or 0))
 
     def _ends_with_own_event(self, found: Entry, position: int) -> bool:
-        """Whether it ends with an event of this record, which may have been restored, or made anew."""
-        known = self._find_event(found.number)
-        if known is None or not found.body:  # One of them has let it go.
+        """Return whether the stream's last event is from this database, which may have been restored or replaced."""
+        stored = self._find_event(found.number)
+        if stored is None or not found.body:  # The event was removed from the database or the stream.
             return found.number <= position
-        return known == found.body
+        return stored == found.body
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What all sinks of events are."""
+"""The interface of all sinks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,9 +7,11 @@ import orjson
 
 
 class PublishedEvent(NamedTuple):
-    """An event as it is published.  `key`: what it is about; those of one key stay in their order.
+    """An event to be published.
 
-    `event`: the CloudEvent (tasks/relay/cloudevents.py).
+    number: of the event in the database.
+    key: the subject of the event; a sink keeps the order of events with the same key.
+    event: the CloudEvent (tasks/relay/cloudevents.py).
     """
 
     number: int
@@ -24,31 +26,31 @@ class PublishedEvent(NamedTuple):
 
 
 class SinkUnavailable(Exception):
-    """It does not take events now; whether it has got some of those that it was given is not known."""
+    """The sink did not respond, or did not confirm a batch.  It may have received any part of the batch."""
 
 
 class CursorMismatch(Exception):
-    """It does not stand where it was believed to: ask it anew where to go on.  Nothing was taken."""
+    """The sink's last event is not the one that was expected; call `resume_after` again.  Nothing was published."""
 
 
 class Sink(Protocol):
-    """One place that events are published to.  For one thread."""
+    """A destination of events.  For one thread."""
 
     @property
     def retention(self) -> int | None:
-        """So many of the newest events: what is older when it is begun with is of no use to it; None: all."""
+        """How many of the newest events a new sink receives; None: all that are stored."""
 
     def resume_after(self, position: int) -> int:
-        """Return the event after which to continue; by the database, the sink has all up to `position`.
+        """Return the number of the event after which to continue.
 
-        Raises SinkUnavailable.
+        `position`: the sink's cursor in the database.  Raises SinkUnavailable.
         """
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        """Answers when the sink itself keeps all of them, each behind those before it of its key.
+        """Publish a batch, and return when the sink has stored all of it.  The order within each key is kept.
 
         Raises SinkUnavailable, CursorMismatch.
         """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""

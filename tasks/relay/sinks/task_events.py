@@ -1,7 +1,7 @@
-"""Celery's task events as a sink, made from the outbox: Flower, and whoever else receives them, sees every job.
+"""A sink that publishes jobs as Celery's task events, so that Flower and other receivers show every job.
 
-Jobs that wait or are delayed are shown too, and the workers themselves publish no task events.  Each event describes
-its task whole: a receiver may have come after those before it.
+The events are made from the outbox and not by the workers, so they include jobs that are queued or delayed.  Each event
+has all fields of its task, because a receiver may have started after the earlier events.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from tasks import offer_messages
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 CLIENT_HOSTNAME = "slotkeeper"
-"""The host name of events of jobs that no worker has started."""
+"""The host name in the events of jobs that no worker has started."""
 _RESULT_SHOWN = 200  # characters
-_NEWEST = (1 << 63) - 1
-_BATCH = 100_000  # The dispatcher publishes a batch only when it is told to.
+_NEWEST = (1 << 63) - 1  # above all numbers of events
+_BUFFER_LIMIT = 100_000  # above the size of any batch, so that the dispatcher publishes only in `_flush`
 _RESULTS = select(jobs.c.id, func.substr(jobs.c.result, 1, _RESULT_SHOWN).label("result")).where(
     jobs.c.id.in_(bindparam("p_ids", expanding=True))
 )
@@ -57,10 +57,10 @@ class _Run(NamedTuple):
 
 
 class TaskEventSink:
-    """Publishes each transition of a job as the task event of Celery that says the same."""
+    """Publishes each transition of a job as the corresponding task event of Celery."""
 
     retention = 10_000
-    """As many as the tasks that `slotkeeper flower` keeps in its memory."""
+    """The number of tasks that `slotkeeper flower` keeps in memory."""
 
     def __init__(self, app: Celery, database: Database) -> None:
         self._app, self._database = app, database
@@ -91,19 +91,19 @@ class TaskEventSink:
             raise SinkUnavailable(str(error) or type(error).__name__) from error
 
     def publish_active(self) -> None:
-        """Publish the latest events of jobs that wait or run, for receivers that came later: at most 500 of each.
+        """Publish the latest events of queued and running jobs again, at most 500 of each, for new receivers.
 
-        A receiver that has them already changes nothing.  Raises SinkUnavailable, DatabaseUnavailable.
+        They change nothing in a receiver that has them already.  Raises SinkUnavailable, DatabaseUnavailable.
         """
         with self._database.read() as connection:
-            waiting, running = (
+            queued, running = (
                 connection.execute(_ACTIVE, {"p_state": state}).all() for state in (State.QUEUED, State.RUNNING)
             )
         runs = self._read_runs([row.id for row in running], _NEWEST)
         try:
             dispatcher = self._connect()
-            for row in waiting:
-                if row.attempt == 0:  # The others are shown as retried, which this event would undo.
+            for row in queued:
+                if row.attempt == 0:  # Later attempts are shown as retried; this event would undo that.
                     _send(dispatcher, "task-sent", CLIENT_HOSTNAME, _task(row, row.created_ms / 1000))
             for row in running:
                 if (run := runs.get(row.id)) is not None:
@@ -123,12 +123,12 @@ class TaskEventSink:
                 hostname=CLIENT_HOSTNAME,
                 buffer_while_offline=False,
                 buffer_group={"task"},
-                buffer_limit=_BATCH,
+                buffer_limit=_BUFFER_LIMIT,
             )
         return self._dispatcher
 
     def _results(self, transitions: Iterable[PublishedEvent]) -> dict[str, str]:
-        """Return the beginnings of the results of jobs that have completed, by job."""
+        """Return the beginnings of the results of completed jobs, by job."""
         completed = [published.key for published in transitions if published.type == "job.completed"]
         if not completed:
             return {}
@@ -136,7 +136,7 @@ class TaskEventSink:
             return {row.id: row.result or "" for row in connection.execute(_RESULTS, {"p_ids": completed})}
 
     def _runs(self, transitions: Sequence[PublishedEvent]) -> dict[str, _Run]:
-        """Return the runs that went on before these transitions, by job."""
+        """Return the runs that were in progress before these transitions, by job."""
         first = {published.key: published for published in reversed(transitions)}
         ids = [
             job_id
@@ -146,7 +146,7 @@ class TaskEventSink:
         return self._read_runs(ids, transitions[0].number) if ids else {}
 
     def _read_runs(self, ids: Sequence[str], before: int) -> dict[str, _Run]:
-        """Return the runs of these jobs that went on before the event of this number, by job."""
+        """Return the runs of these jobs that were in progress before the event of this number, by job."""
         with self._database.read() as connection:
             found = connection.execute(_LAST_EVENTS, {"p_ids": ids, "p_before": before}).all()
         return {
@@ -165,7 +165,7 @@ class TaskEventSink:
 def _task_events(
     event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the types, host names and fields of the task events that tell one transition, and keep `runs`."""
+    """Yield the types, host names and fields of the task events for one transition, and update `runs`."""
     data, job = event["data"], event["subject"]
     at_s = datetime.fromisoformat(data["at"]).timestamp()
     run = runs.pop(job, None)
@@ -196,13 +196,13 @@ def _is_submit(event: Mapping[str, Any]) -> bool:
 
 
 def _request(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that describe the task, as a message of it would."""
-    arguments, named = offer_messages.displayed_args(data["model"])
+    """Return the fields that describe the task, as in its message."""
+    args, kwargs = offer_messages.displayed_args(data["model"])
     queue = offer_messages.queue_name(data["model"])
     return {
         "name": offer_messages.TASK,
-        "args": arguments,
-        "kwargs": named,
+        "args": args,
+        "kwargs": kwargs,
         "retries": max(data["attempt"] - 1, 0),
         "eta": None,
         "expires": None,
@@ -215,7 +215,7 @@ def _request(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task(row: Any, at_s: float) -> dict[str, Any]:
-    """Return the fields of an event of a job that waits or runs."""
+    """Return the fields of an event of a queued or running job."""
     job = {"job_id": row.id, "model": row.model, "attempt": row.attempt}
     return _request(job) | {"uuid": row.id, "timestamp": at_s}
 
@@ -226,14 +226,17 @@ def _reason(data: Mapping[str, Any]) -> str:
 
 
 def _flush(dispatcher: EventDispatcher, has_no_worker: bool) -> None:
-    """Publish what was sent.  `has_no_worker`: some of it names a host that a receiver takes for a worker."""
+    """Publish the buffered events.
+
+    has_no_worker: some of them name CLIENT_HOSTNAME, which receivers would list as a worker that is online.
+    """
     dispatcher.flush()
     if has_no_worker:
         dispatcher.send("worker-offline")
 
 
 def _send(dispatcher: EventDispatcher, type_: str, hostname: str, fields: Mapping[str, Any]) -> None:
-    """Send an event that names the worker of the job in place of the process that publishes it."""
+    """Buffer an event that names the job's worker as its host instead of the process that publishes it."""
 
     def make_event(type_: str, **fields: Any) -> Any:
         return Event(type_, **fields | {"hostname": hostname})

@@ -1,4 +1,4 @@
-"""The relay: every event reaches each sink, in order, whoever dies meanwhile and whatever is away."""
+"""The relay publishes every event to each sink in order, although processes are killed and sinks are unavailable."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def valkey(server: Valkey) -> Valkey:
 
 
 class Reader:
-    """Reads the stream as anybody would."""
+    """Reads the stream as a consumer does."""
 
     def __init__(self, valkey: Valkey) -> None:
         self._redis: Any = valkey.client()
@@ -60,36 +60,36 @@ class Reader:
         return [orjson.loads(fields[b"event"]) for _, fields in found[0][1]] if found else []
 
     def ids(self) -> list[int]:
-        return [int(it["id"]) for it in self.events()]
+        return [int(event["id"]) for event in self.events()]
 
 
 def a_relay(database: Database, valkey: Valkey, cap: int = CAP) -> Relay:
     stream = EventStream(make_scripts(valkey.client(), Keys("slotkeeper")), cap)
 
-    def known(number: int) -> str | None:
+    def find_event(number: int) -> str | None:
         found = EventReader(database, after=number - 1, transitions_only=False).read(1)
         source = f"/slotkeeper/{Catalog(database).get_database_id()}"
         return cloudevents.to_json(found[0], source) if found and found[0].event.id == number else None
 
-    return Relay("redis", database, RedisStreamSink(stream, cap, known))
+    return Relay("redis", database, RedisStreamSink(stream, cap, find_event))
 
 
 def all_ids(database: Database) -> list[int]:
-    return [it.event.id for it in EventReader(database, transitions_only=False).read(10_000)]
+    return [entry.event.id for entry in EventReader(database, transitions_only=False).read(10_000)]
 
 
-def test_every_event_reaches_the_stream_in_order_as_a_cloudevent_that_the_sdk_reads(database, store, valkey):
+def test_events_are_in_the_stream_in_order_as_cloudevents_that_the_sdk_reads(database, store, valkey):
     job = an_ended_job(store, tenant="acme", priority=2)
     relay = a_relay(database, valkey)
     assert relay.relay_batch() == 3
-    found = Reader(valkey).events()
-    assert [it["type"] for it in found] == ["job.enqueued", "job.started", "job.completed"]
-    assert {it["subject"] for it in found} == {job.id}
-    for it in found:
-        message = HTTPMessage(headers={"content-type": cloudevents.CONTENT_TYPE}, body=orjson.dumps(it))
+    events = Reader(valkey).events()
+    assert [event["type"] for event in events] == ["job.enqueued", "job.started", "job.completed"]
+    assert {event["subject"] for event in events} == {job.id}
+    for event in events:
+        message = HTTPMessage(headers={"content-type": cloudevents.CONTENT_TYPE}, body=orjson.dumps(event))
         read = from_structured(message, JSONFormat())
-        assert (read.get_id(), read.get_type(), read.get_specversion()) == (it["id"], it["type"], "1.0")
-    assert found[1]["data"] == {
+        assert (read.get_id(), read.get_type(), read.get_specversion()) == (event["id"], event["type"], "1.0")
+    assert events[1]["data"] == {
         "job_id": job.id,
         "model": "zimg",
         "tenant": "acme",
@@ -106,21 +106,21 @@ def test_a_run_that_is_tried_again_is_a_failure_by_its_alias_with_attempt_and_re
     run = a_running_job(store)
     store_end(store, run.job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     a_relay(database, valkey).relay_batch()
-    told = Reader(valkey).events()[-1]
-    assert (told["type"], told["alias"]) == ("job.delayed", "job.failed")
-    assert (told["data"]["attempt"], told["data"]["retry_in_ms"]) == (1, SECOND)
-    assert told["data"]["error"] == {"code": "server_error", "message": "no"}
+    event = Reader(valkey).events()[-1]
+    assert (event["type"], event["alias"]) == ("job.delayed", "job.failed")
+    assert (event["data"]["attempt"], event["data"]["retry_in_ms"]) == (1, SECOND)
+    assert event["data"]["error"] == {"code": "server_error", "message": "no"}
 
 
-def test_an_act_is_published_with_who_and_what(database, valkey):
+def test_an_audit_entry_is_published_with_its_actor_and_subject(database, valkey):
     Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)
     a_relay(database, valkey).relay_batch()
-    (told,) = Reader(valkey).events()
-    assert (told["type"], told["subject"]) == ("act.server.register", "server/gpu1")
-    assert (told["data"]["actor"], told["data"]["interface"]) == ("slotkeeper", "process")
+    (event,) = Reader(valkey).events()
+    assert (event["type"], event["subject"]) == ("act.server.register", "server/gpu1")
+    assert (event["data"]["actor"], event["data"]["interface"]) == ("slotkeeper", "process")
 
 
-def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(database, store, valkey):
+def test_an_unavailable_stream_receives_all_events_when_it_is_back(database, store, valkey):
     relay = a_relay(database, valkey)
     first = a_queued_job(store)
     relay.relay_batch()
@@ -131,13 +131,14 @@ def test_a_stream_that_is_away_holds_nothing_up_and_gets_everything_afterwards(d
     (lag,) = SinkCursors(database).list_lags(["redis"], T0 + 5 * SECOND)
     assert (lag.events, lag.seconds) == (15, 5.0)
     valkey.start()
-    assert _drained(relay) == 15
+    assert _relay_until_empty(relay) == 15
     assert Reader(valkey).ids() == all_ids(database)
-    assert {it["subject"] for it in Reader(valkey).events()} == {first.id, *jobs}
+    assert {event["subject"] for event in Reader(valkey).events()} == {first.id, *jobs}
     assert SinkCursors(database).list_lags(["redis"], T0)[0].seconds == 0
 
 
-def _drained(relay: Relay) -> int:
+def _relay_until_empty(relay: Relay) -> int:
+    """Relay until a call publishes nothing, and return how many events were published."""
     published = 0
     while found := relay.relay_batch():
         published += found
@@ -145,7 +146,7 @@ def _drained(relay: Relay) -> int:
 
 
 def test_a_stream_that_lost_its_last_moments_gets_them_again(database, store, valkey):
-    """As a replica that was behind and has taken over."""
+    """A replica that was behind has become the primary."""
     relay = a_relay(database, valkey)
     an_ended_job(store)
     relay.relay_batch()
@@ -155,39 +156,39 @@ def test_a_stream_that_lost_its_last_moments_gets_them_again(database, store, va
     client.delete(key)
     client.xadd(key, kept[0][1], id=kept[0][0])
     an_ended_job(store)
-    _settled(relay)
+    _relay_all(relay)
     assert Reader(valkey).ids() == all_ids(database)
 
 
-def _settled(relay: Relay) -> None:
-    """It may find first that it has to look anew."""
-    quiet = 0
-    while quiet < 2:
-        quiet = 0 if relay.relay_batch() else quiet + 1
+def _relay_all(relay: Relay) -> None:
+    """Relay until two calls in a row publish nothing, because the first may have ended with a CursorMismatch."""
+    empty_calls = 0
+    while empty_calls < 2:
+        empty_calls = 0 if relay.relay_batch() else empty_calls + 1
 
 
-def test_a_stream_that_was_emptied_is_filled_with_the_newest(database, store, valkey):
+def test_an_emptied_stream_receives_the_newest_events(database, store, valkey):
     relay = a_relay(database, valkey, cap=3)
     an_ended_job(store)
     an_ended_job(store)
     relay.relay_batch()
     valkey.flush()
     an_ended_job(store)
-    _settled(relay)
+    _relay_all(relay)
     assert Reader(valkey).ids() == all_ids(database)[3:]
 
 
-def test_a_stream_of_another_record_is_set_aside(database, store, valkey):
+def test_a_stream_of_another_database_is_renamed(database, store, valkey):
     client: Any = valkey.client()
     client.xadd("slotkeeper:events", {"event": "{}"}, id="999999999-0")
     an_ended_job(store)
-    _settled(a_relay(database, valkey))
+    _relay_all(a_relay(database, valkey))
     assert Reader(valkey).ids() == all_ids(database)
     assert client.xlen("slotkeeper:events:before") == 1
 
 
-def test_what_is_in_the_stream_already_is_not_added_again(database, store, valkey):
-    """The relay died before its cursor was moved."""
+def test_events_that_the_stream_has_are_not_added_again(database, store, valkey):
+    """The first relay ended after publishing and before it advanced the cursor."""
     an_ended_job(store)
     first = a_relay(database, valkey)
     first._cursors.advance = lambda *_: False  # type: ignore[method-assign]
@@ -196,7 +197,7 @@ def test_what_is_in_the_stream_already_is_not_added_again(database, store, valke
     first._close()
     assert SinkCursors(database).find_slowest(["redis"]) < all_ids(database)[0]
     an_ended_job(store)
-    _settled(a_relay(database, valkey))
+    _relay_all(a_relay(database, valkey))
     assert Reader(valkey).ids() == all_ids(database)
     assert SinkCursors(database).find_slowest(["redis"]) == all_ids(database)[-1]
 
@@ -214,7 +215,7 @@ def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store,
 
 
 def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(database, store, valkey, monkeypatch):
-    """It stood still for longer than it may."""
+    """The first relay was suspended for longer than its hold of the cursor."""
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     a_queued_job(store)
     first.relay_batch()
@@ -224,24 +225,24 @@ def test_a_relay_that_was_taken_over_from_moves_nothing_and_adds_nothing(databas
     a_queued_job(store)
     assert first.relay_batch() == 0
     assert not SinkCursors(database).advance("redis", first._holder, first._position, 10**9, T0)
-    assert _drained(second) == 1
+    assert _relay_until_empty(second) == 1
     assert Reader(valkey).ids() == all_ids(database)
 
 
-class Slow:
-    """A sink whose answers a test decides on."""
+class RecordingSink:
+    """A sink that records all events, and confirms them unless `fails` is set."""
 
     retention = None
 
     def __init__(self) -> None:
-        self.taken: list[PublishedEvent] = []
+        self.received: list[PublishedEvent] = []
         self.fails = False
 
     def resume_after(self, position: int) -> int:
         return position
 
     def publish(self, batch: Any) -> None:
-        self.taken.extend(batch)
+        self.received.extend(batch)
         if self.fails:
             raise SinkUnavailable("no answer")
 
@@ -250,7 +251,7 @@ class Slow:
 
 
 def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
-    sink = Slow()
+    sink = RecordingSink()
     relay = Relay("kafka", database, sink)
     job = an_ended_job(store)
     sink.fails = True
@@ -259,49 +260,49 @@ def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
     assert SinkCursors(database).find_slowest(["kafka"]) == 0
     sink.fails = False
     relay.relay_batch()
-    numbers = [it.id for it in store.list_events(job.id)]
-    assert [it.number for it in sink.taken] == numbers * 2
+    numbers = [event.id for event in store.list_events(job.id)]
+    assert [event.number for event in sink.received] == numbers * 2
     assert SinkCursors(database).find_slowest(["kafka"]) == numbers[-1]
 
 
 class SlowSink:
-    """Takes its time for each event; with `patience_s` it gives up on a batch that takes longer."""
+    """A sink that takes `event_s` for each event, by its own clock, and fails after `timeout_s`."""
 
     retention = None
 
-    def __init__(self, each_s: float, patience_s: float) -> None:
-        self.now, self.batches, self._each_s, self._patience_s = 0.0, list[int](), each_s, patience_s
+    def __init__(self, event_s: float, timeout_s: float) -> None:
+        self.now_s, self.batch_sizes, self._event_s, self._timeout_s = 0.0, list[int](), event_s, timeout_s
 
     def resume_after(self, position: int) -> int:
         return position
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        took_s = len(batch) * self._each_s
-        self.now += min(took_s, self._patience_s)
-        if took_s > self._patience_s:
+        took_s = len(batch) * self._event_s
+        self.now_s += min(took_s, self._timeout_s)
+        if took_s > self._timeout_s:
             raise SinkUnavailable("no answer")
-        self.batches.append(len(batch))
+        self.batch_sizes.append(len(batch))
 
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("patience_s", [4.0, 100.0], ids=["that gives up", "that does not"])
-def test_a_slow_sink_is_given_as_much_as_it_takes_in_its_time(database, store, monkeypatch, patience_s):
+@pytest.mark.parametrize("timeout_s", [4.0, 100.0], ids=["a timeout", "no timeout"])
+def test_the_batches_of_a_slow_sink_become_smaller(database, store, monkeypatch, timeout_s):
     store.submit([a_job() for _ in range(300)], T0)
-    sink = SlowSink(0.1, patience_s)
-    monkeypatch.setattr("tasks.relay.relay.time.monotonic", lambda: sink.now)
+    sink = SlowSink(0.1, timeout_s)
+    monkeypatch.setattr("tasks.relay.relay.time.monotonic", lambda: sink.now_s)
     relay = Relay("slow", database, sink)
     for _ in range(100):
         with suppress(SinkUnavailable):
             relay.relay_batch()
-    assert sum(sink.batches) == 300
-    assert max(sink.batches[:1]) <= 50 and max(sink.batches[4:]) <= 20, "2 s, where the cursor is held for 10"
+    assert sum(sink.batch_sizes) == 300
+    assert max(sink.batch_sizes[:1]) <= 50 and max(sink.batch_sizes[4:]) <= 20, "2 s; the cursor is held for 10 s"
 
 
-def test_sinks_come_on_apart_from_one_another(database, store):
-    well, away = Slow(), Slow()
-    away.fails = True
-    first, second = Relay("nats", database, well), Relay("amqp", database, away)
+def test_an_unavailable_sink_does_not_delay_another(database, store):
+    available, unavailable = RecordingSink(), RecordingSink()
+    unavailable.fails = True
+    first, second = Relay("nats", database, available), Relay("amqp", database, unavailable)
     an_ended_job(store)
     with pytest.raises(SinkUnavailable):
         second.relay_batch()
@@ -315,35 +316,35 @@ from slotkeeper.db import Database
 from tests.tasks.relay.test_relay import a_relay
 from tools.cluster.valkey_process import Valkey
 
-class At:
+class ValkeyAtUrl:
     url = sys.argv[2]
     client = Valkey.client
 
-relay = a_relay(Database(sys.argv[1]), At())
+relay = a_relay(Database(sys.argv[1]), ValkeyAtUrl())
 print("begun", flush=True)
 relay.run()
 """
 
 
 @pytest.mark.parametrize("point", ["relay_read", "relay_published", "relay_moved"])
-def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_nothing_in_the_stream(
+def test_a_relay_killed_at_any_point_loses_and_repeats_no_event_in_the_stream(
     database_url, database, store, valkey, point
 ):
     for _ in range(3):
         an_ended_job(store)
-    died = _process(database_url, valkey, f"{point}:1")
-    assert died.wait(60) == -signal.SIGKILL
+    process = _start_process(database_url, valkey, f"{point}:1")
+    assert process.wait(60) == -signal.SIGKILL
     an_ended_job(store)
-    database.write(_time_is_over)
-    _settled(a_relay(database, valkey))
+    database.write(_expire_holds)
+    _relay_all(a_relay(database, valkey))
     assert Reader(valkey).ids() == all_ids(database)
 
 
-def _time_is_over(tx: Any) -> None:
+def _expire_holds(tx: Any) -> None:
     tx.connection.exec_driver_sql("UPDATE relays SET until_ms = 0")
 
 
-def _process(database_url: str, valkey: Valkey, crash_at: str = "") -> "subprocess.Popen[bytes]":
+def _start_process(database_url: str, valkey: Valkey, crash_at: str = "") -> "subprocess.Popen[bytes]":
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
     env |= {"SLOTKEEPER_CRASH_AT": crash_at, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     return subprocess.Popen([sys.executable, "-c", _PROCESS, database_url, valkey.url], env=env)
@@ -352,7 +353,7 @@ def _process(database_url: str, valkey: Valkey, crash_at: str = "") -> "subproce
 def test_events_are_in_the_stream_within_a_second(sqlite_url, valkey):
     database = Database(sqlite_url)
     store, reader = JobStore(database), Reader(valkey)
-    process = _process(sqlite_url, valkey)
+    process = _start_process(sqlite_url, valkey)
     try:
         a_queued_job(store)
         eventually(lambda: len(reader.ids()) == 1, timeout_s=30)
@@ -365,7 +366,7 @@ def test_events_are_in_the_stream_within_a_second(sqlite_url, valkey):
     database.close()
 
 
-def test_a_relay_that_is_behind_goes_on_without_a_pause(database, store, valkey, monkeypatch):
+def test_a_relay_that_is_behind_does_not_pause(database, store, valkey, monkeypatch):
     for name, value in (("_FIRST_BATCH", 1), ("_MAX_BATCH", 1), ("_MIN_PAUSE_S", 3600.0), ("_MAX_PAUSE_S", 3600.0)):
         monkeypatch.setattr(relays, name, value)
     an_ended_job(store)
@@ -379,32 +380,32 @@ def test_a_relay_that_is_behind_goes_on_without_a_pause(database, store, valkey,
         thread.join(10)
 
 
-def test_dead_jobs_are_told_in_the_words_of_a_queue(database, store, valkey):
+def test_the_end_of_a_dead_job_has_the_type_job_dlq(database, store, valkey):
     an_ended_job(store, State.DEAD)
     a_relay(database, valkey).relay_batch()
-    assert [it["type"] for it in Reader(valkey).events()] == ["job.enqueued", "job.started", "job.dlq"]
+    assert [event["type"] for event in Reader(valkey).events()] == ["job.enqueued", "job.started", "job.dlq"]
 
 
 @pytest.fixture
-def resting(database, store, valkey, monkeypatch) -> Iterator[Relay]:
-    """One that runs, has published all there was, and would look again in an hour."""
+def idle_relay(database, store, valkey, monkeypatch) -> Iterator[Relay]:
+    """Return a running relay that has published all events, and whose next poll without a commit is in an hour."""
     monkeypatch.setattr(relays, "_HOLD_PERIOD_S", 3600.0)
     monkeypatch.setattr(relays, "_MAX_PAUSE_S", relays._MIN_PAUSE_S)
-    found, lookout = a_relay(database, valkey), ChangeListener(database)
-    found.wake_on_change(lookout)
-    lookout.start()
+    relay, listener = a_relay(database, valkey), ChangeListener(database)
+    relay.wake_on_change(listener)
+    listener.start()
     an_ended_job(store)
-    thread = threading.Thread(target=found.run)
+    thread = threading.Thread(target=relay.run)
     thread.start()
     eventually(lambda: Reader(valkey).ids() == all_ids(database))
-    yield found
-    found.stop()
-    lookout.stop()
+    yield relay
+    relay.stop()
+    listener.stop()
     thread.join(10)
     assert not thread.is_alive()
 
 
-def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, resting):
+def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, idle_relay):
     for _ in range(2):
         an_ended_job(store)
         eventually(lambda: Reader(valkey).ids() == all_ids(database))
@@ -412,9 +413,9 @@ def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, r
 
 def test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is(database, store, valkey):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
-    for it in (first, second):
-        it.wake_on_change(ChangeListener(database))
-        it.relay_batch()
+    for relay in (first, second):
+        relay.wake_on_change(ChangeListener(database))
+        relay.relay_batch()
     assert [first._is_idle, second._is_idle] == [True, False]
-    first._reader.has_gap = True  # There is more, which time alone may let be told.
+    first._reader.has_gap = True  # An event waits for an open transaction, so a later poll may find it.
     assert not first._is_idle

@@ -1,7 +1,7 @@
-"""The addresses that no webhook may reach, as data.  A new trick is a new line in one of the tables.
+"""URLs and DNS responses of attackers, as tables: no webhook may reach an internal address by them.
 
-Two ways lead inside: a URL that says so itself, and a name that is answered with an address inside.
-Nothing here speaks to the network: answers are made up, and a connection attempt is only noted down.
+There are two kinds of attack: a URL that contains an internal address, and a name that resolves to one.  The tests use
+no network: DNS responses are fake, and attempts to connect are only recorded.
 """
 
 import socket
@@ -19,7 +19,7 @@ from tests.support.hostile_hosts import METADATA, THIS_MACHINE
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
-URLS = [  # what the attacker writes, and what it is
+URLS = [  # the attacker's URL, and what it is
     *((f"http://{host}/", f"metadata, {why}") for host, why in METADATA),
     *((f"http://{host}/", f"this machine, {why}") for host, why in THIS_MACHINE),
     ("http://127.255.255.254/", "the far end of loopback"),
@@ -29,7 +29,7 @@ URLS = [  # what the attacker writes, and what it is
     ("http://100.64.0.1/", "carrier-grade NAT"),
     ("http://100.127.255.254/", "the far end of carrier-grade NAT"),
     ("http://169.254.169.254/latest/meta-data/", "cloud metadata"),
-    ("http://192.0.0.9/", "port control of the nearest NAT, reachable by its registry"),
+    ("http://192.0.0.9/", "port control of the nearest NAT, which IANA lists as reachable"),
     ("http://239.255.255.250/", "multicast, SSDP"),
     ("http://255.255.255.255/", "broadcast"),
     ("http://240.0.0.1/", "reserved"),
@@ -45,22 +45,22 @@ URLS = [  # what the attacker writes, and what it is
     ("http://[2001:db8::1]/", "documentation"),
     ("http://[3fff::1]/", "documentation"),
     ("http://[100::1]/", "discard"),
-    ("http://[::ffff:8.8.8.8]/", "IPv4-mapped: no receiver is written so"),
+    ("http://[::ffff:8.8.8.8]/", "IPv4-mapped, which no receiver uses"),
     ("http://[::127.0.0.1]/", "loopback, IPv4-compatible"),
     ("http://[64:ff9b::168.63.129.16]/", "WireServer behind NAT64"),
     ("http://[64:ff9b:1::7f00:1]/", "NAT64 for local use"),
     ("http://[::ffff:0:7f00:1]/", "loopback behind a stateless translator"),
-    ("http://[200::1]/", "no global unicast address"),
-    ("http://[4000::1]/", "no global unicast address"),
-    ("http://[e000::1]/", "no global unicast address"),
-    ("http://[2002:808:808::]/", "6to4, whatever it holds"),
+    ("http://[200::1]/", "not global unicast"),
+    ("http://[4000::1]/", "not global unicast"),
+    ("http://[e000::1]/", "not global unicast"),
+    ("http://[2002:808:808::]/", "6to4 with a public address"),
     ("http://[2001:0:7f00:1::]/", "Teredo with loopback as server"),
-    ("http://[2001:0:808:808::f7f7:f7f7]/", "Teredo, whatever it holds"),
+    ("http://[2001:0:808:808::f7f7:f7f7]/", "Teredo with public addresses"),
     ("http://0x7f.1/", "loopback in hex, short"),
-    ("http://127.0.0.0x1/", "loopback, only the end in hex"),
-    ("http://0x7f.1./", "loopback in hex with a dot behind"),
-    ("http://LOCALHOST/", "this machine, capital"),
-    ("http://localhost./", "this machine with a dot behind"),
+    ("http://127.0.0.0x1/", "loopback with the last part in hex"),
+    ("http://0x7f.1./", "loopback in hex with a trailing dot"),
+    ("http://LOCALHOST/", "this machine in capitals"),
+    ("http://localhost./", "this machine with a trailing dot"),
     ("http://１２７.0.0.1/", "full-width digits"),
     ("http://①②⑦.0.0.1/", "circled digits"),
     ("http://127。0。0。1/", "ideographic full stops"),
@@ -69,29 +69,29 @@ URLS = [  # what the attacker writes, and what it is
     ("http://exa­mple.com/", "a soft hyphen that parsers drop"),
     ("http://%31%32%37.0.0.1/", "percent-encoded host"),
     ("http://user:secret@example.com/", "user and password"),
-    ("http://example.com@127.0.0.1/", "user that looks like the host"),
+    ("http://example.com@127.0.0.1/", "a user name that looks like the host"),
     ("http://@example.com/", "empty user"),
     ("http://example.com\\@127.0.0.1/", "backslash: browsers end the host there"),
     ("http:\\\\127.0.0.1/", "backslashes for slashes"),
     ("http://example.com/\\..\\x", "backslashes in the path"),
-    ("http://example.com/\r\nHost: 127.0.0.1", "a header smuggled in"),
+    ("http://example.com/\r\nHost: 127.0.0.1", "header injection"),
     ("http://exam\tple.com/", "a tab that parsers drop"),
-    (" http://example.com/", "leading blank"),
+    (" http://example.com/", "leading space"),
     ("http://example.com/\x00", "a zero byte"),
-    ("http://example.com/a b", "a blank in the path"),
+    ("http://example.com/a b", "a space in the path"),
     ("http://example.com/\x7f", "delete"),
     ("http://example.com/\u2028", "a line separator"),
     ("http://[127.0.0.1]/", "IPv4 in brackets"),
-    ("http://[::1]example.com/", "a name behind the bracket"),
-    ("http://[2606:4700::1]example.com/", "a name behind a public address"),
+    ("http://[::1]example.com/", "a name after the bracket"),
+    ("http://[2606:4700::1]example.com/", "a name after a public address"),
     ("http://[v1.localhost]/", "the address of a future protocol"),
     ("http://[::1/", "open bracket"),
     ("http://a..b/", "empty label"),
-    ("http://" + "a" * 64 + ".com/", "a label longer than DNS carries"),
-    ("http://" + "a." * 200 + "com/", "a name longer than DNS carries"),
-    ("http://example.com:0/", "no port"),
-    ("http://example.com:65536/", "no port"),
-    ("http://example.com:-1/", "no port"),
+    ("http://" + "a" * 64 + ".com/", "a label longer than DNS allows"),
+    ("http://" + "a." * 200 + "com/", "a name longer than DNS allows"),
+    ("http://example.com:0/", "not a port"),
+    ("http://example.com:65536/", "not a port"),
+    ("http://example.com:-1/", "not a port"),
     ("http://example.com:80:90/", "two ports"),
     ("http://example.com:25/", "mail"),
     ("http://example.com:6379/", "Redis"),
@@ -100,8 +100,8 @@ URLS = [  # what the attacker writes, and what it is
     ("ftp://example.com/", "another protocol"),
     ("dict://example.com:11211/stat", "another protocol"),
     ("ws://example.com/", "another protocol"),
-    ("javascript:alert(1)", "no address at all"),
-    ("data:text/plain,x", "no address at all"),
+    ("javascript:alert(1)", "not an address"),
+    ("data:text/plain,x", "not an address"),
     ("//example.com/", "no scheme"),
     ("example.com", "no scheme"),
     ("http:example.com", "no host"),
@@ -112,7 +112,7 @@ URLS = [  # what the attacker writes, and what it is
     ("https://example.com/" + "a" * 2048, "too long"),
 ]
 
-ANSWERS = [  # what the attacker's DNS answers, and what it is
+ANSWERS = [  # the response of the attacker's DNS server, and what it is
     (["127.0.0.1"], "loopback"),
     (["10.0.0.1"], "private"),
     (["100.64.0.1"], "carrier-grade NAT"),
@@ -153,39 +153,39 @@ GOOD_URLS = [
 ]
 
 
-def told(address: str, port: int) -> tuple:
-    """One row of getaddrinfo's answer."""
+def _address_row(address: str, port: int) -> tuple:
+    """Return one row of a result of getaddrinfo."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    ends = (address, port, 0, 0) if ":" in address else (address, port)
-    return family, socket.SOCK_STREAM, 6, "", ends
+    socket_address = (address, port, 0, 0) if ":" in address else (address, port)
+    return family, socket.SOCK_STREAM, 6, "", socket_address
 
 
-class Net:
-    """A made-up network: `answers` are given one after another, then the last one for ever."""
+class FakeNetwork:
+    """A fake of DNS and connections, which records both.  It returns `answers` in turn, the last one repeatedly."""
 
     def __init__(self) -> None:
         self.answers: list[list[str]] = []
-        self.asked: list[str] = []
-        self.reached: list[str] = []
+        self.lookups: list[str] = []
+        self.connections: list[str] = []
 
     def look_up(self, host, port, *_args):
-        self.asked.append(host)
+        self.lookups.append(host)
         if not self.answers:
-            return [told(host, port)]  # a plain address answers for itself
+            return [_address_row(host, port)]  # An IP address resolves to itself.
         addresses = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return [told(address, port) for address in addresses]
+        return [_address_row(address, port) for address in addresses]
 
-    def connect(self, _sock, where):
-        self.reached.append(where[0])
+    def connect(self, _sock, address):
+        self.connections.append(address[0])
         raise ConnectionRefusedError(111, "Connection refused")
 
 
 @pytest.fixture
-def net(monkeypatch):
-    net = Net()
-    monkeypatch.setattr(socket, "getaddrinfo", net.look_up)
-    monkeypatch.setattr(socket.socket, "connect", lambda sock, where: net.connect(sock, where))
-    return net
+def network(monkeypatch):
+    network = FakeNetwork()
+    monkeypatch.setattr(socket, "getaddrinfo", network.look_up)
+    monkeypatch.setattr(socket.socket, "connect", lambda sock, address: network.connect(sock, address))
+    return network
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +198,13 @@ def send(sender: WebhookSender, url: str):
 
 
 @pytest.mark.parametrize(("url", "reason"), URLS, ids=[f"{why} {i}" for i, (_, why) in enumerate(URLS)])
-def test_a_url_that_leads_inside_is_refused_before_anything_is_looked_up(net, sender, url, reason):
+def test_a_url_that_leads_inside_is_refused_before_anything_is_looked_up(network, sender, url, reason):
     problem = check_url(url)
     assert problem, reason
-    assert "\n" not in problem and problem.endswith("."), "a sentence"
+    assert "\n" not in problem and problem.endswith("."), "the error is one sentence"
     sent = send(sender, url)
     assert (sent.ok, sent.status, sent.error, sent.permanent) == (False, None, problem, True)
-    assert (net.asked, net.reached) == ([], [])
+    assert (network.lookups, network.connections) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -225,56 +225,56 @@ def test_a_url_that_leads_inside_is_refused_before_anything_is_looked_up(net, se
         ("http://localhost/", "SLOTKEEPER_WEBHOOK_ALLOW"),
     ],
 )
-def test_a_refusal_tells_the_remedy_and_no_more_of_the_url_than_its_host(url, remedy):
+def test_a_refusal_names_the_remedy_and_quotes_only_the_host_of_the_url(url, remedy):
     problem = check_url(url + ("?" if "?" not in url else "&") + "token=t0ken")
     assert remedy in problem
     assert "t0ken" not in problem and "secret" not in problem
 
 
 @pytest.mark.parametrize("port", sorted(REFUSED_PORTS))
-def test_no_post_goes_to_a_port_that_could_read_it_as_commands(port):
+def test_ports_of_servers_that_could_execute_a_post_are_refused(port):
     assert check_url(f"http://example.com:{port}/")
 
 
 @pytest.mark.parametrize("url", GOOD_URLS)
-def test_an_honest_url_is_accepted_without_a_look_up(net, url):
+def test_a_public_url_is_accepted_without_a_dns_lookup(network, url):
     assert check_url(url) is None
-    assert net.asked == []
+    assert network.lookups == []
 
 
 @pytest.mark.parametrize(("answers", "reason"), ANSWERS, ids=[why for _, why in ANSWERS])
-def test_a_name_that_leads_inside_is_refused_before_a_connection(net, sender, answers, reason):
-    net.answers = [answers]
+def test_a_name_that_leads_inside_is_refused_before_a_connection(network, sender, answers, reason):
+    network.answers = [answers]
     sent = send(sender, "http://hooks.attacker.test/?token=t0ken")
     assert (sent.ok, sent.permanent) == (False, True), reason
-    assert net.reached == []
+    assert network.connections == []
 
 
 @pytest.mark.parametrize("answers", [["8.8.8.8"], ["2606:4700::1"], ["64:ff9b::808:808"]])
-def test_a_name_that_leads_outside_is_connected_to(net, sender, answers):
-    net.answers = [answers]
+def test_a_name_with_a_public_address_is_connected_to(network, sender, answers):
+    network.answers = [answers]
     sent = send(sender, "http://hooks.example.test/")
     assert (sent.ok, sent.permanent) == (False, False)
-    assert net.reached == answers
+    assert network.connections == answers
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_name_is_looked_up_once_so_that_a_second_answer_cannot_rebind_it(net, sender, scheme):
-    net.answers = [["8.8.8.8"], ["127.0.0.1"]]
+def test_a_name_is_looked_up_once_so_that_a_second_answer_cannot_rebind_it(network, sender, scheme):
+    network.answers = [["8.8.8.8"], ["127.0.0.1"]]
     send(sender, f"{scheme}://rebind.attacker.test/")
-    assert net.asked == ["rebind.attacker.test"]
-    assert net.reached == ["8.8.8.8"]
+    assert network.lookups == ["rebind.attacker.test"]
+    assert network.connections == ["8.8.8.8"]
 
 
-def test_a_name_that_turns_private_later_is_refused_then(net, sender):
-    net.answers = [["8.8.8.8"], ["127.0.0.1"]]
+def test_a_name_whose_address_becomes_private_is_refused(network, sender):
+    network.answers = [["8.8.8.8"], ["127.0.0.1"]]
     assert not send(sender, "http://rebind.attacker.test/").permanent
     assert send(sender, "http://rebind.attacker.test/").permanent
-    assert net.reached == ["8.8.8.8"]
+    assert network.connections == ["8.8.8.8"]
 
 
-def test_what_a_name_inside_points_to_is_told_to_the_operator_alone(net, sender, caplog):
-    net.answers = [["10.77.88.99"]]
+def test_only_the_log_contains_the_private_address_of_a_name(network, sender, caplog):
+    network.answers = [["10.77.88.99"]]
     sent = send(sender, "http://db.inside.test/?token=t0ken")
     assert "http://db.inside.test" in sent.error and "SLOTKEEPER_WEBHOOK_ALLOW" in sent.error
     assert "10.77.88.99" not in sent.error and "Private" not in sent.error
@@ -282,22 +282,27 @@ def test_what_a_name_inside_points_to_is_told_to_the_operator_alone(net, sender,
     assert "t0ken" not in sent.error + caplog.text
 
 
-def test_a_connection_that_something_redirects_inside_is_dropped(net, sender, monkeypatch):
-    net.answers = [["8.8.8.8"]]
-    monkeypatch.setattr(socket.socket, "connect", lambda sock, where: net.reached.append(where[0]))
+def test_a_connection_with_an_internal_peer_address_is_dropped(network, sender, monkeypatch):
+    network.answers = [["8.8.8.8"]]
+    monkeypatch.setattr(socket.socket, "connect", lambda sock, address: network.connections.append(address[0]))
     monkeypatch.setattr(socket.socket, "getpeername", lambda sock: ("127.0.0.1", 80))
     monkeypatch.setattr(socket.socket, "send", lambda *_: pytest.fail("something was sent"))
     assert send(sender, "http://hooks.example.test/").permanent
 
 
-@pytest.mark.parametrize("inside", ["http://169.254.169.254/latest/", "//127.0.0.1:1/", "file:///etc/passwd"])
-def test_a_redirect_inside_is_not_followed(httpserver, monkeypatch, inside):
-    reached, real = [], socket.socket.connect
-    monkeypatch.setattr(socket.socket, "connect", lambda sock, where: (reached.append(where), real(sock, where))[1])
-    httpserver.expect_request("/").respond_with_data("", 307, {"location": inside})
+@pytest.mark.parametrize("location", ["http://169.254.169.254/latest/", "//127.0.0.1:1/", "file:///etc/passwd"])
+def test_a_redirect_inside_is_not_followed(httpserver, monkeypatch, location):
+    connections, real = [], socket.socket.connect
+
+    def connect(sock, address):
+        connections.append(address)
+        real(sock, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    httpserver.expect_request("/").respond_with_data("", 307, {"location": location})
     sent = send(WebhookSender(parse_networks("127.0.0.1")), f"http://127.0.0.1:{httpserver.port}/")
     assert (sent.ok, sent.status) == (False, 307)
-    assert reached == [("127.0.0.1", httpserver.port)]
+    assert connections == [("127.0.0.1", httpserver.port)]
 
 
 PRIVATE = [ip_network(text) for text in ("10.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "192.168.0.0/16")]
@@ -317,21 +322,21 @@ SPELLINGS = [
 
 
 @given(st.sampled_from(PRIVATE), st.integers(0, 2**24 - 1), st.sampled_from(SPELLINGS))
-def test_no_spelling_of_any_private_address_is_accepted(network, offset, spell):
-    number = int(network[offset % network.num_addresses])
+def test_no_spelling_of_any_private_address_is_accepted(private, offset, spell):
+    number = int(private[offset % private.num_addresses])
     assert check_url(f"http://{spell(number)}/")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(st.one_of(st.text(), st.from_regex(r"https?://[!-~]{1,40}", fullmatch=True)))
-def test_no_url_makes_the_sender_raise_or_reach_inside(net, sender, url):
-    net.answers = [["127.0.0.1"]]
+def test_no_url_makes_the_sender_raise_or_connect_to_an_internal_address(network, sender, url):
+    network.answers = [["127.0.0.1"]]
     sent = send(sender, url)
     assert not sent.ok
-    assert "127.0.0.1" not in net.reached
+    assert "127.0.0.1" not in network.connections
 
 
-# What the operator opens
+# -- networks that the operator allows -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,12 +349,12 @@ def test_no_url_makes_the_sender_raise_or_reach_inside(net, sender, url):
         ("fd00::/8\n", ["fd00::/8"]),
     ],
 )
-def test_the_list_of_open_networks_is_read(text, networks):
+def test_the_list_of_allowed_networks_is_parsed(text, networks):
     assert parse_networks(text) == tuple(map(ip_network, networks))
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "entry"),
     [
         ("10.0.0.1/8", "10.0.0.1/8"),
         ("127.0.0.1/32, internal", "internal"),
@@ -361,13 +366,13 @@ def test_the_list_of_open_networks_is_read(text, networks):
         ("2002:7f00:1::/48", "2002:7f00:1::/48"),
     ],
 )
-def test_a_wrong_entry_is_named_with_its_variable(text, named):
-    with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW") as refused:
+def test_the_error_for_a_wrong_entry_names_the_entry_and_the_variable(text, entry):
+    with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW") as caught:
         parse_networks(text)
-    assert named in str(refused.value)
+    assert entry in str(caught.value)
 
 
-def test_a_sender_takes_no_network_that_carries_ipv4_addresses_either():
+def test_a_sender_refuses_a_network_that_embeds_ipv4_addresses():
     with pytest.raises(ValueError, match="SLOTKEEPER_WEBHOOK_ALLOW"):
         WebhookSender([ip_network("64:ff9b::/96")])
 
@@ -384,7 +389,7 @@ def test_a_sender_takes_no_network_that_carries_ipv4_addresses_either():
         ("169.254.169.254", "http://169.254.169.254/"),
     ],
 )
-def test_what_the_operator_opened_is_accepted(allow, url):
+def test_an_address_in_an_allowed_network_is_accepted(allow, url):
     assert check_url(url, parse_networks(allow)) is None
 
 
@@ -405,14 +410,14 @@ def test_what_the_operator_opened_is_accepted(allow, url):
         ("0.0.0.0/0", "http://169.254.170.2/"),
     ],
 )
-def test_opening_one_network_opens_no_other_and_no_metadata(net, allow, url):
+def test_an_allowed_network_allows_no_other_network_and_no_metadata(network, allow, url):
     networks = parse_networks(allow)
     assert check_url(url, networks)
     assert send(WebhookSender(networks), url).permanent
-    assert net.reached == []
+    assert network.connections == []
 
 
-def test_an_open_network_and_a_closed_one_in_one_answer_are_refused(net):
-    net.answers = [["10.0.0.1", "127.0.0.1"]]
+def test_a_name_with_one_allowed_and_one_refused_address_is_refused(network):
+    network.answers = [["10.0.0.1", "127.0.0.1"]]
     assert send(WebhookSender(parse_networks("10.0.0.0/8")), "http://two.inside.test/").permanent
-    assert net.reached == []
+    assert network.connections == []

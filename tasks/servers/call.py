@@ -1,40 +1,40 @@
-"""What goes into an exchange with an inference server, and what its health check says."""
+"""The data of one call of an inference server, its limits, and the report of a health check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-MAX_DEADLINE_S = 7 * 86_400.0  # sockets take no endless time-outs
+MAX_DEADLINE_S = 7 * 86_400.0  # sockets accept no infinite time-out
 
 
 class Call(NamedTuple):
-    """One attempt of one job, as far as a server needs to know of it."""
+    """One attempt of one job, with all values that a request to a server can contain."""
 
     job_id: str
     attempt: int  # counted from 1
-    payload: Any  # a JSON value; where nobody looks into it also an orjson.Fragment
-    callback_url: str | None = None  # where the server may push its answer; ours, never the client's
-    callback_token: str | None = None  # the secret that such a push must show
+    payload: Any  # a JSON value, or an orjson.Fragment if no template reads it
+    callback_url: str | None = None  # the dispatcher's address for a push of the result; never the client's
+    callback_token: str | None = None  # the secret that such a push must contain
     traceparent: str | None = None  # W3C trace context
-    deadline_s: float = 600.0  # seconds for one exchange in total, however it trickles
-    listen_s: float = 0.0  # for how long the end of a submit is observed that was given up
+    deadline_s: float = 600.0  # seconds for one exchange in total, also for a slow response
+    listen_s: float = 0.0  # seconds for which an abandoned submit is still observed
     model: str = ""
-    model_version: str = ""  # as the server was registered for it
-    swap: bool = True  # the server's last job was of another model, or is not known
+    model_version: str = ""  # with which the server was registered for the model
+    swap: bool = True  # whether the server has to change its model; true also if that is unknown
 
     @property
     def whole_deadline_s(self) -> int:
-        """For a server that counts in seconds; at least 1, and else no later than ours."""
+        """Return the deadline in whole seconds: at least 1, otherwise rounded down."""
         return max(self.deadline_ms // 1000, 1)
 
     @property
     def deadline_ms(self) -> int:
-        """At least 1."""
+        """Return the deadline in milliseconds: at least 1."""
         return max(int(min(self.deadline_s, MAX_DEADLINE_S) * 1000), 1)
 
     @property
     def attempt_id(self) -> str:
-        """Names this attempt among all attempts of all jobs."""
+        """Return an id of this attempt that is unique among all jobs."""
         return f"{self.job_id}-{self.attempt}"
 
 
@@ -42,38 +42,38 @@ class Limits(NamedTuple):
     """Bounds of one HTTP exchange."""
 
     connect_s: float
-    read_s: float  # between two pieces of the answer; may be infinite
-    deadline: float  # time.monotonic() at which it all ends
-    max_bytes: int  # of the answer's body
-    listen_s: float = 0.0  # for how long the end of an exchange is observed that is given up
+    read_s: float  # seconds between two pieces of the response; may be infinite
+    deadline: float  # time.monotonic() at which the exchange ends
+    max_bytes: int  # of the response's body
+    listen_s: float = 0.0  # seconds for which an abandoned exchange is still observed
 
 
 class HealthKind(StrEnum):
-    """What a health check can tell."""
+    """The possible verdicts of a health check."""
 
-    UP = "up"  # it answers, and as described
-    BUSY = "busy"  # it is there but too occupied (or still loading) to say more: not dead
-    DOWN = "down"  # it does not answer, or its answer says that it cannot run jobs
-    FOREIGN = "foreign"  # something answers that does not know this health path
-    GARBAGE = "garbage"  # it answers, but nothing that can be understood
-    UNKNOWN = "unknown"  # its description has no health check
+    UP = "up"  # the server responds as described
+    BUSY = "busy"  # the server runs, but is too busy to report more, or still loads its model
+    DOWN = "down"  # the server does not respond, or responds that it cannot run jobs
+    FOREIGN = "foreign"  # another program responds, which does not have this health path
+    GARBAGE = "garbage"  # the response is not as described
+    UNKNOWN = "unknown"  # the description has no health check
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A server's own report.  None means "it did not say", which is not zero."""
+    """The report of a server.  None: the server did not report the value, which is not zero."""
 
     kind: HealthKind
     active_jobs: int | None = None
     job_ids: frozenset[str] | None = None
-    running_count: bool = False  # True: active_jobs counts running jobs, not waiting ones too
-    is_idle: bool = False  # a place is free there; of a server with one slot: nothing runs there
-    started: str | None = None  # another value: another process
+    running_count: bool = False  # True: active_jobs includes all running jobs
+    is_idle: bool = False  # the server has a free place; on a server with one slot: nothing runs
+    started: str | None = None  # a different value means another process
     idempotent: bool = False  # a repeated request joins its run
-    message: str = ""  # what it says of what is wrong; why it did not answer
-    answered: bool = True  # False: no answer came, or not in time
+    message: str = ""  # what is wrong by its own report, or why it did not respond
+    answered: bool = True  # False: no response was received in time
 
     @property
     def is_silent(self) -> bool:
-        """Whether it accepted the connection, and did not answer in time."""
+        """Return whether the server accepted the connection, and did not respond in time."""
         return self.kind is HealthKind.BUSY and not self.answered

@@ -1,4 +1,4 @@
-"""A description made ready for use: templates, pointers and rules compiled once, before any call."""
+"""Compile a description: its templates, pointers and rules, once, before any call."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ _Step = Submit | StatusStep | Result | Cancel | HealthStep
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """How to ask, in one step."""
+    """The request of one step, compiled."""
 
     method: str
     path: PathTemplate | None  # None: the endpoint itself
@@ -35,7 +35,7 @@ class RequestTemplate:
 
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
-    """How to ask, and how to read the answer."""
+    """The request of one step, and the judge of its response."""
 
     request: RequestTemplate
     judge: Judge
@@ -47,7 +47,7 @@ class CompiledDescription:
 
     description: Description
     submit: CompiledStep
-    stream: StreamPlan | None  # of the submit's answer
+    stream: StreamPlan | None  # of the response to the submit
     status: tuple[CompiledStep, ...]
     result: CompiledStep | None
     cancel: tuple[CompiledStep, ...]
@@ -57,22 +57,22 @@ class CompiledDescription:
 
     @property
     def pointers(self) -> frozenset[Pointer]:
-        """Where its steps look in answers."""
+        """Return the places that its steps read in responses."""
         steps = [self.submit, *self.status, *self.cancel, *([self.result] if self.result else [])]
         return frozenset[Pointer]().union(*(step.judge.pointers for step in steps))
 
 
 def compile_description(description: Description) -> CompiledDescription:
-    """Takes a fraction of a millisecond; keep it as long as the description stays the same."""
+    """Compile a description.  This takes a fraction of a millisecond: keep the result for all calls."""
     d = description
     return CompiledDescription(
         description=d,
-        submit=CompiledStep(_compile_request(d.submit), _submit_judge(d)),
+        submit=CompiledStep(_compile_request(d.submit), _make_submit_judge(d)),
         stream=compile_stream(d.submit.stream) if d.submit.stream else None,
         status=tuple(_compile_step(d, step, default_rules.poll_rules()) for step in d.status),
         result=_compile_step(d, d.result, default_rules.result_rules()) if d.result else None,
         cancel=tuple(_compile_step(d, step, default_rules.cancel_rules()) for step in d.cancel or ()),
-        callback=_poll_judge(d, d.callback, default_rules.poll_rules()),
+        callback=_make_poll_judge(d, d.callback, default_rules.poll_rules()),
         health=(_compile_request(d.health), compile_health(d.health)) if d.health else None,
         output_size=CompiledOutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
         if d.output_size
@@ -83,7 +83,7 @@ def compile_description(description: Description) -> CompiledDescription:
 def _compile_step(
     description: Description, step: StatusStep | Result | Cancel, default_rules_of_step: tuple[Rule, ...]
 ) -> CompiledStep:
-    return CompiledStep(_compile_request(step), _poll_judge(description, step, default_rules_of_step))
+    return CompiledStep(_compile_request(step), _make_poll_judge(description, step, default_rules_of_step))
 
 
 def _compile_request(step: _Step) -> RequestTemplate:
@@ -97,7 +97,7 @@ def _compile_request(step: _Step) -> RequestTemplate:
     )
 
 
-def _submit_judge(description: Description) -> Judge:
+def _make_submit_judge(description: Description) -> Judge:
     rules = (*description.submit.rules, *default_rules.submit_rules(description.submit.id, description.mode == "async"))
     return Judge(
         rules=tuple(map(compile_rule, rules)),
@@ -107,12 +107,12 @@ def _submit_judge(description: Description) -> Judge:
         errors=error_pointers(description.submit.error),
         id=parse(description.submit.id),
         requires_id=description.mode != "callback",
-        echo=None,  # the id in the answer is the server's own; only the header repeats ours
+        echo=None,  # the body names the server's id; only the header repeats the job's id
         echo_header=description.submit.echo,
     )
 
 
-def _poll_judge(
+def _make_poll_judge(
     description: Description, step: StatusStep | Result | Cancel | Callback, default_rules_of_step: tuple[Rule, ...]
 ) -> Judge:
     return Judge(

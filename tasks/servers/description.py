@@ -1,8 +1,8 @@
-"""A server's description: how to speak to it, and how to read its answers, as data.
+"""The description of a server as data: which requests it takes, and what its responses mean.
 
-To add a foreign server: write a description, no code.  Every field has the slot protocol's value as
-its default, and default rules (defaults.py) follow the description's own, so that most servers need
-two or three rules.  Everything is checked here, when a description is stored; nothing is at a call.
+A description adds a server without code.  The default of each field is the slot protocol's value, and default rules
+(default_rules.py) follow the rules of the description, so most servers need two or three rules.  A description is
+checked completely when it is stored; a call checks nothing again.
 """
 
 import re
@@ -27,16 +27,16 @@ from tasks.servers.patterns import Pattern, check_together
 from tasks.servers.pointers import format_pointer, iter_texts, parse
 from tasks.servers.templates import BodyTemplate, PathTemplate, parse_text, secrets_in, sources_in, to_json
 
-MAX_BODY_BYTES = 64 * 1024  # of a body template
+MAX_BODY_BYTES = 64 * 1024  # bytes of a body template as JSON
 MAX_RULES = 50  # per step
 
-# What each kind of request can be filled from.
+# The sources of template values in each kind of request.
 SUBMIT_SOURCES = frozenset({"payload", "job", "run", "callback_url", "callback_token", "secret"})
 JOB_SOURCES = frozenset({"payload", "job", "id", "secret"})
 HEALTH_SOURCES = frozenset({"secret"})
 
-# Ours, or of the connection: a description that set these could break the framing of the request,
-# hide who is calling, or undo the protection against running a job twice.
+# The dispatcher or the HTTP client sets these.  A description that set them could break the framing of the request,
+# hide the caller, or remove the protection against running a job twice.
 RESERVED_HEADERS = frozenset(
     {
         *("x-source", "x-job-id", "x-attempt", "idempotency-key", "traceparent"),
@@ -51,17 +51,17 @@ RESERVED_HEADERS = frozenset(
 _STATUSES = re.compile(r"[1-5]xx|[1-5][0-9][0-9]-[1-5][0-9][0-9]")
 
 
-def _pointer(text: str) -> str:
+def _check_pointer(text: str) -> str:
     parse(text)
     return text
 
 
-def _pattern(text: str) -> str:
+def _check_pattern(text: str) -> str:
     Pattern(text)
     return text
 
 
-def _patterns_fit(rules: Any) -> Any:
+def _check_patterns_together(rules: Any) -> Any:
     check_together(rule.when.text for rule in rules if rule.when.text)
     return rules
 
@@ -71,11 +71,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _one_or_more(kind: Any) -> BeforeValidator:
-    """A list, or one without its brackets."""
+    """Return a validator that also accepts a single element in place of a list."""
     return BeforeValidator(_as_tuple, json_schema_input_type=kind | list[kind])
 
 
-def _status(value: Any) -> int | str:
+def _check_status(value: Any) -> int | str:
     if isinstance(value, str) and _STATUSES.fullmatch(value):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599:
@@ -84,14 +84,14 @@ def _status(value: Any) -> int | str:
 
 
 def _fault_at(at: Iterable[str | int], message: str) -> PydanticCustomError:
-    """What is wrong at one place within a field."""
+    """Return the error of one place within a field."""
     return PydanticCustomError("placed", "{message}", {"message": message, "at": format_pointer(at)})
 
 
-PointerText = Annotated[str, BeforeValidator(lambda v: _pointer(v) if isinstance(v, str) else v)]
-PatternText = Annotated[str, BeforeValidator(lambda v: _pattern(v) if isinstance(v, str) else v)]
+PointerText = Annotated[str, BeforeValidator(lambda v: _check_pointer(v) if isinstance(v, str) else v)]
+PatternText = Annotated[str, BeforeValidator(lambda v: _check_pattern(v) if isinstance(v, str) else v)]
 Scalar = bool | int | float | str | None
-Status = Annotated[int | str, BeforeValidator(_status)]
+Status = Annotated[int | str, BeforeValidator(_check_status)]
 Connection = Literal["connect", "timeout", "reset"]
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
@@ -101,7 +101,7 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 EventName = Annotated[str, Field(min_length=1, max_length=100)]
 MediaType = Annotated[str, Field(pattern=r"^[a-z0-9.+-]{1,60}/[a-z0-9.+-]{1,60}$")]
 _MEDIA_TYPES = {"sse": "text/event-stream", "lines": "application/x-ndjson", "raw": "text/plain"}
-_STEP_RULES = (Field(max_length=MAX_RULES), AfterValidator(_patterns_fit))
+_STEP_RULES = (Field(max_length=MAX_RULES), AfterValidator(_check_patterns_together))
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -112,26 +112,26 @@ class _Data(BaseModel):
 
 
 class Condition(_Data):
-    """When a rule applies: all that is given must hold.  Connection errors stand alone."""
+    """When a rule applies: all given conditions must hold.  A connection error cannot be combined with the others."""
 
     status: Annotated[tuple[Status, ...], _one_or_more(int | str)] = ()  # 503, "5xx", "500-599"
-    pointer: PointerText | None = None  # into the answer's JSON; alone: "is there"
-    value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()  # at the pointer: one of these
-    text: PatternText | None = None  # a regular expression found in the first 2,048 characters of the answer
-    mentions_id: bool = False  # the answer's text contains the id that was asked for
+    pointer: PointerText | None = None  # into the response's JSON; without `value`, any value matches
+    value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()  # the value at the pointer is one of these
+    text: PatternText | None = None  # a regular expression that matches in the response's first 2,048 characters
+    mentions_id: bool = False  # the response contains the id that was requested
     connection: Annotated[tuple[Connection, ...], _one_or_more(Connection)] = ()
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        about_answer = bool(self.status or self.text or self.mentions_id or self.pointer is not None)
-        if about_answer == bool(self.connection):
+    def _check_subject(self) -> Self:
+        about_response = bool(self.status or self.text or self.mentions_id or self.pointer is not None)
+        if about_response == bool(self.connection):
             raise ValueError("a condition is about an answer or about a connection error")
         if self.value and self.pointer is None:
             raise ValueError("a value needs a pointer that tells where it stands")
         return self
 
     @model_validator(mode="after")
-    def _ranges_go_upwards(self) -> Self:
+    def _check_ranges(self) -> Self:
         if any(isinstance(s, str) and "-" in s and s[:3] > s[4:] for s in self.status):
             raise ValueError("a range of statuses goes from the lower to the higher")
         return self
@@ -144,13 +144,13 @@ class _Rule(_Data):
 
 
 class Rule(_Rule):
-    """If `when` holds, then the exchange means this.  "next": ask the next status step."""
+    """If `when` holds, the exchange means `then`.  "next": send the next status step."""
 
     then: Literal["done", "pending", "failed", "retry", "busy", "canceled", "lost", "unknown", "unreachable", "next"]
-    only_when_up: bool = False  # believed unless the health check says busy or down; then it means "busy"
+    only_when_up: bool = False  # if the health check reports busy or down, the rule means "busy" instead
 
     @model_validator(mode="after")
-    def _results_come_in_answers(self) -> Self:
+    def _check_combination(self) -> Self:
         if self.when.connection and self.then in ("done", "next"):
             raise ValueError(f"a connection error cannot mean {self.then!r}")
         if self.only_when_up and self.then != "failed":
@@ -159,26 +159,26 @@ class Rule(_Rule):
 
 
 class HealthRule(_Rule):
-    """If `when` holds, then the server is in this state."""
+    """If `when` holds, the server is in the state `then`."""
 
-    then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: it is up, and a place is free
+    then: Literal["up", "idle", "busy", "down", "foreign", "garbage"]  # idle: up, with a free place
 
 
 Rules = Annotated[tuple[Rule, ...], *_STEP_RULES]
 
 
 class _ResponseReading(_Data):
-    """How to read an answer."""
+    """How the response of a step is read."""
 
-    meanings: ClassVar[frozenset[str]]  # what `then` may say here
+    meanings: ClassVar[frozenset[str]]  # values of `then` that are allowed here
     rules: Rules = ()
-    result: PointerText = "/result"  # "" takes the whole answer
+    result: PointerText = "/result"  # "": the whole response
     result_as: Literal["json", "text"] = "json"  # text: the whole body as a string
     error: PointerText | None = None  # None: /error, /detail and /message
-    echo: bool = True  # where the answer names a job, it must be ours
+    echo: bool = True  # if the response names a job, it must be this job
 
     @model_validator(mode="after")
-    def _rules_fit(self) -> Self:
+    def _check_rules(self) -> Self:
         for number, rule in enumerate(self.rules):
             if rule.then not in self.meanings:
                 known = ", ".join(sorted(self.meanings))
@@ -189,7 +189,7 @@ class _ResponseReading(_Data):
 
 
 class _RequestStep(_Data):
-    """How to ask.  A template in a path is percent-encoded; secrets stand in headers and bodies only."""
+    """The request of a step.  In a path, values are percent-encoded; secrets are allowed in headers and bodies only."""
 
     sources: ClassVar[frozenset[str]]
     method: Method = "GET"
@@ -197,18 +197,18 @@ class _RequestStep(_Data):
     headers: dict[HeaderName, HeaderText] = Field(default_factory=dict, max_length=30)
     body: JsonValue = None
     connect_s: Annotated[float, Field(gt=0, le=60)] = 3.0
-    read_s: Seconds | None = 10.0  # between two pieces of an answer; None: only the call's deadline counts
+    read_s: Seconds | None = 10.0  # between two pieces of a response; None: only the call's deadline applies
 
     @field_validator("path")
     @classmethod
-    def _path_fits(cls, path: str | None) -> str | None:
+    def _check_path(cls, path: str | None) -> str | None:
         if path is not None:
-            PathTemplate(path, cls.sources - {"secret", "callback_token"})  # addresses end up in logs
+            PathTemplate(path, cls.sources - {"secret", "callback_token"})  # URLs are logged
         return path
 
     @field_validator("headers")
     @classmethod
-    def _headers_fit(cls, headers: dict[str, str]) -> dict[str, str]:
+    def _check_headers(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, text in headers.items():
             if name.lower() in RESERVED_HEADERS:
                 raise _fault_at([name], "this header cannot be set: it is the dispatcher's own; leave it out")
@@ -217,7 +217,7 @@ class _RequestStep(_Data):
 
     @field_validator("body")
     @classmethod
-    def _body_fits(cls, body: JsonValue) -> JsonValue:
+    def _check_body(cls, body: JsonValue) -> JsonValue:
         for at, text in iter_texts(body):
             _check_template(text, cls.sources, at)
         BodyTemplate(body, cls.sources)
@@ -227,7 +227,7 @@ class _RequestStep(_Data):
 
 
 def _check_template(text: str, sources: frozenset[str], at: Iterable[str | int]) -> None:
-    """Raises, with the place, for a template that names what there is not."""
+    """Check the template at this place.  Raises PydanticCustomError if it names a value that does not exist here."""
     try:
         parse_text(text, sources)
     except ValueError as error:
@@ -235,15 +235,15 @@ def _check_template(text: str, sources: frozenset[str], at: Iterable[str | int])
 
 
 class EventCondition(_Data):
-    """When a rule applies to an event of a stream: all that is given must hold.  A null counts as nothing there."""
+    """When a rule applies to an event of a stream: all given conditions must hold.  A null counts as absent."""
 
-    event: Annotated[tuple[EventName, ...], _one_or_more(EventName)] = ()  # of an SSE event; without one, "message"
-    text: PatternText | None = None  # a regular expression found in the event's data
+    event: Annotated[tuple[EventName, ...], _one_or_more(EventName)] = ()  # of an SSE event; its default is "message"
+    text: PatternText | None = None  # a regular expression that matches in the event's data
     pointer: PointerText | None = None
     value: Annotated[tuple[Scalar, ...], _one_or_more(Scalar)] = ()
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _check_subject(self) -> Self:
         if not self.event and self.text is None and self.pointer is None:
             raise ValueError("a condition is about an event's name, its text, or what stands at a pointer")
         if self.value and self.pointer is None:
@@ -252,9 +252,9 @@ class EventCondition(_Data):
 
 
 class EventRule(_Data):
-    """If `when` holds, then the event is this.
+    """If `when` holds, the event means `then`.
 
-    last: a piece after which the server may end its stream without an event that is the `end`.
+    last: a piece after which the server may end its stream without an `end` event.
     """
 
     when: EventCondition = Field(alias="if")
@@ -264,23 +264,23 @@ class EventRule(_Data):
 
 
 class Stream(_Data):
-    """Reading an answer that comes in pieces.  Stream() is the slot protocol's."""
+    """How a streamed response is read.  Stream() is the stream of the slot protocol."""
 
-    frames: Literal["sse", "lines", "raw"] = "sse"  # events; a JSON value in each line; text as it comes
-    type: MediaType | None = None  # of such an answer; another is read whole.  None: what is usual for `frames`
-    piece: PointerText = "/piece"  # where in an event its piece stands
-    progress: PointerText | None = "/progress"  # where in an event it stands how far the run is
+    frames: Literal["sse", "lines", "raw"] = "sse"  # server-sent events; one JSON value per line; plain text
+    type: MediaType | None = None  # of a streamed response; another type is read whole.  None: by `frames`
+    piece: PointerText = "/piece"  # place of the piece in an event
+    progress: PointerText | None = "/progress"  # place of the run's progress in an event
     rules: Annotated[tuple[EventRule, ...], *_STEP_RULES] = ()
-    # text: the pieces one after another.  list: a list of them.  last: the event that ends it is the whole answer, and
-    # is read as an answer that does not stream.
+    # text: the pieces are concatenated.  list: they become a list.  last: the event that ends the stream is the whole
+    # response, and is read like a response that is not streamed.
     join: Literal["text", "list", "last"] = "last"
-    ends_by: Literal["mark", "length"] = "mark"  # mark: an event that is its end; length: the end of a whole answer
-    keep: dict[Word, PointerText] = Field(default_factory=dict, max_length=20)  # what stands beside the pieces
-    ask: dict[str, JsonValue] = Field(default_factory=dict, max_length=20)  # what is added to a payload without it
-    silent_s: Seconds | None = 300.0  # between two pieces, whatever else comes; None: only the call's deadline counts
+    ends_by: Literal["mark", "length"] = "mark"  # mark: an event ends it; length: the end of the response does
+    keep: dict[Word, PointerText] = Field(default_factory=dict, max_length=20)  # further values to keep
+    ask: dict[str, JsonValue] = Field(default_factory=dict, max_length=20)  # added to a payload without these fields
+    silent_s: Seconds | None = 300.0  # between two pieces, without heartbeats; None: only the call's deadline applies
 
     @model_validator(mode="after")
-    def _raw_text_has_no_events(self) -> Self:
+    def _check_raw(self) -> Self:
         if self.frames != "raw":
             return self
         if self.rules or self.keep:
@@ -292,14 +292,14 @@ class Stream(_Data):
         return self
 
     @model_validator(mode="after")
-    def _only_sse_has_names(self) -> Self:
+    def _check_event_names(self) -> Self:
         named = (number for number, rule in enumerate(self.rules) if rule.when.event)
         if self.frames != "sse" and (number := next(named, None)) is not None:
             raise _fault_at(["rules", number, "if", "event"], "only server-sent events have names")
         return self
 
     @model_validator(mode="after")
-    def _ends_somehow(self) -> Self:
+    def _check_end(self) -> Self:
         ends = any(rule.then in ("last", "end") for rule in self.rules)
         if self.ends_by == "mark" and self.join != "last" and not ends:
             raise _fault_at(["ends_by"], "a stream that ends by a mark needs a rule whose `then` is 'end' or 'last'")
@@ -313,36 +313,36 @@ class Stream(_Data):
 
 
 class Submit(_RequestStep, _ResponseReading):
-    """Handing the job over.  No path: the registered endpoint.  No body: the payload itself."""
+    """The step that sends the job.  Its path defaults to the registered endpoint, its body to the payload."""
 
     sources = SUBMIT_SOURCES
     meanings = frozenset(["done", "pending", "failed", "retry", "busy", "canceled", "lost", "unknown", "unreachable"])
     method: Method = "POST"
     read_s: Seconds | None = None
-    id: PointerText = "/job_id"  # where the server says how it calls the job
-    # The server ends a run whose client closes the connection; "stream": only if it answers with a stream.
+    id: PointerText = "/job_id"  # place of the server's id of the job
+    # The server ends a run whose client closes the connection; "stream": only for a payload with `"stream": true`.
     ends_on_disconnect: bool | Literal["stream"] = False
-    idempotent: bool = False  # A request with the key of a run joins it, or gets its result: no second run begins.
-    stream: Stream | None = None  # None: an answer is read when it is whole
+    idempotent: bool = False  # A request with the key of a run joins the run, or gets its result: no second run begins.
+    stream: Stream | None = None  # None: the response is read when it is complete
 
     @model_validator(mode="after")
-    def _asks_where_a_payload_is_sent(self) -> Self:
+    def _check_stream_ask(self) -> Self:
         if self.stream is not None and self.stream.ask and self.body is not None:
             raise _fault_at(["stream", "ask"], "the body stands in submit.body: say it there")
         return self
 
 
 class StatusStep(_RequestStep, _ResponseReading):
-    """Asking how the job is.  `next` goes on to the next step of the list."""
+    """The step that polls a run.  `next` sends the next step of the list."""
 
     sources = JOB_SOURCES
     meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost", "next"])
     path: str | None = "/status/{{id}}"
-    progress: PointerText | None = "/progress"  # where it stands how far a run is that is pending
+    progress: PointerText | None = "/progress"  # place of a pending run's progress
 
 
 class Result(_RequestStep, _ResponseReading):
-    """Fetching the result, on a server whose status answer does not hold it."""
+    """The step that fetches the result, for a server whose response to a poll does not contain it."""
 
     sources = JOB_SOURCES
     meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost"])
@@ -353,53 +353,54 @@ FreesSlot = Literal["immediate", "eventual", "no"]
 
 
 class Cancel(_RequestStep, _ResponseReading):
-    """Asking to give the job up.  `canceled` means it said yes, `failed` that it said no."""
+    """The step that requests a cancel.  `canceled`: the server agrees; `failed`: it refuses."""
 
     sources = JOB_SOURCES
     meanings = frozenset({"canceled", "failed"})
     method: Method = "POST"
     path: str | None = "/cancel/{{id}}"
-    echo: bool = False  # the id may not be known yet, and a yes or no is all there is to lose
-    # Whether a yes frees the slot.  A cancel can lie: "eventual" waits for status or health to agree.
+    echo: bool = False  # the id may be unknown at this time, and a wrong response does little harm
+    # Whether a positive response frees the slot.  It can be wrong: "eventual" waits until status or health confirms it.
     frees_slot: FreesSlot = "eventual"
 
 
 class Callback(_ResponseReading):
-    """Reading what the server pushes to us."""
+    """How a push of the server is read."""
 
     meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost"])
-    silent_s: Seconds | None = None  # healthy, but silent for so long: the job is lost
+    # A run is lost if its server is healthy, does not name the run, and pushes nothing for so long.
+    silent_s: Seconds | None = None
 
 
 class CountSource(_Data):
-    """Where the number of active jobs stands: one kind of place, the sum of all of that kind."""
+    """Places of the number of active jobs, all of one kind.  Their values are summed."""
 
     pointer: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] = ()  # a whole number
     count: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] = ()  # a list: its length
     metric: Annotated[tuple[MetricName, ...], Field(max_length=5), _one_or_more(MetricName)] = ()  # Prometheus text
 
     @model_validator(mode="after")
-    def _is_of_one_kind(self) -> Self:
+    def _check_one_kind(self) -> Self:
         if sum(bool(places) for places in (self.pointer, self.count, self.metric)) != 1:
             raise ValueError("active is a pointer, a count or a metric")
         return self
 
 
 class StartSource(_Data):
-    """Where a value stands that another process at this address would have: exactly one of these."""
+    """The place of a value that differs for each process of the server: exactly one of these."""
 
     pointer: PointerText | None = None
     metric: MetricName | None = None  # Prometheus text
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
+    def _check_one_place(self) -> Self:
         if (self.pointer is None) == (self.metric is None):
             raise ValueError("started is a pointer or a metric")
         return self
 
 
 class HealthStep(_RequestStep):
-    """Asking how the server is."""
+    """The step that requests the health of the server."""
 
     sources = HEALTH_SOURCES
     path: str | None = "/health"
@@ -409,25 +410,25 @@ class HealthStep(_RequestStep):
     job_ids: Annotated[tuple[PointerText, ...], Field(max_length=5), _one_or_more(PointerText)] | None = (
         "/job_ids",
     )  # lists
-    job_ids_item: PointerText = ""  # where in an element of that list the id stands
-    running: bool = True  # active counts running jobs; False: waiting ones too
+    job_ids_item: PointerText = ""  # place of the id in an element of such a list
+    running: bool = True  # active includes all running jobs; a count without some of them frees no slot
     started: StartSource | None = None
-    idempotent: PointerText | None = "/idempotent"  # true there: as submit.idempotent
-    only_when_used: bool = False  # True: it is asked only while a job runs there, or may still run there
-    error: PointerText | None = None  # what is wrong with it; None: /error, /detail and /message
+    idempotent: PointerText | None = "/idempotent"  # a true at this place means the same as submit.idempotent
+    only_when_used: bool = False  # True: health is requested only while a job runs there, or may still run there
+    error: PointerText | None = None  # what is wrong with the server; None: /error, /detail and /message
     rules: Annotated[tuple[HealthRule, ...], *_STEP_RULES] = ()
 
 
 class OutputSize(_Data):
-    """How much a run is expected to put out, counted as its payload counts it: tokens, images, seconds."""
+    """The expected output of a run, in the unit that its payload uses: tokens, images, seconds."""
 
-    # Where a payload says it: the first place at which a whole number stands.
+    # Places in a payload; the first one with a whole number applies.
     pointer: Annotated[tuple[PointerText, ...], Field(min_length=1, max_length=10), _one_or_more(PointerText)]
-    default: Annotated[int, Field(ge=0, le=2**53, strict=True)]  # of a payload that does not say it
+    default: Annotated[int, Field(ge=0, le=2**53, strict=True)]  # for a payload without this number
 
 
 class Description(_Data):
-    """How to speak to one kind of inference server.  Description() is the slot protocol."""
+    """How one kind of inference server is called.  Description() is the slot protocol."""
 
     mode: Literal["sync", "async", "auto", "callback"] = "auto"
     submit: Submit = Submit()
@@ -438,78 +439,78 @@ class Description(_Data):
     cancel: Annotated[tuple[Cancel, ...], Field(min_length=1, max_length=5), _one_or_more(Cancel)] | None = (Cancel(),)
     callback: Callback = Callback()
     health: HealthStep | None = HealthStep()
-    # The id under which the server will know the job, if it is us who give it, so that the job can be
-    # found again although no answer to the submit ever came.  Some servers run the same id twice.
+    # The id of the run at the server, if the dispatcher chooses it: the run can be found although the response to its
+    # submit was lost.  Some servers run the same id twice.
     given_id: Literal["{{job/id}}", "{{job/attempt_id}}"] | None = None
 
-    output_size: OutputSize | None = None  # what {{run/output_size}} is
+    output_size: OutputSize | None = None  # the value of {{run/output_size}}
 
     @model_validator(mode="after")
-    def _says_what_output_is_expected(self) -> Self:
+    def _check_output_size(self) -> Self:
         if self.output_size is None and (at := self._find_template("run", "output_size")) is not None:
             raise _fault_at(at, "for {{run/output_size}} add output_size, which says where a payload tells it")
         return self
 
     @model_validator(mode="after")
-    def _next_has_a_next(self) -> Self:
+    def _check_next(self) -> Self:
         for number, rule in enumerate(self.status[-1].rules):
             if rule.then == "next":
                 at: list[str | int] = ["status", len(self.status) - 1, "rules", number, "then"]
                 raise _fault_at(at, "there is no step after the last status step")
         return self
 
-    # False: whoever reads a result destroys it.  It is stored before anything else is done, and read by nobody else.
+    # False: reading a result deletes it at the server.  The worker stores it at once, and no other process reads it.
     keeps_results: bool = True
 
     @property
     def is_found_by_given_id(self) -> bool:
-        """Whether a run can be asked for, or told of, although no answer to its submit ever came."""
+        """Return whether a run can be polled, or can end by a push, although the response to its submit was lost."""
         return self.given_id is not None and self.mode in ("async", "callback")
 
     @property
     def cancel_frees_slot(self) -> FreesSlot:
-        """Whether a cancel to which a server says yes frees the slot: what is true of each of its requests."""
+        """Return whether a positive response to a cancel frees the slot; of several requests, the weakest value."""
         found = {step.frees_slot for step in self.cancel or ()}
         return "no" if not found or "no" in found else "eventual" if "eventual" in found else "immediate"
 
     @cached_property
     def asks_by_payload(self) -> bool:
-        """Whether something of the payload is needed to ask for a run, or to cancel it."""
+        """Return whether a request that polls or cancels a run contains a value of the payload."""
         steps = (*self.status, self.result, *(self.cancel or ()))
         texts = (text for step in steps if step for _, text in iter_texts(step.model_dump()))
         return any(source == "payload" for text in texts for source, _ in sources_in(text))
 
     @cached_property
     def sends_payload_alone(self) -> bool:
-        """Whether a submit's body is the payload as it is, of which nothing is needed elsewhere."""
+        """Return whether the submit's body is the unchanged payload, and no other part of the request depends on it."""
         submit = self.submit
         texts = [text for _, text in iter_texts({"path": submit.path, "headers": submit.headers})]
         uses_payload = any(source in ("payload", "run") for text in texts for source, _ in sources_in(text))
-        asks_payload = bool(submit.stream and submit.stream.ask) or submit.ends_on_disconnect == "stream"
-        return submit.body is None and not asks_payload and not uses_payload
+        reads_payload = bool(submit.stream and submit.stream.ask) or submit.ends_on_disconnect == "stream"
+        return submit.body is None and not reads_payload and not uses_payload
 
     def ends_on_disconnect(self, payload: Any) -> bool:
         """Return whether the server ends the run of this payload when the connection closes."""
         submit = self.submit
         if submit.ends_on_disconnect != "stream":
             return submit.ends_on_disconnect
-        asked = {**(submit.stream.ask if submit.stream else {}), **(payload if isinstance(payload, dict) else {})}
-        return asked.get("stream") is True
+        fields = {**(submit.stream.ask if submit.stream else {}), **(payload if isinstance(payload, dict) else {})}
+        return fields.get("stream") is True
 
     @cached_property
     def asks_for_swap(self) -> bool:
-        """Whether the server is told that its model changes."""
+        """Return whether the submit contains {{run/swap}}."""
         return self._find_template("run", "swap") is not None
 
     def _find_template(self, source: str, name: str) -> tuple[str | int, ...] | None:
-        """Where, if anywhere, the submit puts this in."""
+        """Return the place of this template in the submit; None: the submit does not contain it."""
         parts = {"path": self.submit.path, "headers": self.submit.headers, "body": self.submit.body}
         places = (at for at, text in iter_texts(parts) if (source, name) in sources_in(text))
         return next((("submit", *at) for at in places), None)
 
     @cached_property
     def secrets(self) -> frozenset[str]:
-        """The names of the secrets that its templates put in."""
+        """Return the names of the secrets in its templates."""
         texts = (text for _, text in iter_texts(self.model_dump()))
         return frozenset(name for text in texts for name in secrets_in(text))
 
@@ -522,14 +523,14 @@ def from_shorthand(
     poll_endpoint_template: str | None = None,
     id_field: str | None = None,
 ) -> Description:
-    """The slot protocol with a model's own fields.
+    """Return the slot protocol with a model's own fields.
 
-    poll_endpoint_template: a path with {id}, None for '/status/{id}'.  id_field: the field of the
-    submit's answer that holds the id, or a JSON pointer to it; None for 'job_id'.
-    Raises ValueError, which names the field: whatever passes here can be compiled.
+    poll_endpoint_template: a path with {id}; None: '/status/{id}'.  id_field: the field of the response to the submit
+    that holds the id, or a JSON pointer to it; None: 'job_id'.
+    Raises ValueError, which names the field.  Every returned description can be compiled.
     """
-    before, here, after = (poll_endpoint_template or "/status/{id}").partition("{id}")
-    if not here or set("{}") & set(before + after):
+    before, placeholder, after = (poll_endpoint_template or "/status/{id}").partition("{id}")
+    if not placeholder or set("{}") & set(before + after):
         raise ValueError("poll_endpoint_template is a path with {id} in it, once, and no other braces")
     path = before + "{{id}}" + after
     try:

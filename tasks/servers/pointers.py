@@ -1,4 +1,4 @@
-"""JSON pointers (RFC 6901), parsed once and followed many times."""
+"""JSON pointers (RFC 6901), parsed once and resolved many times."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,41 +13,41 @@ MAX_LENGTH = 500
 
 
 def parse(text: str) -> Pointer:
-    """'/a/0/b~1c' -> ('a', '0', 'b/c').  The empty pointer is the whole document.
+    """Parse a pointer: '/a/0/b~1c' -> ('a', '0', 'b/c').  The empty pointer is the whole document.
 
-    Raises ValueError with a sentence for the person who wrote it.
+    Raises ValueError, whose message is for the author of the pointer.
     """
     if text and not text.startswith("/"):
         raise ValueError(f"a JSON pointer is empty or starts with '/', not {text[:40]!r}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"a JSON pointer has at most {MAX_LENGTH} characters")
-    return tuple(_unescaped(token) for token in text.split("/")[1:])
+    return tuple(_unescape(token) for token in text.split("/")[1:])
 
 
-def _unescaped(token: str) -> str:
+def _unescape(token: str) -> str:
     if "~" in token.replace("~0", "").replace("~1", ""):
         raise ValueError(f"in a JSON pointer '~' is followed by 0 or 1, not as in {token[:40]!r}")
     return token.replace("~1", "/").replace("~0", "~")
 
 
 def format_pointer(pointer: Iterable[str | int]) -> str:
-    """The other way round: ('a', 0, 'b/c') -> '/a/0/b~1c'."""
+    """Return the text of a pointer, the inverse of `parse`: ('a', 0, 'b/c') -> '/a/0/b~1c'."""
     return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in pointer)
 
 
 def iter_texts(document: Any) -> Iterator[tuple[Pointer, str]]:
-    """Every text in a document that is no key, and where it stands."""
-    left: list[tuple[Pointer, Any]] = [((), document)]
-    while left:
-        at, node = left.pop()
+    """Yield every string value of a document with its pointer; keys are left out."""
+    pending: list[tuple[Pointer, Any]] = [((), document)]
+    while pending:
+        at, node = pending.pop()
         if isinstance(node, str):
             yield at, node
         parts = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
-        left += [((*at, str(name)), part) for name, part in reversed(list(parts))]
+        pending += [((*at, str(name)), part) for name, part in reversed(list(parts))]
 
 
 def resolve(document: Any, pointer: Pointer) -> Any:
-    """The value there, or MISSING.  A null that is there is None, not MISSING."""
+    """Return the value at the pointer, or MISSING.  A null is None, not MISSING."""
     if isinstance(document, RawJson):
         with suppress(KeyError):
             return document.get_known(pointer)
@@ -72,5 +72,5 @@ def _step(node: Any, token: str) -> Any:
 
 
 def _is_index(token: str) -> bool:
-    # No leading zeros, no "-" (the element after the last), and no digits int() would choke on.
+    # No leading zeros, no "-" (the element after the last), and no digits that int() rejects.
     return token.isascii() and token.isdigit() and len(token) < 10 and (token == "0" or token[0] != "0")

@@ -1,4 +1,4 @@
-"""What came back over the wire, before it is judged: an Answer, or a Broken exchange."""
+"""The result of one HTTP exchange before it is judged: a Response, or NoResponse with the reason."""
 
 import asyncio
 import re
@@ -23,31 +23,31 @@ NOT_JSON: Final[Any] = type("NotJson", (), {"__repr__": lambda self: "NOT_JSON",
 MAX_MESSAGE = 500  # characters
 MAX_RETRY_AFTER_S = 3600.0
 MAX_ID = 256  # characters
-_ORJSON_MAX_DEPTH = 254  # levels, by orjson, which reads 1024
+_ORJSON_MAX_DEPTH = 254  # levels that orjson writes; it reads 1024
 MAX_DEPTH = 200
-"""Levels of lists and objects in what is kept of an answer: what is written of it later stands deeper still."""
+"""Levels of lists and objects in a value that is kept of a response: it is later written inside other objects."""
 DECODED_CODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
-"""Content codings that the HTTP client decodes, though it asks for none."""
+"""Content codings that the HTTP client decodes, although it requests none."""
 _BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
 _JSON_STARTS = (b"{", b"[", b'"')
 _MIN_PARTIAL_SECRET = 4  # characters of a secret
-_MAX_EXAMINED_CHARS = 64 * 1024  # characters of an error text that are looked at, at most
+_MAX_EXAMINED_CHARS = 64 * 1024  # characters of an error text that are processed
 
 
 class FailureReason(StrEnum):
-    """How an exchange broke off.  Only CONNECT and UNSENDABLE promise that nothing was sent."""
+    """Why an exchange failed.  Only after CONNECT and UNSENDABLE is it certain that nothing was sent."""
 
-    CONNECT = "connect"  # no connection was established: refused, no such host, time-out, TLS
-    TIMEOUT = "timeout"  # the request may have been sent, and no whole answer came in time
-    RESET = "reset"  # the request may have been sent, and the connection broke or spoke no HTTP
-    TOO_LARGE = "too_large"  # the answer was longer than allowed
-    TOO_MANY_PIECES = "too_many_pieces"  # the answer's body came in more pieces than allowed
-    DAMAGED = "damaged"  # the answer's body is compressed, and cannot be decompressed
-    UNSENDABLE = "unsendable"  # nothing was sent: no HTTP request can be made of this
+    CONNECT = "connect"  # no connection was established: refused, unknown host, time-out, TLS
+    TIMEOUT = "timeout"  # the request may have been sent, and no complete response was received in time
+    RESET = "reset"  # the request may have been sent, and the connection failed or the response was not HTTP
+    TOO_LARGE = "too_large"  # the response was longer than allowed
+    TOO_MANY_PIECES = "too_many_pieces"  # the body of the response had more pieces than allowed
+    DAMAGED = "damaged"  # the body of the response is compressed, and cannot be decompressed
+    UNSENDABLE = "unsendable"  # nothing was sent: the URL or the headers are not valid in HTTP
 
 
 MAX_RESPONSE_BYTES = 64 << 20
-"""Of one answer of a server."""
+"""Size limit of one response of a server."""
 MESSAGES = {
     FailureReason.CONNECT: "no connection to the server could be made",
     FailureReason.TIMEOUT: "the server gave no whole answer in time",
@@ -61,49 +61,50 @@ MESSAGES = {
 
 
 class NoResponse(NamedTuple):
-    """An exchange without a (whole) answer."""
+    """An exchange without a complete response."""
 
     reason: FailureReason
 
     @property
     def message(self) -> str:
-        """Says nothing about addresses or headers: they may hold secrets."""
+        """Return a message for users, without URLs and headers: they may contain secrets."""
         return MESSAGES[self.reason]
 
 
 class Response:
-    """A whole answer.  Its body is parsed at most once, and only if somebody asks."""
+    """A complete response.  Its body is parsed at first use, at most once."""
 
     __slots__ = ("_fault", "_json", "body", "file", "headers", "status")
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: AnonymousFile | None = None) -> None:
-        """`headers` is looked up with the names as they stand in the HTTP specifications.
+        """Create a response.
 
-        With a `file`, that has all of the body, and `body` is its beginning.
+        headers: are looked up by names as the HTTP specifications write them.  file: contains the whole body; `body` is
+        then its beginning.
         """
         self.status, self.headers, self.body, self.file = status, headers, body, file
-        self._json: Any = self  # itself: not parsed yet
-        self._fault: str | None = None  # None: not looked for yet
+        self._json: Any = self  # self: not parsed yet
+        self._fault: str | None = None  # None: not determined yet
 
     @property
     def size(self) -> int:
-        """Bytes of its body."""
+        """Return the number of bytes of the body."""
         return len(self.body) if self.file is None else self.file.size
 
     def set_json(self, value: Any, fault: str) -> None:
-        """Set its JSON value, or NOT_JSON and the fault, as another process has found them."""
+        """Set the JSON value, or NOT_JSON and the fault, that another process determined."""
         self._json, self._fault = value, fault
 
     @property
     def json(self) -> Any:
-        """The body's JSON value, whatever its content type says, or NOT_JSON (also for NaN)."""
+        """Return the body's JSON value, regardless of its content type; NOT_JSON if it is not JSON, such as NaN."""
         if self._json is self:
             self._json = parse_json(self._full_body)
         return self._json
 
     @property
     def fault(self) -> str:
-        """Why the body is not JSON, as one clause that names the place; "" if it is JSON.
+        """Return why the body is not JSON, as one clause that names the place; "": it is JSON.
 
         It quotes the body: redact it.
         """
@@ -118,28 +119,28 @@ class Response:
 
     @property
     def is_faulty_json(self) -> bool:
-        """Return True if the body was meant as JSON, by its first character, and is not.
+        """Return whether the body begins like JSON, but is not JSON.
 
-        Its server wrote that by itself and will write it again.  A web page, an empty body or a plain text may come
-        from something else, such as a proxy, and differ the next time.
+        The server itself wrote it, and will write it again.  A web page, an empty body or a plain text may be from
+        another program, such as a proxy, and differ the next time.
         """
         return self.json is NOT_JSON and self.body.lstrip(_BEFORE_JSON)[:1] in _JSON_STARTS
 
     @property
     def cannot_be_too_deep(self) -> bool:
-        """Whether nothing in its JSON value can be too deep: so few lists and objects begin in it, or in its texts."""
-        if isinstance(self.json, json_text.RawJson):  # It is written as it came.
+        """Return whether its JSON value is certainly not too deep: it has at most MAX_DEPTH opening brackets."""
+        if isinstance(self.json, json_text.RawJson):  # It is stored as text, unchanged.
             return True
         return self.body.count(b"[") + self.body.count(b"{") <= MAX_DEPTH
 
     @property
     def is_too_deep_to_read(self) -> bool:
-        """Whether it is no JSON because its lists and objects have more levels than are read."""
+        """Return whether the body is not JSON because it has more levels than the parser reads."""
         return self.json is NOT_JSON and large_json.is_nested_too_deeply(self.body)
 
     @property
     def text(self) -> str:
-        """The body as text; what is not UTF-8 is replaced."""
+        """Return the body as text; invalid UTF-8 is replaced."""
         return self._full_body.decode("utf-8", "replace")
 
     @property
@@ -148,12 +149,12 @@ class Response:
 
     @property
     def beginning(self) -> str:
-        """The beginning of the body as text, for patterns and messages."""
+        """Return the beginning of the body as text, for patterns and messages."""
         return self.body[: 4 * TEXT_LIMIT].decode("utf-8", "replace")[:TEXT_LIMIT]
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
+    """Return the JSON value, or NOT_JSON.  NaN, Infinity and numbers beyond doubles are not JSON."""
     try:
         return large_json.parse(body)
     except ValueError:
@@ -161,7 +162,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a parsed JSON value has more than MAX_DEPTH levels.  As quick as writing it: orjson counts them."""
+    """Return whether a parsed JSON value has more than MAX_DEPTH levels.  orjson counts them as it writes it."""
     for _ in range(_ORJSON_MAX_DEPTH - MAX_DEPTH):
         value = [value]
     try:
@@ -172,7 +173,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def id_text(value: Any) -> str | None:
-    """An id as servers give them, a text or a whole number, as text; None if it cannot be one."""
+    """Return an id from a response, a string or an integer, as text; None: the value cannot be an id."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     text = str(value)
@@ -182,7 +183,7 @@ def id_text(value: Any) -> str | None:
 
 
 def retry_after_s(header: str | None, now_s: float) -> float | None:
-    """Seconds from a Retry-After header (a number or an HTTP date), 0 to 3600, or None."""
+    """Return the seconds of a Retry-After header (a number or an HTTP date), 0 to 3600; None: there is none."""
     if not header:
         return None
     text = header.strip()
@@ -199,11 +200,11 @@ def _seconds_until(http_date: str, now_s: float) -> float | None:
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
-    """A message for people: one line, no control characters, no secrets, at most 500 characters."""
-    is_cut = len(text) >= TEXT_LIMIT  # here, or where it was read
+    """Return a message for users: one line, at most 500 characters, without control characters and secrets."""
+    is_cut = len(text) >= TEXT_LIMIT  # below, or when it was read
     text = "".join(_printable(ch) for ch in text[:_MAX_EXAMINED_CHARS])
     for secret in sorted(_secret_forms(secrets), key=len, reverse=True):
-        text = text.replace(secret, "***")  # before cutting, or half a secret could stay
+        text = text.replace(secret, "***")  # before the text is cut, or half a secret could remain
         if is_cut:
             text = _drop_partial_secret(text, secret)
     text = " ".join(text.split())
@@ -211,13 +212,13 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _drop_partial_secret(text: str, secret: str) -> str:
-    """A text that was cut, without the beginning of a secret at its end."""
+    """Return a cut text without the beginning of a secret at its end."""
     length = next((n for n in range(len(secret) - 1, _MIN_PARTIAL_SECRET - 1, -1) if text.endswith(secret[:n])), 0)
     return f"{text[:-length]}***" if length else text
 
 
 def _secret_forms(secrets: Iterable[str]) -> set[str]:
-    """Secrets as they may stand in a text: as they are, and as JSON has them."""
+    """Return the forms of the secrets in a text: unchanged, and escaped as in JSON."""
     return {form for secret in secrets for form in (secret, orjson.dumps(secret).decode()[1:-1])}
 
 
@@ -233,9 +234,9 @@ _PARSE_TIMEOUT_S = 30.0
 
 
 async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[Pointer]) -> tuple[Any, str]:
-    """Return the JSON value of an answer, which is known where these pointers lead, and "".
+    """Parse a response in another process, and return its JSON value and "", or NOT_JSON and the fault.
 
-    If it cannot be read: NOT_JSON, and why.
+    The values at these pointers are looked up there, so that this process need not parse the text.
     """
     command = [
         sys.executable,

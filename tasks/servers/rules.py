@@ -1,7 +1,7 @@
-"""Rules: from (status, headers, body | how the exchange broke) to an Outcome.  Pure; first match wins.
+"""Rules: they judge a response, or a failed exchange, and return an Outcome.  The first rule that matches applies.
 
-A step's rules are compiled once per description: statuses to a set, pointers to tuples, patterns to
-regular expressions.  A call then costs some set look-ups and at most one JSON parse.
+The rules have no side effects.  They are compiled once per description: statuses to a set, pointers to tuples, patterns
+to regular expressions.  A call then costs some set look-ups, and parses JSON at most once.
 """
 
 from __future__ import annotations
@@ -50,42 +50,42 @@ TOO_DEEP = Outcome(
     message=f"The server's result is nested more than {MAX_DEPTH} levels deep: have the model return flatter lists and "
     "objects, or its result as one text.",
 )
-# Kinds that a rule gives an answer of which no rule knows what it means.
+# Kinds of outcome of a response that no specific rule describes.
 _UNDECIDED = frozenset({OutcomeKind.RETRY, OutcomeKind.PENDING})
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
-_MENTION_SEARCH_BYTES = 1 << 20  # bytes of an answer
+_MENTION_SEARCH_BYTES = 1 << 20  # bytes of a response
 _ECHO_HEADER = "X-Job-Id"
 
 
 class ResponseContext(NamedTuple):
-    """What an answer should be about, and what must not be repeated from it."""
+    """The job that a response must be about, and the secrets that must not be quoted from it."""
 
     job_id: str
-    remote_id: str | None = None  # the server's id of the job, where we know it
+    remote_id: str | None = None  # the server's id of the job, if it is known
     secrets: tuple[str, ...] = ()
     now_s: float = 0.0  # Unix time, for a Retry-After that is a date
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRule:
-    """One rule, ready to be asked."""
+    """A rule, compiled."""
 
     then: str
     code: str | None
     message: str | None
     statuses: frozenset[int] | None
     pointer: Pointer | None
-    values: frozenset[tuple[bool, Any]] | None  # None: being there is enough
+    values: frozenset[tuple[bool, Any]] | None  # None: any value matches
     pattern: Pattern | None
     mentions_id: bool
-    breaks: frozenset[str]
+    failures: frozenset[str]  # of the exchange
     only_when_up: bool = False
 
     def holds_for(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
-        """Whether this rule is about such a reply."""
+        """Return whether this rule matches the reply."""
         if isinstance(reply, NoResponse):
-            return reply.reason in self.breaks
-        if self.breaks or (self.statuses is not None and reply.status not in self.statuses):
+            return reply.reason in self.failures
+        if self.failures or (self.statuses is not None and reply.status not in self.statuses):
             return False
         if self.pointer is not None and not self._value_fits(reply.json, self.pointer, remote_id):
             return False
@@ -113,29 +113,29 @@ def _mentions(body: bytes, remote_id: str | None) -> bool:
 
 
 def _mention_pattern(remote_id: str) -> re.Pattern[bytes]:
-    """Return the pattern of an id that stands by itself: "12" is not in "123"."""
+    """Return the pattern of an id as a whole word: "12" is not in "123"."""
     return re.compile(rb"(?<![\w-])" + re.escape(remote_id.encode()) + rb"(?![\w-])")
 
 
 def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
-    """A rule that has been checked, made fast."""
+    """Compile a validated rule."""
     when = rule.when
     return CompiledRule(
         then=rule.then,
         code=rule.code,
         message=rule.message,
-        statuses=frozenset(_numbers(when)) or None,
+        statuses=frozenset(_expand_statuses(when)) or None,
         pointer=None if when.pointer is None else parse(when.pointer),
         # True == 1 in Python, not in JSON
         values=frozenset((isinstance(v, bool), v) for v in when.value) or None,
         pattern=Pattern(when.text) if when.text else None,
         mentions_id=when.mentions_id,
-        breaks=frozenset(when.connection),
+        failures=frozenset(when.connection),
         only_when_up=isinstance(rule, Rule) and rule.only_when_up,
     )
 
 
-def _numbers(when: Condition) -> Iterable[int]:
+def _expand_statuses(when: Condition) -> Iterable[int]:
     for status in when.status:
         if isinstance(status, int):
             yield status
@@ -146,7 +146,7 @@ def _numbers(when: Condition) -> Iterable[int]:
 
 
 class OutcomeRule(Protocol):
-    """What a rule makes of an answer that it holds for."""
+    """The part of a rule that determines the outcome of a matching response."""
 
     @property
     def then(self) -> str: ...
@@ -158,28 +158,28 @@ class OutcomeRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """How the answers to one step are read."""
+    """Judges the responses to one step."""
 
     rules: tuple[CompiledRule, ...]
-    is_poll: bool  # a poll's nonsense means "still pending", a submit's costs a retry
+    is_poll: bool  # an unreadable response to a poll means "still pending"; to a submit, it costs a retry
     result: Pointer
     as_text: bool
     errors: tuple[Pointer, ...]
-    id: Pointer  # submit: where the server's id stands
-    requires_id: bool  # without an id there is no polling
-    echo: Pointer | None  # poll: where the answer names a job, which must be the one we asked for
+    id: Pointer  # submit: place of the server's id
+    requires_id: bool  # without an id, the run cannot be polled
+    echo: Pointer | None  # poll: place of the id of the job, which must be the requested one
     echo_header: bool
-    progress: Pointer | None = None  # poll: where it stands how far the run is
+    progress: Pointer | None = None  # poll: place of the run's progress
 
     @property
     def pointers(self) -> frozenset[Pointer]:
-        """Where it looks in an answer's JSON, but for places that an id names."""
-        at = (rule.pointer for rule in self.rules)
-        found = (*at, self.result, *self.errors, self.id, self.echo, self.progress)
+        """Return the places that the judge reads in a response's JSON, without those that contain an id."""
+        of_rules = (rule.pointer for rule in self.rules)
+        found = (*of_rules, self.result, *self.errors, self.id, self.echo, self.progress)
         return frozenset(pointer for pointer in found if pointer is not None and "{{id}}" not in pointer)
 
     def outcome(self, reply: Response | NoResponse, context: ResponseContext) -> Outcome | None:
-        """What the reply means for the job, or None for "ask the next step"."""
+        """Return what the reply means for the job; None: send the next step."""
         found = self._first_outcome(reply, context)
         if found is None or found.code != BAD_ANSWER or not isinstance(reply, Response):
             return found
@@ -200,12 +200,12 @@ class Judge:
         return self._bad_answer("nothing describes such an answer", context)
 
     def depends_on_health(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
-        """Return whether the rule that judges the reply is believed only of a server that is up."""
-        rule = next((one for one in self.rules if one.holds_for(reply, remote_id)), None)
+        """Return whether the rule that matches the reply applies only to a server that is up."""
+        rule = next((rule for rule in self.rules if rule.holds_for(reply, remote_id)), None)
         return rule is not None and rule.only_when_up
 
     def apply(self, rule: OutcomeRule, reply: Response | NoResponse, context: ResponseContext) -> Outcome:
-        """What a rule that holds makes of the reply."""
+        """Return the outcome of a reply by a rule that matches it."""
         kind = OutcomeKind(rule.then)
         if kind is OutcomeKind.DONE and isinstance(reply, Response):
             return self._done(reply, context)
@@ -252,17 +252,17 @@ class Judge:
         return Outcome(kind, code=code, message=message, remote_id=context.remote_id if self.is_poll else None)
 
     def _find_other_job(self, response: Response, context: ResponseContext) -> str | None:
-        """Return what the answer names instead of the job that it should be about; None: it names that or nothing."""
+        """Return the id of another job that the response names; None: it names this job, or none."""
         if not 200 <= response.status < 300:
             return None
-        ours = (context.job_id, context.remote_id)
+        own_ids = (context.job_id, context.remote_id)
         named = response.headers.get(_ECHO_HEADER) if self.echo_header else None
-        if named and named.strip() not in ours:
+        if named and named.strip() not in own_ids:
             return named.strip()
         if self.echo is None or context.remote_id is None or response.json is NOT_JSON:
             return None
         value = resolve(response.json, self.echo)
-        if value is MISSING or value is None or id_text(value) in ours:
+        if value is MISSING or value is None or id_text(value) in own_ids:
             return None
         return _as_text(value) or "something that is not an id"
 
@@ -280,24 +280,24 @@ class Judge:
 
 
 def _error_text(response: Response, pointers: Sequence[Pointer]) -> str:
-    """Return what an answer says of an error; "": nothing.  It quotes the answer: redact it."""
+    """Return the error text of a response; "": there is none.  It quotes the response: redact it."""
     if response.json is NOT_JSON:
         head = response.beginning.lstrip()
-        return "" if head.startswith("<") else head  # a web page tells nobody anything
+        return "" if head.startswith("<") else head  # the source of a web page explains nothing
     found = (resolve(response.json, pointer) for pointer in pointers)
     texts = [_as_text(value) for value in found if value is not MISSING and value not in (None, "")]
     return ": ".join(dict.fromkeys(text for text in texts if text))
 
 
 def is_redirect(response: Response) -> bool:
-    """Return True if the answer names another address."""
+    """Return whether the response redirects to another address."""
     return 300 <= response.status < 400 and bool(response.headers.get("Location"))
 
 
 def describe_unreadable(response: Response) -> str:
-    """Return a clause that says why an answer of status 2xx or 3xx is not the JSON that was expected.
+    """Return a clause that says why a response of status 2xx or 3xx is not the expected JSON.
 
-    It quotes the answer: redact it.
+    It quotes the response: redact it.
     """
     if is_redirect(response):
         target = response.headers["Location"].partition("?")[0]
@@ -308,7 +308,7 @@ def describe_unreadable(response: Response) -> str:
 
 
 def _is_empty(document: Any) -> bool:
-    """Return whether a JSON value has nothing to quote: it is empty, or an object of empty values."""
+    """Return whether a JSON value has nothing to quote: it is empty, or an object with only empty values."""
     values = document.values() if isinstance(document, dict) else [document]
     return all(value is None or value in ("", [], {}) for value in values)
 
@@ -322,27 +322,27 @@ def _as_text(value: Any) -> str:
 
 
 def error_pointers(own: str | None) -> tuple[Pointer, ...]:
-    """Where error texts stand: at the description's own pointer, or at one of the usual places."""
+    """Return the places of error texts: the description's own pointer, or the usual ones."""
     return _ERROR_POINTERS if own is None else (parse(own),)
 
 
 _IDLE = "idle"
 _MAX_QUOTED_CHARS = 300
 _MAX_START_CHARS = 100  # characters
-_MAX_ACTIVE = 1_000_000  # more than that is no count of jobs
+_MAX_ACTIVE = 1_000_000  # a larger number is not a count of jobs
 
 
 class _NotAsDescribed(Exception):
-    """The answer has something else where the number or the ids should stand."""
+    """The response has another value at the place of the number or of the ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthJudge:
-    """How a server's health check is read."""
+    """Judges the responses to a server's health check."""
 
     rules: tuple[CompiledRule, ...]
-    active: tuple[Pointer, ...]  # what stands there is summed up
-    is_count: bool  # the pointers lead to lists, whose lengths count
+    active: tuple[Pointer, ...]  # places of numbers, which are summed
+    is_count: bool  # the pointers lead to lists, whose lengths are summed
     metrics: tuple[re.Pattern[str], ...]
     job_ids: tuple[Pointer, ...]
     job_ids_item: Pointer
@@ -352,13 +352,13 @@ class HealthJudge:
     idempotent: Pointer | None = None
 
     def read(self, reply: Response | NoResponse, secrets: Iterable[str] = ()) -> Health:
-        """Return what the server is, and what it says it is doing; without `secrets`, which its answer may repeat."""
+        """Return the server's report.  Its message quotes the response, without these `secrets`."""
         rule = next((rule for rule in self.rules if rule.holds_for(reply, None)), None)
         state = rule.then if rule else HealthKind.GARBAGE.value
         kind = HealthKind.UP if state == _IDLE else HealthKind(state)
         answered = isinstance(reply, Response)
         message = "" if kind is HealthKind.UP else redact(self._message(rule, reply), secrets)
-        # A server that is busy by a rule of its own may still have answered in full (Cog does).
+        # A rule can judge a server busy although its report is complete, as for Cog.
         if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
             return Health(kind, running_count=self.running, message=message, answered=answered)
         try:
@@ -379,7 +379,7 @@ class HealthJudge:
         )
 
     def _message(self, rule: CompiledRule | None, reply: Response | NoResponse) -> str:
-        """Return why the server is not well: by the rule's own message, or by the value that the rule found."""
+        """Return what is wrong with the server: the rule's own message, or the value that the rule matched."""
         if isinstance(reply, NoResponse):
             return reply.message
         if is_redirect(reply):
@@ -405,19 +405,19 @@ class HealthJudge:
         return resolve(response.json, self.idempotent) is True
 
     def _active(self, response: Response) -> int | None:
-        """Return how many jobs are there; None: a number is missing."""
+        """Return the number of jobs at the server; None: a number is missing."""
         numbers = [_whole_number(_sum_of_metric(metric, response.text)) for metric in self.metrics]
         for pointer in self.active:
-            value = self._at(response, pointer)
+            value = self._value_at(response, pointer)
             numbers.append(_length(value) if self.is_count and value is not None else _whole_number(value))
         known = [number for number in numbers if number is not None]
         return sum(known) if known and len(known) == len(numbers) else None
 
     def _job_ids(self, response: Response) -> frozenset[str] | None:
-        """Return the ids of all jobs that are there; None: a list is missing."""
+        """Return the ids of all jobs at the server; None: a list is missing."""
         found: set[str] = set()
         for pointer in self.job_ids:
-            value = self._at(response, pointer)
+            value = self._value_at(response, pointer)
             if value is None:
                 return None
             ids = [id_text(resolve(item, self.job_ids_item)) for item in value] if isinstance(value, list) else [None]
@@ -426,9 +426,9 @@ class HealthJudge:
             found.update(job_id for job_id in ids if job_id is not None)
         return frozenset(found) if self.job_ids else None
 
-    def _at(self, response: Response, pointer: Pointer) -> Any:
+    def _value_at(self, response: Response, pointer: Pointer) -> Any:
         if self.metrics and response.json is NOT_JSON:
-            return None  # a page of metrics holds no ids
+            return None  # a page of Prometheus metrics has no ids
         if response.json is NOT_JSON:
             raise _NotAsDescribed(describe_unreadable(response))
         value = resolve(response.json, pointer)
@@ -436,14 +436,14 @@ class HealthJudge:
 
 
 def _shorten(text: str) -> str:
-    """Return a long text without its middle: of a log, the end says what went wrong."""
+    """Return a long text without its middle: the end of a log contains the error."""
     if len(text) <= _MAX_QUOTED_CHARS:
         return text
     return f"{text[: _MAX_QUOTED_CHARS // 4]} … {text[-3 * _MAX_QUOTED_CHARS // 4 :]}"
 
 
 def compile_health(step: HealthStep) -> HealthJudge:
-    """A health step that has been checked, made fast."""
+    """Compile a validated health step."""
     active = step.active or CountSource.model_construct()
     return HealthJudge(
         rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
@@ -459,14 +459,14 @@ def compile_health(step: HealthStep) -> HealthJudge:
     )
 
 
-def _compile_start(where: StartSource | None) -> Pointer | re.Pattern[str] | None:
-    if where is None:
+def _compile_start(source: StartSource | None) -> Pointer | re.Pattern[str] | None:
+    if source is None:
         return None
-    return _metric_pattern(where.metric) if where.metric else parse(where.pointer or "")
+    return _metric_pattern(source.metric) if source.metric else parse(source.pointer or "")
 
 
 def _metric_pattern(name: str) -> re.Pattern[str]:
-    """A line of Prometheus text: name, labels perhaps, value."""
+    """Return the pattern of a line of Prometheus text: name, optional labels, value."""
     return re.compile(rf"^{re.escape(name)}(?:\{{[^\n]*\}})?[ \t]+([0-9.eE+-]+)(?:[ \t]|\r?$)", re.MULTILINE)
 
 

@@ -1,11 +1,11 @@
-"""Templates put VALUES into a description: {{payload/prompt}}, {{job/id}}, {{run/swap}}, {{id}}, {{secret/NAME}}.
+"""Templates insert values into requests: {{payload/prompt}}, {{job/id}}, {{run/swap}}, {{id}}, {{secret/NAME}}.
 
 A path may begin with {{endpoint}}, the path of the registered endpoint ("" for http://gpu1:9001/), so that one
-description serves models whose names stand in their addresses, and servers behind a prefix.
+description serves models that have their names in the URL, and servers behind a prefix.
 
-A string that is exactly one template becomes the value with its JSON type; inside a longer string
-the value is put in as text.  What was put in is never looked at again, so a payload that contains
-"{{secret/KEY}}" stays just that text.  There is no other logic: no conditions, no loops.
+A string that is exactly one template is replaced by the value with its JSON type; in a longer string the value is
+inserted as text.  Inserted text is never expanded again, so a payload that contains "{{secret/KEY}}" stays unchanged.
+There is no other logic: no conditions, no loops.
 """
 
 import re
@@ -23,21 +23,21 @@ MAX_LENGTH = 2000
 
 
 def check_path(path: str) -> None:
-    """Raises ValueError unless this is a plain absolute path, with or without a query.
+    """Check that this is a plain absolute path, with or without a query.  Raises ValueError if not.
 
-    Percent-encoding is undone before looking, as often as it was done: some servers decode twice.
+    The path is percent-decoded first, repeatedly if necessary: some servers decode twice.
     """
     if not path.startswith("/") or "//" in path.partition("?")[0]:
         raise ValueError("a path starts with one '/', has no '//' and names no other server")
     if len(path) > MAX_LENGTH:
         raise ValueError(f"a path has at most {MAX_LENGTH} characters")
-    if "#" in path or not _is_plain(_decoded(path)):
+    if "#" in path or not _is_plain(_decode(path)):
         raise ValueError("a path has no '#', no backslash and no control characters")
-    if any(_climbs(segment) for segment in _decoded(path.partition("?")[0]).split("/")):
+    if any(_is_dot_segment(segment) for segment in _decode(path.partition("?")[0]).split("/")):
         raise ValueError("a path has no '.' or '..' segments, not even percent-encoded")
 
 
-def _decoded(path: str) -> str:
+def _decode(path: str) -> str:
     for _ in range(5):
         decoded = unquote(path)
         if decoded == path:
@@ -50,8 +50,8 @@ def _is_plain(text: str) -> bool:
     return "\\" not in text and all(ch >= " " and ch != "\x7f" for ch in text)
 
 
-def _climbs(segment: str) -> bool:
-    return segment.partition(";")[0] in (".", "..")  # "..;x" climbs too, on servlet containers
+def _is_dot_segment(segment: str) -> bool:
+    return segment.partition(";")[0] in (".", "..")  # servlet containers read "..;x" as ".."
 
 
 SecretLookup = Callable[[str], str | None]
@@ -70,13 +70,13 @@ _FIELDS = {
 _SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 _UNRESERVED = re.compile(r"[A-Za-z0-9_-]+")
-_MAX_HEADER_CHARS = 8_000  # characters; usual servers take no more
+_MAX_HEADER_CHARS = 8_000  # common servers accept no more
 _MAX_DEPTH = 32
 _ENDPOINT = "endpoint"
 
 
 class TemplateError(Exception):
-    """A template could not be filled.  Nothing was sent."""
+    """A template could not be filled; the request was not sent."""
 
     def __init__(self, kind: OutcomeKind, code: str, message: str) -> None:
         super().__init__(message)
@@ -88,19 +88,19 @@ def _bad_payload(message: str) -> TemplateError:
 
 
 def _misconfigured(message: str) -> TemplateError:
-    # Costs a retry, not the job: somebody may set the secret or the path right meanwhile.
+    # Costs a retry, not the job: the operator may correct the secret or the path before the next try.
     return TemplateError(OutcomeKind.RETRY, "misconfigured", message)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledOutputSize:
-    """How much a run is expected to put out: what its payload says at the first of these places, or the default."""
+    """The expected output of a run: the number at the first of these places in its payload, or the default."""
 
     places: tuple[Pointer, ...]
     default: int
 
     def of(self, payload: Any) -> int:
-        """A place where no size stands says nothing: whether a payload is right is for the server to judge."""
+        """Return the size; places without a valid one are skipped, because the server validates the payload."""
         found = (resolve(payload, place) for place in self.places)
         sizes = (size for size in found if isinstance(size, int) and not isinstance(size, bool) and size >= 0)
         return next(sizes, self.default)
@@ -108,27 +108,27 @@ class CompiledOutputSize:
 
 @dataclass(slots=True)
 class TemplateValues:
-    """What templates are filled from, in one exchange."""
+    """The sources of template values in one exchange."""
 
-    call: Call | None  # None: a health check, which is about no job
+    call: Call | None  # None: a health check, which has no job
     remote_id: str | None = None
     secret: SecretLookup | None = None
-    endpoint: str = ""  # the path of the registered endpoint, without a slash at its end
+    endpoint: str = ""  # the path of the registered endpoint, without a trailing slash
     output_size: CompiledOutputSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateRef:
-    """One {{...}}, parsed."""
+    """One template {{...}}, parsed."""
 
     source: str  # payload | job | run | id | callback_url | callback_token | secret | endpoint
-    name: str = ""  # of the secret, or what is put in of the job or the run
-    field: str = ""  # of the call
-    pointer: Pointer = ()  # below the payload
+    name: str = ""  # of the secret, or of the value of the job or the run
+    field: str = ""  # attribute of Call
+    pointer: Pointer = ()  # into the payload
     raw: bool = False  # in a path: not percent-encoded
 
     def value(self, values: TemplateValues) -> Any:
-        """The value to put in.  Raises TemplateError if there is none."""
+        """Return the value to insert.  Raises TemplateError if there is none."""
         if self.source == "payload":
             return self._from_payload(values)
         found = self._secret(values) if self.source == "secret" else self._from_run(values)
@@ -157,7 +157,7 @@ Parts = tuple[str | TemplateRef, ...]
 
 
 def parse_text(text: str, allowed: frozenset[str]) -> Parts:
-    """Literal pieces and Refs.  Raises ValueError for a template that is unknown or not `allowed` here."""
+    """Parse a text into literals and templates.  Raises ValueError for an unknown or forbidden name."""
     pieces = _TEMPLATE.split(text)  # literal, inside, literal, inside, ... literal
     if any("{{" in literal or "}}" in literal for literal in pieces[::2]):
         raise ValueError(f"an open or nested template in {text[:60]!r}")
@@ -182,30 +182,30 @@ def _parse_ref(inside: str, allowed: frozenset[str]) -> TemplateRef:
 
 
 def _permitted_names(allowed: frozenset[str]) -> str:
-    """All names that a template may have there."""
+    """Return all names that a template may have, for messages."""
     below = {**_FIELDS, "payload": ["", "..."], "secret": ["NAME"], "raw": []}
     names = (f"{source}/{name}".rstrip("/") for source in allowed for name in below.get(source, [""]))
     return ", ".join(sorted(names))
 
 
 def sources_in(text: str) -> list[tuple[str, str]]:
-    """What a text puts in, whether or not it may: (source, what of it)."""
+    """Return (source, name) of each template in a text, also of those that are not allowed."""
     named = (inside.strip().removeprefix("raw:").partition("/") for inside in _TEMPLATE.findall(text))
     return [(source, rest) for source, _, rest in named]
 
 
 def secrets_in(text: str) -> list[str]:
-    """The names of the secrets among them."""
+    """Return the names of the secrets in the templates of a text."""
     return [name for source, name in sources_in(text) if source == "secret"]
 
 
 def as_text(value: Any) -> str:
-    """A value as it stands inside a longer text: strings bare, everything else as JSON."""
+    """Return a value as it is inserted into a longer text: strings unquoted, all others as JSON."""
     return value if isinstance(value, str) else to_json(value).decode()
 
 
 def to_json(value: Any) -> bytes:
-    """JSON for the wire.  Raises TemplateError (final) for what JSON cannot say."""
+    """Return the JSON of a payload or a body.  Raises TemplateError (final) if JSON cannot represent it."""
     try:
         return json_text.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -213,13 +213,13 @@ def to_json(value: Any) -> bytes:
 
 
 class BodyTemplate:
-    """A body template: any JSON value whose strings may hold templates."""
+    """A body template: any JSON value whose strings may contain templates."""
 
     def __init__(self, template: Any, allowed: frozenset[str]) -> None:
         self._node = _compile(template, allowed, _MAX_DEPTH)
 
     def fill(self, values: TemplateValues) -> Any:
-        """The JSON value to send.  Raises TemplateError."""
+        """Return the JSON value to send.  Raises TemplateError."""
         return _fill(self._node, values)
 
 
@@ -231,11 +231,11 @@ def _compile(node: Any, allowed: frozenset[str], depth: int) -> Any:
     if isinstance(node, list):
         return [_compile(item, allowed, depth - 1) for item in node]
     if isinstance(node, dict):
-        return {_key(key): _compile(item, allowed, depth - 1) for key, item in node.items()}
+        return {_check_key(key): _compile(item, allowed, depth - 1) for key, item in node.items()}
     return node
 
 
-def _key(key: str) -> str:
+def _check_key(key: str) -> str:
     if "{{" in key:
         raise ValueError("templates stand in values, not in keys")
     return key
@@ -258,7 +258,7 @@ def _fill_text(parts: Parts, values: TemplateValues) -> Any:
 
 
 class PathTemplate:
-    """A path template.  Values are percent-encoded; raw ones are not, but stay inside the path."""
+    """A path template.  Values are percent-encoded.  Raw values are not, but they cannot leave the path."""
 
     def __init__(self, template: str, allowed: frozenset[str]) -> None:
         allowed |= {"raw", _ENDPOINT}
@@ -271,20 +271,20 @@ class PathTemplate:
             raise ValueError("raw values stand in the path, not in the query")
 
     def fill(self, values: TemplateValues) -> str:
-        """The path to ask for.  Raises TemplateError if a value would lead elsewhere."""
-        path, suspect = "", False
+        """Return the path to request.  Raises TemplateError if a value would lead to another path or host."""
+        path, needs_check = "", False
         for part in self._parts:
             if isinstance(part, str) or _is_endpoint(part):
                 path += part if isinstance(part, str) else values.endpoint
                 continue
             text = _path_value(part, values)
             if not _UNRESERVED.fullmatch(text):
-                suspect = True
+                needs_check = True
                 text = text if part.raw else quote(text, safe="")
             path += text
-        if not path.startswith("/"):  # behind an empty {{endpoint}}: it would go on with the name of the host
+        if not path.startswith("/"):  # after an empty {{endpoint}}, the path would become a part of the host name
             raise _misconfigured(f"the registered endpoint needs a path, for {path[:60]!r} follows it")
-        return _check_filled_path(path) if suspect or len(path) > MAX_LENGTH else path
+        return _check_filled_path(path) if needs_check or len(path) > MAX_LENGTH else path
 
 
 def _is_endpoint(part: str | TemplateRef) -> bool:
@@ -292,7 +292,7 @@ def _is_endpoint(part: str | TemplateRef) -> bool:
 
 
 def _example(part: str | TemplateRef) -> str:
-    """What may stand there, for a look at the whole path."""
+    """Return an example value, to check the path as a whole."""
     return part if isinstance(part, str) else "/x" if _is_endpoint(part) else "x"
 
 
@@ -302,7 +302,7 @@ def _path_value(ref: TemplateRef, values: TemplateValues) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise _bad_payload("only a text or a whole number can be put into a path")
     text = str(value)
-    if ref.raw and any(ch in "?#&" for ch in text):  # control characters: check_path
+    if ref.raw and any(ch in "?#&" for ch in text):  # check_path refuses control characters
         raise _bad_payload("a value has characters that cannot be put into a path")
     return text
 
@@ -316,13 +316,13 @@ def _check_filled_path(path: str) -> str:
 
 
 class HeaderTemplates:
-    """Header templates; names are literal."""
+    """Header templates.  The names of the headers are literal."""
 
     def __init__(self, templates: Mapping[str, str], allowed: frozenset[str]) -> None:
         self._parts = tuple((name, parse_text(text, allowed)) for name, text in templates.items())
 
     def fill(self, values: TemplateValues) -> dict[str, str]:
-        """Header values, free of line breaks.  Raises TemplateError."""
+        """Return the header values, which contain no line breaks.  Raises TemplateError."""
         return {name: _header_value(_fill_text(parts, values)) for name, parts in self._parts}
 
 

@@ -1,4 +1,4 @@
-"""Make a model's configuration a whole description, and name its faults by JSON pointer."""
+"""Validate the description in a model's configuration, and name each error by a JSON pointer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,16 @@ MAX_DEPTH = 64  # levels
 _MAX_FAULTS = 20
 
 
-# -- checked when it is stored ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DescriptionFault:
-    """What is wrong, and where in what was given, as a JSON pointer."""
+    """One error, and a JSON pointer to its place in the configuration."""
 
     pointer: str
     message: str
 
 
 class InvalidDescription(Exception):
-    """What was given describes no server."""
+    """The configuration contains no valid description."""
 
     def __init__(self, faults: Sequence[DescriptionFault]) -> None:
         super().__init__("; ".join(f"{fault.pointer or 'body'}: {fault.message}" for fault in faults))
@@ -38,10 +35,10 @@ class InvalidDescription(Exception):
 
 
 def validate_description(given: Mapping[str, Any], may_use: Callable[[str], bool], for_all: bool = False) -> str | None:
-    """The description that these fields of a configuration make, as JSON; None: they say nothing of it.
+    """Return the complete description in these fields of a configuration, as JSON; None: they contain none.
 
-    `may_use`: whether there is a secret of this name for the model, or, where it is `for_all`, for all of them.
-    Raises Unfit.
+    may_use: whether the model, or with `for_all` every model, has a secret of this name.
+    Raises InvalidDescription.
     """
     preset, own = given.get("preset"), given.get("description")
     if preset is None and own is None:
@@ -52,38 +49,38 @@ def validate_description(given: Mapping[str, Any], may_use: Callable[[str], bool
             [DescriptionFault(format_pointer([name]), message.format(name)) for name in conflicting]
         )
     _check_size(own)
-    base = {} if preset is None else _preset(preset)
+    base = {} if preset is None else _get_preset(preset)
     try:
         description = Description.model_validate(merge(base, own or {}))
     except ValidationError as error:
-        raise InvalidDescription(_faults(error, own)) from None
+        raise InvalidDescription(_faults_of(error, own)) from None
     _check_secrets(description, own, may_use, for_all)
     return description.model_dump_json()
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`: objects are merged deeply, anything else, lists too, takes the place of what was."""
-    found = dict(base)
+    """Return `base` with the changes of `over`: objects are merged recursively, all other values are replaced."""
+    merged = dict(base)
     for name, value in over.items():
-        before = found.get(name)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        found[name] = merge(before, value) if both else value  # type: ignore[arg-type]
-    return found
+        before = merged.get(name)
+        both_are_objects = isinstance(before, Mapping) and isinstance(value, Mapping)
+        merged[name] = merge(before, value) if both_are_objects else value  # type: ignore[arg-type]
+    return merged
 
 
 def _describe_shorthand(given: Mapping[str, Any]) -> str | None:
     if not any(given.get(name) is not None for name in SHORTHAND):
         return None
-    described = from_shorthand(
+    description = from_shorthand(
         *(given.get(name) or default for name, default in zip(SHORTHAND, _DEFAULTS, strict=True))
     )
-    return described.model_dump_json()
+    return description.model_dump_json()
 
 
 _DEFAULTS: tuple[Any, ...] = ("sync", None, None)
 
 
-def _preset(name: str) -> dict[str, Any]:
+def _get_preset(name: str) -> dict[str, Any]:
     try:
         return presets.get(name)
     except KeyError:
@@ -129,18 +126,18 @@ def _secret_pointer(secret: str, own: Any) -> str:
     return next((format_pointer(("description", *at)) for at in places), "/preset")
 
 
-def _faults(error: ValidationError, own: Any) -> list[DescriptionFault]:
+def _faults_of(error: ValidationError, own: Any) -> list[DescriptionFault]:
     found: dict[str, DescriptionFault] = {}
-    for one in error.errors(include_url=False)[:_MAX_FAULTS]:
-        within = one.get("ctx", {}).get("at", "") if one["type"] == "placed" else ""
-        pointer = "/description" + _pointer_in_given(one["loc"], own) + within
-        found.setdefault(pointer, DescriptionFault(pointer, _sentence(one)))
-    # What is wrong with a part is said at its innermost place: a list whose items are wrong is not also too short.
+    for detail in error.errors(include_url=False)[:_MAX_FAULTS]:
+        within = detail.get("ctx", {}).get("at", "") if detail["type"] == "placed" else ""
+        pointer = "/description" + _pointer_in_given(detail["loc"], own) + within
+        found.setdefault(pointer, DescriptionFault(pointer, _message(detail)))
+    # Only the innermost place is named: pydantic also reports a list with invalid items as too short.
     return [fault for at, fault in found.items() if not any(other.startswith(f"{at}/") for other in found)]
 
 
 def _pointer_in_given(loc: Sequence[str | int], document: Any) -> str:
-    """A place in what was checked, as far as it is one in what was given."""
+    """Return the pointer to a place of the validated data, as far as it exists in the given document."""
     at: list[str | int] = []
     for part in loc:
         if isinstance(document, dict) and part in document:
@@ -148,12 +145,12 @@ def _pointer_in_given(loc: Sequence[str | int], document: Any) -> str:
         elif isinstance(document, list) and isinstance(part, int) and part < len(document):
             document = document[part]
         else:
-            continue  # Of a single one where a list may stand, or a word of the checker's own.
+            continue  # The index of a single element in place of a list, or a label of pydantic.
         at.append(part)
     return format_pointer(at)
 
 
-def _sentence(error: Any) -> str:
+def _message(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     match error["type"]:
         case "extra_forbidden":

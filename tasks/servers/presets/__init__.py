@@ -1,13 +1,13 @@
-"""Descriptions of servers that are known by name, as data: one file each, with what is known of its servers.
+"""Presets: descriptions of common servers by name.  Each is a TOML file in this folder:
 
-    title, servers, checked   what it is, which servers and releases it fits, and how that was found out
+    title, servers, checked   the kind of server, the servers and releases that it fits, and how this was checked
     notes                     what an operator should know before relying on it
     endpoint, slots, payload  an example of a registration and of a job
     model                     where such a server names its models
-    signs                     answers by which such a server can be recognized (tasks.servers.probe)
-    description, without      what Description.model_validate takes; `without`: JSON pointers to what is null there
+    signs                     responses that identify such a server (tasks.servers.probe)
+    description, without      the input of Description.model_validate; `without`: JSON pointers to its null values
 
-To add one: a file NAME.toml here, and its conversation in tests/tasks/servers/conversations.
+To add a preset, add a file NAME.toml here, and its recorded exchanges in tests/tasks/servers/conversations.
 """
 
 import tomllib
@@ -28,27 +28,27 @@ class _PresetData(BaseModel):
 
 
 class Sign(_PresetData):
-    """Such an answer to GET `path` speaks for the preset; the strongest sign that is met decides."""
+    """A response to GET `path` that indicates the preset.  The matching sign with the largest weight decides."""
 
     path: Annotated[str, Field(pattern=r"^/")]
     when: Condition = Field(alias="if")
-    weight: Annotated[int, Field(ge=1, le=10)] = 5  # 1: many servers answer so; 10: no other does
+    weight: Annotated[int, Field(ge=1, le=10)] = 5  # 1: many servers respond so; 10: no other server does
 
 
 class ModelNameSource(_PresetData):
-    """Where a server names its first model."""
+    """The place where a server names its first model."""
 
     path: Annotated[str, Field(pattern=r"^/")]
     pointer: PointerText
 
 
 class PresetInfo(_PresetData):
-    """What is known of a preset's servers.  `endpoint`: an example, in which MODEL stands for the model's name."""
+    """The facts about a preset's servers.  `endpoint`: an example, with MODEL in place of the model's name."""
 
     title: str
     servers: str
     evidence: Literal["live", "recorded", "documented"]
-    """live: run with this description; recorded: answers of a real server; documented: from its documents or source."""
+    """live: run with this description; recorded: responses of a real server; documented: from documentation or code."""
     checked: str
     notes: tuple[str, ...] = ()
     endpoint: str
@@ -60,12 +60,12 @@ class PresetInfo(_PresetData):
 
 @cache
 def names() -> tuple[str, ...]:
-    """All presets, in alphabetical order."""
+    """Return the names of all presets, in alphabetical order."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.toml")))
 
 
 def get(name: str) -> dict[str, Any]:
-    """What Description.model_validate takes.  Raises KeyError."""
+    """Return a preset's description, for Description.model_validate.  Raises KeyError."""
     preset = _read(name)
     description = deepcopy(preset["description"])
     for pointer in preset.get("without", ()):
@@ -74,15 +74,15 @@ def get(name: str) -> dict[str, Any]:
 
 
 def info(name: str) -> PresetInfo:
-    """What is known of it.  Raises KeyError."""
+    """Return the facts about a preset's servers.  Raises KeyError."""
     return _info(name)
 
 
 @cache
 def _info(name: str) -> PresetInfo:
-    known = _read(name)
+    preset = _read(name)
     return PresetInfo.model_validate(
-        {key: value for key, value in known.items() if key not in ("description", "without")}
+        {key: value for key, value in preset.items() if key not in ("description", "without")}
     )
 
 
@@ -94,7 +94,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _clear(description: dict[str, Any], pointer: str) -> None:
-    """TOML has no null."""
+    """Set the value at the pointer to None, because TOML has no null."""
     *parents, last = pointer.removeprefix("/").split("/")
     for step in parents:
         description = description.setdefault(step, {})

@@ -1,4 +1,4 @@
-"""Scripted servers, and an event loop that speaks to them."""
+"""Scripted HTTP servers, and an event loop that calls them."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -13,30 +13,30 @@ from tests.support.scripted import Act, Scripted, Seen
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[Callable[[Seen], Act]], Scripted]]:
-    """Starts servers that do what they are told, and stops them."""
+    """Return a function that starts a server with scripted responses.  All are stopped after the test."""
     with ExitStack() as stack:
         yield lambda act: stack.enter_context(Scripted(act))
 
 
 @pytest.fixture
 def silent_address() -> Iterator[int]:
-    """A port of 127.0.0.2 whose queue of connections is full, so that none is made."""
+    """Return a port of 127.0.0.2 whose accept queue is full, so that no connection is established."""
     with ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0)).getsockname()[1]
         for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(("127.0.0.2", port))
+            queued = stack.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(("127.0.0.2", port))
         yield port
 
 
 @pytest.fixture
 def loop() -> Iterator[Loop]:
-    with Loop() as found:
-        yield found
+    with Loop() as running:
+        yield running
 
 
 @pytest.fixture
 def ours(loop: Loop) -> Callable[..., Blocking]:
-    """Makes a server that is called in an event loop."""
+    """Return a function that creates a server adapter, which is called in an event loop."""
     return lambda *args, **more: Blocking(ServerAdapter(*args, **more), loop)

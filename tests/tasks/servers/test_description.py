@@ -4,8 +4,8 @@ from pydantic import ValidationError
 from tasks.servers.description import DEFAULT, RESERVED_HEADERS, Description, from_shorthand
 
 
-def described(**parts):
-    return Description.model_validate(parts)
+def describe(**fields):
+    return Description.model_validate(fields)
 
 
 def rule(then="done", **when):
@@ -13,14 +13,14 @@ def rule(then="done", **when):
 
 
 def test_the_default_description_is_the_slot_protocol():
-    assert described() == DEFAULT
+    assert describe() == DEFAULT
     assert DEFAULT.submit.path is None and DEFAULT.submit.body is None
     assert [step.path for step in DEFAULT.status] == ["/status/{{id}}"]
     assert (DEFAULT.mode, DEFAULT.cancel[0].path, DEFAULT.health.path) == ("auto", "/cancel/{{id}}", "/health")
 
 
-def test_a_description_survives_being_stored():
-    full = described(
+def test_a_stored_description_is_read_back_unchanged():
+    complete = describe(
         mode="async",
         submit={"headers": {"Authorization": "Bearer {{secret/KEY}}"}, "body": {"in": "{{payload}}"}, "id": "/id"},
         status=[{"rules": [rule("next", status=["2xx", 404])]}, {"path": "/q?id={{id}}"}],
@@ -28,12 +28,12 @@ def test_a_description_survives_being_stored():
         health={"active": {"metric": "running"}, "running": False, "rules": [rule("busy", pointer="/s", value=None)]},
         given_id="{{job/attempt_id}}",
     )
-    assert Description.model_validate_json(full.model_dump_json()) == full
-    assert Description.model_validate_json(full.model_dump_json(exclude_defaults=True)) == full
+    assert Description.model_validate_json(complete.model_dump_json()) == complete
+    assert Description.model_validate_json(complete.model_dump_json(exclude_defaults=True)) == complete
 
 
 def test_a_single_status_step_needs_no_list():
-    assert described(status={"path": "/s/{{id}}"}).status == described(status=[{"path": "/s/{{id}}"}]).status
+    assert describe(status={"path": "/s/{{id}}"}).status == describe(status=[{"path": "/s/{{id}}"}]).status
 
 
 def test_a_description_is_frozen():
@@ -42,7 +42,7 @@ def test_a_description_is_frozen():
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "fields",
     [
         {"sumbit": {}},
         {"mode": "push"},
@@ -85,41 +85,41 @@ def test_a_description_is_frozen():
         {"given_id": "{{payload/id}}"},
     ],
 )
-def test_a_description_that_cannot_work_is_refused_when_stored(parts):
+def test_an_invalid_description_is_refused(fields):
     with pytest.raises(ValidationError):
-        described(**parts)
+        describe(**fields)
 
 
 @pytest.mark.parametrize("step", ["submit", "status", "result", "cancel", "health"])
 @pytest.mark.parametrize(
     "path", ["http://evil/x", "//evil", "status", "/../x", "/%2e%2e/x", "/a\\b", "/a\r\nb", "/a//b", "/a#b", "{{id}}"]
 )
-def test_every_path_stays_on_its_server(step, path):
+def test_a_path_that_leaves_its_server_is_refused(step, path):
     with pytest.raises(ValidationError):
-        described(**{step: {"path": path}})
+        describe(**{step: {"path": path}})
 
 
 @pytest.mark.parametrize("name", [*sorted(RESERVED_HEADERS), "X-Job-ID", "X-SOURCE", "Idempotency-key"])
-def test_a_header_of_ours_cannot_be_set(name):
+def test_a_reserved_header_cannot_be_set(name):
     with pytest.raises(ValidationError, match="cannot be set"):
-        described(submit={"headers": {name: "x"}})
+        describe(submit={"headers": {name: "x"}})
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("X A", "x"), ("X:A", "x"), ("", "x"), ("X", "a\r\nY: b"), ("X", "a\n"), ("X", ""), ("X\n", "a")],
 )
-def test_a_header_cannot_break_the_request(name, value):
+def test_a_malformed_header_is_refused(name, value):
     with pytest.raises(ValidationError):
-        described(submit={"headers": {name: value}})
+        describe(submit={"headers": {name: value}})
 
 
-def test_a_model_without_fields_of_its_own_speaks_the_slot_protocol():
+def test_a_model_without_own_fields_uses_the_slot_protocol():
     model = from_shorthand()
     assert (model.mode, model.status[0].path, model.submit.id) == ("sync", "/status/{{id}}", "/job_id")
 
 
-def test_a_models_own_fields_are_used():
+def test_the_own_fields_of_a_model_are_used():
     model = from_shorthand("async", "/v1/poll/{id}/state?full=1", "request/id")
     assert (model.mode, model.status[0].path) == ("async", "/v1/poll/{{id}}/state?full=1")
     assert model.submit.id == "/request~1id"
@@ -127,7 +127,7 @@ def test_a_models_own_fields_are_used():
 
 
 @pytest.mark.parametrize("template", ["/status", "/status/{job}", "/{id}/{id}", "/{{id}}", "http://x/{id}", "/../{id}"])
-def test_a_poll_template_that_cannot_work_is_refused(template):
+def test_an_invalid_poll_template_is_refused(template):
     with pytest.raises(ValueError):
         from_shorthand("async", template)
 
@@ -138,7 +138,7 @@ def test_an_unknown_model_type_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("submit", "alone"),
+    ("submit", "sends_payload_alone"),
     [
         ({}, True),
         ({"path": "/{{job/model}}", "headers": {"X-Run": "{{job/id}}"}}, True),
@@ -149,17 +149,17 @@ def test_an_unknown_model_type_is_refused():
         ({"headers": {"X-Size": "{{payload/size}}"}}, False),
     ],
 )
-def test_a_payload_is_looked_into_where_something_of_it_is_put_elsewhere(submit, alone):
-    assert described(submit=submit).sends_payload_alone is alone
+def test_the_payload_is_sent_alone_if_no_other_part_of_the_submit_uses_it(submit, sends_payload_alone):
+    assert describe(submit=submit).sends_payload_alone is sends_payload_alone
 
 
-def test_a_payload_is_looked_into_where_it_says_what_output_is_expected():
+def test_the_payload_is_not_sent_alone_if_the_submit_contains_its_output_size():
     size = {"pointer": "/n", "default": 1}
-    assert not described(submit={"headers": {"X-N": "{{run/output_size}}"}}, output_size=size).sends_payload_alone
+    assert not describe(submit={"headers": {"X-N": "{{run/output_size}}"}}, output_size=size).sends_payload_alone
 
 
 @pytest.mark.parametrize(
-    ("frees", "means"),
+    ("of_requests", "expected"),
     [
         ([], "no"),
         (["immediate"], "immediate"),
@@ -167,6 +167,6 @@ def test_a_payload_is_looked_into_where_it_says_what_output_is_expected():
         (["immediate", "no", "eventual"], "no"),
     ],
 )
-def test_a_cancel_of_several_requests_promises_what_each_of_them_does(frees, means):
-    cancel = [{"path": "/c", "frees_slot": one} for one in frees] or None
-    assert Description.model_validate({"cancel": cancel}).cancel_frees_slot == means
+def test_a_cancel_of_several_requests_frees_the_slot_as_its_weakest_request(of_requests, expected):
+    cancel = [{"path": "/c", "frees_slot": value} for value in of_requests] or None
+    assert Description.model_validate({"cancel": cancel}).cancel_frees_slot == expected

@@ -1,7 +1,7 @@
-"""What every server owes a job, asked of imitations of real servers that are described by data alone.
+"""The rules that every server must follow, tested with imitations of real servers, each with its description.
 
-To add a server: one more Imitation below, with its description as it would be stored, and with its answers
-as they were seen.  Nothing else changes; a description that needs code is a description we cannot store.
+To add a server, add an Imitation with its description as it is stored, and with the responses of the real server.
+Nothing else changes: a description is data, without code.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,34 +15,34 @@ from tasks.servers import Call, Description, HealthKind, ServerAdapter, compile_
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
 
-JOB = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
+CALL = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
 RESULT = {"image": "x"}
 HTML = answer(b"<html>", 502)
 
 
 @dataclass(frozen=True)
 class Imitation:
-    """One server: how it is described, and what it answers to a request in a situation."""
+    """An imitation of one server: its description, and its response to a request in a situation."""
 
     name: str
     description: Description
-    says: Callable[[str, Seen], bytes]  # situation, request -> answer
-    healthy: bytes
+    respond: Callable[[str, Seen], bytes]  # situation, request -> response
+    healthy: bytes  # response to a health check
     endpoint: str = "/generate"
-    situations: set[str] = field(default_factory=set)  # beyond done, failed and busy
-    running_jobs: int | None = None  # what the healthy answer says
+    situations: set[str] = field(default_factory=set)  # besides done, failed and busy
+    running_jobs: int | None = None  # number of jobs in the healthy response
 
     def __str__(self) -> str:
         return self.name
 
 
 def _describe(**parts: Any) -> Description:
-    stored = Description.model_validate(parts).model_dump_json()  # it works from storage, or not at all
+    stored = Description.model_validate(parts).model_dump_json()  # as the database stores it
     return Description.model_validate_json(stored)
 
 
-def _slot_protocol(situation: str, seen: Seen) -> bytes:
-    if seen.method == "POST":
+def _slot_protocol(situation: str, request: Seen) -> bytes:
+    if request.method == "POST":
         return {
             "busy": answer({"error": "no free slot"}, 503, Retry_After="2"),
             "wrong": answer({"error": "prompt is missing"}, 422),
@@ -56,10 +56,10 @@ def _slot_protocol(situation: str, seen: Seen) -> bytes:
     }[situation]
 
 
-def _own_fields(situation: str, seen: Seen) -> bytes:
-    if seen.method == "POST":
+def _own_fields(situation: str, request: Seen) -> bytes:
+    if request.method == "POST":
         return answer(b"", 503) if situation == "busy" else answer({"request_id": 17})
-    assert seen.path == "/v1/jobs/17"
+    assert request.path == "/v1/jobs/17"
     return {
         "done": answer({"status": "done", "result": RESULT}),
         "failed": answer({"status": "error"}),
@@ -90,8 +90,8 @@ COG = _describe(
 )
 
 
-def _cog(situation: str, seen: Seen) -> bytes:
-    assert seen.path == "/predictions/job-1-1" and seen.json == {"input": JOB.payload}
+def _cog(situation: str, request: Seen) -> bytes:
+    assert request.path == "/predictions/job-1-1" and request.json == {"input": CALL.payload}
     return {
         "done": answer({"id": "job-1-1", "status": "succeeded", "output": RESULT}),
         "failed": answer({"id": "job-1-1", "status": "failed", "error": "boom", "output": None}),
@@ -114,7 +114,7 @@ TORCHSERVE = _describe(
 )
 
 
-def _torchserve(situation: str, _seen: Seen) -> bytes:
+def _torchserve(situation: str, _request: Seen) -> bytes:
     return {
         "done": answer(RESULT),
         "failed": answer({"code": 503, "type": "InternalServerException", "message": "Prediction failed"}, 503),
@@ -138,7 +138,7 @@ COMFYUI = _describe(
             "rules": [
                 {"if": {"pointer": "/{{id}}/status/status_str", "value": "success"}, "then": "done"},
                 {"if": {"pointer": "/{{id}}/status/status_str", "value": "error"}, "then": "retry"},
-                {"if": {"status": 200, "pointer": ""}, "then": "next"},  # {}: queued, running and unknown alike
+                {"if": {"status": 200, "pointer": ""}, "then": "next"},  # {}: queued, running or unknown
             ],
         },
         {
@@ -158,14 +158,14 @@ COMFYUI = _describe(
 )
 
 
-def _comfyui(situation: str, seen: Seen) -> bytes:
-    if seen.method == "POST":
-        assert seen.json == {"prompt": JOB.payload, "prompt_id": "job-1-1"}
+def _comfyui(situation: str, request: Seen) -> bytes:
+    if request.method == "POST":
+        assert request.json == {"prompt": CALL.payload, "prompt_id": "job-1-1"}
         return {
             "busy": answer(b"", 503),
             "wrong": answer({"error": {"type": "invalid_prompt", "message": "bad graph"}, "node_errors": {}}, 400),
         }.get(situation) or answer({"prompt_id": "job-1-1", "number": 3, "node_errors": {}})
-    if seen.path == "/queue":
+    if request.path == "/queue":
         running = [[3, "job-1-1", {}, {}, []]] if situation == "running" else [[4, "job-1-11", {}, {}, []]]
         return answer({"queue_running": running, "queue_pending": []})
     return {
@@ -187,7 +187,7 @@ RUNPOD = _describe(
         "result": "/output",
         "rules": [
             {"if": {"pointer": "/status", "value": "COMPLETED"}, "then": "done"},
-            {"if": {"pointer": "/error", "value": "Job ID not found"}, "then": "lost"},  # a 200 too
+            {"if": {"pointer": "/error", "value": "Job ID not found"}, "then": "lost"},  # its status is 200, too
             {"if": {"pointer": "/status", "value": ["FAILED", "TIMED_OUT"]}, "then": "retry"},
             {"if": {"pointer": "/status", "value": "CANCELLED"}, "then": "canceled"},
             {"if": {"pointer": "/status", "value": ["IN_QUEUE", "IN_PROGRESS"]}, "then": "pending"},
@@ -197,8 +197,8 @@ RUNPOD = _describe(
 )
 
 
-def _runpod(situation: str, seen: Seen) -> bytes:
-    if seen.method == "POST":
+def _runpod(situation: str, request: Seen) -> bytes:
+    if request.method == "POST":
         return answer(b"", 429) if situation == "busy" else answer({"id": "test-1", "status": "IN_PROGRESS"})
     return {
         "done": answer({"id": "test-1", "status": "COMPLETED", "output": RESULT}),
@@ -226,17 +226,17 @@ BENTOML = _describe(
 )
 
 
-def _bentoml(situation: str, seen: Seen) -> bytes:
-    if seen.method == "POST":
+def _bentoml(situation: str, request: Seen) -> bytes:
+    if request.method == "POST":
         return answer(b"Too many requests", 429) if situation == "busy" else answer({"task_id": "t 1"})
-    assert seen.path.endswith("?task_id=t%201")
-    if "/get" in seen.path:
+    assert request.path.endswith("?task_id=t%201")
+    if "/get" in request.path:
         return answer(RESULT)
     return {
         "done": answer({"task_id": "t 1", "status": "success"}),
         "failed": answer({"task_id": "t 1", "status": "failure"}),
         "running": answer({"task_id": "t 1", "status": "in_progress"}),
-        "poll refused": answer(b"Too many requests", 429),  # refused because the job runs
+        "poll refused": answer(b"Too many requests", 429),  # refused because the job is running
         "forgotten": answer({"error": "task not found"}, 404),
     }[situation]
 
@@ -256,8 +256,8 @@ KSERVE = _describe(
 )
 
 
-def _kserve(situation: str, seen: Seen) -> bytes:
-    assert seen.json["id"] == "job-1-1"
+def _kserve(situation: str, request: Seen) -> bytes:
+    assert request.json["id"] == "job-1-1"
     return {
         "done": answer({"id": "job-1-1", "outputs": [RESULT]}),
         "failed": answer({"error": "CUDA error"}, 500),
@@ -306,24 +306,25 @@ IMITATIONS = [
 ]
 
 
-def knowing(situation: str) -> list[Imitation]:
-    return [server for server in IMITATIONS if situation in server.situations]
+def imitations_with(situation: str) -> list[Imitation]:
+    return [imitation for imitation in IMITATIONS if situation in imitation.situations]
 
 
 @pytest.fixture
 def run() -> Iterator[Callable[[Imitation, str], Outcome]]:
-    """Submits a job to the imitation, polls once if it was taken on, and tells what came of it."""
+    """Return a function that submits a job to an imitation, polls it once if it is pending, and returns the outcome."""
 
-    def one(imitation: Imitation, situation: str) -> Outcome:
-        with Scripted(lambda seen: imitation.says(situation, seen)) as there:
-            server = Blocking(ServerAdapter(there.url + imitation.endpoint, compile_description(imitation.description)))
-            outcome = server.submit(JOB)
+    def run_job(imitation: Imitation, situation: str) -> Outcome:
+        with Scripted(lambda request: imitation.respond(situation, request)) as http_server:
+            endpoint = http_server.url + imitation.endpoint
+            server = Blocking(ServerAdapter(endpoint, compile_description(imitation.description)))
+            outcome = server.submit(CALL)
             if outcome.kind is OutcomeKind.PENDING:
                 assert outcome.remote_id
-                outcome = server.status(JOB, outcome.remote_id)
+                outcome = server.status(CALL, outcome.remote_id)
             return outcome
 
-    yield one
+    yield run_job
 
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
@@ -337,62 +338,62 @@ def test_a_full_server_costs_the_job_nothing(imitation, run):
 
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
-def test_a_job_that_fails_on_the_server_costs_a_retry(imitation, run):
+def test_a_job_that_fails_at_the_server_costs_a_retry(imitation, run):
     assert run(imitation, "failed").kind is OutcomeKind.RETRY
 
 
-@pytest.mark.parametrize("imitation", knowing("wrong"), ids=str)
-def test_a_request_that_is_wrong_is_final(imitation, run):
+@pytest.mark.parametrize("imitation", imitations_with("wrong"), ids=str)
+def test_an_invalid_request_fails_the_job(imitation, run):
     assert run(imitation, "wrong").kind is OutcomeKind.FAILED
 
 
-@pytest.mark.parametrize("imitation", knowing("running"), ids=str)
-def test_a_job_that_runs_is_pending(imitation, run):
+@pytest.mark.parametrize("imitation", imitations_with("running"), ids=str)
+def test_a_running_job_is_pending(imitation, run):
     outcome = run(imitation, "running")
     assert outcome.kind is OutcomeKind.PENDING and outcome.code == ""
 
 
-@pytest.mark.parametrize("imitation", knowing("poll refused"), ids=str)
-def test_a_poll_that_is_refused_says_nothing_about_the_job(imitation, run):
+@pytest.mark.parametrize("imitation", imitations_with("poll refused"), ids=str)
+def test_a_refused_poll_leaves_the_job_pending(imitation, run):
     outcome = run(imitation, "poll refused")
     assert (outcome.kind, outcome.code) == (OutcomeKind.PENDING, "poll_failed")
 
 
-@pytest.mark.parametrize("imitation", knowing("forgotten"), ids=str)
-def test_a_job_that_the_server_has_forgotten_is_lost(imitation, run):
+@pytest.mark.parametrize("imitation", imitations_with("forgotten"), ids=str)
+def test_a_job_that_the_server_does_not_know_is_lost(imitation, run):
     assert run(imitation, "forgotten").kind is OutcomeKind.LOST
 
 
-@pytest.mark.parametrize("imitation", knowing("another"), ids=str)
-def test_the_result_of_another_job_is_not_taken(imitation, run):
+@pytest.mark.parametrize("imitation", imitations_with("another"), ids=str)
+def test_the_result_of_another_job_is_ignored(imitation, run):
     outcome = run(imitation, "another")
     assert (outcome.kind, outcome.result) == (OutcomeKind.PENDING, None)
 
 
-@pytest.mark.parametrize("imitation", [i for i in IMITATIONS if i.description.health], ids=str)
-def test_a_healthy_server_is_up_with_its_count(imitation):
-    with Scripted(lambda _seen: imitation.healthy) as there:
-        health = Blocking(ServerAdapter(there.url + imitation.endpoint, imitation.description)).health()
+@pytest.mark.parametrize("imitation", [imitation for imitation in IMITATIONS if imitation.description.health], ids=str)
+def test_a_healthy_server_is_up_with_its_number_of_jobs(imitation):
+    with Scripted(lambda _request: imitation.healthy) as http_server:
+        health = Blocking(ServerAdapter(http_server.url + imitation.endpoint, imitation.description)).health()
     assert (health.kind, health.active_jobs) == (HealthKind.UP, imitation.running_jobs)
 
 
 @pytest.mark.parametrize("imitation", IMITATIONS, ids=str)
-def test_a_server_that_breaks_off_leaves_the_outcome_unknown(imitation):
-    def hang_up(sock: Any) -> None:
+def test_a_server_that_closes_the_connection_leaves_the_outcome_unknown(imitation):
+    def close_connection(sock: Any) -> None:
         raise ConnectionAbortedError
 
-    with Scripted(lambda _seen: hang_up) as there:
-        server = Blocking(ServerAdapter(there.url + imitation.endpoint, imitation.description))
-        assert server.submit(JOB).kind is OutcomeKind.UNKNOWN
+    with Scripted(lambda _request: close_connection) as http_server:
+        server = Blocking(ServerAdapter(http_server.url + imitation.endpoint, imitation.description))
+        assert server.submit(CALL).kind is OutcomeKind.UNKNOWN
 
 
-def test_cogs_busy_health_is_not_death():
-    with Scripted(lambda _seen: answer({"status": "BUSY"})) as there:
-        assert Blocking(ServerAdapter(there.url, COG)).health().kind is HealthKind.BUSY
+def test_a_busy_cog_is_not_down():
+    with Scripted(lambda _request: answer({"status": "BUSY"})) as http_server:
+        assert Blocking(ServerAdapter(http_server.url, COG)).health().kind is HealthKind.BUSY
 
 
-def test_cog_pushes_because_it_cannot_be_polled():
-    pushing = _describe(
+def test_cog_can_push_its_result():
+    description = _describe(
         mode="callback",
         given_id="{{job/attempt_id}}",
         submit={
@@ -404,10 +405,11 @@ def test_cog_pushes_because_it_cannot_be_polled():
         },
         callback={"rules": [{"if": {"pointer": "/status", "value": "succeeded"}, "then": "done"}], "result": "/output"},
     )
-    with Scripted(lambda _seen: answer({"id": "job-1-1", "status": "starting"}, 202)) as there:
-        server = Blocking(ServerAdapter(there.url, pushing))
-        taken = server.submit(JOB)
-        assert taken == Outcome(OutcomeKind.PENDING, remote_id="job-1-1")
-        assert there.seen[0].json["webhook"] == "http://me/cb" and there.seen[0].headers["prefer"] == "respond-async"
-        pushed = server.read_push(JOB, taken.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
+    with Scripted(lambda _request: answer({"id": "job-1-1", "status": "starting"}, 202)) as http_server:
+        server = Blocking(ServerAdapter(http_server.url, description))
+        accepted = server.submit(CALL)
+        assert accepted == Outcome(OutcomeKind.PENDING, remote_id="job-1-1")
+        (request,) = http_server.seen
+        assert request.json["webhook"] == "http://me/cb" and request.headers["prefer"] == "respond-async"
+        pushed = server.read_push(CALL, accepted.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
     assert pushed == Outcome(OutcomeKind.DONE, result=[1])

@@ -36,13 +36,14 @@ class LeaseCheck:
         self._leases, self._redis = leases, redis
         self._renew_s, self._lease_s = settings.renew_every_ms / 1000, settings.lease_ms / 1000
 
-    async def is_still_held(self, watch: LeaseWatch) -> bool:
-        """Whether the slot may be used for the job now.
+    async def is_still_held(self, watch: LeaseWatch, *, fresh: bool = False) -> bool:
+        """Return whether the slot may be used for the job now.
 
-        A lease that was got, or checked, longer than a renewal period ago is renewed first.  Repeated until the answer
-        itself is fresh.  While Redis is away the lease holds for its own time.
+        A lease that was claimed or checked longer than a renewal period ago, or any if `fresh`, is renewed first.
+        Repeated until the reply itself is fresh.  While Redis is away the lease holds for its own time.
         """
-        while (age_s := boottime_s() - watch.confirmed_at_s) > self._renew_s:
+        while (age_s := boottime_s() - watch.confirmed_at_s) > self._renew_s or fresh:
+            fresh = False
             requested_at_s = boottime_s()
             try:
                 answer = await self._redis(self._leases.check_command(watch.lease))

@@ -1,9 +1,8 @@
-"""How a run's server is called: by its description, at the address of today or of the run's beginning."""
+"""The server calls of a worker's runs, and the requests that were given up before their response came."""
 
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 
 import structlog
 
@@ -14,7 +13,6 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.dispatch.run_steps import OnPostponed, RunSteps, commit_by_clock
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import format_attribute
@@ -24,24 +22,29 @@ from tasks.servers import Call, ServerSession
 from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.lease_checks import LeaseCheck
 from tasks.worker.progress_publisher import ProgressPublisher, ProgressStream
+from tasks.worker.run_calls import RunCalls
 from tasks.worker.server_call import ServerCall
 from tasks.worker.worker_run import WorkerRun
 
+log = structlog.get_logger(__name__)
+
+_SERVER_REMOVED = Outcome(OutcomeKind.UNREACHABLE, code="server_removed", message="The server was removed.")
+
 
 class AbandonedCalls:
-    """Observes the answers of a worker's runs that have ended here.  For the event loop alone."""
+    """Observes requests whose runs have ended here before the response came.  For the event loop alone."""
 
     def __init__(self, worker_loop: WorkerLoop, dispatcher: Dispatcher, on_postponed: OnPostponed) -> None:
         self._worker_loop, self._steps = worker_loop, RunSteps(dispatcher, worker_loop, on_postponed)
         self._noted: dict[str, tuple[ServerSession, Call]] = {}  # by lease, until their ends are stored
 
-    def note(self, lease: str, session: ServerSession, call: Call) -> None:
-        """Remember the request of a run that is about to end here, if its answer is still to come."""
+    def note(self, lease: str, session: ServerSession, calls: RunCalls) -> None:
+        """Remember the request of a run that is about to end here, if its response is still to come."""
         if session.abandoned is not None:
-            self._noted[lease] = session, call
+            self._noted[lease] = session, calls.poll_call
 
     def observe(self, active: ActiveRun) -> None:
-        """Free the slot of a run whose end is stored as soon as its answer has come."""
+        """Free the slot of a run whose end is stored as soon as its response has come."""
         noted = self._noted.pop(active.lease.name, None)
         if noted is not None:
             self._worker_loop.spawn_background(self._observe(active, *noted))
@@ -52,13 +55,42 @@ class AbandonedCalls:
             await self._steps.release_quarantine(active)
 
 
-log = structlog.get_logger(__name__)
+class StoredRun:
+    """What the call of a run stores and reads: the RunStore (server_call.py) of this worker."""
+
+    def __init__(
+        self, worker_run: WorkerRun, dispatcher: Dispatcher, worker_loop: WorkerLoop, lease_check: LeaseCheck
+    ) -> None:
+        self._run, self._io, self._watch = worker_run.run, worker_run.io, worker_run.watch
+        self._dispatcher, self._worker_loop, self._lease_check = dispatcher, worker_loop, lease_check
+
+    def store_remote_id(self, remote_id: str) -> Awaitable[bool]:
+        run, store = self._run, self._dispatcher.store
+        return commit_by_clock(self._io, lambda: store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
+
+    def store_sent_time(self) -> Awaitable[bool]:
+        run, store = self._run, self._dispatcher.store
+        return commit_by_clock(self._io, lambda: store.sent_write(run.job.id, run.attempt, now_ms()))
+
+    def find_earlier_request(self) -> Awaitable[EarlierRequest | None]:
+        return self._worker_loop.run_in_thread(self._find_earlier_request)
+
+    def longest_usual_ms(self) -> Awaitable[int]:
+        return self._worker_loop.run_in_thread(self._dispatcher.longest_usual_ms, self._run.job.model)
+
+    def is_lease_held(self, *, fresh: bool) -> Awaitable[bool]:
+        return self._lease_check.is_still_held(self._watch, fresh=fresh)
+
+    def _find_earlier_request(self) -> EarlierRequest | None:
+        with suppress(DatabaseUnavailable):  # Then its end is not known.
+            return earlier_requests.find(self._dispatcher.store.database, self._run.server, self._run.job.id)
+        return None
 
 
 class ServerCalls:
     """The server calls of one worker's runs.
 
-    `note_gap`: is told how long a slot that was handed on waited for its next request, in s.
+    record_handover_gap: is given how long, in s, a slot that was handed on waited for its next request.
     """
 
     def __init__(
@@ -71,12 +103,9 @@ class ServerCalls:
         record_handover_gap: Callable[[float], object],
     ) -> None:
         self._dispatcher, self._worker_loop, self._progress_publisher = dispatcher, worker_loop, progress_publisher
-        self._lease_check, self._abandoned_calls, self._record_handover_gap = (
-            lease_check,
-            abandoned_calls,
-            record_handover_gap,
-        )
-        self._handovers: dict[str, float] = {}  # leases that came with a slot's release, and since when (monotonic s)
+        self._lease_check, self._abandoned_calls = lease_check, abandoned_calls
+        self._record_handover_gap = record_handover_gap
+        self._handovers: dict[str, float] = {}  # lease that came with a slot's release -> moment of that (monotonic s)
 
     def note_handover(self, lease: str, since_s: float) -> None:
         """Measure how long it takes until the request of this lease is sent."""
@@ -86,7 +115,7 @@ class ServerCalls:
         self._handovers.pop(lease, None)
 
     async def call(self, worker_run: WorkerRun) -> Outcome | StopReason:
-        """Call the server, and return what came of it.  Raises DatabaseUnavailable."""
+        """Call the server of a run, and return the outcome.  Raises DatabaseUnavailable."""
         run = worker_run.run
         if run.cancel_requested:
             return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
@@ -95,14 +124,7 @@ class ServerCalls:
             if not server_adapters.is_loaded(run.described_by):
                 await self._worker_loop.run_in_thread(server_adapters.load, run.described_by)
             session = self.session_for(worker_run, stream)
-            changes_model = session is not None and session.description.asks_for_swap and worker_run.offer.changes_model
-            server_call = self._make_server_call(worker_run, session, changes_model)
-            if (since_s := self._handovers.pop(worker_run.active.lease.name, None)) is not None:
-                self._record_handover_gap(time.monotonic() - since_s)
-            outcome = await server_call.run()
-            if session is not None:
-                self._abandoned_calls.note(worker_run.active.lease.name, session, server_call.poll_call)
-            return outcome
+            return _SERVER_REMOVED if session is None else await self._call(worker_run, session)
         except DatabaseUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:
@@ -117,7 +139,7 @@ class ServerCalls:
             stream.close()
 
     def session_for(self, worker_run: WorkerRun, stream: ProgressStream) -> ServerSession | None:
-        """Return what speaks to the server of a run; None: it was removed.  Its description is known.
+        """Return the session with the server of a run, whose description is loaded; None: the server was removed.
 
         Raises Misconfigured.
         """
@@ -130,44 +152,31 @@ class ServerCalls:
         found = self._dispatcher.catalog.cached().model(model)
         return found.config if found is not None else self._dispatcher.catalog.resolve(model).config
 
-    def _make_server_call(
-        self, worker_run: WorkerRun, session: ServerSession | None, changes_model: bool
-    ) -> ServerCall:
-        """Raises UnknownModel."""
+    async def _call(self, worker_run: WorkerRun, session: ServerSession) -> Outcome | StopReason:
+        """Raises DatabaseUnavailable, UnknownModel."""
         run, catalog = worker_run.run, self._dispatcher.catalog.cached()
-        return ServerCall(
+        calls = RunCalls(
+            run,
+            self.config_of(run.job.model),
+            session.description,
+            _model_version(catalog, run.server, run.job.model),
+            changes_model=session.description.asks_for_swap and worker_run.offer.changes_model,
+        )
+        call = ServerCall(
             worker_run.active,
             worker_run.watch,
-            self.config_of(run.job.model),
             session,
-            partial(self._store_remote_id, worker_run),
-            _model_version(catalog, run.server, run.job.model),
-            changes_model,
-            self._lease_check.is_still_held,
-            partial(self._worker_loop.run_in_thread, self._dispatcher.longest_usual_ms, run.job.model),
-            partial(self._worker_loop.run_in_thread, self._find_earlier_request, run),
-            partial(self._store_sent_time, worker_run),
-            _has_one_slot(catalog, run.server),
+            calls,
+            StoredRun(worker_run, self._dispatcher, self._worker_loop, self._lease_check),
+            has_one_slot=_has_one_slot(catalog, run.server),
             may_be_at_server=worker_run.offer.is_resumption,
         )
-
-    def _find_earlier_request(self, run: Run) -> EarlierRequest | None:
-        """Return the earlier request of a run; None also while the database is away: then its end is not known."""
-        with suppress(DatabaseUnavailable):
-            return earlier_requests.find(self._dispatcher.store.database, run.server, run.job.id)
-        return None
-
-    def _store_sent_time(self, worker_run: WorkerRun) -> Awaitable[bool]:
-        run = worker_run.run
-        store = self._dispatcher.store
-        return commit_by_clock(worker_run.io, lambda: store.sent_write(run.job.id, run.attempt, now_ms()))
-
-    def _store_remote_id(self, worker_run: WorkerRun, remote_id: str) -> Awaitable[bool]:
-        run = worker_run.run
-        store = self._dispatcher.store
-        return commit_by_clock(
-            worker_run.io, lambda: store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms())
-        )
+        lease = worker_run.active.lease.name
+        if (since_s := self._handovers.pop(lease, None)) is not None:
+            self._record_handover_gap(time.monotonic() - since_s)
+        outcome = await call.run()
+        self._abandoned_calls.note(lease, session, calls)
+        return outcome
 
 
 def _model_version(catalog: CatalogSnapshot, server: str, model: str) -> str:

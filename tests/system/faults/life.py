@@ -54,10 +54,9 @@ from tasks.inference import infer
 from tasks.offer_messages import publish_queue
 from tasks.relay import relay
 from tasks.security import vault
-from tasks.servers import ServerSession
 from tasks.webhooks import delivery_loop as hooks
 from tasks.webhooks import message_delivery, sender
-from tasks.worker import server_call
+from tasks.worker import run_health, server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
 from tests.support import passes
@@ -173,10 +172,10 @@ class Life:
         """The job is canceled while its server runs it, and the server goes on all the same."""
         found, poll = self._come_to(job_id), server_call.ServerCall._poll
 
-        async def unwanted(watch: server_call.ServerCall, live: ServerSession, remote_id: str) -> Outcome:
+        async def unwanted(call: server_call.ServerCall, remote_id: str) -> Outcome:
             self._cancel(job_id)
-            watch._watch.request_cancel()
-            return await poll(watch, live, remote_id)
+            call._watch.request_cancel()
+            return await poll(call, remote_id)
 
         with (
             mock.patch.object(server_call.ServerCall, "_poll", unwanted),
@@ -399,7 +398,7 @@ def live(step: str) -> None:
     notifications.NOTIFY_AFTER_MS = 50
     results.ResultNotifier.put = lambda self, owed: self.notify([owed])  # type: ignore[method-assign]  # one pair of hands
     server_report.MIN_AGE_MS = 0
-    server_call._REPORT_DELAY_S = 0.0
+    run_health._REPORT_DELAY_S = 0.0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])
     # From here on it may die, and every passing is counted.
     crash_points._left.update(dict.fromkeys(crash_points.POINTS, _COUNTS_ONLY))

@@ -5,16 +5,22 @@ Neither HTTP nor a second process: what is looked at is what the worker makes of
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome
 from routing.progress import ProgressCommands
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
+from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import DEFAULT, Call, Health, HealthKind
 from tasks.threads import BackgroundTask
 from tasks.worker import worker_run
+from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.run_calls import RunCalls
+from tasks.worker.server_call import ServerCall
 from tasks.worker.worker import Worker
 from tests.support.stage import Stage
 
@@ -69,6 +75,47 @@ class FakeServer:
 
     async def has_process_ended(self) -> bool:
         return self.has_ended
+
+
+class FakeRunStore:
+    """Stores nothing.  `store_remote_id`: is called instead of the database."""
+
+    def __init__(self, store_remote_id: Callable[[str], bool] = lambda remote_id: True) -> None:
+        self._store_remote_id = store_remote_id
+        self.used: list[str] = []
+        """What was stored and checked, in order, but ids of servers."""
+        self.is_over = False  # Another has ended the run.
+
+    async def store_remote_id(self, remote_id: str) -> bool:
+        return self._store_remote_id(remote_id)
+
+    async def store_sent_time(self) -> bool:
+        self.used.append("sent time")
+        return not self.is_over
+
+    async def find_earlier_request(self) -> None:
+        return None
+
+    async def longest_usual_ms(self) -> int:
+        return 3_600_000
+
+    async def is_lease_held(self, *, fresh: bool) -> bool:
+        self.used.append("lease, asked now" if fresh else "lease")
+        return True
+
+
+def make_server_call(
+    active: ActiveRun,
+    watch: LeaseWatch,
+    config: ModelConfig,
+    session: Any,
+    store: FakeRunStore | None = None,
+    *,
+    has_one_slot: bool = False,
+) -> ServerCall:
+    """A ServerCall beside any database."""
+    calls = RunCalls(active.run, config, session.description)
+    return ServerCall(active, watch, session, calls, store or FakeRunStore(), has_one_slot=has_one_slot)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Call, Description, Health, HealthKind
-from tasks.worker import server_call
+from tasks.worker import run_health, server_call
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.server_call import ServerCall
 from tests.support.stage import SETTINGS
+from tests.tasks.worker.one_run import FakeRunStore, make_server_call
 
 PENDING = Outcome(OutcomeKind.PENDING)
 UNKNOWN = Outcome(OutcomeKind.UNKNOWN)
@@ -95,21 +95,28 @@ def _run(**changes: Any) -> Run:
 
 
 def _watch(
-    live: Live, run: Run | None = None, *, still_ours: bool = True, max_s: float = 0.3, has_one_slot: bool = False
+    live: Live,
+    run: Run | None = None,
+    *,
+    still_ours: bool = True,
+    max_s: float = 0.3,
+    has_one_slot: bool = False,
+    store: FakeRunStore | None = None,
 ) -> tuple[Any, list[str]]:
     """What came of the run, and the ids that went into the record, each with what had been asked before it."""
     noted: list[str] = []
 
-    async def note(remote_id: str) -> bool:
+    def note(remote_id: str) -> bool:
         noted.append(f"{remote_id} after {len(live.asked)}")
         return still_ours
 
     async def whole() -> Any:
-        held = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
-        hold = LeaseWatch(held, asyncio.get_running_loop().call_soon)
+        lease = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
+        watch = LeaseWatch(lease, asyncio.get_running_loop().call_soon)
         config = ModelConfig(poll_interval=0.01, max_poll_time=max_s)
-        active = ActiveRun(run or _run(), held)
-        return await ServerCall(active, hold, config, live, note, has_one_slot=has_one_slot).run()  # type: ignore[arg-type]
+        active = ActiveRun(run or _run(), lease)
+        stored = store or FakeRunStore(note)
+        return await make_server_call(active, watch, config, live, stored, has_one_slot=has_one_slot).run()
 
     return asyncio.run(whole()), noted
 
@@ -117,7 +124,7 @@ def _watch(
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.01)
-    monkeypatch.setattr(server_call, "_DOWN_LIMIT_S", 0.05)
+    monkeypatch.setattr(run_health, "_DOWN_LIMIT_S", 0.05)
 
 
 # -- an id of ours ---------------------------------------------------------------------------------------------
@@ -152,6 +159,20 @@ def test_a_request_without_an_answer_is_asked_for_by_our_id():
 def test_a_request_that_never_came_there_is_sent_once_more_and_not_twice():
     live = Live(GIVEN, submit=[UNKNOWN], status=[LOST])
     assert _watch(live)[0] == LOST and live.asked == ["submit", "status", "submit", "status"]
+
+
+def test_before_a_request_is_sent_again_its_sent_time_is_stored_and_then_the_lease_is_checked():
+    """Maintenance, which ends runs that their servers do not have, seizes the lease and then reads the sent time."""
+    live, store = Live(GIVEN, submit=[UNKNOWN, DONE], status=[LOST]), FakeRunStore()
+    assert _watch(live, store=store)[0] == DONE
+    assert store.used == ["lease", "sent time", "lease, asked now"]
+
+
+def test_a_run_that_was_ended_meanwhile_is_not_sent_again():
+    live, store = Live(GIVEN, submit=[UNKNOWN], status=[LOST, DONE]), FakeRunStore()
+    store.is_over = True
+    _watch(live, store=store)
+    assert live.asked.count("submit") == 1
 
 
 def test_a_run_that_the_server_knew_and_forgot_is_not_sent_again():
@@ -203,7 +224,7 @@ def test_a_push_is_waited_for_while_the_server_lists_the_run():
 
 def test_silence_is_counted_anew_after_the_server_was_busy(monkeypatch):
     at = [100.0]
-    monkeypatch.setattr(server_call, "time", SimpleNamespace(monotonic=lambda: at[0]))
+    monkeypatch.setattr(run_health, "time", SimpleNamespace(monotonic=lambda: at[0]))
     live = Live(_silent(silent_s=10), submit=[PENDING], health=[WELL, BUSY, WELL, WELL, WELL])
 
     def four_seconds() -> None:

@@ -27,7 +27,7 @@ from tasks.inference import infer
 from tasks.servers import SPOOL_AFTER_BYTES
 from tasks.servers.call import Call
 from tasks.servers.description import Description
-from tasks.worker import lease_checks, server_call, worker_run
+from tasks.worker import lease_checks, run_calls, server_call, worker_run
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import Worker
 from tasks.worker.worker_run import RetryingIo
@@ -35,7 +35,7 @@ from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import hand_back, release, store_end
 from tests.support.stage import LEASE_MS, SECOND, SETTINGS, Stage
-from tests.tasks.worker.one_run import FakeServer, run
+from tests.tasks.worker.one_run import FakeServer, make_server_call, run
 from tools.cluster.direct_starts import begin_run, claim_offer
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -199,21 +199,21 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
 
 def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
     """Collections are seldom, and payloads may be large."""
-    watches: list[weakref.ref[server_call.ServerCall]] = []
-    begin = server_call.ServerCall._begin
+    calls: list[weakref.ref[server_call.ServerCall]] = []
+    run_call = server_call.ServerCall.run
 
-    def noted(watch: server_call.ServerCall, live: Any) -> Any:
-        watches.append(weakref.ref(watch))
-        return begin(watch, live)
+    def noted(call: server_call.ServerCall) -> Any:
+        calls.append(weakref.ref(call))
+        return run_call(call)
 
-    monkeypatch.setattr(server_call.ServerCall, "_begin", noted)
+    monkeypatch.setattr(server_call.ServerCall, "run", noted)
     server.answers = [DONE]
     stage.register()
     stage.submit()
     gc.disable()
     try:
         run(stage)
-        eventually(lambda: watches[0]() is None)
+        eventually(lambda: calls[0]() is None)
     finally:
         gc.enable()
 
@@ -654,8 +654,8 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
         kept.extend(it() for it in read)
         return DONE
 
-    monkeypatch.setattr(server_call, "json_text", SimpleNamespace(loads=loads))
-    monkeypatch.setattr(server_call, "orjson", SimpleNamespace(Fragment=loads))
+    monkeypatch.setattr(run_calls, "json_text", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(run_calls, "orjson", SimpleNamespace(Fragment=loads))
     monkeypatch.setattr(server, "status", status)
     stage.register(model_type="async", poll_interval=0.001)
     stage.submit()
@@ -763,16 +763,13 @@ def _watched(stage: Stage, server: FakeServer, flag: Callable[[LeaseWatch], None
     """What comes of a run; `flag` may raise one of its lease before its request is sent."""
     stage.register(**config)
     stage.submit()
-    task = stage.start("w1")
-    hold = LeaseWatch(task.lease)
-    flag(hold)
-
-    async def note_remote(_: str) -> bool:
-        return True
+    active = stage.start("w1")
+    watch = LeaseWatch(active.lease)
+    flag(watch)
 
     async def outcome() -> Any:
         config = stage.dispatcher.catalog.resolve("zimg").config
-        return await server_call.ServerCall(task, hold, config, server, note_remote).run()  # type: ignore[arg-type]
+        return await make_server_call(active, watch, config, server).run()
 
     return asyncio.run(outcome())
 

@@ -15,8 +15,8 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.connections import connect
-from tasks.worker import server_call
-from tasks.worker.heartbeat import LeaseWatch
+from tasks.servers import DEFAULT
+from tasks.worker.run_calls import RunCalls
 from tests.support import passes
 from tests.support.room import a
 from tests.support.stage import LEASE_MS, SECOND, YEAR
@@ -38,20 +38,14 @@ def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage)
     assert stage.settle(task).moved.to is State.COMPLETED
 
 
-async def _not_noted(_: str) -> bool:
-    return False
-
-
 @pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
 def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
     stage.register(max_poll_time=max_poll_time)
     stage.submit()
     task = stage.start()
     stage.later(11 * MINUTE)
-    watch = server_call.ServerCall(
-        task, LeaseWatch(task.lease), stage.dispatcher.catalog.resolve("zimg").config, None, _not_noted
-    )
-    assert watch._submit_call.deadline_s == pytest.approx(left_s, abs=1)
+    calls = RunCalls(task.run, stage.dispatcher.catalog.resolve("zimg").config, DEFAULT)
+    assert calls.make_submit_call().deadline_s == pytest.approx(max(left_s, 0.001), abs=1)
 
 
 def test_a_job_that_waits_for_a_year_is_not_removed(stage):

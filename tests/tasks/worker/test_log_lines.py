@@ -64,7 +64,7 @@ def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_
     def fails(*_: object) -> Any:
         raise ValueError(PLANTED)
 
-    monkeypatch.setattr(worker.server_calls, "_make_server_call", fails)
+    monkeypatch.setattr(worker.server_calls, "_call", fails)
     stage.submit(payload={"prompt": PLANTED})
     run(stage)
     _count(stage)
@@ -100,7 +100,7 @@ def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worke
         executor.log.info("here")
         raise RuntimeError
 
-    monkeypatch.setattr(worker.server_calls, "_make_server_call", says)
+    monkeypatch.setattr(worker.server_calls, "_call", says)
     run(stage)
     (line,) = [it for it in map(json.loads, _read(capsys).splitlines()) if it["event"] == "here"]
     assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", find_trace(job_id, None).id)

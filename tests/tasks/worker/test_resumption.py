@@ -11,7 +11,7 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from tasks.servers import Description, Health, HealthKind
 from tasks.servers.description import Submit
-from tasks.worker import server_call
+from tasks.worker import run_health, server_call
 from tasks.worker.worker import Worker
 from tests.support.builders import eventually
 from tests.support.ends import hand_back
@@ -30,7 +30,7 @@ SILENT = Health(HealthKind.UP)
 def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """A job whose first worker has sent its request and stopped; its server does not join repeated requests."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
-    monkeypatch.setattr(server_call, "_REPORT_DELAY_S", 0.0)
+    monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
     stage.register()
     submitted = stage.submit()
     assert hand_back(stage.dispatcher, stage.start("w0"))
@@ -71,11 +71,11 @@ def test_a_request_is_not_sent_again_while_its_server_counts_a_run(stage, server
 def test_a_report_is_not_believed_before_the_server_can_have_counted_the_request(
     stage, server, job_id, monkeypatch
 ) -> None:
-    monkeypatch.setattr(server_call, "_REPORT_DELAY_S", 3600.0)
+    monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 3600.0)
 
     def wait() -> None:
         if server.asked.count("health") == 3:
-            monkeypatch.setattr(server_call, "_REPORT_DELAY_S", 0.0)
+            monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
 
     _reports(server, [Health(HealthKind.UP, job_ids=frozenset())], then=wait)
     assert run(stage).state is State.COMPLETED
@@ -173,7 +173,7 @@ def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(stage, job_id) -
 
 
 def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(stage, server, job_id, monkeypatch) -> None:
-    monkeypatch.setattr(server_call, "_FEW_RUNS_S", 0.05)
+    monkeypatch.setattr(run_health, "_FEW_RUNS_S", 0.05)
     stage.register(2, poll_interval=0.001)
     stage.submit()
     assert begin_run(stage.dispatcher, stage.told.offers.pop(), "w9") is not None

@@ -29,6 +29,7 @@ from tests.support.ends import end_in_order, end_run_with, hand_back
 from tests.support.holding import HoldingServer
 from tests.support.scripted import refused_url
 from tests.support.stage import Stage
+from tests.tasks.worker.one_run import FakeRunStore, make_server_call
 from tools.cluster.direct_starts import store_remote_id
 from tools.cluster.stack import eventually
 
@@ -76,12 +77,12 @@ class Watching:
         stage, run, http = self._stage, self._task.run, HttpClient(self._loop)
         model = stage.dispatcher.catalog.resolve(run.job.model)
 
-        async def note_remote(remote_id: str) -> bool:
-            return store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
-
+        store = FakeRunStore(
+            lambda remote_id: store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
+        )
         url = stage.dispatcher.catalog.get().servers[run.server].endpoints[run.job.model]
         live = self._live or ServerSession(adapter_for(url, model, run.described_by), http)
-        return await server_call.ServerCall(self._task, self.watch, model.config, live, note_remote).run()
+        return await make_server_call(self._task, self.watch, model.config, live, store).run()
 
 
 def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[LeaseWatch], None] | None = None) -> State | None:

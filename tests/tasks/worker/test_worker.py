@@ -870,7 +870,8 @@ def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_fir
     assert list(stage.room.taken()) == [task.lease.slot]
     abandoned = AbandonedCalls(worker.worker_loop, stage.dispatcher, worker.background_tasks.retry_release)
     with _redis_away(monkeypatch) as tried:
-        abandoned.note(task.lease.name, SimpleNamespace(abandoned=True, is_run_over=_at_once), None)  # type: ignore[arg-type]
+        session, calls = SimpleNamespace(abandoned=True, is_run_over=_at_once), SimpleNamespace(poll_call=None)
+        abandoned.note(task.lease.name, session, calls)  # type: ignore[arg-type]
         worker.worker_loop.call_soon(abandoned.observe, task)
         eventually(lambda: tried)
     eventually(lambda: worker.heartbeat.beat() or stage.room.taken() == {})

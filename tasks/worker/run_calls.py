@@ -1,0 +1,94 @@
+"""The `Call`s of one run: what its requests are made of, and how long they may take."""
+
+import time
+from typing import Any
+
+import orjson
+
+from routing.queries.trace_spans import ATTEMPT
+from slotkeeper import json_text
+from slotkeeper.clock import now_ms
+from slotkeeper.jobs.values import Run
+from slotkeeper.registry.model_config import ModelConfig
+from tasks import server_push, tracing
+from tasks.servers import Call
+from tasks.servers.description import Description
+
+_LISTEN_S = 600.0  # For so long, at most, the end of a request that was given up is observed.
+_POLL_DEADLINE_S = 30.0  # of each question about the run and of its cancel, whatever is left of the run's own time
+
+
+class RunCalls:
+    """Makes the calls of a run, and counts its longest time.
+
+    model_version: as the server was registered for it.  changes_model: the server's last job was of another model.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        config: ModelConfig,
+        description: Description,
+        model_version: str = "",
+        changes_model: bool = True,
+    ) -> None:
+        self.run, self.config, self._description = run, config, description
+        self._model_version, self._changes_model = model_version, changes_model
+        self._poll_call: Call | None = None
+        self._ends_s = 0.0  # monotonic
+        self.count_time_from(run.sent_ms or run.started_ms)
+
+    def count_time_from(self, began_ms: int) -> None:
+        """Count the run's longest time from this moment, up to the job's own deadline."""
+        ends_ms = began_ms + self.config.max_poll_time * 1000
+        if self.run.deadline_ms is not None:
+            ends_ms = min(ends_ms, self.run.deadline_ms)
+        self._ends_s = time.monotonic() + max(ends_ms - now_ms(), 0) / 1000
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the run's longest time; negative: it is over."""
+        return self._ends_s - time.monotonic()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the job's own deadline has passed."""
+        return self.run.is_overdue(now_ms())
+
+    @property
+    def poll_call(self) -> Call:
+        """The call of all questions about the run, and of its cancel.  Most runs need none."""
+        if self._poll_call is None:
+            payload = self.payload if self._description.asks_by_payload else None
+            self._poll_call = self._make_call(payload, _POLL_DEADLINE_S)
+        return self._poll_call
+
+    def make_submit_call(self) -> Call:
+        """Make the call of the request itself.  A run that is polled for hours does not keep its payload."""
+        payload = orjson.Fragment(self.run.payload) if self._description.sends_payload_alone else self.payload
+        return self._make_call(payload, max(self.left_s, 0.001), min(self.config.max_poll_time, _LISTEN_S))
+
+    @property
+    def payload(self) -> Any:
+        return json_text.loads(self.run.payload)
+
+    @property
+    def ends_on_disconnect(self) -> bool:
+        """Whether the server ends the run when its connection closes."""
+        return self._description.ends_on_disconnect(self.payload)
+
+    def _make_call(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> Call:
+        run = self.run
+        return Call(
+            job_id=run.job.id,
+            attempt=run.attempt,
+            payload=payload,
+            callback_url=server_push.push_url(run.job.id),
+            callback_token=server_push.push_token(run.job.id, run.attempt),
+            deadline_s=deadline_s,
+            listen_s=listen_s,
+            model=run.job.model,
+            model_version=self._model_version,
+            swap=self._changes_model,
+            traceparent=tracing.outgoing_traceparent(run.job.id, run.traceparent, ATTEMPT, run.attempt),
+        )

@@ -191,7 +191,7 @@ def _is_over_by_count(dispatcher: Dispatcher, report: ServerReport, row: Quarant
     counted = [
         job
         for job in jobs
-        if now - (job.started_ms or now) >= server_report.MIN_AGE_MS and not job.awaits_earlier_request
+        if now - (job.requested_ms or now) >= server_report.MIN_AGE_MS and not job.awaits_earlier_request
     ]
     if report.active_jobs is None or report.active_jobs > len(counted):
         if row.quiet_ms is not None:

@@ -229,6 +229,10 @@ def end_unknown_run(dispatcher: Dispatcher, job: Job) -> bool:
     if seized is None:
         return False
     crash_at("stale_seized")
+    # Its worker, which had found out the same, may have sent it again; after this it finds the lease seized.
+    current = dispatcher.store.get(job.id)
+    if current is None or current.requested_ms != job.requested_ms:
+        return False
     decision = Decision(
         crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config),
         error=JobError("server_lost", f"Server {job.server} does not know the job any more."),

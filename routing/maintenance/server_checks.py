@@ -228,7 +228,8 @@ def _expected_runs(jobs: Sequence[Job], report: ServerReport) -> list[ExpectedRu
         ExpectedRun(
             job.id,
             server_report.run_names(job.id, job.attempt, job.remote_id),
-            now - (job.started_ms or now),
+            # A run whose request is not sent yet, as an earlier one may be there, cannot be missing.
+            0 if job.awaits_earlier_request else now - (job.requested_ms or now),
         )
         for job in jobs
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Insert, Integer, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Insert, Integer, bindparam, case, delete, insert, select, update
 
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import CompiledStatement
@@ -25,9 +25,9 @@ Row: TypeAlias = Any
 class QuarantinedSlot:
     """One slot, and the run that its server may still execute.
 
-    began_ms: when the run began.  since_ms: when it ended here.  until_ms: the latest end of the quarantine.
-    quiet_ms: since when the server reports too few runs for this one to be among them; None: it reports enough, or was
-    not asked.
+    began_ms: when its request was sent, at the earliest.  since_ms: when it ended here.  until_ms: the latest end of
+    the quarantine.  quiet_ms: since when the server reports too few runs for this one to be among them; None: it
+    reports enough, or was not asked.
     """
 
     job_id: str
@@ -49,7 +49,7 @@ _THIS = (quarantined_slots.c.job_id == bindparam("p_id"), quarantined_slots.c.at
 _SLOT_OF_JOB = select(
     *(jobs.c[name] for name in ("id", "attempt", "server", "slot", "model", "tenant", "remote_id")),
     bindparam("p_reason"),
-    jobs.c.started_ms,
+    case((jobs.c.sent_ms > jobs.c.started_ms, jobs.c.sent_ms), else_=jobs.c.started_ms),
     bindparam("p_now", type_=quarantined_slots.c.since_ms.type),
     bindparam("p_until", type_=quarantined_slots.c.until_ms.type),
 ).where(jobs.c.slot.is_not(None))

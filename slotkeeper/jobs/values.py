@@ -209,6 +209,11 @@ class Job(JobSpec):
         return self.remote_id is None and self.sent_ms is not None and self.sent_ms < (self.started_ms or 0)
 
     @property
+    def requested_ms(self) -> int | None:
+        """When the request of its run was sent, at the earliest: at the start, or when it was sent again."""
+        return None if self.started_ms is None else max(self.started_ms, self.sent_ms or 0)
+
+    @property
     def attempts(self) -> int:
         """Number of runs that a server accepted; starts that met a busy or unreachable server do not count."""
         return self.attempt - self.waits

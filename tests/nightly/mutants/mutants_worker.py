@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "a worker that was suspended after its start sends the request",
-        "tasks.worker.server_call:ServerCall._begin",
-        never("not await self._is_lease_held(self._watch)"),
+        "tasks.worker.server_call:ServerCall._submit_when_free",
+        never("not await self._store.is_lease_held(fresh=self._may_be_at_server)"),
         kills=[
             "test_a_worker_that_was_stopped_after_its_start_sends_nothing",
             "test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_nothing",
@@ -40,11 +40,35 @@ MUTANTS = [
     ),
     Mutant(
         "a worker that was suspended sends the request again",
-        "tasks.worker.server_call:ServerCall._send_again",
-        never("not await self._is_lease_held(self._watch)"),
+        "tasks.worker.server_call:ServerCall._submit_again",
+        never("not await self._store.is_lease_held(fresh=True)"),
         kills=["test_a_worker_that_was_stopped_sends_no_request_again"],
         breaks="SLOT-1",
         still="test_a_worker_that_was_stopped_after_its_claim_starts_nothing",
+    ),
+    Mutant(
+        "maintenance ends a run that is being sent again",
+        "routing.maintenance.reaper:end_unknown_run",
+        never("current is None or current.requested_ms != job.requested_ms"),
+        kills=["test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended"],
+        breaks="SLOT-1",
+        still="test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed",
+    ),
+    Mutant(
+        "maintenance ends a run that is not sent yet",
+        "routing.maintenance.server_checks:_expected_runs",
+        never("job.awaits_earlier_request"),
+        kills=["test_a_run_that_waits_for_an_earlier_request_is_never_suspected"],
+        breaks="SLOT-1",
+        still="test_a_run_younger_than_five_seconds_is_never_suspected",
+    ),
+    Mutant(
+        "a run that was sent late is compared with a report from before",
+        "slotkeeper.jobs.values:Job.requested_ms",
+        swap("max(self.started_ms, self.sent_ms or 0)", "self.started_ms"),
+        kills=["test_a_run_that_was_sent_after_a_wait_is_not_suspected_before_five_seconds"],
+        breaks="SLOT-1",
+        still="test_a_run_younger_than_five_seconds_is_never_suspected",
     ),
     Mutant(
         "a lease that was lost before its run was sent is restored",
@@ -112,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         "an id that we give is stored after the request",
-        "tasks.worker.server_call:ServerCall._begin",
-        swap("session.description.is_found_by_given_id", "False"),
+        "tasks.worker.server_call:ServerCall._submit_when_free",
+        swap("self._session.description.is_found_by_given_id", "False"),
         kills=[
             "test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent",
             "test_a_request_without_an_answer_is_asked_for_by_our_id",
@@ -124,7 +148,7 @@ MUTANTS = [
     Mutant(
         "a run that its server knew is sent again",
         "tasks.worker.server_call:ServerCall._poll",
-        drop("self._submit_unconfirmed = False"),
+        drop("self._request = RequestState.CONFIRMED"),
         kills=["test_a_run_that_the_server_knew_and_forgot_is_not_sent_again"],
         breaks="idempotency",
         still="test_a_server_that_cannot_be_asked_by_it_needs_no_note",
@@ -132,7 +156,7 @@ MUTANTS = [
     Mutant(
         "a run is sent again to a server that it may have brought down",
         "tasks.worker.server_call:ServerCall._poll",
-        drop("self._may_send_again = False"),
+        drop("self._health.was_down = True"),
         kills=["test_a_request_whose_server_could_not_be_asked_meanwhile_is_not_sent_again"],
         breaks="idempotency",
         still="test_a_server_that_cannot_be_asked_by_it_needs_no_note",
@@ -153,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run that belongs to another worker is sent",
-        "tasks.worker.server_call:ServerCall._begin",
+        "tasks.worker.server_call:ServerCall._submit_when_free",
         never("(reason := self._stop_reason()) is not None"),
         kills=["test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it"],
         breaks="SLOT-1",
@@ -192,14 +216,14 @@ MUTANTS = [
     Mutant(
         "a call that lost its connection counts as a crash at once",
         "tasks.worker.server_call:ServerCall._check_health",
-        drop("if self._may_send_again and not self._run.crashes:"),
+        drop("if outcome is JOB_NOT_FOUND and self._may_submit_again and not self._run.crashes:"),
         kills=["test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing"],
         breaks="charges",
     ),
     Mutant(
         "the death of a server under a job costs a retry",
         "tasks.worker.server_call:ServerCall._submit",
-        drop("if await session.has_process_ended():"),
+        drop("if await self._session.has_process_ended():"),
         kills=["test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs"],
         breaks="charges",
     ),
@@ -222,8 +246,8 @@ MUTANTS = [
     ),
     Mutant(
         "every confirmed cancel frees its slot",
-        "tasks.worker.server_call:ServerCall._send_cancel",
-        swap('is_accepted and session.description.cancel_frees_slot == "immediate"', "is_accepted"),
+        "tasks.worker.server_call:Cancellation.send",
+        swap('is_accepted and self._session.description.cancel_frees_slot == "immediate"', "is_accepted"),
         kills=[
             "test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",
             "test_what_a_cancel_frees_is_as_the_server_is_described",
@@ -249,8 +273,8 @@ MUTANTS = [
     ),
     Mutant(
         "a run may take ten minutes whatever its model allows",
-        "tasks.worker.server_call:_seconds_left",
-        swap("config.max_poll_time", "600"),
+        "tasks.worker.run_calls:RunCalls.count_time_from",
+        swap("self.config.max_poll_time", "600"),
         kills=["test_a_run_may_take_as_long_as_its_own_model_allows"],
         breaks="limits",
     ),
@@ -270,15 +294,15 @@ MUTANTS = [
     ),
     Mutant(
         "a run that is sent again counts as sent before",
-        "tasks.worker.server_call:ServerCall._begin",
-        never("self._store_sent_time is not None and not await self._store_sent_time()"),
+        "tasks.worker.server_call:ServerCall._submit_when_free",
+        never("not await self._store.store_sent_time()"),
         kills=["test_a_run_that_was_sent_again_counts_its_time_from_then"],
         breaks="SLOT-1",
     ),
     Mutant(
         "a request that may be at its server is sent again at once",
-        "tasks.worker.server_call:ServerCall._begin",
-        never("self._may_be_at_server"),
+        "tasks.worker.server_call:ServerCall._submit_when_free",
+        never("self._may_be_at_server", within="if self._may_be_at_server:"),
         kills=[
             "test_a_request_is_not_sent_again_while_its_servers_health_names_the_job",
             "test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_request_is_waited_for",

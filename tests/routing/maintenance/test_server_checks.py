@@ -1,5 +1,8 @@
 """What follows from the servers' own reports: who is in cooldown, whose lease is freed, how many slots are withheld."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
@@ -10,6 +13,7 @@ from routing.queries.server_status import read_servers
 from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from tests.support import passes
+from tests.support.ends import hand_back
 from tests.support.stage import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
@@ -118,6 +122,51 @@ def test_a_run_younger_than_five_seconds_is_never_suspected(stage):
     assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
     stage.later(1)
     assert len(passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+
+
+def _resumed_run(stage: Stage) -> str:
+    """A run of a second worker, which waits until the request of the first has left the server."""
+    stage.register()
+    job_id = stage.submit()
+    hand_back(stage.dispatcher, stage.start())
+    stage.later(SECOND)
+    stage.start("w2")
+    assert stage.job(job_id).awaits_earlier_request
+    return job_id
+
+
+def test_a_run_that_waits_for_an_earlier_request_is_never_suspected(stage):
+    _resumed_run(stage)
+    stage.later(60 * SECOND)
+    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+
+
+def test_a_run_that_was_sent_after_a_wait_is_not_suspected_before_five_seconds(stage):
+    job = stage.job(_resumed_run(stage))
+    stage.later(60 * SECOND)
+    assert stage.database.commit(stage.store.sent_write(job.id, job.attempt, stage.now))
+    stage.later(4_999)
+    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    stage.later(1)
+    assert len(passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+
+
+def test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended(stage):
+    """Its server did not have it at either look; the worker, which has found out the same, sends it once more."""
+    stage.register()
+    job_id = stage.submit()
+    stage.start()
+    stage.later(5_000)
+    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
+    seize = stage.dispatcher.leases.seize
+
+    def sent_again_meanwhile(*args: Any, **named: Any) -> Any:
+        assert stage.database.commit(stage.store.sent_write(job_id, 1, stage.now))
+        return seize(*args, **named)
+
+    with mock.patch.object(stage.dispatcher.leases, "seize", sent_again_meanwhile):
+        assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert stage.state(job_id) is State.RUNNING
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ ssrfguard 0.4.1 alone does not prevent all attacks.  _TABLE, _opened_networks an
 sender, prevent the others; their comments give the reasons.  tests/tasks/security/test_url_guard.py lists the attacks.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +33,6 @@ from ssrfguard import (
 
 from slotkeeper.urls import METADATA_ADDRESSES, NAT64_NETWORK, parse_host_address
 
-log = logging.getLogger(__name__)
 
 Network = IPv4Network | IPv6Network
 

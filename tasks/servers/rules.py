@@ -364,6 +364,8 @@ class HealthJudge:
         try:
             active, ids = self._active(reply), self._job_ids(reply)
         except _NotAsDescribed as error:
+            if kind is not HealthKind.UP:  # A rule has judged the response, which then may lack the counts.
+                return Health(kind, running_count=self.running, message=message)
             return Health(HealthKind.GARBAGE, running_count=self.running, message=redact(str(error), secrets))
         if active is None and ids is not None:
             active = len(ids)

@@ -50,6 +50,12 @@ def test_a_report_with_described_values_that_is_not_json_is_garbage(body):
     assert read_health(body).kind is HealthKind.GARBAGE
 
 
+@pytest.mark.parametrize("kind", ["down", "busy"])
+def test_a_server_that_a_rule_judges_needs_no_report(kind):
+    rule = {"if": {"text": "SETUP_FAILED"}, "then": kind}
+    assert read_health(b"SETUP_FAILED: no weights", rules=[rule]).kind is HealthKind(kind)
+
+
 def test_a_report_without_described_values_needs_no_body():
     assert read_health(b"", active=None, job_ids=None).kind is HealthKind.UP
 

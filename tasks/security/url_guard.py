@@ -33,7 +33,6 @@ from ssrfguard import (
 
 from slotkeeper.urls import METADATA_ADDRESSES, NAT64_NETWORK, parse_host_address
 
-
 Network = IPv4Network | IPv6Network
 
 MAX_URL_LENGTH = 2048

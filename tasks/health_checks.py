@@ -1,19 +1,22 @@
-"""Rounds: servers are asked for their health, each once at a time, and every answer is there as soon as it has come.
+"""Asks servers for their health, and about runs whose slots are quarantined, in one event loop.
 
-A server that accepts a call and never answers costs a thread until the call times out; those that did so last time
-share a part of the threads, so that they never hold up the others.
+Each server is asked once at a time, and each report can be read as soon as it has arrived.  A server that accepts the
+connection and never responds takes a place until the request times out.  Servers that did so last time share a part of
+the places, so that they never hold up the others.
 """
 
+import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import structlog
+import uvloop
 
-from routing.dispatch.outcome import OutcomeKind
+from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.maintenance import quarantined_slots
 from routing.maintenance.server_checks import ServerChecks
 from routing.maintenance.server_report import ServerReport
@@ -25,180 +28,58 @@ from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import AdminState, Server
-from slotkeeper.registry.values import Server as ServerRow
 from slotkeeper.urls import refuses_connections
+from tasks import threads
 from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
-from tasks.servers import Call, HealthKind, ServerSession, call_server
+from tasks.servers import Call, HealthKind, HttpClient, ServerAdapter, ServerSession
 from tasks.services import database, dispatcher
 
-MAX_CONCURRENT = 256  # servers asked at once
-MAX_SLOW = 160  # of them, those that were slow last time
-_SLOW_S = 1.0
-
-PendingReports = dict[str, "Future[ServerReport]"]
-
-
-class HealthChecks:
-    """Asks by `ask`, in threads of its own that end with their calls."""
-
-    def __init__(self, check: Callable[[Server], ServerReport]) -> None:
-        self._check = check
-        self._lock = threading.Lock()
-        self._pending: PendingReports = {}
-        self._waiting: deque[Server] = deque()
-        self._slow: set[str] = set()
-        self._running: set[str] = set()
-
-    def start(self, servers: Iterable[Server]) -> PendingReports:
-        """Ask these servers, unless that is under way; answers where the report of each will be."""
-        wanted = [server for server in servers if server.endpoints]
-        with self._lock:
-            for server in wanted:
-                if server.name not in self._pending:
-                    self._pending[server.name] = Future()
-                    self._waiting.append(server)
-            pending = {server.name: self._pending[server.name] for server in wanted}
-            started = self._take_next()
-        self._start_threads(started)
-        return pending
-
-    def _start_threads(self, servers: Iterable[Server]) -> None:
-        for server in servers:
-            try:
-                threading.Thread(target=self._check_servers, args=(server,), name="ask", daemon=True).start()
-            except RuntimeError as error:  # The system has no thread left; the next round may have one.
-                with self._lock:
-                    self._running.discard(server.name)
-                    future = self._pending.pop(server.name)
-                future.set_exception(error)
-
-    def _take_next(self) -> list[Server]:
-        """Those that may be asked now; the lock is held."""
-        started, kept = [], deque[Server]()
-        slow = len(self._running & self._slow)
-        while self._waiting and len(self._running) < MAX_CONCURRENT:
-            server = self._waiting.popleft()
-            if server.name in self._slow and slow >= MAX_SLOW:
-                kept.append(server)
-                continue
-            slow += server.name in self._slow
-            self._running.add(server.name)
-            started.append(server)
-        self._waiting.extendleft(reversed(kept))
-        return started
-
-    def _check_servers(self, server: Server | None) -> None:
-        """Ask one server, then those that waited for a thread."""
-        while server is not None:
-            started_s = time.monotonic()
-            try:
-                report: ServerReport | Exception = self._check(server)
-            except Exception as error:
-                report = error
-            with self._lock:
-                (self._slow.add if time.monotonic() - started_s > _SLOW_S else self._slow.discard)(server.name)
-                self._running.discard(server.name)
-                future = self._pending.pop(server.name)
-                started = self._take_next()
-            server = started.pop() if started else None
-            self._start_threads(started)
-            future.set_exception(report) if isinstance(report, Exception) else future.set_result(report)
-
-
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
-# How long a round waits for servers; what comes later is heeded by the next.
-_REPORTS_LIMIT_S = 1.5
+
+MAX_CONCURRENT = 256
+"""Servers that are asked at once."""
+MAX_SLOW = 160
+"""Of these, servers that were slow last time."""
+_SLOW_S = 1.0
+_REPORTS_LIMIT_S = 1.5  # A report that takes longer is applied by the next round.
 _BATCH_DELAY_S = 0.1
-_STATUS_DEADLINE_S = 10.0  # for one question about a run
-_REPORTS_WAIT_S = 3.0
+_READ_LIMIT_S = 3.0
+_STATUS_DEADLINE_S = 10.0  # of one question about a run
+_END_KINDS = frozenset(
+    {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST}
+)
+
+PendingReports: TypeAlias = "dict[str, Future[ServerReport]]"
+"""Name of a server -> its report to come."""
 
 
-@singleton
-def _server_checks() -> ServerChecks:
-    return ServerChecks(dispatcher())
+class HealthTarget(NamedTuple):
+    """A server that is to be asked.
 
-
-def _servers_to_ask(servers: Iterable[ServerRow]) -> list[ServerRow]:
-    """Leave out servers that are stopped or have `health.only_when_used`, and that run nothing.
-
-    A health check counts as use where an endpoint sleeps, and is paid for, by its use.
+    adapter: None: no description of its models can be used.
+    has_quarantine: a slot of it is quarantined, so that it matters whether its process has ended.
     """
-    found, catalog = list(servers), dispatcher().catalog.get()
-    optional = {
-        server.name for server in found if server.state != AdminState.ONLINE or _only_when_used(catalog, server)
-    }
-    if not optional:
-        return found
-    used = {job.server for job in dispatcher().store.list_running()} | quarantined_slots.servers_to_ask(dispatcher())
-    return [server for server in found if server.name in used or server.name not in optional]
+
+    server: Server
+    adapter: ServerAdapter | None
+    has_quarantine: bool = False
 
 
-def _only_when_used(catalog: CatalogSnapshot, server: ServerRow) -> bool:
-    adapter = health_adapter(catalog, server)
-    health = None if adapter is None else adapter.description.health
-    return health is not None and health.only_when_used
-
-
-# -- asking servers --------------------------------------------------------------------------------------------
-
-
-@singleton
-def _health_checks() -> HealthChecks:
-    return HealthChecks(_read_report)
-
-
-def start_checks(servers: Iterable[ServerRow]) -> PendingReports:
-    """Ask those of these servers that need to be asked; answers where the report of each will be."""
-    return _health_checks().start(_servers_to_ask(servers))
-
-
-_late_reports: PendingReports = {}
-
-
-def reports_as_they_arrive(pending: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
-    """The reports of these servers, and those that came too late for the last round, some at a time."""
-    for name in list(_late_reports):
-        pending.setdefault(name, _late_reports.pop(name))
-    until = time.monotonic() + _REPORTS_LIMIT_S
-    while pending:
-        done, _ = wait(pending.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
-        if not done:
-            _late_reports.update(pending)
-            return
-        wait(pending.values(), _BATCH_DELAY_S)
-        yield _take_arrived(pending)
-
-
-def _read_reports(servers: Iterable[ServerRow]) -> Mapping[str, ServerReport]:
-    """Ask all these servers for their health; those that take long are left out."""
-    pending = start_checks(servers)
-    wait(pending.values(), _REPORTS_WAIT_S)
-    return _take_arrived(pending)
-
-
-def _take_arrived(pending: PendingReports) -> Mapping[str, ServerReport]:
-    """Take out the reports that are there; a server that could not be asked at all has none."""
-    arrived = {name: pending.pop(name) for name, report in list(pending.items()) if report.done()}
-    for name, report in arrived.items():
-        if (error := report.exception()) is not None:
-            log.error("server_not_asked", server=name, error=repr(error))
-    return {name: report.result() for name, report in arrived.items() if report.exception() is None}
-
-
-def _read_report(server: ServerRow) -> ServerReport:
-    asked_ms = now_ms()
-    adapter = health_adapter(dispatcher().catalog.get(), server)
+async def read_report(target: HealthTarget, http: HttpClient) -> ServerReport:
+    """Ask a server for its health."""
+    asked_ms, server, adapter = now_ms(), target.server, target.adapter
     if adapter is None:
         return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
-    health = call_server(adapter, ServerSession.health)
-    has_quarantine = server.name in _servers_with_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
+    health = await ServerSession(adapter, http).health()
+    may_have_ended = target.has_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
         up=health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,
         endpoints=server.endpoints,
-        connection_refused=has_quarantine and refuses_connections(adapter.endpoint),
+        connection_refused=may_have_ended and await asyncio.to_thread(refuses_connections, adapter.endpoint),
         process_started=health.started,
         why_down=health.message if health.kind is HealthKind.DOWN and health.answered else "",
         is_silent=health.is_silent,
@@ -206,55 +87,211 @@ def _read_report(server: ServerRow) -> ServerReport:
     )
 
 
-_servers_with_quarantine: frozenset[str] = frozenset()
-"""Servers with quarantined slots, when servers were last asked."""
+class HealthChecks:
+    """The event loop in which servers are asked, in a thread of its own.  Its methods are for other threads.
+
+    check: asks one server.  Raises RuntimeError: no thread can be started now.
+    """
+
+    def __init__(self, check: Callable[[HealthTarget, HttpClient], Awaitable[ServerReport]] = read_report) -> None:
+        self._check = check
+        self._lock = threading.Lock()  # of the three that follow
+        self._pending: PendingReports = {}
+        self._late: PendingReports = {}  # what the last round did not wait for
+        self._checked_runs: set[tuple[str, int]] = set()
+        self._slow: set[str] = set()
+        self._places, self._slow_places = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Semaphore(MAX_SLOW)
+        self._loop = uvloop.new_event_loop()
+        self._http = HttpClient(self._loop)
+        self._thread = threads.start_vital_thread("health-checks", self._loop.run_forever)
+
+    def close(self) -> None:
+        """End the loop; what is under way is canceled."""
+        self._submit(self._end())
+        self._thread.join(5)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._http.close()
+        self._loop.stop()
+
+    # -- health ------------------------------------------------------------------------------------------------
+
+    def start(self, targets: Iterable[HealthTarget]) -> PendingReports:
+        """Ask these servers, unless that is under way, and return the reports to come."""
+        found: PendingReports = {}
+        with self._lock:
+            for target in targets:
+                name = target.server.name
+                if name not in self._pending:
+                    self._pending[name] = self._submit(self._read(target))
+                found[name] = self._pending[name]
+        return found
+
+    def reports_as_they_arrive(self, pending: PendingReports) -> Iterator[Mapping[str, ServerReport]]:
+        """Yield these reports, and those that came too late for the last round, some at a time."""
+        with self._lock:
+            pending, self._late = self._late | pending, {}
+        until = time.monotonic() + _REPORTS_LIMIT_S
+        while pending:
+            done, _ = wait(pending.values(), max(until - time.monotonic(), 0), FIRST_COMPLETED)
+            if not done:
+                with self._lock:
+                    self._late |= pending
+                return
+            wait(pending.values(), _BATCH_DELAY_S)
+            yield take_arrived(pending)
+
+    async def _read(self, target: HealthTarget) -> ServerReport:
+        name = target.server.name
+        try:
+            async with AsyncExitStack() as places:
+                if name in self._slow:
+                    await places.enter_async_context(self._slow_places)
+                await places.enter_async_context(self._places)
+                started_s = time.monotonic()
+                try:
+                    return await self._check(target, self._http)
+                finally:
+                    is_slow = time.monotonic() - started_s > _SLOW_S
+                    (self._slow.add if is_slow else self._slow.discard)(name)
+        finally:
+            with self._lock:
+                del self._pending[name]
+
+    # -- runs whose slots are quarantined ------------------------------------------------------------------------
+
+    def check_quarantined_runs(self) -> None:
+        """Ask for the status of runs whose slots are quarantined, where their servers have given them ids."""
+        for row in quarantine.list_all(database()):
+            run = (row.job_id, row.attempt)
+            with self._lock:
+                if row.remote_id is None or run in self._checked_runs:
+                    continue
+                self._checked_runs.add(run)
+            self._submit(self._check_run(row))
+
+    async def _check_run(self, row: QuarantinedSlot) -> None:
+        try:
+            async with self._places:
+                await check_quarantined_run(row, self._http)
+        except Exception:
+            log.exception("run_not_asked_about", job_id=row.job_id)
+        finally:
+            with self._lock:
+                self._checked_runs.discard((row.job_id, row.attempt))
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
-def note_servers_with_quarantine(names: Iterable[str]) -> None:
-    """Note which servers have quarantined slots: their connections are looked at more closely."""
-    global _servers_with_quarantine
-    _servers_with_quarantine = frozenset(names)
+@singleton
+def health_checks() -> HealthChecks:
+    return HealthChecks()
 
 
-def _check_quarantined_runs() -> None:
-    """Ask for the status of runs whose slots are withheld, where their servers have given them ids."""
-    for row in quarantine.list_all(database()):
-        if row.remote_id is not None and (row.job_id, row.attempt) not in _runs_being_checked:
-            _runs_being_checked.add((row.job_id, row.attempt))
-            threading.Thread(target=_check_quarantined_run, args=(row,), name="ask", daemon=True).start()
+@singleton
+def server_checks() -> ServerChecks:
+    return ServerChecks(dispatcher())
 
 
-_runs_being_checked: set[tuple[str, int]] = set()
-_END_KINDS = frozenset(
-    {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED, OutcomeKind.LOST}
-)
+def start_checks(servers: Iterable[Server]) -> PendingReports:
+    """Ask those of these servers that need to be asked, and return the reports to come."""
+    return health_checks().start(select_targets(servers))
 
 
-def _description_of_attempt(job: Job, row: QuarantinedSlot) -> str | None:
+def read_reports(servers: Iterable[Server]) -> Mapping[str, ServerReport]:
+    """Ask those of these servers that need to be asked; those that take long are left out."""
+    pending = start_checks(servers)
+    wait(pending.values(), _READ_LIMIT_S)
+    return take_arrived(pending)
+
+
+def take_arrived(pending: PendingReports) -> Mapping[str, ServerReport]:
+    """Take out the reports that have arrived; a server that could not be asked at all has none."""
+    arrived = {name: pending.pop(name) for name, report in list(pending.items()) if report.done()}
+    for name, report in arrived.items():
+        if (error := report.exception()) is not None:
+            log.error("server_not_asked", server=name, error=repr(error))
+    return {name: report.result() for name, report in arrived.items() if report.exception() is None}
+
+
+def select_targets(servers: Iterable[Server]) -> list[HealthTarget]:
+    """Return the servers that are asked: not those that are stopped, or have `health.only_when_used`, and run nothing.
+
+    A health check counts as use where an endpoint sleeps, and is paid for, by its use.
+    """
+    catalog, quarantined = dispatcher().catalog.get(), quarantined_slots.servers_to_ask(dispatcher())
+    targets = [
+        HealthTarget(server, adapter, server.name in quarantined)
+        for server, adapter in _with_adapters(catalog, servers)
+    ]
+    optional = {target.server.name for target in targets if _is_optional(target)}
+    if not optional:
+        return targets
+    used = {job.server for job in dispatcher().store.list_running()} | quarantined
+    return [target for target in targets if target.server.name in used or target.server.name not in optional]
+
+
+def _with_adapters(
+    catalog: CatalogSnapshot, servers: Iterable[Server]
+) -> Iterator[tuple[Server, ServerAdapter | None]]:
+    for server in servers:
+        if not server.endpoints:
+            continue
+        try:
+            adapter = health_adapter(catalog, server)
+        except Exception as error:  # It concerns this server alone.
+            log.error("server_not_asked", server=server.name, error=repr(error))
+            continue
+        yield server, adapter
+
+
+def _is_optional(target: HealthTarget) -> bool:
+    health = None if target.adapter is None else target.adapter.description.health
+    return target.server.state != AdminState.ONLINE or (health is not None and health.only_when_used)
+
+
+# -- a run whose slot is quarantined -----------------------------------------------------------------------------
+
+
+async def check_quarantined_run(row: QuarantinedSlot, http: HttpClient) -> None:
+    """Ask a server for the status of a run that it may still execute, and release the slot if the run has ended."""
+    try:
+        adapter = await asyncio.to_thread(_adapter_of_run, row)
+        if adapter is None or row.remote_id is None or adapter.description.mode not in ("async", "auto"):
+            return
+        call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
+        outcome = await ServerSession(adapter, http).status(call, row.remote_id)
+        await asyncio.to_thread(_apply_status, row, outcome)
+    except (Misconfigured, SlotkeeperError) as error:
+        log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
+
+
+def _adapter_of_run(row: QuarantinedSlot) -> ServerAdapter | None:
+    """Raises Misconfigured, DatabaseUnavailable, UnknownModel."""
+    job = dispatcher().store.get(row.job_id)
+    server = dispatcher().catalog.get().servers.get(row.server)
+    url = None if server is None else server.endpoints.get(row.model)
+    if job is None or url is None:
+        return None
+    return adapter_for(url, dispatcher().catalog.resolve(row.model), description_of_attempt(job, row))
+
+
+def _apply_status(row: QuarantinedSlot, outcome: Outcome) -> None:
+    if outcome.kind in _END_KINDS:
+        quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
+    elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
+        server_checks().note_running(row)
+
+
+def description_of_attempt(job: Job, row: QuarantinedSlot) -> str | None:
     """Return the version of the description by which the run of a quarantined slot is asked.
 
     A later attempt may run on a server of another kind, and an ended one no longer has its own.
     """
     own = job.described_by if job.attempt == row.attempt else None
     return own or dispatcher().catalog.get().find_description(row.server, row.model)
-
-
-def _check_quarantined_run(row: QuarantinedSlot) -> None:
-    try:
-        job = dispatcher().store.get(row.job_id)
-        server = dispatcher().catalog.get().servers.get(row.server)
-        url = None if server is None else server.endpoints.get(row.model)
-        if job is None or url is None or row.remote_id is None:
-            return
-        adapter = adapter_for(url, dispatcher().catalog.resolve(row.model), _description_of_attempt(job, row))
-        if adapter.description.mode in ("async", "auto"):
-            call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
-            outcome = call_server(adapter, partial(ServerSession.status, call=call, remote_id=row.remote_id))
-            if outcome.kind in _END_KINDS:
-                quarantined_slots.release_run_slot(dispatcher(), row.job_id, row.attempt)
-            elif outcome.kind is OutcomeKind.PENDING and not outcome.code:
-                _server_checks().note_running(row)
-    except (Misconfigured, SlotkeeperError) as error:
-        log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
-    finally:
-        _runs_being_checked.discard((row.job_id, row.attempt))

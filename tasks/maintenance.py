@@ -29,14 +29,7 @@ from slotkeeper.trace_context import find_trace
 from tasks.beat import PERIODS_S
 from tasks.celery_app import celery
 from tasks.config import EventSettings
-from tasks.health_checks import (
-    _check_quarantined_runs,
-    _read_reports,
-    _server_checks,
-    note_servers_with_quarantine,
-    reports_as_they_arrive,
-    start_checks,
-)
+from tasks.health_checks import health_checks, read_reports, server_checks, start_checks
 from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end
@@ -184,28 +177,28 @@ def check_servers() -> None:
 @_periodic_task("check_urgent_servers")
 def check_urgent_servers() -> None:
     """Ask the servers that were down, or whose workers went silent, as check_servers does."""
-    _check_health(_server_checks().servers_to_check_now())
+    _check_health(server_checks().servers_to_check_now())
 
 
 def _check_health(names: Iterable[str]) -> None:
     servers = dispatcher().catalog.get().servers
-    note_servers_with_quarantine(quarantined_slots.servers_to_ask(dispatcher()))
-    _check_quarantined_runs()
-    for reports in reports_as_they_arrive(start_checks(servers[name] for name in names)):
-        _server_checks().apply_health(reports)
-        _server_checks().apply_reports(reports, may_reap=not _grace.is_active)
+    health_checks().check_quarantined_runs()
+    pending = start_checks(servers[name] for name in names)
+    for reports in health_checks().reports_as_they_arrive(pending):
+        server_checks().apply_health(reports)
+        server_checks().apply_reports(reports, may_reap=not _grace.is_active)
 
 
 @_periodic_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
     catalog = dispatcher().catalog.get()
-    suspects = _server_checks().find_stale_runs(_read_reports(catalog.servers.values()))
+    suspects = server_checks().find_stale_runs(read_reports(catalog.servers.values()))
     if suspects:
         time.sleep(_RECHECK_DELAY_S)
         names = {job.server for job in suspects}
-        reports = _read_reports(server for server in catalog.servers.values() if server.name in names)
-        _server_checks().end_stale_runs(suspects, reports)
+        reports = read_reports(server for server in catalog.servers.values() if server.name in names)
+        server_checks().end_stale_runs(suspects, reports)
 
 
 @_periodic_task("reconcile")
@@ -279,10 +272,10 @@ def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.get().servers.values()
-    findings = invariants.find_violations(dispatcher(), _server_checks(), _reaper().state, _read_reports(servers))
+    findings = invariants.find_violations(dispatcher(), server_checks(), _reaper().state, read_reports(servers))
     if findings:
         time.sleep(_RECHECK_DELAY_S)
-        findings &= invariants.find_violations(dispatcher(), _server_checks(), _reaper().state, _read_reports(servers))
+        findings &= invariants.find_violations(dispatcher(), server_checks(), _reaper().state, read_reports(servers))
     counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
     found = [(violation.subject, violation.check) for violation in sorted(findings)]
     ledger.store_findings(database(), counts, found, now_ms())

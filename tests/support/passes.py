@@ -17,7 +17,10 @@ from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.values import Job
 from slotkeeper.process_locks import ProcessLocks
-from tasks import health_checks, maintenance
+from slotkeeper.registry.values import Server
+from tasks import health_checks, maintenance, server_adapters
+from tasks.health_checks import HealthTarget
+from tasks.servers.adapter import run_with_http_client
 from tests.support.stage import Stage
 
 
@@ -97,12 +100,24 @@ def find_violations(dispatcher: Dispatcher, reports: Mapping[str, ServerReport])
     return invariants.find_violations(dispatcher, parts.checks, parts.reaper.state, reports)
 
 
+def read_report(server: Server, *, has_quarantine: bool = False) -> ServerReport:
+    """Ask a server for its health, as maintenance does."""
+    adapter = server_adapters.health_adapter(health_checks.dispatcher().catalog.get(), server)
+    target = HealthTarget(server, adapter, has_quarantine)
+    return run_with_http_client(lambda http: health_checks.read_report(target, http))
+
+
+def check_quarantined_run(row: QuarantinedSlot) -> None:
+    """Ask for the status of a run whose slot is quarantined, as maintenance does."""
+    run_with_http_client(lambda http: health_checks.check_quarantined_run(row, http))
+
+
 def run_tasks_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
     """Let the tasks of tasks.maintenance use this dispatcher, until the test ends."""
     parts = of(dispatcher)
     for module in (maintenance, health_checks):
         monkeypatch.setattr(module, "dispatcher", lambda: dispatcher)
-        monkeypatch.setattr(module, "_server_checks", lambda: parts.checks)
+        monkeypatch.setattr(module, "server_checks", lambda: parts.checks)
     monkeypatch.setattr(maintenance, "_sweeper", lambda: parts.sweeper)
     monkeypatch.setattr(maintenance, "_reaper", lambda: parts.reaper)
     monkeypatch.setattr(maintenance, "_missing_leases", lambda: parts.missing)

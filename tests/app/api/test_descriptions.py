@@ -12,12 +12,13 @@ from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs.states import Reason
 from slotkeeper.registry import server_descriptions
-from tasks import health_checks, server_push
 from tasks import server_adapters as plans
+from tasks import server_push
 from tasks.server_adapters import Misconfigured, adapter_for
 from tasks.servers import Call, Description, presets
 from tasks.servers.validation import InvalidDescription, merge, validate_description
 from tasks.services import catalog, database
+from tests.support import passes
 from tests.support.api import Api
 from tests.support.blocking import Blocking
 from tests.support.ends import hand_back, store_end
@@ -357,7 +358,7 @@ def test_health_is_asked_as_described(api):
         assert _put(api, {"description": described}).status_code == 200
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         assert api.client.post("/admin/register", json=body).status_code == 201
-        report = health_checks._read_report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = passes.read_report(api.dispatcher.catalog.get().servers["gpu0"])
     assert (report.up, report.active_jobs, report.job_ids) == (True, 2, None)
 
 
@@ -368,7 +369,7 @@ def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
             assert config.status_code == 200
             body = {"model": model, "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
             assert api.client.post("/admin/register", json=body).status_code == 201
-        report = health_checks._read_report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = passes.read_report(api.dispatcher.catalog.get().servers["gpu0"])
         assert [seen.path for seen in there.seen] == ["/h"] and report.active_jobs == 1
 
 
@@ -377,7 +378,7 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
         _put(api, {"description": {"health": {"running": False}}})
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
         api.client.post("/admin/register", json=body)
-        report = health_checks._read_report(api.dispatcher.catalog.get().servers["gpu0"])
+        report = passes.read_report(api.dispatcher.catalog.get().servers["gpu0"])
     assert not report.shows_runs
 
 

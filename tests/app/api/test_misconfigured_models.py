@@ -76,7 +76,7 @@ def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(maintenance, "_RECHECK_DELAY_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
-        reports = health_checks._read_reports(stored.dispatcher.catalog.get().servers.values())
+        reports = health_checks.read_reports(stored.dispatcher.catalog.get().servers.values())
     assert not reports["gpu1"].up, "nobody answers there, and that was found out"
     assert "gpu0" in {line.get("server") for line in lines}
 

@@ -90,14 +90,14 @@ MUTANTS = [
     ),
     Mutant(
         "a run is asked about as the latest attempt of its job is described",
-        "tasks.health_checks:_description_of_attempt",
+        "tasks.health_checks:description_of_attempt",
         swap("job.attempt == row.attempt", "True"),
         kills=["test_slot_1_a_run_is_asked_about_in_its_own_servers_words"],
         breaks="SLOT-1",
     ),
     Mutant(
         "the status of a run that was given up does not free its slot",
-        "tasks.health_checks:_check_quarantined_run",
+        "tasks.health_checks:_apply_status",
         never("outcome.kind in _END_KINDS"),
         kills=["test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end"],
         breaks="SLOT-2",

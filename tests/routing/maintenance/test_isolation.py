@@ -20,15 +20,11 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import Command
-from slotkeeper.registry.values import Server
-from tasks import health_checks, maintenance
-from tasks.health_checks import HealthChecks
+from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import at_once
 from tests.support.ends import free, store_end
 from tests.support.stage import LEASE_MS, OFFER_MS, Stage
-from tests.support.threads import no_thread_left
-from tools.cluster.stack import eventually
 
 # -- one fleet's error is no other's ---------------------------------------------------------------------------
 
@@ -442,6 +438,7 @@ def test_many_deadlines_leave_the_others_their_turn(stage, monkeypatch) -> None:
 
 def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(stage, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
+    monkeypatch.setattr(maintenance, "_KEEP_TIME_LIMIT_S", 60.0)
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
     stage.register()
     stage.submit_all([stage.a(ttl_s=1) for _ in range(35)])
@@ -467,79 +464,6 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
 
 
 # -- the servers -----------------------------------------------------------------------------------------------
-
-
-def _server(name: str) -> Server:
-    return Server(name, "zimg", 1, "online", {"zimg": f"http://{name}:1/"}, 0)
-
-
-def test_servers_that_hang_do_not_hold_up_the_reports_of_others(monkeypatch) -> None:
-    let_go = threading.Event()
-
-    def ask(server: Server) -> ServerReport:
-        if server.name.startswith("hangs"):
-            let_go.wait(60)
-        return ServerReport(up=True)
-
-    monkeypatch.setattr(health_checks, "_SLOW_S", 0.0)
-    asking = HealthChecks(ask)
-    hanging = [_server(f"hangs{n}") for n in range(health_checks.MAX_CONCURRENT + 50)]
-    try:
-        first = asking.start(hanging[: health_checks.MAX_CONCURRENT // 2])
-        assert asking.start([_server("well")])["well"].result(10).up
-        assert not any(report.done() for report in first.values())
-        let_go.set()
-        for report in asking.start(hanging).values():
-            report.result(10)
-        let_go.clear()
-        asking.start(hanging)  # all were slow the last time
-        assert asking.start([_server("new")])["new"].result(10).up
-    finally:
-        let_go.set()
-
-
-def test_a_server_is_asked_once_at_a_time_and_an_error_of_its_own_is_nobody_elses() -> None:
-    let_go, asked = threading.Event(), []
-
-    def ask(server: Server) -> ServerReport:
-        asked.append(server.name)
-        let_go.wait(60)
-        if server.name == "odd":
-            raise ValueError("a template that cannot be filled")
-        return ServerReport(up=True)
-
-    asking = HealthChecks(ask)
-    first, second = asking.start([_server("odd"), _server("well")]), asking.start([_server("well")])
-    let_go.set()
-    assert second["well"] is first["well"] and first["well"].result(10).up
-    assert isinstance(first["odd"].exception(10), ValueError)
-    assert sorted(asked) == ["odd", "well"]
-    assert health_checks._take_arrived(first).keys() == {"well"}
-
-
-def test_a_server_for_which_there_is_no_thread_is_asked_in_the_next_round() -> None:
-    asking = HealthChecks(lambda _: ServerReport(up=True))
-    with no_thread_left():
-        assert isinstance(asking.start([_server("well")])["well"].exception(10), RuntimeError)
-    assert asking.start([_server("well")])["well"].result(10).up
-
-
-def test_a_report_that_comes_late_is_heeded_by_the_next_round(monkeypatch) -> None:
-    let_go = threading.Event()
-    monkeypatch.setattr(health_checks, "_REPORTS_LIMIT_S", 0.01)
-
-    def ask(server: Server) -> ServerReport:
-        if server.name == "late":
-            let_go.wait(60)
-        return ServerReport(up=True)
-
-    asking = HealthChecks(ask)
-    heeded = {name for batch in health_checks.reports_as_they_arrive(asking.start([_server("late")])) for name in batch}
-    assert heeded == set()
-    let_go.set()
-    eventually(lambda: health_checks._late_reports["late"].done(), "it answers after all")
-    heeded = {name for batch in health_checks.reports_as_they_arrive({}) for name in batch}
-    assert heeded == {"late"} and not health_checks._late_reports
 
 
 def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(stage) -> None:

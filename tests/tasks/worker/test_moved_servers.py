@@ -13,8 +13,7 @@ from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError
-from tasks import health_checks, server_adapters
-from tasks.servers import Health, HealthKind
+from tasks import server_adapters
 from tests.support import passes
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
@@ -140,8 +139,7 @@ def test_a_report_names_the_addresses_of_the_server_that_was_asked(
     stage.register()
     asked = stage.catalog.read().servers["gpu"]
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
-    monkeypatch.setattr(health_checks, "call_server", lambda *_: Health(HealthKind.UP, job_ids=frozenset()))
-    assert health_checks._read_report(asked).endpoints == {"zimg": OLD}
+    assert passes.read_report(asked).endpoints == {"zimg": OLD}
 
 
 def test_slots_that_are_taken_away_under_runs_end_and_charge_none(stage: Stage) -> None:

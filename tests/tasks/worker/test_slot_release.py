@@ -48,9 +48,9 @@ def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingSer
         yield found
 
 
-def _look(stage: Stage) -> int:
+def _look(stage: Stage, *, has_quarantine: bool = False) -> int:
     """What maintenance does: ask the server, and heed its report."""
-    report = health_checks._read_report(stage.dispatcher.catalog.get().servers["gpu"])
+    report = passes.read_report(stage.dispatcher.catalog.get().servers["gpu"], has_quarantine=has_quarantine)
     return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
@@ -161,7 +161,7 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     server.hold("first")
     first = _times_out(stage)
     (row,) = quarantine.list_all(stage.database)
-    health_checks._check_quarantined_run(row)
+    passes.check_quarantined_run(row)
     quarantined_slots.apply_report(
         stage.dispatcher,
         passes.of(stage.dispatcher).checks.state,
@@ -173,7 +173,7 @@ def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, se
     assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
-    health_checks._check_quarantined_run(row)
+    passes.check_quarantined_run(row)
     assert quarantine.list_all(stage.database) == []
 
 
@@ -186,10 +186,8 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     task = stage.start()
     end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     stage.later(MIN_AGE_MS)
-    monkeypatch.setattr(health_checks, "_servers_with_quarantine", frozenset())
     assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
-    monkeypatch.setattr(health_checks, "_servers_with_quarantine", frozenset({"gpu"}))
-    assert _look(stage) == 1 and quarantine.list_all(stage.database) == []
+    assert _look(stage, has_quarantine=True) == 1 and quarantine.list_all(stage.database) == []
 
 
 # -- a worker that is told to stop -------------------------------------------------------------------------------
@@ -307,5 +305,5 @@ def test_slot_1_a_run_is_asked_about_in_its_own_servers_words(stage, server, mon
     of_model = stage.catalog.read().find_description("gpu", "zimg")
     job = replace(stage.job(first), attempt=attempt, described_by="another")
     assert of_model is not None
-    assert health_checks._description_of_attempt(job, row) == ("another" if own else of_model)
+    assert health_checks.description_of_attempt(job, row) == ("another" if own else of_model)
     server.release(first)

@@ -61,9 +61,9 @@ class Canary:
         self._sent_s = now
         self._count += 1
         token = f"{id(self)}.{self._count}"
-        self._sent = {sent_token: sent_s for sent_token, sent_s in self._sent.items() if now - sent_s < _MAX_AGE_S} | {
-            token: now
-        }
+        sent = self._sent.copy()  # `receive`, in another thread, takes out of it meanwhile.
+        self._sent = {sent_token: sent_s for sent_token, sent_s in sent.items() if now - sent_s < _MAX_AGE_S}
+        self._sent[token] = now
         publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_MAX_AGE_S))
 
     def receive(self, token: str) -> None:

@@ -104,16 +104,17 @@ class CommitQueue:
             self._loop.call_soon_threadsafe(_set_results, pending, results)
 
     def _take_batches(self) -> "list[_Batch] | None":
-        """Wait for a turn, and take those behind it, too.  Returns None at the end."""
+        """Wait for a batch, and take those behind it as well.  Returns None at the end."""
         found: list[_Batch] = []
-        try:
+        with suppress(Empty):
             while sum(len(batch.pending) for batch in found) < _MAX_GROUP:
                 batch = self._batches.get(block=not found)
+                if batch is None and found:
+                    self._batches.put(None)  # Found again when these are committed.
+                    break
                 if batch is None:
                     return None
                 found.append(batch)
-        except Empty:
-            pass
         return found
 
 

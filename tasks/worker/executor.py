@@ -255,8 +255,8 @@ class Executor:
         elif concurrency.accepts_jobs and not concurrency.free_places:
             if concurrency.is_full_without(ended_lease.name):
                 concurrency.note_unfilled_place()
-            else:
-                await self._start_in_turn(ended_lease.fleet)
+            else:  # Not awaited: the end of this run may be in hand, and is stored after this.
+                self._worker_loop.spawn(self._start_in_turn(ended_lease.fleet))
 
     async def _start_in_turn(self, fleet: str) -> None:
         """Begin a job of the fleet whose turn it is after a run of this one."""

@@ -102,6 +102,29 @@ def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record)
         ask("a", "b", durable=True)
 
 
+def test_a_write_that_was_asked_for_before_the_end_is_committed(record: Record) -> None:
+    """Both reach the thread while it commits an earlier write."""
+    record.is_taken, may_go_on = True, threading.Event()
+    loop = asyncio.new_event_loop()
+    commits = CommitQueue("record", loop, record)  # type: ignore[arg-type]
+
+    def wait(_: Any) -> str:
+        may_go_on.wait(10)
+        return "first"
+
+    async def commit_both() -> list[str]:
+        first = commits.commit(Write(wait, durable=False))
+        await asyncio.sleep(0.01)
+        second = commits.commit(Write(lambda tx: "second", durable=False))
+        await asyncio.sleep(0.01)
+        commits.end()
+        may_go_on.set()
+        return list(await asyncio.wait_for(asyncio.gather(first, second), 10))
+
+    assert loop.run_until_complete(commit_both()) == ["first", "second"]
+    loop.close()
+
+
 def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
     record.is_taken = True
     with _commits(record, delay_s=0.05) as ask:

@@ -197,6 +197,27 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
     assert states and State.RUNNING not in states
 
 
+def test_a_full_worker_stores_an_end_while_it_searches_for_the_next_job(stage, worker, server, monkeypatch):
+    """The search asks Redis for each other fleet, in a thread."""
+    stage.register()
+    job_id = stage.submit()
+    worker.concurrency.limit, worker.consumer = 1, SimpleNamespace()
+    server.answers = [DONE]
+    searched, may_end = threading.Event(), threading.Event()
+
+    def search(_: str) -> None:
+        searched.set()
+        may_end.wait(10)
+
+    monkeypatch.setattr(worker.poller, "claim_in_turn", search)
+    worker.executor.run_open_offer(stage.told.offers.pop(0))
+    try:
+        eventually(lambda: stage.state(job_id) is State.COMPLETED)
+        assert searched.wait(10)
+    finally:
+        may_end.set()
+
+
 def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
     """Collections are seldom, and payloads may be large."""
     calls: list[weakref.ref[server_call.ServerCall]] = []

@@ -207,7 +207,7 @@ def test_a_full_worker_stores_an_end_while_it_searches_for_the_next_job(stage, w
 
     def search(_: str) -> None:
         searched.set()
-        may_end.wait(10)
+        may_end.wait(60)
 
     monkeypatch.setattr(worker.poller, "claim_in_turn", search)
     worker.executor.run_open_offer(stage.told.offers.pop(0))

@@ -1,4 +1,8 @@
-"""Speaking to one inference server.  Which server it is and how it answers is data (description.py)."""
+"""Calls one inference server, whose requests and responses are described by data (description.py).
+
+A ServerAdapter makes the requests to one server and judges the responses; all runs of a process share it.  A
+ServerSession sends the requests of one run.
+"""
 
 import asyncio
 import re
@@ -29,7 +33,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[!-
 
 
 class HttpRequest(NamedTuple):
-    """One request, as a description makes it of a call."""
+    """One request, made from a description and a call."""
 
     method: str
     url: str
@@ -37,21 +41,23 @@ class HttpRequest(NamedTuple):
     body: bytes | None
     limits: Limits
     reader: StreamReader | None = None
-    """Where the answer may be a stream."""
+    """If the response may be a stream."""
 
 
 Send: TypeAlias = Callable[[HttpRequest], Awaitable[Response | NoResponse]]
-"""Sends one request, and returns what came of it."""
+"""Sends one request, and returns the response, or the reason why there is none."""
 
 
 class ServerAdapter:
-    """One inference server, as its description says.  Safe to share between threads; keep it, since building it
-    compiles.  It has no connections: `send` carries out its requests, one after another.
+    """One inference server and its description.
 
-    endpoint: the full URL a job is submitted to; other paths are below its scheme, host and port.
-    secret: looks secrets up by name.  What it gives is sent, never kept, logged or repeated.
-    Raises ValueError for an endpoint that is no http(s) URL.  No method raises for what a server,
-    a payload or a description can do: it all becomes an Outcome.
+    Thread-safe.  Keep it: the constructor compiles the description.  It has no connections: `send` sends its requests,
+    one after another.  No method raises because of a server, a payload or a description: all faults become an Outcome
+    or a Health.
+
+    endpoint: the full URL that jobs are submitted to; other paths are appended to its scheme, host and port.
+    secret: returns a secret by its name.  Secrets are sent, but never kept, logged or quoted.
+    Raises ValueError if the endpoint is not an http or https URL.
     """
 
     def __init__(
@@ -71,42 +77,43 @@ class ServerAdapter:
 
     @property
     def pointers(self) -> Collection[Pointer]:
-        """Where answers are looked into."""
+        """Return all places that are read in JSON responses."""
         return self._compiled.pointers
 
     @property
     def endpoint(self) -> str:
+        """Return the URL that jobs are submitted to."""
         return self._endpoint
 
     @property
     def description(self) -> Description:
-        """What this server is spoken to by."""
+        """Return the description of the server."""
         return self._compiled.description
 
     def given_id_of(self, call: Call) -> str | None:
-        """The id under which the server knows this attempt if it is us who give it, else None."""
+        """Return the server's id of this attempt if the request sets it; None: the server chooses the id."""
         template = self.description.given_id
         if template is None:
             return None
         return call.job_id if template == "{{job/id}}" else call.attempt_id
 
     async def submit(self, call: Call, send: Send, on_piece: OnPiece = ignore_piece) -> Outcome:
-        """Hand the job over, once.  `on_piece` is given the pieces of a streamed answer as they come.
+        """Submit the job, once.  `on_piece` is called with each piece of a streamed response.
 
-        UNREACHABLE: certainly nothing was sent, or a gateway said 502/504 (`bad_gateway`).
-        UNKNOWN: it may be running there; do not send it again before that is known.
+        UNREACHABLE: certainly nothing was sent, or a gateway responded 502 or 504 (`bad_gateway`).
+        UNKNOWN: the server may run the job; do not send it again until that is known.
         """
         values = self._template_values(call, self.given_id_of(call))
         try:
             outcome = await self._run_step(
-                self._compiled.submit, values, _deadline_of(call), send, self._stream_reader(values, on_piece)
+                self._compiled.submit, values, _deadline_of(call), send, self._make_stream_reader(values, on_piece)
             )
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         return outcome or Outcome(OutcomeKind.RETRY, code=BAD_ANSWER)
 
     def is_run_over(self, call: Call, reply: Response | NoResponse) -> bool:
-        """Whether the end of a submit that was given up tells that the server has done with the run."""
+        """Return whether the end of an abandoned submit shows that the server no longer runs the job."""
         if isinstance(reply, NoResponse):
             return False
         outcome = self._compiled.submit.judge.outcome(
@@ -119,10 +126,10 @@ class ServerAdapter:
         )
 
     async def status(self, call: Call, remote_id: str, send: Send) -> Outcome:
-        """Ask how the job is.  Whatever goes wrong with asking is PENDING: the caller holds the clock.
+        """Poll the run.  A poll that fails is PENDING: the caller decides how long it polls.
 
-        If the description says so, a finished job's result is fetched here.  Reading it may destroy
-        it on the server, so store it before anything else.
+        If the description has a result step, the result of a finished run is fetched, too.  Some servers delete a
+        result that was read, so store it at once.
         """
         values, deadline_s = self._template_values(call, remote_id), _deadline_of(call)
         try:
@@ -132,10 +139,10 @@ class ServerAdapter:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def cancel(self, call: Call, remote_id: str | None, send: Send) -> bool:
-        """Ask to give the job up, by each of the described requests; return True if the server accepts one.
+        """Send each of the described cancel requests; return whether the server accepts one.
 
-        A yes is not a promise: whether it frees the slot is description.cancel_frees_slot.
-        Without the server's id, the job's own is used, which it was told in X-Job-Id.
+        Whether that frees the slot is described by `description.cancel_frees_slot`.  Without the server's id of the
+        run, the job's id is sent: the server received it in X-Job-Id.
         """
         values = self._template_values(call, remote_id or self.given_id_of(call) or call.job_id)
         is_accepted = False
@@ -148,17 +155,17 @@ class ServerAdapter:
         return is_accepted
 
     def read_push(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
-        """Read what the server pushed to the callback URL.  PENDING if it does not tell the end.
+        """Return the outcome of a push to the callback URL; PENDING if it does not end the run.
 
-        Whether the push carries the right token is for the caller to check, before.  Where the description has a result
-        step, that is still to be fetched (`result`).
+        The caller must have checked the token of the push.  If the description has a result step, `fetch_result`
+        fetches the result.
         """
         values = self._template_values(call, remote_id or self.given_id_of(call))
         outcome = self._compiled.callback.outcome(Response(200, {}, body), self._response_context(values))
         return outcome or Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome, send: Send) -> Outcome:
-        """Fetch the result of a run of which a push said that it is done."""
+        """Fetch the result of a run that ended by a push."""
         values = self._template_values(call, remote_id or self.given_id_of(call))
         try:
             return await self._with_fetched_result(outcome, values, _deadline_of(call), send)
@@ -166,7 +173,7 @@ class ServerAdapter:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
     async def health(self, send: Send) -> Health:
-        """The server's own report.  DOWN says that nobody answers, not that no job runs there."""
+        """Return what the server reports of itself.  DOWN: it does not respond, but jobs may still run there."""
         if self._compiled.health is None:
             return Health(HealthKind.UNKNOWN, message="this server's description has no health check")
         request, judge = self._compiled.health
@@ -175,7 +182,7 @@ class ServerAdapter:
         try:
             reply = await send(self._make_request(request, values, dict(_OWN_HEADERS), deadline_s, MAX_HEALTH_BYTES))
             if isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET:
-                # Perhaps only a kept connection that the server was closing: ask once more.
+                # The server may have closed a kept connection at this moment.  A health check may be sent again.
                 reply = await send(
                     self._make_request(request, values, dict(_OWN_HEADERS), deadline_s, MAX_HEALTH_BYTES)
                 )
@@ -197,7 +204,7 @@ class ServerAdapter:
             return outcome
         return await self._run_step(self._compiled.result, values, deadline_s, send) or outcome
 
-    def _stream_reader(self, values: TemplateValues, on_piece: OnPiece) -> StreamReader | None:
+    def _make_stream_reader(self, values: TemplateValues, on_piece: OnPiece) -> StreamReader | None:
         stream = self._compiled.stream
         return (
             None
@@ -213,7 +220,7 @@ class ServerAdapter:
         send: Send,
         reader: StreamReader | None = None,
     ) -> Outcome | None:
-        """One step, asked and judged.  Raises TemplateError; then nothing was sent."""
+        """Send the request of a step and judge the response.  Raises TemplateError: then nothing was sent."""
         assert values.call is not None
         headers = _job_headers(values.call)
         if step is self._compiled.submit:
@@ -224,6 +231,7 @@ class ServerAdapter:
         if reader is not None and reader.is_stream:
             return reader.outcome(reply)
         outcome = step.judge.outcome(reply, self._response_context(values))
+        # A server that is starting may respond as if the job were at fault: then its health decides (`only_when_up`).
         if (
             outcome is None
             or outcome.kind is not OutcomeKind.FAILED
@@ -247,7 +255,7 @@ class ServerAdapter:
         reader: StreamReader | None = None,
     ) -> HttpRequest:
         url = self._endpoint if request.path is None else self._base + request.path.fill(values)
-        body = self._body(request, values, headers)
+        body = self._make_body(request, values, headers)
         if request.headers is not None:
             headers |= request.headers.fill(values)
         call = values.call
@@ -256,14 +264,14 @@ class ServerAdapter:
         return HttpRequest(request.method, url, headers, body, limits, reader)
 
     def _response_ends_run(self, request: RequestTemplate, call: Call) -> bool:
-        """Return whether the response to a request comes when the run is over, however late."""
+        """Return whether the response to this request is sent when the run ends, however late."""
         return (
             request is self._compiled.submit.request
             and self.description.mode in ("sync", "auto")
             and not self.description.ends_on_disconnect(call.payload)
         )
 
-    def _body(self, request: RequestTemplate, values: TemplateValues, headers: dict[str, str]) -> bytes | None:
+    def _make_body(self, request: RequestTemplate, values: TemplateValues, headers: dict[str, str]) -> bytes | None:
         is_payload = request is self._compiled.submit.request and request.body is None and request.method != "GET"
         if not is_payload and request.body is None:
             return None
@@ -273,7 +281,7 @@ class ServerAdapter:
         return to_json(request.body.fill(values)) if request.body else None
 
     def _with_stream_request(self, payload: Any) -> Any:
-        """The payload, with what asks for a stream where it does not say otherwise."""
+        """Return the payload with the fields that request a stream; its own fields have precedence."""
         stream = self.description.submit.stream
         return {**stream.ask, **payload} if stream and stream.ask and isinstance(payload, dict) else payload
 
@@ -285,7 +293,7 @@ class ServerAdapter:
         return ResponseContext(values.call.job_id, values.remote_id, self._secrets_to_redact(values.call), time.time())
 
     def _secrets_to_redact(self, call: Call | None) -> tuple[str, ...]:
-        """What an answer may repeat and nobody is told: an earlier exchange may have sent what this one does not."""
+        """Return the secrets that a response may quote.  A server may also quote those of an earlier request."""
         token = call.callback_token if call is not None else None
         known = (*self._secrets_of_endpoint, token) if token else self._secrets_of_endpoint
         if self._secret is None or not self.description.secrets:
@@ -294,11 +302,11 @@ class ServerAdapter:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """The endpoint without its fragment, and its scheme://host:port.  Raises ValueError."""
+    """Return the endpoint without its fragment, and its scheme://host:port.  Raises ValueError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname or not endpoint.isprintable():
         raise ValueError("an endpoint is a full URL, such as http://gpu1:9001/generate")
-    _ = parts.port  # raises ValueError if it is no number up to 65535
+    _ = parts.port  # Raises ValueError if it is not a number up to 65535.
     return endpoint.partition("#")[0], f"{parts.scheme}://{parts.netloc}"
 
 
@@ -308,7 +316,7 @@ def _deadline_of(call: Call) -> float:
 
 def _job_headers(call: Call) -> dict[str, str]:
     headers = {**_OWN_HEADERS, "X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
-    if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # it may come from a client
+    if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # It may be a client's text.
         headers["traceparent"] = call.traceparent
     if call.model:
         headers["X-Model"] = call.model
@@ -316,8 +324,8 @@ def _job_headers(call: Call) -> dict[str, str]:
 
 
 def _submit_headers(call: Call) -> dict[str, str]:
-    # The same key for every attempt: a server that keeps its latest results by key can answer a
-    # repeated attempt from there instead of running the job twice.
+    # All attempts have the same key: a server that keeps its last results by key can respond to a repeated attempt with
+    # the result, and does not run the job twice.
     headers = {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(call.deadline_ms)}
     if call.callback_url:
         headers["X-Callback-Url"] = call.callback_url
@@ -329,18 +337,21 @@ def _submit_headers(call: Call) -> dict[str, str]:
 T = TypeVar("T")
 
 ResponseFuture: TypeAlias = "asyncio.Future[Response | NoResponse]"
-"""For the end of an exchange whose answer nobody waits for."""
+"""The end of an abandoned exchange."""
 
-_PROCESS_END_POLLS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # between looks
+_PROCESS_END_POLLS_S = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)  # pauses before each poll
 _CUT_OFF = Outcome(OutcomeKind.UNKNOWN, code="cut_short", message="The call was cut short.")
 
 
 class _CutOff(Exception):
-    """The answer to the submit is not waited for any more."""
+    """The session was cut off: the submit was not sent, or its response is not awaited."""
 
 
 class ServerSession:
-    """One run's requests to its server.  `on_piece` is given what the server says while it is at it."""
+    """The requests of one run to its server.
+
+    on_piece: called with each piece of a streamed response, and with the progress that a poll returns.
+    """
 
     __slots__ = ("_http", "_is_cut_off", "_on_piece", "_server", "_submit", "abandoned", "is_broken")
 
@@ -348,8 +359,8 @@ class ServerSession:
         self._server, self._http, self._on_piece = server, http, on_piece
         self._submit: HttpExchange | None = None
         self._is_cut_off = False
-        self.is_broken = False  # The server broke the connection under the submit, without an answer.
-        self.abandoned: ResponseFuture | None = None  # The end of a submit that was given up before it was answered.
+        self.is_broken = False  # The connection broke during the submit, before the response was complete.
+        self.abandoned: ResponseFuture | None = None  # the end of a submit that was abandoned
 
     @property
     def description(self) -> Description:
@@ -359,7 +370,7 @@ class ServerSession:
         return self._server.given_id_of(call)
 
     async def submit(self, call: Call) -> Outcome:
-        """As Server.submit; UNKNOWN also if it is cut before the answer is there."""
+        """Submit as ServerAdapter.submit does.  UNKNOWN also if the session is cut off before the response."""
         try:
             return await self._server.submit(call, self._send_submit, self._on_piece)
         except _CutOff:
@@ -368,7 +379,7 @@ class ServerSession:
             self._submit = None
 
     async def _send_submit(self, request: HttpRequest) -> Response | NoResponse:
-        """Raises _Cut."""
+        """Send the submit.  Raises _CutOff."""
         if self._is_cut_off:
             raise _CutOff
         self._submit = self._http.send(*request)
@@ -384,26 +395,33 @@ class ServerSession:
         return await self._with_json(await self._http.send(*request).reply)
 
     async def _with_json(self, reply: Response | NoResponse) -> Response | NoResponse:
-        """An answer that would keep all threads waiting is read in a process of its own."""
+        """Return the reply; a large response is parsed in a subprocess first.
+
+        To parse 64 MiB here would hold the interpreter's lock for seconds, and delay all other runs of the worker.
+        """
         if isinstance(reply, Response) and reply.size > SPOOL_AFTER_BYTES:
             async with self._http.large_response_lock:
                 reply.set_json(*await parse_in_subprocess(reply.file or reply.body, self._server.pointers))
         return reply
 
     def cut_off(self) -> None:
-        """The answer to the submit is not waited for any more; one that is not sent yet is not sent."""
+        """End the submit and close its connection.  A submit that was not sent yet is never sent."""
         self._is_cut_off = True
         if self._submit is not None:
             self._submit.cut_off()
 
     def abandon(self) -> None:
-        """As `cut`, but where the answer would tell that the run is over, its end is still observed (`abandoned`)."""
+        """End the submit as `cut_off` does, but observe its exchange if its end shows that the run is over.
+
+        `abandoned` is then a future for that end.  For a server without status or a health check, it is the only early
+        sign that the slot is free.
+        """
         self._is_cut_off = True
         if self._submit is not None:
             self._submit.abandon(FailureReason.TIMEOUT)
 
     async def is_run_over(self, call: Call) -> bool:
-        """Observe a submit that was given up to its end: whether the server has done with the run by then."""
+        """Wait for the end of an abandoned submit, and return whether it shows that the run is over."""
         if self.abandoned is None:
             return False
         reply = await self.abandoned
@@ -412,9 +430,9 @@ class ServerSession:
         return self._server.is_run_over(call, reply)
 
     async def has_process_ended(self) -> bool:
-        """Whether the process behind a connection that broke has ended: its address refuses connections.
+        """Return whether the server's process has ended after its connection broke: its address refuses connections.
 
-        A supervisor may start the next process soon, so it is looked at once, and some times in the next second.
+        A supervisor may soon start the next process, so the first check is made at once, and more in the next second.
         """
         for pause_s in _PROCESS_END_POLLS_S:
             await asyncio.sleep(pause_s)
@@ -423,7 +441,7 @@ class ServerSession:
         return False
 
     async def refuses_connections(self) -> bool:
-        """Whether no process listens at the server's address."""
+        """Return whether no process listens at the server's address."""
         return await asyncio.to_thread(refuses_connections, self._server.endpoint)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
@@ -443,9 +461,9 @@ class ServerSession:
 
 
 def run_with_http_client(function: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> T:
-    """Run `function` from a thread that has no event loop: in one of its own, whose connections are closed at the end.
+    """Run `function` with an HttpClient in a new event loop, and return its result; for a thread without an event loop.
 
-    For calls that are rare: a server's health is asked less often than connections are kept.
+    It keeps no connections: such calls are rarer than servers close idle connections.
     """
 
     async def run() -> T:
@@ -459,5 +477,5 @@ def run_with_http_client(function: Callable[[HttpClient], Coroutine[Any, Any, T]
 
 
 def call_server(server: ServerAdapter, function: Callable[[ServerSession], Coroutine[Any, Any, T]]) -> T:
-    """Call a server from a thread that has no event loop, such as `call_server(server, Live.health)`."""
+    """Call a server from a thread that has no event loop, such as `call_server(server, ServerSession.health)`."""
     return run_with_http_client(lambda http: function(ServerSession(server, http)))

@@ -1,8 +1,11 @@
-"""The HTTP client of an event loop: its exchanges, and the connections that are kept for the next.
+"""The HTTP client of an event loop.  It never sends a request again that may have left, and never follows a redirect:
+either could run a job a second time, and the slot is free only if it is certain that no server has the request.
 
-An exchange is never retried, never redirected, bounded in time and size, and exact about whether the request can have
-reached the server.  A kept connection that the server has closed meanwhile is found out before anything leaves by it,
-and another is taken.
+So each exchange ends with a response, or with a reason that says whether the request may have left.  Common clients do
+not offer that: aiohttp repeats a PUT whose kept connection breaks (docs/adr/0008-own-http-client-for-servers.md).
+
+Each exchange is bounded in time and size.  Connections are kept for the next request; one that the server has closed is
+detected before a request is written to it, and another is used.
 """
 
 import asyncio
@@ -26,7 +29,7 @@ from aiohappyeyeballs import start_connection
 from requests.utils import get_auth_from_url
 
 from slotkeeper.large_json import AnonymousFile
-from tasks.servers import http_connection as connections
+from tasks.servers import http_connection
 from tasks.servers.call import Limits
 from tasks.servers.http_connection import HttpConnection, ParseTurns
 from tasks.servers.responses import FailureReason, NoResponse, Response
@@ -35,22 +38,27 @@ from tasks.servers.stream_reader import StreamReader
 log = structlog.get_logger(__name__)
 
 SPOOL_AFTER_BYTES = 4 << 20
-"""Bytes.  Parsing more takes longer than other runs may wait."""
-_MEMORY_BYTES = 1 << 20  # bytes that stay in memory, for patterns and messages
+"""Bytes.  A larger response is kept in a file: parsing it takes longer than other runs may wait."""
+_MEMORY_BYTES = 1 << 20  # bytes of a spooled response that stay in memory, for patterns and messages
 
 
 class ResponseBody:
-    """Bytes that come piece by piece.  Where no file can be written, they stay in memory."""
+    """The body of a response: in memory, or in a file if it is large.
+
+    If no file can be written, it stays in memory.  Not tempfile.SpooledTemporaryFile: that fails if the disk is full,
+    and the parser of large responses needs a file descriptor.
+    """
 
     __slots__ = ("_file", "_keeps_in_memory", "_memory", "size")
 
     def __init__(self) -> None:
         self.size = 0
-        self._memory = bytearray()  # all of it, or the beginning of what is in the file
+        self._memory = bytearray()  # the body, or its beginning if it is in the file
         self._file: AnonymousFile | None = None
-        self._keeps_in_memory = False  # in memory
+        self._keeps_in_memory = False  # No file could be written.
 
     def add(self, piece: bytes) -> None:
+        """Append a piece of the body."""
         if self._file is None:
             self._memory += piece
             if len(self._memory) > SPOOL_AFTER_BYTES and not self._keeps_in_memory:
@@ -64,7 +72,7 @@ class ResponseBody:
         self.size += len(piece)
 
     def whole(self) -> tuple[bytes, AnonymousFile | None]:
-        """Return it, or its beginning and the file that has all of it."""
+        """Return the body and None, or its beginning and the file that contains all of it."""
         return bytes(self._memory), self._file
 
     def _move_to_file(self) -> None:
@@ -84,32 +92,33 @@ class ResponseBody:
 
 
 _STREAM_GRACE_S = 0.5
-"""How long after its end a stream's connection may take to come to its own, and be used again."""
-_CHECKS_PER_LIMIT = 4  # times within `read_s` it is looked whether anything has moved
-_HAPPY_EYEBALLS_DELAY_S = 0.25  # after which a name's next address is tried beside one that does not answer
-_ABANDONED_MAX_BYTES = 64 * 1024  # bytes of an answer that nobody waits for
-_BODILESS = frozenset({"GET", "HEAD"})
+"""After a stream's end mark, the response has this long to end as well, so that its connection can be reused."""
+_CHECKS_PER_LIMIT = 4  # checks for progress within `read_s`, and for silence within `max_silence_s`
+_HAPPY_EYEBALLS_DELAY_S = 0.25  # then the next address of a host is tried, while the first has not accepted
+_ABANDONED_MAX_BYTES = 64 * 1024  # bytes that are kept of the response in an abandoned exchange
+_METHODS_WITHOUT_BODY = frozenset({"GET", "HEAD"})
 _OWN_HEADERS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-# An address whose path is sent as it stands.  Many are one run's alone, so what is remembered is who is asked.
+# A URL whose path is sent unchanged.  Many of these URLs belong to one run each, so only their origins are cached.
 _PLAIN_URL = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
 _GZIP = 16 + zlib.MAX_WBITS
 
 Origin: TypeAlias = tuple[str, str, int]
-"""Whom a connection leads to: scheme, host and port."""
+"""Scheme, host and port of a server."""
 
 
 class _Target(NamedTuple):
-    """An address as a request names it: who is asked, and the head's end of it."""
+    """A URL, split into the parts of a request."""
 
     origin: Origin
     path: str
+    """The path and the query, quoted."""
     fields: tuple[str, ...]
-    """Of the head: the lines that follow from the address."""
+    """The header lines that follow from the URL: Host, and Authorization if it contains a user."""
 
 
 class HttpExchange:
-    """One question under way.  `reply` is a future for an Answer, or for how it broke."""
+    """One request and its response.  `reply` is a future for the Response, or for the reason why there is none."""
 
     __slots__ = (
         "_body",
@@ -135,27 +144,28 @@ class HttpExchange:
         self.reply: asyncio.Future[Response | NoResponse] = http.loop.create_future()
         self._http, self._limits, self._reader = http, limits, reader
         self.connecting: asyncio.Task[None] | None = None
-        self._connection: HttpConnection | None = None  # From when there is one, the request may have left.
+        self._connection: HttpConnection | None = None  # Once it is set, the request may have left.
         self._status = 0
         self._headers: Mapping[str, str] = {}
-        self._has_body = False  # Some of the body has come.
-        self.is_abandoned = False  # Only its end matters.
-        self._decompressor: Any = None  # of a body that the server has packed, though it was not asked to
+        self._has_body = False  # A piece of the body was received.
+        self.is_abandoned = False  # The caller was given a NoResponse, and may wait for the end of the exchange.
+        self._decompressor: Any = None  # of a body that the server compresses although the request excludes that
         self._body = ResponseBody()
         self._size = 0
-        self._last_progress = (-1, -1)  # bytes heard, and bytes not sent, when it was last looked
+        self._last_progress = (-1, -1)  # bytes received and bytes unsent, at the last check
         self._progress_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._deadline = http.loop.call_later(limits.deadline - time.monotonic(), self._on_deadline)
 
     def cut_off(self) -> None:
-        """Nobody waits for the answer any more.  What the server makes of that is its own affair."""
+        """End the exchange at once and close its connection.  The server may continue to process the request."""
         self.fail(self._reason(FailureReason.RESET))
 
     def abandon(self, reason: FailureReason) -> None:
-        """Answer now that no reply came, and observe the end of the exchange for `listen_s` of its limits.
+        """Resolve `reply` to a NoResponse now, and observe the exchange for another `listen_s` of its limits.
 
-        `reply` is then a future for that end: an Answer with the beginning of its body, or how the connection broke.
+        `reply` becomes a new future for the end of the exchange: a Response with the beginning of its body, or a
+        NoResponse.  If `listen_s` is 0, or the request has not left, the exchange fails at once.
         """
         if not self._limits.listen_s or self._connection is None or self.reply.done():
             self.fail(self._reason(reason))
@@ -170,13 +180,14 @@ class HttpExchange:
         waiting.set_result(NoResponse(reason))
 
     def send(self, connection: HttpConnection, request: "_EncodedRequest") -> None:
-        """The request leaves by this connection."""
+        """Send the request over this connection."""
         self._connection = connection
         connection.send_request(self, request.head, request.body, is_bodiless=request.is_bodiless)
         if self._limits.read_s < self._limits.deadline - time.monotonic():
             self._schedule_progress_check(0)
 
     def fail(self, reason: FailureReason) -> None:
+        """End the exchange without a response, and close its connection."""
         if self._connection is not None:
             self._connection.close()
         if self.connecting is not None:
@@ -201,7 +212,7 @@ class HttpExchange:
             try:
                 piece = self._decompressor.decompress(piece, self._limits.max_bytes - self._size + 1)
                 if self._decompressor.unused_data:
-                    raise zlib.error("it goes on behind its end")
+                    raise zlib.error("data follows the end of the compressed body")
             except zlib.error:
                 self.fail(FailureReason.DAMAGED)
                 return
@@ -225,53 +236,53 @@ class HttpExchange:
     def on_too_many_pieces(self) -> None:
         self.fail(FailureReason.TOO_MANY_PIECES)
 
-    # -- its bounds ------------------------------------------------------------------------------------------
+    # -- limits ----------------------------------------------------------------------------------------------
 
-    def _reason(self, sent: FailureReason) -> FailureReason:
-        """How it breaks: as `sent` says, or as where nothing can have left."""
-        return FailureReason.CONNECT if self._connection is None else sent
+    def _reason(self, reason_if_sent: FailureReason) -> FailureReason:
+        """Return the given reason, or CONNECT if the request certainly has not left."""
+        return FailureReason.CONNECT if self._connection is None else reason_if_sent
 
     def _on_deadline(self) -> None:
         self.abandon(FailureReason.TIMEOUT)
 
     def _feed_reader(self, reader: StreamReader, piece: bytes) -> None:
-        was_over = reader.is_finished
+        was_finished = reader.is_finished
         reader.feed(piece)
         if reader.is_aborted:
             self.fail(FailureReason.RESET)
-        elif reader.is_finished and not was_over:
+        elif reader.is_finished and not was_finished:
             self._cancel_progress_check()
             self._progress_timer = self._http.loop.call_later(_STREAM_GRACE_S, self.fail, FailureReason.RESET)
 
     def _check_silence(self, reader: StreamReader) -> None:
-        """Give up when only signs of life come."""
+        """Fail if the server has sent nothing but heartbeats for `max_silence_s`; else check again later."""
         if reader.is_silent:
             self.fail(FailureReason.TIMEOUT)
         elif not self.reply.done() and not reader.is_finished and reader.max_silence_s < math.inf:
             pause_s = reader.max_silence_s / _CHECKS_PER_LIMIT
             self._silence_timer = self._http.loop.call_later(pause_s, self._check_silence, reader)
 
-    def _schedule_progress_check(self, still: int) -> None:
+    def _schedule_progress_check(self, idle_checks: int) -> None:
         self._progress_timer = self._http.loop.call_later(
-            self._limits.read_s / _CHECKS_PER_LIMIT, self._check_progress, still
+            self._limits.read_s / _CHECKS_PER_LIMIT, self._check_progress, idle_checks
         )
 
-    def _check_progress(self, still: int) -> None:
-        """Give up when nothing has moved for `read_s`."""
+    def _check_progress(self, idle_checks: int) -> None:
+        """Fail if no byte was received or sent for `read_s`.  `idle_checks`: checks in a row without progress."""
         assert self._connection is not None
         progress = self._connection.bytes_received, self._connection.bytes_unsent
-        still, self._last_progress = (still + 1 if progress == self._last_progress else 1), progress
-        if still > _CHECKS_PER_LIMIT - 1:
+        idle_checks, self._last_progress = (idle_checks + 1 if progress == self._last_progress else 1), progress
+        if idle_checks > _CHECKS_PER_LIMIT - 1:
             self.fail(FailureReason.TIMEOUT)
         else:
-            self._schedule_progress_check(still)
+            self._schedule_progress_check(idle_checks)
 
     def _cancel_progress_check(self) -> None:
         if self._progress_timer is not None:
             self._progress_timer.cancel()
 
     def _finish(self, reply: Response | NoResponse) -> None:
-        self._connection = None  # It may be another's from now on.
+        self._connection = None  # It may already carry another exchange, which must not lose it.
         self._deadline.cancel()
         self._cancel_progress_check()
         if self._silence_timer is not None:
@@ -282,25 +293,26 @@ class HttpExchange:
 
 
 class _EncodedRequest(NamedTuple):
-    """What is sent."""
+    """A request, as bytes."""
 
     head: bytes
     body: bytes
     is_bodiless: bool
-    """Whether its answer is a head alone."""
+    """Whether the response has no body, whatever its headers say."""
 
 
 class HttpClient:
-    """All connections of one event loop, to be used by its thread alone."""
+    """The connections and exchanges of one event loop.  Only the loop's thread may use it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._exchanges: set[HttpExchange] = set()
         self._open: set[HttpConnection] = set()
         self._turns = ParseTurns()
-        self._idle: dict[Origin, list[HttpConnection]] = defaultdict(list)  # that which was used last is the last
+        self._idle: dict[Origin, list[HttpConnection]] = defaultdict(list)  # The one used last is last.
         self._cleanup_timer: asyncio.TimerHandle | None = None
-        self.large_response_lock = asyncio.Lock()  # of a large answer: together they would take the memory of all
+        # One large response is parsed at a time: several together could take all memory.
+        self.large_response_lock = asyncio.Lock()
 
     def send(
         self,
@@ -311,9 +323,9 @@ class HttpClient:
         limits: Limits,
         reader: StreamReader | None = None,
     ) -> HttpExchange:
-        """Ask once.  The request has left, or is waiting for its connection, when this returns.
+        """Send a request once.  On return it has left, or waits for its connection.
 
-        A stream is given to `hearing` as it comes.
+        reader: receives the body in pieces, if the response is a stream.
         """
         exchange = HttpExchange(self, limits, reader)
         self._exchanges.add(exchange)
@@ -336,10 +348,11 @@ class HttpClient:
         return exchange
 
     def forget(self, exchange: HttpExchange) -> None:
-        """It is over."""
+        """Remove an exchange that has ended."""
         self._exchanges.discard(exchange)
 
     def close(self) -> None:
+        """End all exchanges and close all connections."""
         for exchange in list(self._exchanges):
             exchange.cut_off()
         if self._cleanup_timer is not None:
@@ -355,9 +368,9 @@ class HttpClient:
         try:
             async with asyncio.timeout(limits.connect_s):
                 connection = await self._connect(origin)
-        except OSError:  # a time-out and what TLS finds wrong among them
+        except OSError:  # also a timeout, and an error of TLS
             exchange.fail(FailureReason.CONNECT)
-        except ValueError:  # a name that cannot be one
+        except ValueError:  # The host name is not valid.
             exchange.fail(FailureReason.UNSENDABLE)
         else:
             exchange.connecting = None
@@ -365,24 +378,24 @@ class HttpClient:
 
     async def _connect(self, origin: Origin) -> HttpConnection:
         scheme, host, port = origin
-        found = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        connected = await start_connection(found, happy_eyeballs_delay=_HAPPY_EYEBALLS_DELAY_S, loop=self.loop)
+        addresses = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        sock = await start_connection(addresses, happy_eyeballs_delay=_HAPPY_EYEBALLS_DELAY_S, loop=self.loop)
         callbacks = partial(self._return, origin), partial(self._remove, origin)
-        make = partial(HttpConnection, connected, *callbacks, self._turns)
+        factory = partial(HttpConnection, sock, *callbacks, self._turns)
         tls, name = (_tls_context(), host) if scheme == "https" else (None, None)
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _, connection = await self.loop.create_connection(make, sock=connected, ssl=tls, server_hostname=name)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _, connection = await self.loop.create_connection(factory, sock=sock, ssl=tls, server_hostname=name)
         except BaseException:
-            connected.close()
+            sock.close()
             raise
-        if connection.is_closed:  # already, by its other end
+        if connection.is_closed:  # The server has closed it already.
             raise ConnectionAbortedError
         self._open.add(connection)
         return connection
 
     def _reusable_connection(self, origin: Origin) -> HttpConnection | None:
-        """One that a request may leave by; those that are not fit any more are closed."""
+        """Return an idle connection that can carry a request; close those that cannot."""
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
@@ -392,23 +405,24 @@ class HttpClient:
         return None
 
     def _return(self, origin: Origin, connection: HttpConnection) -> None:
+        """Keep a connection for the next request to its origin."""
         self._idle[origin].append(connection)
         if self._cleanup_timer is None:
-            self._cleanup_timer = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+            self._cleanup_timer = self.loop.call_later(http_connection.MAX_IDLE_S, self._close_idle)
 
     def _close_idle(self) -> None:
-        """Close what has been idle for too long."""
+        """Close the connections that were idle for too long."""
         self._cleanup_timer = None
         for origin, idle in list(self._idle.items()):
-            for connection in [kept for kept in idle if kept.is_idle_too_long]:
+            for connection in [one for one in idle if one.is_idle_too_long]:
                 connection.close()
             if not idle:
                 del self._idle[origin]
         if self._idle:
-            self._cleanup_timer = self.loop.call_later(connections.MAX_IDLE_S, self._close_idle)
+            self._cleanup_timer = self.loop.call_later(http_connection.MAX_IDLE_S, self._close_idle)
 
     def _remove(self, origin: Origin, connection: HttpConnection) -> None:
-        """It is closed."""
+        """Remove a connection that was closed."""
         self._open.discard(connection)
         if connection in self._idle.get(origin, ()):
             self._idle[origin].remove(connection)
@@ -416,7 +430,7 @@ class HttpClient:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Of all loops of this process: to load the authorities takes longer than a handshake."""
+    """Return the TLS context of all event loops of this process: its certificates load slower than a handshake runs."""
     context = ssl.create_default_context(cafile=certifi.where())
     context.set_alpn_protocols(["http/1.1"])
     return context
@@ -424,12 +438,12 @@ def _tls_context() -> ssl.SSLContext:
 
 @lru_cache(maxsize=256)
 def _find_target(url: str) -> _Target:
-    """Raises ValueError and requests' errors."""
-    plain = _PLAIN_URL.fullmatch(url)
-    if plain is None:
+    """Split a URL.  Raises ValueError, requests.RequestException."""
+    plain_url = _PLAIN_URL.fullmatch(url)
+    if plain_url is None:
         return _parse_target(url)
-    at, path = plain.groups()
-    origin, _, fields = _parse_target(at)
+    base_url, path = plain_url.groups()
+    origin, _, fields = _parse_target(base_url)
     return _Target(origin, path, fields)
 
 
@@ -440,11 +454,11 @@ def _parse_target(url: str) -> _Target:
     assert prepared.url is not None
     parts = urlsplit(prepared.url)
     if parts.scheme not in _DEFAULT_PORTS or parts.hostname is None:
-        raise ValueError("only servers that speak HTTP can be asked")
-    usual = _DEFAULT_PORTS[parts.scheme]
-    port = parts.port or usual
-    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    fields = [f"Host: {name if port == usual else f'{name}:{port}'}"]
+        raise ValueError("the URL has no host, or its scheme is neither http nor https")
+    default_port = _DEFAULT_PORTS[parts.scheme]
+    port = parts.port or default_port
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    fields = [f"Host: {host if port == default_port else f'{host}:{port}'}"]
     user, password = get_auth_from_url(prepared.url)
     if user or password:
         fields.append(f"Authorization: Basic {b64encode(f'{user}:{password}'.encode('latin-1')).decode()}")
@@ -452,33 +466,33 @@ def _parse_target(url: str) -> _Target:
 
 
 def _encode_head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
-    """Raises ValueError: they cannot be written as a header."""
+    """Return the head of a request.  Raises ValueError for a header that could contain another, or is not Latin-1."""
     if not "".join(headers.values()).isprintable():
-        raise ValueError("this cannot be written as a header")
-    length = len(body or b"") if body is not None or method not in _BODILESS else None
-    form = _head_template(target.fields, tuple(headers), length is not None)
+        raise ValueError("the value of a header has a character that cannot be printed")
+    length = len(body or b"") if body is not None or method not in _METHODS_WITHOUT_BODY else None
+    template = _head_template(target.fields, tuple(headers), length is not None)
     values = headers.values() if length is None else (length, *headers.values())
-    return f"{method} {target.path} HTTP/1.1\r\n{form % tuple(values)}".encode("latin-1")
+    return f"{method} {target.path} HTTP/1.1\r\n{template % tuple(values)}".encode("latin-1")
 
 
 @lru_cache(maxsize=1024)
 def _head_template(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
-    """A head behind its first line, with places for its length, if it has one, and for the values of headers of these
-    names, in this order.  Addresses are not remembered: many are one run's alone, and may hold what its payload says.
+    """Return the format string of a head after its first line: for the length, if it has one, and the headers' values.
 
-    Raises ValueError: one of them is none.
+    names: the names of the headers, in the order of their values.  Neither URLs nor values are cached: many belong to
+    one run, and may contain parts of its payload.  Raises ValueError for a name that is not valid.
     """
     if not all(names) or not "".join(names).isprintable() or any(":" in name for name in names):
-        raise ValueError("this cannot be the name of a header")
+        raise ValueError("the name of a header is empty, or has a character that it must not have")
     given_names = {name.lower() for name in names}
-    own = [f"{name}: {value}" for name, value in _OWN_HEADERS.items() if name.lower() not in given_names]
-    fixed = [line.replace("%", "%%") for line in (*fields, *own)]
-    given = [f"{name.replace('%', '%%')}: %s" for name in names]
-    return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *given, "", ""])
+    defaults = [f"{name}: {value}" for name, value in _OWN_HEADERS.items() if name.lower() not in given_names]
+    fixed = [line.replace("%", "%%") for line in (*fields, *defaults)]
+    variable = [f"{name.replace('%', '%%')}: %s" for name in names]
+    return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *variable, "", ""])
 
 
 def _make_decompressor(coding: str | None) -> Any:
-    """Of a body that is packed so; None: it is taken as it comes."""
+    """Return a decompressor for this Content-Encoding; None: the body is read unchanged."""
     match (coding or "").lower():
         case "gzip" | "x-gzip":
             return zlib.decompressobj(_GZIP)

@@ -1,10 +1,10 @@
-"""A connection to a server in an event loop: HTTP/1.1, one exchange after another.
+"""An HTTP/1.1 connection to a server, in an event loop: it carries one exchange after another.
 
-httptools parses the responses; a ResponseHandler gets them piece by piece.  A connection that has sent what was not
-requested, or on which the end of a response is uncertain, is closed, and never used again.
+httptools parses the responses, and a ResponseHandler receives their parts.  A connection is closed and never reused if
+the server sends data that was not requested, or if the end of a response is uncertain.
 
-A server may send megabytes in pieces of two bytes, each of which costs as much as a large one.  So the time is bounded
-for which one connection keeps the loop (ParseTurns), and the number of pieces of a body.
+A server may send megabytes in pieces of two bytes, and each piece takes as long as a large one.  So two things are
+bounded: the time that one connection occupies the event loop (ParseTurns), and the number of pieces of a body.
 """
 
 import asyncio
@@ -17,50 +17,50 @@ from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-# A server that closes an idle connection may do so in the very moment in which we send on it, and
-# then nobody can tell whether it has read the request.  What is closed already is found out before;
-# the rest is avoided by not reusing a connection that has been idle for about as long as common
-# servers allow (gunicorn 2 s, uvicorn and node 5 s).  What is left of the race is UNKNOWN.
+# A server may close an idle connection at the moment when a request is sent on it.  Whether it has read the request is
+# then unknown, and an UNKNOWN outcome holds the slot.  `is_reusable` detects a connection that is closed already.  The
+# limit avoids the rest of the race: it is below the idle time that common servers allow (gunicorn 2 s, uvicorn and node
+# 5 s).
 MAX_IDLE_S = 1.5
-# So does a server whose code has failed (uvicorn, under every FastAPI: a moment after a 500 that announces nothing),
-# and the slot's next job comes in that very moment.
+# uvicorn, and so every FastAPI, closes the connection a moment after a 500 and does not announce it.  The slot's next
+# request would be sent at that moment.
 _CLOSE_AFTER_STATUS = 500
-_MAX_HEAD_BYTES = 256 * 1024  # bytes; as much may be said between pieces of a body, and behind it
-_LARGE_BODY_BYTES = 64 * 1024  # bytes of a request's body that are not copied behind its head
+_MAX_HEAD_BYTES = 256 * 1024  # bytes of a head, of all that stands between two pieces of a body, and of its trailers
+_LARGE_BODY_BYTES = 64 * 1024  # bytes: the body of a request from this size on is not copied behind its head
 _PEEK_FLAGS = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-_TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: its first byte is the connection's state
+_TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux: the first byte is the state of the connection
 _ESTABLISHED = b"\x01"
-_SO_MEMINFO = 55  # Linux: first, what is taken by that which has come and was not read, in four bytes
-_SLICE_BYTES = 2 << 10  # parsed at once: a slice may hold hundreds of pieces
-_TURN_S = 0.002  # for which a connection may keep the event loop
+_SO_MEMINFO = 55  # Linux: the first four bytes are the memory that received, unread data take
+_SLICE_BYTES = 2 << 10  # bytes that are parsed at once; they may contain hundreds of pieces
+_TURN_S = 0.002  # seconds that a connection may occupy the event loop
 _MAX_PIECES = 1_000_000  # of one body
-_SWITCHING_PROTOCOLS = 101  # protocols: the last head that is HTTP's
+_SWITCHING_PROTOCOLS = 101  # What follows this head is not HTTP.
 
 
 class ResponseHandler(Protocol):
-    """Who waits for an answer.  Each is called while the connection reads, and last `answered` or `broken`."""
+    """Receives a response while the connection reads it.  The last call is one of the last three."""
 
     def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
-        """An answer begins."""
+        """Handle the head of the response."""
 
     def on_body(self, piece: bytes) -> None:
-        """More of its body has come."""
+        """Handle a piece of its body."""
 
     def on_complete(self) -> None:
-        """It is whole."""
+        """Handle the end of a complete response."""
 
     def on_failure(self) -> None:
-        """It will not be."""
+        """Handle the end of the connection before the response was complete."""
 
     def on_too_many_pieces(self) -> None:
-        """Its body came in more than _MAX_PIECES pieces; the connection is to be closed."""
+        """Close the connection: the body has more than _MAX_PIECES pieces."""
 
 
 class ParseTurns:
-    """Shares an event loop between the connections whose data take long to parse, such as bodies in tiny pieces.
+    """Shares an event loop between connections whose data take long to parse, such as bodies in tiny pieces.
 
-    Such a connection stops reading.  All of them together have one turn of _TURN_S at a time, and after it everything
-    else has the loop for as long.
+    Such a connection stops reading and waits for its turn.  One connection parses at a time, for _TURN_S; then the loop
+    has as much time for everything else.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ParseTurns:
         self._is_scheduled = False
 
     def add(self, connection: "HttpConnection", after_s: float) -> None:
-        """Let a connection parse its next data when its turn comes, not before `after_s`."""
+        """Queue a connection: it parses its data when its turn comes, in `after_s` at the earliest."""
         self._waiting.append(connection)
         self._schedule(after_s)
 
@@ -88,31 +88,34 @@ class ParseTurns:
 
 
 class HttpConnection(asyncio.Protocol):
-    """`keep` is called when it has done with an exchange and may be used for another, `ended` when it is closed."""
+    """A connection of an HttpClient.
+
+    on_reusable: called when it can carry another exchange.  on_closed: called when it was closed.
+    """
 
     _transport: asyncio.Transport
 
     def __init__(
         self,
-        connected: socket.socket,
+        sock: socket.socket,
         on_reusable: Callable[["HttpConnection"], object],
         on_closed: Callable[["HttpConnection"], object],
         turns: ParseTurns,
     ) -> None:
-        self._socket, self._on_reusable, self._on_closed = connected, on_reusable, on_closed
+        self._socket, self._on_reusable, self._on_closed = sock, on_reusable, on_closed
         self._turns = turns
-        self._unparsed = bytearray()  # what has come and waits for its turn
-        self._is_slow = False  # The response that is being read takes long to parse.
+        self._unparsed = bytearray()  # received data that wait for the connection's turn
+        self._is_slow = False  # The current response takes long to parse.
         self._handler: ResponseHandler | None = None
-        self._is_bodiless = False  # what is asked for is answered by a head alone
+        self._is_bodiless = False  # The response has no body, whatever its headers say.
         self.is_closed = False
         self._idle_since_s = 0.0  # monotonic
-        self.bytes_received = 0  # and parsed
-        self._received_at_body = 0  # of these, when the last of a body had come, or a request left
+        self.bytes_received = 0  # without those that are not parsed yet
+        self._received_at_body = 0  # `bytes_received` at the last piece of a body, or when the request was sent
         self._fields: dict[bytes, bytes] = {}
         self._reset_response()
         self._parser = HttpResponseParser(self)
-        # What is odd in an answer and means but one thing is understood: nobody else reads this connection.
+        # Faults that have only one meaning are accepted: no proxy parses this connection in another way.
         self._parser.set_dangerous_leniencies(
             lenient_headers=True,
             lenient_chunked_length=True,
@@ -121,28 +124,31 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _reset_response(self) -> None:
-        self._status = 0  # of its last head; 0: none has come
-        self._pieces = 0  # of its body
+        self._status = 0  # of the final head; 0: it was not received
+        self._pieces = 0  # of the body
         self._is_slow = False
         self._is_complete = self._is_malformed = self._keep_alive = False
 
     @property
     def bytes_unsent(self) -> int:
-        """Bytes of the request that the system has not taken yet."""
+        """Return the number of bytes of the request that the operating system has not accepted yet."""
         return self._transport.get_write_buffer_size()
 
     @property
     def is_idle_too_long(self) -> bool:
-        """Whether it has been idle for as long as a server may take to close it."""
+        """Return whether it was idle for so long that its server may be about to close it."""
         return time.monotonic() - self._idle_since_s >= MAX_IDLE_S
 
     @property
     def is_reusable(self) -> bool:
-        """Whether a request may leave by it: it has not been idle for long, and its other end is open and silent."""
+        """Return whether it can carry a request: it was not idle for long, and its server is connected and silent."""
         return not self.is_closed and not self.is_idle_too_long and _is_open_and_silent(self._socket)
 
     def send_request(self, handler: ResponseHandler, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
-        """Send a request; `handler` hears of its answer.  `is_bodiless`: that will have no body, whatever it says."""
+        """Send a request; `handler` receives the response.
+
+        is_bodiless: the response has no body, whatever its headers say.
+        """
         self._handler, self._is_bodiless = handler, is_bodiless
         self._received_at_body = self.bytes_received
         self._reset_response()
@@ -152,19 +158,19 @@ class HttpConnection(asyncio.Protocol):
             self._transport.writelines([head, body])
 
     def close(self) -> None:
-        """Whoever asks hears no more."""
+        """Close the connection.  Its handler is not called again."""
         self._handler = None
         if not self.is_closed:
             self.is_closed = True
             self._transport.abort()
 
-    # -- called by the loop ----------------------------------------------------------------------------------
+    # -- called by the event loop ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._unparsed:  # TLS gives what it had read before reading was paused.
+        if self._unparsed:  # Reading is paused, but TLS passes on what it had read before.
             self._unparsed += data
         elif self._is_slow:
             self._wait_for_turn(data, 0.0)
@@ -174,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
             self._parse(data)
 
     def parse_unparsed(self) -> bool:
-        """Parse what waits, for _TURN_S.  Returns True if nothing is left, and reading goes on."""
+        """Parse waiting data for _TURN_S.  Return True if none is left; then reading is resumed."""
         data, self._unparsed = bytes(self._unparsed), bytearray()
         parsed, _ = self._parse_for_a_turn(data)
         if parsed < len(data) and not self.is_closed:
@@ -196,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
         self._turns.add(self, after_s)
 
     def _parse_for_a_turn(self, data: bytes) -> tuple[int, float]:
-        """Parse at least a slice, for _TURN_S.  Returns how many bytes were parsed, and how long (s) that took."""
+        """Parse for _TURN_S, at least one slice.  Return the number of parsed bytes and the seconds that it took."""
         began_s, parsed, took_s = time.monotonic(), 0, 0.0
         while not self.is_closed and (not parsed or (parsed < len(data) and took_s < _TURN_S)):
             self._parse_slice(data[parsed : parsed + _SLICE_BYTES])
@@ -205,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _parse_slice(self, data: bytes) -> None:
         self.bytes_received += len(data)
-        if self._handler is None:  # Nobody has asked.
+        if self._handler is None:  # The server sends data without a request.
             self.close()
             return
         try:
@@ -219,12 +225,12 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         unparsed, self._unparsed = bytes(self._unparsed), bytearray()
-        if unparsed and not self.is_closed:  # Its end may stand there.
+        if unparsed and not self.is_closed:  # They may contain the end of the response.
             self._parse_slice(unparsed)
         self.is_closed = True
         self._on_closed(self)
         if error is None and self._status and not _has_length(self._fields):
-            self._complete()  # Where it says nothing else, an answer ends with its connection.
+            self._complete()  # A response without a length ends with its connection.
         else:
             self._fail()
 
@@ -240,7 +246,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         if handler is None:
             return
-        if is_reusable:
+        if is_reusable:  # The connection returns to the client first, so that the next request can use it.
             self._idle_since_s = time.monotonic()
             self._on_reusable(self)
         handler.on_complete()
@@ -255,17 +261,16 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._fields = {}
-        self._is_malformed |= self._is_complete  # More has come than was asked for.
+        self._is_malformed |= self._is_complete  # The server sends a second response.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._status:  # What follows a body is not of its head.
+        if not self._status:  # Fields after the body (trailers) are not headers.
             self._fields[name.strip().lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self._handler is None or (
-            status < 200 and status != _SWITCHING_PROTOCOLS
-        ):  # Others are on the way to the last.
+        # An interim response (1xx) is followed by the final one.
+        if self._handler is None or (status < 200 and status != _SWITCHING_PROTOCOLS):
             return
         self._status = status
         self._handler.on_headers(status, ResponseHeaders(self._fields))
@@ -283,25 +288,25 @@ class HttpConnection(asyncio.Protocol):
             self._handler.on_body(piece)
 
     def on_message_complete(self) -> None:
-        if not self._status:  # What is on the way to an answer cannot be the last that comes.
+        if not self._status:  # An interim response must not close the connection: the final one follows.
             self._is_malformed |= not self._parser.should_keep_alive()
         elif not self._is_complete:
             self._is_complete, self._keep_alive = True, self._parser.should_keep_alive()
 
 
 class ResponseHeaders(Mapping[str, str]):
-    """Headers by their names, however those are written.  Few of them are ever asked for."""
+    """The headers of a response; the case of names does not matter.  A value is decoded when it is read: few are."""
 
     def __init__(self, fields: Mapping[bytes, bytes]) -> None:
-        """`fields`: their names in small letters."""
+        """`fields`: values by names in lower case."""
         self._fields = fields
 
     def __getitem__(self, name: str) -> str:
         return self._fields[_header_key(name)].decode("latin-1").strip()
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = self._fields.get(_header_key(name))
-        return default if found is None else found.decode("latin-1").strip()
+        value = self._fields.get(_header_key(name))
+        return default if value is None else value.decode("latin-1").strip()
 
     def __iter__(self) -> Iterator[str]:
         return (name.decode("latin-1") for name in self._fields)
@@ -315,19 +320,20 @@ def _header_key(name: str) -> bytes:
     return name.lower().encode("latin-1")
 
 
-def _is_open_and_silent(connected: socket.socket) -> bool:
-    """Whether its other end is open, and has said nothing that was not read.
+def _is_open_and_silent(sock: socket.socket) -> bool:
+    """Return whether the server has not closed the connection, and no received data are unread.
 
-    To read ahead lets go of the interpreter's lock, which another thread then keeps for longer than all of it takes.
+    By socket options where the system has them: recv releases the interpreter's lock, and another thread then keeps it
+    for longer than the rest of the check takes.
     """
     try:
         if _TCP_INFO is not None:
-            state = connected.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)
-            return state == _ESTABLISHED and not any(connected.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4))
-    except OSError:  # This system does not tell.
+            state = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)
+            return state == _ESTABLISHED and not any(sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4))
+    except OSError:  # The system does not have these options.
         pass
     try:
-        connected.recv(1, _PEEK_FLAGS)
+        sock.recv(1, _PEEK_FLAGS)
     except BlockingIOError:
         return True
     except OSError:
@@ -336,5 +342,6 @@ def _is_open_and_silent(connected: socket.socket) -> bool:
 
 
 def _has_length(fields: Mapping[bytes, bytes]) -> bool:
+    """Return whether the headers define where the body ends, so that a cut body can be recognized."""
     headers = ResponseHeaders(fields)
     return "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()

@@ -1,7 +1,7 @@
-"""What kind of server answers at an address, and how a description gets on with it, exchange by exchange.
+"""Finds out which preset fits a server, and tries a description on it, exchange by exchange.
 
-`recognize` asks for the answers by which presets' servers can be known; `Trial` runs one job, as a worker would, and
-says of each answer which rule judged it.  Headers are never told, and secrets that stand in a text are masked.
+`recognize` requests the paths whose responses are signs of a preset.  `Trial` runs one job as a worker would, and names
+the rule that judged each response.  Neither returns headers, and secrets in a text are masked before it is shortened.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from tasks.servers.rules import CompiledRule, compile_rule
 from tasks.servers.templates import SecretLookup, to_json
 
 GENERIC = "generic-sync"
-_MIN_WEIGHT = 3  # the weight of signs from which on a preset is proposed
-_CONNECT_S, _READ_S = 2.0, 4.0  # of a look at one path
-_MAX_BYTES = 1024 * 1024  # of an answer that is looked at
+_MIN_WEIGHT = 3  # A preset is proposed if its signs have at least this weight together.
+_CONNECT_S, _READ_S = 2.0, 4.0  # of the request for one path
+_MAX_BYTES = 1024 * 1024  # of the response to it
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedExchange:
-    """One exchange.  `status` None: it broke off.  `rule`: what judged the answer; `means`: to what."""
+    """One exchange.  status: None if there was no response.  rule: the rule that matched; means: its `then`."""
 
     step: str
     request: str
@@ -47,7 +47,7 @@ class ProbedExchange:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A preset that a server's answers speak for; the heavier, the surer."""
+    """A preset that a server's responses are signs of.  weight: the sum over its signs."""
 
     preset: str
     weight: int
@@ -56,27 +56,27 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recognition:
-    """What a look at a server's known paths brought.  `candidates`: the surest first."""
+    """The result of `recognize`.  is_there: a server responds.  candidates: the one with the most weight first."""
 
     is_there: bool
     candidates: tuple[Candidate, ...]
     exchanges: tuple[ProbedExchange, ...]
-    model: str | None = None  # a name that the server serves, if it tells
+    model: str | None = None  # the name of a model that the server reports
 
     @property
     def presets(self) -> Sequence[str]:
-        """Those to try, the surest first; empty: nobody answers there."""
-        sure = [one.preset for one in self.candidates if one.weight >= _MIN_WEIGHT]
-        return [*sure, GENERIC] if self.is_there else []
+        """Return the presets to try, in this order; empty: no server responds."""
+        proposed = [one.preset for one in self.candidates if one.weight >= _MIN_WEIGHT]
+        return [*proposed, GENERIC] if self.is_there else []
 
     @property
     def preset(self) -> str | None:
-        """The first one to try; None: nobody answers there."""
+        """Return the first preset to try; None: no server responds."""
         return next(iter(self.presets), None)
 
 
 async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Recognition:
-    """Look at the paths by which presets' servers can be known.  Raises ValueError for what is no http(s) URL."""
+    """Request the paths that have signs of presets, each once.  Raises ValueError if `url` is not http or https."""
     _, base = split_endpoint(url)
     end = time.monotonic() + deadline_s
     exchanges, candidates, is_there = [], dict[str, Candidate](), False
@@ -85,21 +85,21 @@ async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Rec
         exchanges.append(exchange)
         if isinstance(reply, NoResponse):
             if not is_there and exchange.status is None and reply.reason == "connect":
-                break  # Nobody listens: every other path would say the same.
+                break  # No server listens: every other request would fail, too.
             continue
         is_there = True
         for preset, sign in signs:
             if compile_rule(_as_rule(sign)).holds_for(reply, None):
-                known = candidates.get(preset)
-                weight = sign.weight + (known.weight if known else 0)
+                earlier = candidates.get(preset)
+                weight = sign.weight + (earlier.weight if earlier else 0)
                 candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
-    found = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
-    model = await _read_model_name(http, base, found[0].preset, end) if found else None
-    return Recognition(is_there, found, tuple(exchanges), model)
+    ranked = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
+    model = await _read_model_name(http, base, ranked[0].preset, end) if ranked else None
+    return Recognition(is_there, ranked, tuple(exchanges), model)
 
 
 def endpoint_for(url: str, preset: str, model: str | None) -> str:
-    """The endpoint to register: `url` itself if it has a path, else with the preset's."""
+    """Return the endpoint to register: `url`, and if it has no path, the preset's path behind it."""
     whole, base = split_endpoint(url)
     if whole.removeprefix(base).rstrip("/"):
         return whole
@@ -108,8 +108,9 @@ def endpoint_for(url: str, preset: str, model: str | None) -> str:
 
 
 def _signs() -> list[tuple[str, presets.Sign]]:
-    every = [(name, sign) for name in presets.names() for sign in presets.info(name).signs]
-    return sorted(every, key=lambda one: one[1].path)
+    """Return all signs, each with the name of its preset, sorted by path."""
+    signs = [(name, sign) for name in presets.names() for sign in presets.info(name).signs]
+    return sorted(signs, key=lambda one: one[1].path)
 
 
 def _as_rule(sign: presets.Sign) -> HealthRule:
@@ -132,13 +133,13 @@ async def _read_model_name(http: HttpClient, base: str, preset: str, end: float)
     reply, _ = await _probe_path(http, base, place.path, end)
     if isinstance(reply, NoResponse) or reply.json is NOT_JSON:
         return None
-    found = resolve(reply.json, parse(place.pointer))
-    return found if isinstance(found, str) and found is not MISSING else None
+    name = resolve(reply.json, parse(place.pointer))
+    return name if isinstance(name, str) and name is not MISSING else None
 
 
 @dataclass
 class Trial:
-    """One server, spoken to by a description, with each exchange kept."""
+    """Calls one server as a description says, and keeps each exchange."""
 
     endpoint: str
     description: Description
@@ -151,11 +152,11 @@ class Trial:
         self._server = ServerAdapter(self.endpoint, self.description, secret=self._look_up_secret)
 
     async def health(self, http: HttpClient) -> Health:
-        """Ask how the server is."""
+        """Request the server's health."""
         return await self._server.health(self._recording_send(http, "health"))
 
     async def run(self, http: HttpClient, payload: Any, patience_s: float) -> Outcome:
-        """Run one job as a worker would, for `patience_s` at most; then ask the server to give it up."""
+        """Run one job as a worker would, for at most `patience_s`; then cancel it."""
         call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
         end = time.monotonic() + patience_s
         outcome = await self._server.submit(call, self._recording_send(http, "submit"))
@@ -168,17 +169,17 @@ class Trial:
         return outcome
 
     def redacted(self, value: Any) -> str:
-        """A value for people: short, and without secrets."""
+        """Return a value as a short text without secrets."""
         return redact(value if isinstance(value, str) else to_json(value).decode(), self._secrets)
 
     def _look_up_secret(self, name: str) -> str | None:
-        found = self.secret(name) if self.secret else None
-        if found:
-            self._secrets.add(found)
-        return found
+        value = self.secret(name) if self.secret else None
+        if value:
+            self._secrets.add(value)
+        return value
 
     def _recording_send(self, http: HttpClient, first_step: str, remote_id: str | None = None) -> Send:
-        """Return what sends the requests of a step, and of those that follow from it, and keeps what is heard."""
+        """Return a function that sends the requests of a step and of the steps that follow it, and keeps them."""
         steps = _Steps(self.description, first_step)
 
         async def send(request: HttpRequest) -> Response | NoResponse:
@@ -200,13 +201,13 @@ class Trial:
 
 
 class _Steps:
-    """Which step of a description the next answer is to, and which of its rules judges it."""
+    """Tracks the step of a description that is being run, and finds the rule that judges its response."""
 
-    def __init__(self, description: Description, first: str) -> None:
-        self._description, self._name, self._number = description, first, 0
+    def __init__(self, description: Description, first_step: str) -> None:
+        self._description, self._name, self._number = description, first_step, 0
 
     def judge(self, reply: Response | NoResponse, remote_id: str | None) -> tuple[str, str | None, str | None]:
-        """The step's name, the rule in words, and what it makes of the answer."""
+        """Return the step's name, the matching rule as text, and its `then`; then advance to the next step."""
         place, own, defaults = self._rules()
         step = self._name
         rules = [*own, *defaults]
@@ -219,6 +220,7 @@ class _Steps:
         return step, f"{where}: {_rule_as_json(rule)}", rule.then
 
     def _rules(self) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+        """Return the place of the step in the description, its own rules, and the default rules."""
         description = self._description
         if self._name == "submit":
             return "submit", description.submit.rules, submit_rules(description.submit.id, description.mode == "async")

@@ -15,7 +15,16 @@ from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
 from tasks.servers.call import Health, HealthKind
 from tasks.servers.default_rules import health_rules
-from tasks.servers.description import Condition, CountSource, HealthRule, HealthStep, Rule, StartSource
+from tasks.servers.description import (
+    Condition,
+    CountSource,
+    EventRule,
+    HealthRule,
+    HealthStep,
+    Rule,
+    Scalar,
+    StartSource,
+)
 from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.responses import (
@@ -73,13 +82,14 @@ class CompiledRule:
     then: str
     code: str | None
     message: str | None
-    statuses: frozenset[int] | None
     pointer: Pointer | None
     values: frozenset[tuple[bool, Any]] | None  # None: any value matches
     pattern: Pattern | None
-    mentions_id: bool
-    failures: frozenset[str]  # of the exchange
+    statuses: frozenset[int] | None = None
+    mentions_id: bool = False
+    failures: frozenset[str] = frozenset()  # of the exchange
     only_when_up: bool = False
+    null_is_absent: bool = False  # A null at the pointer matches no value.
 
     def holds_for(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
         """Return whether this rule matches the reply."""
@@ -95,6 +105,8 @@ class CompiledRule:
 
     def _value_fits(self, document: Any, pointer: Pointer, remote_id: str | None) -> bool:
         value = MISSING if document is NOT_JSON else resolve(document, _with_id(pointer, remote_id))
+        if value is None and self.null_is_absent:
+            value = MISSING
         if value is MISSING or self.values is None:
             return value is not MISSING
         return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
@@ -124,15 +136,33 @@ def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
         then=rule.then,
         code=rule.code,
         message=rule.message,
-        statuses=frozenset(_expand_statuses(when)) or None,
         pointer=None if when.pointer is None else parse(when.pointer),
-        # True == 1 in Python, not in JSON
-        values=frozenset((isinstance(v, bool), v) for v in when.value) or None,
+        values=_compile_values(when.value),
         pattern=Pattern(when.text) if when.text else None,
+        statuses=frozenset(_expand_statuses(when)) or None,
         mentions_id=when.mentions_id,
         failures=frozenset(when.connection),
         only_when_up=isinstance(rule, Rule) and rule.only_when_up,
     )
+
+
+def compile_event_rule(rule: EventRule) -> CompiledRule:
+    """Compile a validated rule of a stream, without its names of events.  It judges an event's data as a response."""
+    when = rule.when
+    return CompiledRule(
+        then=rule.then,
+        code=rule.code,
+        message=rule.message,
+        pointer=None if when.pointer is None else parse(when.pointer),
+        values=_compile_values(when.value),
+        pattern=Pattern(when.text) if when.text else None,
+        null_is_absent=True,  # Some servers send all fields in each event.
+    )
+
+
+def _compile_values(values: Iterable[Scalar]) -> frozenset[tuple[bool, Any]] | None:
+    # True == 1 in Python, not in JSON
+    return frozenset((isinstance(value, bool), value) for value in values) or None
 
 
 def _expand_statuses(when: Condition) -> Iterable[int]:

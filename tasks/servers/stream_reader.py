@@ -1,7 +1,8 @@
-"""Answers that come in pieces: taken apart as they come, passed on, and put together to a result.
+"""Reads a streamed response: splits it into events, passes their pieces on, and joins the pieces to a result.
 
-A Hearing is one such answer.  Whoever carries out the exchange gives it bytes (`take`) and asks it in the end what came
-of it (`outcome`).  What has no end of its own is none: half a text is no result.
+A StreamReader reads one response.  The HTTP exchange feeds it bytes (`feed`), and the server adapter then gets the
+`outcome`.  A stream that does not end as its description says has no result: half a text must not look like a whole
+one.
 """
 
 import time
@@ -14,21 +15,21 @@ from typing import Any, NamedTuple
 from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, OutcomeKind
 from tasks.servers.default_rules import event_rules
 from tasks.servers.description import EventCondition, EventRule, Stream
-from tasks.servers.patterns import Pattern
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
 from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep, redact
-from tasks.servers.rules import TOO_DEEP, Judge, ResponseContext
+from tasks.servers.rules import TOO_DEEP, CompiledRule, Judge, ResponseContext, compile_event_rule
 
 MAX_PIECES = 100_000
-"""Of a list: each costs far more memory than its bytes."""
+"""Limit of the pieces of a list: each takes far more memory than its bytes."""
 _END_KINDS = frozenset(
     {OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.BUSY, OutcomeKind.CANCELED}
 )
 _ENDS = frozenset({"last", "end"})
 _SHOWN_VALUES = 3  # of a condition, in a message
 _SHOWN_CHARS = 100  # of the last event, in a message
-# The connection was closed here, so the server may still be running the job.
-_CLOSED_HERE = frozenset({FailureReason.TOO_LARGE, FailureReason.TOO_MANY_PIECES, FailureReason.DAMAGED})
+# The client closed the connection, so the server may still run the job.
+_CLOSED_BY_CLIENT = frozenset({FailureReason.TOO_LARGE, FailureReason.TOO_MANY_PIECES, FailureReason.DAMAGED})
+# FAILED, not RETRY: the same request has the same result, and each try is a whole run on a GPU.
 _TOO_MANY_PIECES = Outcome(
     OutcomeKind.FAILED,
     code="answer_too_large",
@@ -38,8 +39,9 @@ _TOO_MANY_PIECES = Outcome(
 
 
 class Piece(NamedTuple):
-    """What is passed on while a run lasts.  `offset`: characters, or values, of this text that came before it; 0: the
-    text begins, or begins anew.
+    """A part of the response that is passed on during the run: a text, a value, or the progress.
+
+    offset: the characters or values before this piece; 0: the first piece, of this run or of a repeated one.
     """
 
     text: str | None = None
@@ -52,12 +54,12 @@ OnPiece = Callable[[Piece], None]
 
 
 def ignore_piece(_: Piece) -> None:
-    """Nobody wants to know."""
+    """Ignore a piece, if no client watches the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """What one event of a stream holds.  `name`: only SSE has others than "message"."""
+    """One event of a stream.  `name`: of a server-sent event; its default is "message"."""
 
     data: bytes
     name: str = "message"
@@ -67,48 +69,24 @@ class _Event:
 class _CompiledEventRule:
     """An EventRule, compiled."""
 
-    then: str
-    code: str | None
-    message: str | None
+    rule: CompiledRule
+    events: frozenset[str]  # names; empty: events of any name
     condition: str  # for messages
-    events: frozenset[str]
-    pattern: Pattern | None
-    pointer: Pointer | None
-    values: frozenset[tuple[bool, Any]] | None
 
-    def holds_for(self, event: _Event, answer: Response) -> bool:
-        if self.events and event.name not in self.events:
-            return False
-        if self.pattern is not None and not self.pattern.is_in(answer.beginning):
-            return False
-        return self.pointer is None or self._value_fits(answer.json, self.pointer)
-
-    def _value_fits(self, document: Any, pointer: Pointer) -> bool:
-        value = MISSING if document is NOT_JSON else resolve(document, pointer)
-        if value is MISSING or value is None or self.values is None:
-            return value is not MISSING and value is not None
-        return not isinstance(value, dict | list) and (isinstance(value, bool), value) in self.values
+    def holds_for(self, event: _Event, response: Response) -> bool:
+        """Return whether this rule matches the event; `response`: the event's data as a response."""
+        return (not self.events or event.name in self.events) and self.rule.holds_for(response, None)
 
 
 def _compile_rule(rule: EventRule) -> _CompiledEventRule:
-    when = rule.when
-    return _CompiledEventRule(
-        rule.then,
-        rule.code,
-        rule.message,
-        _describe_condition(when),
-        frozenset(when.event),
-        Pattern(when.text) if when.text is not None else None,
-        None if when.pointer is None else parse(when.pointer),
-        frozenset((isinstance(v, bool), v) for v in when.value) or None,
-    )
+    return _CompiledEventRule(compile_event_rule(rule), frozenset(rule.when.event), _describe_condition(rule.when))
 
 
 def _describe_condition(condition: EventCondition) -> str:
     """Return a condition as words for messages: `text ^\\[DONE\\]`, `pointer /status, value success/ok/…`."""
     parts = []
-    for name, given in condition.model_dump(exclude_defaults=True).items():
-        values = [str(value) for value in (given if isinstance(given, tuple) else (given,))]
+    for name, field in condition.model_dump(exclude_defaults=True).items():
+        values = [str(value) for value in (field if isinstance(field, tuple) else (field,))]
         parts.append(f"{name} {'/'.join(values[:_SHOWN_VALUES])}{'/…' if len(values) > _SHOWN_VALUES else ''}")
     return ", ".join(parts)
 
@@ -125,15 +103,17 @@ class StreamPlan:
 
     @property
     def ends(self) -> str:
-        """Return the conditions of the events that end the stream, as a part of a sentence."""
-        return " or ".join(rule.condition for rule in self.rules if rule.then in _ENDS)
+        """Return the conditions of the events that end the stream, as words for messages."""
+        return " or ".join(compiled.condition for compiled in self.rules if compiled.rule.then in _ENDS)
 
     @property
     def may_end_without_mark(self) -> bool:
-        return any(rule.then == "last" for rule in self.rules)
+        """Return whether an event can mark the last piece, after which no end mark needs to follow."""
+        return any(compiled.rule.then == "last" for compiled in self.rules)
 
 
 def compile_stream(stream: Stream) -> StreamPlan:
+    """Compile a validated stream; the default rules of events follow its own."""
     rules = (*stream.rules, *(event_rules(stream.join == "last") if stream.frames != "raw" else ()))
     return StreamPlan(
         stream,
@@ -145,7 +125,7 @@ def compile_stream(stream: Stream) -> StreamPlan:
 
 
 class StreamReader:
-    """One answer that may be a stream.  `on_piece` is given its pieces as they come."""
+    """Reads one response that may be a stream.  `on_piece` is called with each piece as it is received."""
 
     def __init__(
         self, plan: StreamPlan, judge: Judge, make_context: Callable[[], ResponseContext], on_piece: OnPiece
@@ -153,9 +133,11 @@ class StreamReader:
         self._plan, self._stream = plan, plan.stream
         self._judge, self._make_context, self._on_piece = judge, make_context, on_piece
         self._headers: Mapping[str, str] = {}
-        self._split: Callable[[bytes], Iterator[_Event]] = _Events() if self._stream.frames == "sse" else _Lines()
+        self._split: Callable[[bytes], Iterator[_Event]] = (
+            _SseSplitter() if self._stream.frames == "sse" else _JsonLineSplitter()
+        )
         self._decode = getincrementaldecoder("utf-8")("replace")
-        self._text = StringIO()  # Pieces of some characters as a list would take fifty times their size.
+        self._text = StringIO()  # A list of short pieces would take fifty times their size.
         self._values: list[Any] = []
         self._offset = 0
         self._kept_values: dict[str, Any] = {}
@@ -169,7 +151,7 @@ class StreamReader:
         self.is_stream = False
 
     def accepts(self, status: int, headers: Mapping[str, str]) -> bool:
-        """Whether an answer with this head is a stream; if not, it is read when it is whole."""
+        """Return whether a response with this head is a stream; if not, it is read when it is complete."""
         media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         self.is_stream = 200 <= status < 300 and media_type == self._stream.media_type
         self._headers, self._last_content_s = headers, time.monotonic()
@@ -177,25 +159,26 @@ class StreamReader:
 
     @property
     def is_finished(self) -> bool:
-        """Nothing that may still come changes what came of it."""
+        """Return whether the outcome is certain, whatever the server may still send."""
         return self._verdict is not None
 
     @property
     def is_aborted(self) -> bool:
-        """Its server may be at it still, and is not listened to any longer."""
+        """Return whether the exchange must be ended although the server may still run the job."""
         return self._verdict is not None and self._verdict.server_still_running
 
     @property
     def max_silence_s(self) -> float:
-        """How long nothing may come that is more than a sign of life."""
+        """Return for how many seconds the server may send nothing but heartbeats."""
         return self._stream.silent_s or float("inf")
 
     @property
     def is_silent(self) -> bool:
+        """Return whether the server has sent nothing but heartbeats for too long."""
         return time.monotonic() - self._last_content_s > self.max_silence_s
 
     def feed(self, data: bytes) -> None:
-        """More of it has come."""
+        """Read the next bytes of the body."""
         self._is_empty = self._is_empty and not data.strip()
         if self._stream.frames == "raw":
             self._add_text(self._decode.decode(data))
@@ -206,12 +189,14 @@ class StreamReader:
             self._handle_event(event)
 
     def outcome(self, reply: Response | NoResponse) -> Outcome | None:
-        """What came of it; `reply` is a whole answer, or how it broke."""
+        """Return the outcome of the stream, whose exchange ended with `reply`."""
         if self._verdict is not None:
             return self._verdict
         if isinstance(reply, NoResponse):
             judged = self._judge.outcome(reply, self._make_context())
-            return judged._replace(server_still_running=True) if judged and reply.reason in _CLOSED_HERE else judged
+            return (
+                judged._replace(server_still_running=True) if judged and reply.reason in _CLOSED_BY_CLIENT else judged
+            )
         if has_length := _has_explicit_length(reply.headers):
             self._flush()
         if self._verdict is None and (self._may_end or (has_length and self._stream.ends_by == "length")):
@@ -219,10 +204,10 @@ class StreamReader:
         return self._verdict or self._unended(has_length)
 
     def _unended(self, has_length: bool) -> Outcome:
-        """Return the outcome of a stream that the server ended, and that has no end.
+        """Return the outcome of a stream that the server ended without an end mark.
 
-        It was cut if its length is not known, nothing has come, or the server usually says that its last piece has
-        come: another try may be whole.  Otherwise the server does not send the end that its description names.
+        It was cut if it has no length, it was empty, or the server usually marks its last piece: another try may be
+        complete.  Otherwise the server does not send the end mark that its description names.
         """
         is_cut = not has_length or self._is_empty or self._plan.may_end_without_mark
         parts = ["The server ended its stream"]
@@ -238,7 +223,7 @@ class StreamReader:
         return Outcome(OutcomeKind.RETRY, code="stream_cut" if is_cut else STREAM_UNENDED, message=message)
 
     def _flush(self) -> None:
-        """The answer is whole, so what stands last in it is, too, though nothing follows that ends it."""
+        """Read the last event although no line end follows it: the response is complete, so the event is, too."""
         if self._stream.frames == "raw":
             self._add_text(self._decode.decode(b"", final=True))
         else:
@@ -247,9 +232,7 @@ class StreamReader:
     def _handle_event(self, event: _Event) -> None:
         response = Response(200, self._headers, event.data)
         self._last_event, self._event_count = event.data or event.name.encode(), self._event_count + 1
-        rule = next(
-            (rule_of_plan for rule_of_plan in self._plan.rules if rule_of_plan.holds_for(event, response)), None
-        )
+        rule = next((one.rule for one in self._plan.rules if one.holds_for(event, response)), None)
         match rule.then if rule else "piece" if event.data else "skip":
             case "skip":
                 return
@@ -316,6 +299,7 @@ class StreamReader:
         self._offset += 1
 
     def _join_pieces(self) -> Outcome:
+        """Return the outcome of a complete stream."""
         if self._stream.join == "last":
             judged = None if self._last is None else self._judge.outcome(self._last, self._make_context())
             return judged if judged and judged.kind in _END_KINDS else self._bad_answer("its last event is no answer")
@@ -328,18 +312,19 @@ class StreamReader:
 
 
 def _has_explicit_length(headers: Mapping[str, str]) -> bool:
-    """Whether an answer whose end is missing looks otherwise than a whole one."""
+    """Return whether the headers define where the body ends, so that a cut body can be recognized."""
     return headers.get("Content-Length") is not None or "chunked" in headers.get("Transfer-Encoding", "").lower()
 
 
-class _Splitter:
-    """Whole lines of what comes, whose ends are LF, CR or both; each byte is looked at once."""
+class _LineSplitter:
+    """Splits a stream into complete lines, which end with LF, CR or both.  It looks at each byte once."""
 
     def __init__(self) -> None:
         self._unfinished = bytearray()
         self._after_cr = False
 
     def lines(self, data: bytes) -> list[bytes]:
+        """Return the lines that `data` completes, and keep the rest."""
         if self._after_cr and data:
             data = data.removeprefix(b"\n")
             self._after_cr = False
@@ -353,19 +338,22 @@ class _Splitter:
         return complete.splitlines()
 
 
-class _Lines(_Splitter):
-    """A JSON value in each line."""
+class _JsonLineSplitter(_LineSplitter):
+    """Splits a stream whose events are lines, each with a JSON value."""
 
     def __call__(self, data: bytes) -> Iterator[_Event]:
         return (_Event(line) for line in self.lines(data) if line.strip())
 
 
-class _Events(_Splitter):
-    """Server-sent events, as browsers read them; also those that have a name and no data, by which some servers end."""
+class _SseSplitter(_LineSplitter):
+    """Splits a stream of server-sent events, as browsers do.
+
+    Unlike in browsers, an event may have a name and no data: some servers end a stream with such an event.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._data: bytearray | None = None  # None: no line of data has come
+        self._data: bytearray | None = None  # None: no line of data was received
         self._name = ""
 
     def __call__(self, data: bytes) -> Iterator[_Event]:

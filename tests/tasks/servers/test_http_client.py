@@ -1,9 +1,10 @@
-"""One exchange in a loop, and the connections that are kept for the next."""
+"""The HTTP client: limits of an exchange, heads, responses, bodies, and the connections that it keeps."""
 
 import asyncio
 import gzip
 import math
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,18 @@ from typing import Any
 
 import pytest
 
+from slotkeeper import large_json
 from tasks.servers import HealthKind, ServerAdapter, ServerSession, call_server, http_connection
 from tasks.servers.call import Limits
-from tasks.servers.http_client import HttpExchange, _encode_head, _find_target, _head_template, _parse_target
+from tasks.servers.http_client import (
+    SPOOL_AFTER_BYTES,
+    HttpExchange,
+    ResponseBody,
+    _encode_head,
+    _find_target,
+    _head_template,
+    _parse_target,
+)
 from tasks.servers.http_connection import _MAX_HEAD_BYTES
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tests.support.scripted import always, answer, hang_up
@@ -24,17 +34,17 @@ READ_S = 4.0
 
 
 class Timer:
-    """One call that a loop is to make later."""
+    """One pending `call_later` of a Clock."""
 
-    def __init__(self, at_s: float, act: Callable[[], None]) -> None:
-        self.at_s, self.act = at_s, act
+    def __init__(self, at_s: float, callback: Callable[[], None]) -> None:
+        self.at_s, self.callback = at_s, callback
 
     def cancel(self) -> None:
         self.at_s = math.inf
 
 
 class Clock:
-    """An event loop whose clock the test sets."""
+    """Stands in for an event loop, whose time the test sets."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -43,20 +53,20 @@ class Clock:
     def create_future(self) -> Future[Any]:
         return Future()
 
-    def call_later(self, seconds: float, act: Callable[..., None], *args: Any) -> Timer:
-        self._timers.append(Timer(self._now_s + seconds, lambda: act(*args)))
+    def call_later(self, seconds: float, callback: Callable[..., None], *args: Any) -> Timer:
+        self._timers.append(Timer(self._now_s + seconds, lambda: callback(*args)))
         return self._timers[-1]
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self._now_s += seconds
         due = [timer for timer in self._timers if timer.at_s <= self._now_s]
         self._timers = [timer for timer in self._timers if timer not in due]
         for timer in due:
-            timer.act()
+            timer.callback()
 
 
-class Counted:
-    """In place of a connection: counts what the test says has come, and has left."""
+class FakeConnection:
+    """Stands in for a connection, whose counters the test sets."""
 
     def __init__(self) -> None:
         self.bytes_received, self.bytes_unsent, self.is_closed = 0, 0, False
@@ -74,40 +84,40 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def sent(clock: Clock) -> tuple[HttpExchange, Counted]:
-    """An exchange whose request has left."""
+def sent_exchange(clock: Clock) -> tuple[HttpExchange, FakeConnection]:
+    """Return an exchange whose request has left, and its connection."""
     http: Any = SimpleNamespace(loop=clock, forget=lambda _: None)
-    exchange, connection = HttpExchange(http, Limits(1.0, READ_S, time.monotonic() + 3600, 1000)), Counted()
-    words: Any = SimpleNamespace(head=b"", body=b"", is_bodiless=False)
-    exchange.send(connection, words)  # type: ignore[arg-type]
+    exchange, connection = HttpExchange(http, Limits(1.0, READ_S, time.monotonic() + 3600, 1000)), FakeConnection()
+    encoded_request: Any = SimpleNamespace(head=b"", body=b"", is_bodiless=False)
+    exchange.send(connection, encoded_request)  # type: ignore[arg-type]
     return exchange, connection
 
 
-# -- when it is given up ----------------------------------------------------------------------------------------
+# -- limits of an exchange --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moves", ["bytes_received", "bytes_unsent"])
-def test_an_exchange_that_moves_is_waited_for(clock, sent, moves):
-    exchange, connection = sent
+@pytest.mark.parametrize("counter", ["bytes_received", "bytes_unsent"])
+def test_an_exchange_with_progress_does_not_time_out(clock, sent_exchange, counter):
+    exchange, connection = sent_exchange
     for tick in range(200):
-        setattr(connection, moves, tick // 20)  # a byte each fifth of READ_S
-        clock.pass_by(READ_S / 100)
+        setattr(connection, counter, tick // 20)  # a byte each fifth of READ_S
+        clock.advance(READ_S / 100)
     assert not exchange.reply.done()
 
 
-def test_an_exchange_that_does_not_move_is_given_up_in_time(clock, sent):
-    exchange, connection = sent
+def test_an_exchange_without_progress_times_out_after_read_s(clock, sent_exchange):
+    exchange, connection = sent_exchange
     for _ in range(4):
         assert not exchange.reply.done()
-        clock.pass_by(READ_S / 4)
+        clock.advance(READ_S / 4)
     reply = exchange.reply.result(0)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TIMEOUT and connection.is_closed
 
 
-def test_an_exchange_that_is_over_leaves_no_timer(clock, sent):
-    exchange, _ = sent
+def test_an_exchange_that_has_ended_has_no_timer(clock, sent_exchange):
+    exchange, _ = sent_exchange
     exchange.on_complete()
-    clock.pass_by(2 * 3600)
+    clock.advance(2 * 3600)
     assert isinstance(exchange.reply.result(0), Response)
 
 
@@ -122,7 +132,7 @@ def test_no_header_can_hold_another(name, value):
         _encode_head("POST", _find_target("http://a/"), {"x": "y", name: value}, b"")
 
 
-def test_of_a_head_nothing_is_remembered_that_only_one_run_says():
+def test_urls_and_header_values_of_one_run_are_not_cached():
     _head_template.cache_clear()
     for n in range(3):
         head = _encode_head("GET", _find_target(f"http://a/status/{n}%20?prompt=p{n}"), {"X-Job-Id": f"job{n}%s"}, None)
@@ -141,7 +151,7 @@ def test_headers_are_written_beside_those_that_are_always_said():
     ]
 
 
-def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
+def test_percent_signs_are_written_unchanged():
     lines = _encode_head("GET", _find_target("http://a/x%2Fy"), {"X-%s": "%s"}, None).split(b"\r\n")
     assert lines[0] == b"GET /x%2Fy HTTP/1.1" and b"X-%s: %s" in lines
 
@@ -150,68 +160,70 @@ def test_what_looks_like_a_place_for_a_value_is_written_as_it_is():
     ("url", "host"),
     [("http://a/", b"a"), ("http://a:80/", b"a"), ("https://a:80/", b"a:80"), ("http://[::1]:9/", b"[::1]:9")],
 )
-def test_a_host_is_named_with_a_port_that_is_not_its_schemes(url, host):
+def test_the_host_header_names_a_port_that_is_not_the_default(url, host):
     assert b"\r\nHost: " + host + b"\r\n" in _encode_head("GET", _find_target(url), {}, None)
 
 
-def test_many_addresses_of_one_server_are_remembered_as_one() -> None:
-    _find_target("http://of-many/status/0")
+def test_many_urls_of_one_server_are_parsed_once() -> None:
+    _find_target("http://many-urls/status/0")
     before = _parse_target.cache_info()
     for n in range(300):
-        assert _find_target(f"http://of-many/status/job-{n}").path == f"/status/job-{n}"
+        assert _find_target(f"http://many-urls/status/job-{n}").path == f"/status/job-{n}"
     assert _parse_target.cache_info().misses == before.misses
 
 
 @pytest.mark.parametrize(
     "path", ["", "/", "/a/b-1_2~3.4", "/a/", "//a", "/a//b", "/./a", "/a/../b", "/a b", "/a%2fb", "/ä", "/a?b", "/a#b"]
 )
-@pytest.mark.parametrize("at", ["http://a", "https://u:p@a:81", "http://[::1]:80", "http://A.example", "HTTP://a"])
-def test_an_address_means_the_same_whether_it_is_remembered_or_not(at: str, path: str) -> None:
-    assert _find_target(at + path) == _parse_target(at + path)
+@pytest.mark.parametrize(
+    "base_url", ["http://a", "https://u:p@a:81", "http://[::1]:80", "http://A.example", "HTTP://a"]
+)
+def test_a_url_whose_origin_is_cached_is_parsed_like_any_other(base_url: str, path: str) -> None:
+    assert _find_target(base_url + path) == _parse_target(base_url + path)
 
 
-def test_who_stands_in_an_address_is_told_in_a_header():
+def test_the_user_of_a_url_becomes_an_authorization_header():
     assert b"\r\nAuthorization: Basic dTpw\r\n" in _encode_head("GET", _find_target("http://u:p@a/"), {}, None)
 
 
-def test_only_a_request_that_may_have_a_body_tells_its_length():
+def test_only_a_request_that_may_have_a_body_has_a_content_length():
     target = _find_target("http://a/")
     assert b"Content-Length" not in _encode_head("GET", target, {}, None)
     assert b"Content-Length: 0" in _encode_head("POST", target, {}, None)
     assert b"Content-Length: 1" in _encode_head("GET", target, {}, b"1")
 
 
-# -- answers ----------------------------------------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ask(loop):
-    """Asks a server once, by the wires of a loop in a thread of its own."""
+def send_request(loop):
+    """Return a function that sends one request in the event loop of `loop`, and returns its response."""
 
-    def ask(url: str, method: str = "POST", *, connect_s: float = 5.0, max_bytes: int = 10_000, body: bytes = b"1"):
-        async def asked() -> Response | NoResponse:
+    def send(url: str, method: str = "POST", *, connect_s: float = 5.0, max_bytes: int = 10_000, body: bytes = b"1"):
+        async def send_and_wait() -> Response | NoResponse:
             limits = Limits(connect_s, math.inf, time.monotonic() + 10, max_bytes)
-            sends = None if method in ("GET", "HEAD") else body
-            return await loop.http.send(method, f"{url}/x", {"a": "b"}, sends, limits).reply
+            sent_body = None if method in ("GET", "HEAD") else body
+            return await loop.http.send(method, f"{url}/x", {"a": "b"}, sent_body, limits).reply
 
-        return loop.wait_for(asked())
+        return loop.wait_for(send_and_wait())
 
-    return ask
+    return send
 
 
-def test_what_is_on_the_way_to_an_answer_is_none(scripted, ask):
+def test_interim_responses_are_skipped(scripted, send_request):
     server = scripted(
         always(b"HTTP/1.1 100 Continue\r\nA: 1\r\n\r\nHTTP/1.1 103 Hints\r\n\r\n" + answer(b"x", b=" 2 "))
     )
     for _ in range(2):
-        reply = ask(server.url)
+        reply = send_request(server.url)
         assert (reply.status, reply.body) == (200, b"x")
         assert reply.headers.get("B") == "2" and reply.headers.get("A") is None and "b" in reply.headers
     assert server.connections == 1
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response",
     [
         answer(b"x") + b"HTTP/1.1 200 OK\r\n\r\n",
         answer(b"x") + b"garbage",
@@ -219,101 +231,103 @@ def test_what_is_on_the_way_to_an_answer_is_none(scripted, ask):
         answer(b"x", Connection="close"),
         b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx",
     ],
-    ids=["another answer", "garbage", "it has failed inside", "it says so", "old"],
+    ids=["second response", "garbage", "status 500", "connection: close", "http 1.0"],
 )
-def test_after_such_an_answer_a_connection_is_not_used_again(scripted, ask, said):
-    server = scripted(always(said))
-    assert ask(server.url).body == ask(server.url).body == b"x"
+def test_after_such_an_answer_a_connection_is_not_used_again(scripted, send_request, response):
+    server = scripted(always(response))
+    assert send_request(server.url).body == send_request(server.url).body == b"x"
     assert server.connections == 2
 
 
-def test_what_comes_unasked_is_nobodys_answer(scripted, ask, loop):
-    said, may_go_on = threading.Event(), threading.Event()
+def test_an_unrequested_response_is_not_the_response_to_the_next_request(scripted, send_request, loop):
+    is_sent, may_continue = threading.Event(), threading.Event()
 
     def act(sock: socket.socket) -> None:
         sock.sendall(answer(b"first"))
-        may_go_on.wait(10)
-        sock.sendall(answer(b"unasked"))
-        said.set()
+        may_continue.wait(10)
+        sock.sendall(answer(b"unrequested"))
+        is_sent.set()
 
     server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))
-    assert ask(server.url).body == b"first"
-    may_go_on.set()
-    assert said.wait(10)
-    assert ask(server.url).body == b"second" and server.connections == 2
+    assert send_request(server.url).body == b"first"
+    may_continue.set()
+    assert is_sent.wait(10)
+    assert send_request(server.url).body == b"second" and server.connections == 2
 
 
-@pytest.mark.parametrize("system", ["tells", "has to be read ahead"])
-@pytest.mark.parametrize("end", [hang_up, lambda sock: sock.sendall(answer(b"unasked"))], ids=["closed", "said more"])
-def test_a_connection_whose_other_end_did_this_in_this_very_moment_is_not_used(
-    scripted, ask, loop, end, system, monkeypatch
+@pytest.mark.parametrize("method", ["socket options", "peek"])
+@pytest.mark.parametrize(
+    "end", [hang_up, lambda sock: sock.sendall(answer(b"unrequested"))], ids=["closed", "unrequested data"]
+)
+def test_a_connection_that_the_server_has_just_closed_or_written_to_is_not_reused(
+    scripted, send_request, loop, end, method, monkeypatch
 ):
-    if system != "tells":
+    if method == "peek":
         monkeypatch.setattr(http_connection, "_TCP_INFO", None)
-    closed, may_close = threading.Event(), threading.Event()
+    has_ended, may_end = threading.Event(), threading.Event()
 
     def act(sock: socket.socket) -> None:
         sock.sendall(answer(b"first"))
-        may_close.wait(10)
+        may_end.wait(10)
         end(sock)
-        closed.set()
+        has_ended.set()
 
     server = scripted(lambda seen: act if seen.connection == 1 else answer(b"second"))
-    assert ask(server.url).body == b"first"
+    assert send_request(server.url).body == b"first"
 
-    async def at_once() -> Response | NoResponse:
-        may_close.set()
-        assert closed.wait(10)  # The loop stands still, and has not heard of it.
+    async def send_next() -> Response | NoResponse:
+        may_end.set()
+        assert has_ended.wait(10)  # This blocks the event loop, so that it does not notice the end.
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
         return await loop.http.send("POST", f"{server.url}/x", {}, b"1", limits).reply
 
-    assert loop.wait_for(at_once()).body == b"second"
+    assert loop.wait_for(send_next()).body == b"second"
 
 
-def test_an_answer_without_a_length_ends_with_its_connection(scripted, ask):
+def test_a_response_without_a_length_ends_with_its_connection(scripted, send_request):
     def act(sock: socket.socket) -> None:
-        sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nthe whole body")
         hang_up(sock)
 
-    assert ask(scripted(always(act)).url).body == b"all of it"
+    assert send_request(scripted(always(act)).url).body == b"the whole body"
 
 
 @pytest.mark.parametrize("head", [b"", b"Content-Length: 10\r\n", b"Transfer-Encoding: chunked\r\n"])
-def test_an_answer_that_is_cut_is_none(scripted, ask, head):
+def test_an_answer_that_is_cut_is_none(scripted, send_request, head):
     def act(sock: socket.socket) -> None:
         sock.sendall(b"HTTP/1.1 200 OK\r\n" + head + (b"\r\n5\r\nhalf" if head else b""))
         hang_up(sock)
 
-    reply = ask(scripted(always(act)).url)
+    reply = send_request(scripted(always(act)).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
-@pytest.mark.parametrize("said", [b"100 Continue\r\nConnection: close", b"000 What\r\nConnection: close"])
-def test_what_is_on_the_way_to_an_answer_and_the_last_that_comes_is_none(scripted, ask, said):
-    reply = ask(scripted(always(b"HTTP/1.1 " + said + b"\r\nContent-Length: 0\r\n\r\n")).url)
+@pytest.mark.parametrize("head", [b"100 Continue\r\nConnection: close", b"000 What\r\nConnection: close"])
+def test_an_interim_response_that_closes_the_connection_is_no_response(scripted, send_request, head):
+    reply = send_request(scripted(always(b"HTTP/1.1 " + head + b"\r\nContent-Length: 0\r\n\r\n")).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
-def test_a_packed_answer_of_nothing_is_nothing(scripted, ask):
-    assert ask(scripted(always(answer(b"", Content_Encoding="gzip"))).url).body == b""
+def test_an_empty_compressed_body_is_empty(scripted, send_request):
+    assert send_request(scripted(always(answer(b"", Content_Encoding="gzip"))).url).body == b""
 
 
-def test_a_head_is_answered_without_a_body(scripted, ask):
+def test_the_response_to_a_head_request_has_no_body(scripted, send_request):
     server = scripted(always(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"))
-    assert ask(server.url, "HEAD").body == b"" and ask(server.url, "HEAD").status == 200
+    assert send_request(server.url, "HEAD").body == b"" and send_request(server.url, "HEAD").status == 200
 
 
-def test_an_endless_head_is_no_answer(scripted, ask):
+def test_the_length_of_a_response_head_is_limited(scripted, send_request):
     server = scripted(always(b"HTTP/1.1 200 OK\r\nA: " + b"x" * (_MAX_HEAD_BYTES + 1)))
-    reply = ask(server.url)
+    reply = send_request(server.url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
-def test_what_follows_a_body_is_bounded_and_not_of_its_head(scripted, ask):
+def test_trailers_are_limited_and_are_not_headers(scripted, send_request):
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nA: "
-    reply = ask(scripted(always(head + b"1\r\n\r\n")).url)
+    reply = send_request(scripted(always(head + b"1\r\n\r\n")).url)
     assert reply.body == b"x" and "a" not in reply.headers
-    reply = ask(scripted(always(head + b"x" * 2 * _MAX_HEAD_BYTES)).url)
+    reply = send_request(scripted(always(head + b"x" * 2 * _MAX_HEAD_BYTES)).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.RESET
 
 
@@ -325,7 +339,7 @@ def chunked(count: int, piece: bytes = TINY) -> bytes:
 
 
 def test_a_body_in_tiny_pieces_leaves_the_loop_to_others_after_each_turn(scripted, loop, monkeypatch):
-    """With a turn of no time at all, between two turns of the loop no more than two slices are parsed."""
+    """If a turn has no time, at most two slices are parsed in one iteration of the event loop."""
     monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
     server = scripted(always(chunked(60_000)))
 
@@ -349,109 +363,158 @@ def test_many_connections_with_tiny_pieces_take_turns(scripted, loop, monkeypatc
     monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
     server = scripted(always(chunked(20_000)))
 
-    async def all_of_them() -> list[Response | NoResponse]:
+    async def send_four() -> list[Response | NoResponse]:
         limits = Limits(5.0, math.inf, time.monotonic() + 60, 1 << 20)
-        sent = [loop.http.send("GET", f"{server.url}/x", {}, None, limits) for _ in range(4)]
-        return [await exchange.reply for exchange in sent]
+        exchanges = [loop.http.send("GET", f"{server.url}/x", {}, None, limits) for _ in range(4)]
+        return [await exchange.reply for exchange in exchanges]
 
-    assert [reply.body for reply in loop.wait_for(all_of_them())] == [b"ab" * 20_000] * 4
+    assert [reply.body for reply in loop.wait_for(send_four())] == [b"ab" * 20_000] * 4
 
 
-def test_the_end_of_a_body_that_waits_for_its_turn_is_not_lost_with_the_connection(scripted, loop, monkeypatch):
+def test_data_that_wait_for_their_turn_are_parsed_when_the_connection_closes(scripted, loop, monkeypatch):
     monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
 
     def act(sock: socket.socket) -> None:
         sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000)
         hang_up(sock)
 
-    async def asked() -> Response | NoResponse:
+    async def send_and_wait() -> Response | NoResponse:
         limits = Limits(5.0, math.inf, time.monotonic() + 60, 1 << 20)
         return await loop.http.send("GET", f"{scripted(always(act)).url}/x", {}, None, limits).reply
 
-    assert loop.wait_for(asked()).body == b"x" * 100_000
+    assert loop.wait_for(send_and_wait()).body == b"x" * 100_000
 
 
-def test_a_body_of_too_many_pieces_is_no_answer(scripted, ask, monkeypatch):
+def test_a_body_of_too_many_pieces_is_no_answer(scripted, send_request, monkeypatch):
     monkeypatch.setattr(http_connection, "_MAX_PIECES", 1000)
-    assert ask(scripted(always(chunked(1000))).url).body == b"ab" * 1000
-    reply = ask(scripted(always(chunked(1001))).url)
+    assert send_request(scripted(always(chunked(1000))).url).body == b"ab" * 1000
+    reply = send_request(scripted(always(chunked(1001))).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_MANY_PIECES
 
 
-def test_what_is_packed_is_bounded_as_it_is_unpacked(scripted, ask):
+def test_the_size_of_a_decompressed_body_is_limited(scripted, send_request):
     server = scripted(always(answer(gzip.compress(b"x" * 1000), Content_Encoding="gzip")))
-    assert ask(server.url, max_bytes=1000).body == b"x" * 1000
-    reply = ask(server.url, max_bytes=999)
+    assert send_request(server.url, max_bytes=1000).body == b"x" * 1000
+    reply = send_request(server.url, max_bytes=999)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.TOO_LARGE
 
 
-_PACKED = gzip.compress(b"x" * 1000)
+_GZIPPED = gzip.compress(b"x" * 1000)
 
 
 @pytest.mark.parametrize(
-    "packed",
-    [_PACKED[:-9], _PACKED[:5], _PACKED + b"more", _PACKED + _PACKED, b"no gzip"],
-    ids=["half", "not all of its head", "with more behind it", "twice", "not packed"],
+    "body",
+    [_GZIPPED[:-9], _GZIPPED[:5], _GZIPPED + b"more", _GZIPPED + _GZIPPED, b"no gzip"],
+    ids=["truncated", "truncated header", "data after the end", "two members", "not compressed"],
 )
-def test_what_cannot_be_unpacked_is_no_answer(scripted, ask, packed):
-    reply = ask(scripted(always(answer(packed, Content_Encoding="gzip"))).url)
+def test_a_body_that_cannot_be_decompressed_is_damaged(scripted, send_request, body):
+    reply = send_request(scripted(always(answer(body, Content_Encoding="gzip"))).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.DAMAGED
 
 
-def test_a_large_request_arrives_whole(scripted, ask):
+def test_a_large_request_body_is_sent_completely(scripted, send_request):
     server = scripted(always(answer(b"x")))
-    assert ask(server.url, body=bytes(1 << 20)).body == b"x"
+    assert send_request(server.url, body=bytes(1 << 20)).body == b"x"
     assert server.seen[0].body == bytes(1 << 20)
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------
+
+_BODY_PIECE = bytes(range(256)) * 256
+
+
+def _body_of(size: int) -> ResponseBody:
+    body = ResponseBody()
+    while body.size < size:
+        body.add(_BODY_PIECE)
+    return body
+
+
+def test_a_small_body_stays_in_memory() -> None:
+    assert _body_of(SPOOL_AFTER_BYTES).whole() == (_BODY_PIECE * (SPOOL_AFTER_BYTES // len(_BODY_PIECE)), None)
+
+
+def test_of_a_large_body_only_the_beginning_stays_in_memory() -> None:
+    beginning, file = _body_of(3 * SPOOL_AFTER_BYTES).whole()
+    assert file is not None and file.size == 3 * SPOOL_AFTER_BYTES
+    assert len(beginning) < SPOOL_AFTER_BYTES and beginning == file.read(0, len(beginning))
+    assert file.read(0, file.size) == _BODY_PIECE * (file.size // len(_BODY_PIECE))
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 7])
+def test_if_the_disk_is_full_a_large_body_stays_in_memory(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    offsets = []
+    pwrite = large_json.os.pwrite
+
+    def fail_later(fd: int, piece: Any, offset: int) -> int:
+        offsets.append(offset)
+        if len(offsets) > fails_at:
+            pwrite(fd, piece[:10], offset)
+            raise OSError(28, "No space left on device")
+        return pwrite(fd, piece, offset)
+
+    monkeypatch.setattr(large_json.os, "pwrite", fail_later)
+    body, file = _body_of(3 * SPOOL_AFTER_BYTES).whole()
+    assert file is None and body == _BODY_PIECE * (3 * SPOOL_AFTER_BYTES // len(_BODY_PIECE))
+
+
+def test_if_no_file_can_be_created_a_large_body_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    body, file = _body_of(2 * SPOOL_AFTER_BYTES).whole()
+    assert file is None and body == _BODY_PIECE * (2 * SPOOL_AFTER_BYTES // len(_BODY_PIECE))
 
 
 # -- connections ------------------------------------------------------------------------------------------------
 
 
-def test_the_next_address_of_a_name_is_tried_while_one_does_not_answer(
-    scripted, ask, loop, monkeypatch, silent_address
+def test_the_next_address_of_a_host_is_tried_while_one_does_not_accept(
+    scripted, send_request, loop, monkeypatch, silent_address
 ):
     server = scripted(always(answer(b"x")))
-    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    tcp = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
 
-    async def two(*_: object, **__: object) -> list[Any]:
-        return [(*kind, ("127.0.0.2", silent_address)), (*kind, ("127.0.0.1", server.port))]
+    async def two_addresses(*_: object, **__: object) -> list[Any]:
+        return [(*tcp, ("127.0.0.2", silent_address)), (*tcp, ("127.0.0.1", server.port))]
 
-    monkeypatch.setattr(loop.http.loop, "getaddrinfo", two)
-    assert ask(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
+    monkeypatch.setattr(loop.http.loop, "getaddrinfo", two_addresses)
+    assert send_request(f"http://name.test:{server.port}", connect_s=5.0).body == b"x"
 
 
-def test_an_exchange_that_is_cut_while_it_connects_sends_nothing(scripted, loop):
+def test_an_exchange_that_is_cut_off_while_it_connects_sends_nothing(scripted, loop):
     server = scripted(always(answer(b"x")))
 
-    async def cut() -> Response | NoResponse:
+    async def send_and_cut_off() -> Response | NoResponse:
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
         exchange = loop.http.send("POST", server.url, {}, b"1", limits)
         exchange.cut_off()
         return await exchange.reply
 
-    reply = loop.wait_for(cut())
+    reply = loop.wait_for(send_and_cut_off())
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.CONNECT and server.seen == []
 
 
-def test_a_connection_that_is_closed_before_the_request_leaves_by_it_carries_none(scripted, ask, loop, monkeypatch):
-    connect = loop.http.loop.create_connection
+def test_no_request_is_sent_over_a_new_connection_that_is_already_closed(scripted, send_request, loop, monkeypatch):
+    create_connection = loop.http.loop.create_connection
 
-    async def too_late(*args: Any, **more: Any) -> Any:
-        transport, connection = await connect(*args, **more)
+    async def create_and_close(*args: Any, **options: Any) -> Any:
+        transport, connection = await create_connection(*args, **options)
         transport.abort()
         while not connection.is_closed:
             await asyncio.sleep(0)
         return transport, connection
 
-    monkeypatch.setattr(loop.http.loop, "create_connection", too_late)
-    reply = ask(scripted(always(answer(b"x"))).url)
+    monkeypatch.setattr(loop.http.loop, "create_connection", create_and_close)
+    reply = send_request(scripted(always(answer(b"x"))).url)
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.CONNECT and not loop.http._open
 
 
-def test_an_exchange_that_is_cut_after_its_answer_leaves_the_next_its_connection(scripted, ask, loop):
+def test_to_cut_off_an_ended_exchange_does_not_close_the_connection_of_the_next(scripted, send_request, loop):
     server = scripted(always(answer(b"x")))
 
-    async def cut() -> Response | NoResponse:
+    async def send_two() -> Response | NoResponse:
         limits = Limits(5.0, math.inf, time.monotonic() + 10, 1000)
         first = loop.http.send("POST", server.url, {}, b"1", limits)
         await first.reply
@@ -459,10 +522,10 @@ def test_an_exchange_that_is_cut_after_its_answer_leaves_the_next_its_connection
         first.cut_off()
         return await second.reply
 
-    assert loop.wait_for(cut()).body == b"x" and server.connections == 1
+    assert loop.wait_for(send_two()).body == b"x" and server.connections == 1
 
 
-def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop, monkeypatch):
+def test_a_connection_that_was_idle_for_too_long_is_closed(scripted, send_request, loop, monkeypatch):
     closed = threading.Event()
 
     def act(sock: socket.socket) -> None:
@@ -471,11 +534,11 @@ def test_connections_that_have_been_idle_for_long_are_closed(scripted, ask, loop
         closed.set()
 
     monkeypatch.setattr(http_connection, "MAX_IDLE_S", 0.01)
-    assert ask(scripted(always(act)).url).body == b"x"
+    assert send_request(scripted(always(act)).url).body == b"x"
     assert closed.wait(10)
 
 
-def test_wires_that_are_closed_leave_no_connection(scripted, ask, loop):
+def test_a_closed_client_has_no_open_connection(scripted, send_request, loop):
     closed = threading.Event()
 
     def act(sock: socket.socket) -> None:
@@ -483,12 +546,12 @@ def test_wires_that_are_closed_leave_no_connection(scripted, ask, loop):
         sock.recv(1)
         closed.set()
 
-    assert ask(scripted(always(act)).url).body == b"x"
+    assert send_request(scripted(always(act)).url).body == b"x"
     loop.soon(loop.http.close)
     assert closed.wait(10)
 
 
-def test_a_call_from_a_thread_leaves_no_connection(scripted):
+def test_a_call_from_a_thread_closes_its_connection(scripted):
     closed = threading.Event()
 
     def act(sock: socket.socket) -> None:

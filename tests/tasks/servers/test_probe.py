@@ -1,4 +1,4 @@
-"""A server that nobody knows: which preset its answers speak for, and what is told of a job that is tried on it."""
+"""Probes of an unknown server: the presets that its responses are signs of, and a job that is tried on it."""
 
 from functools import partial
 
@@ -29,59 +29,59 @@ ENDPOINTS = [
 ]
 
 
-def looked_at(url: str) -> Recognition:
+def run_recognize(url: str) -> Recognition:
     return run_with_http_client(partial(recognize, url))
 
 
-def only(path: str, body: object):
+def respond_only_to(path: str, body: object):
     return lambda seen: answer(body) if seen.path == path else answer({"detail": "Not Found"}, 404)
 
 
 @pytest.mark.parametrize(("preset", "path", "body"), ENDPOINTS, ids=[name for name, *_ in ENDPOINTS])
-def test_a_server_is_recognized_by_what_it_answers(preset, path, body, scripted):
-    found = looked_at(scripted(only(path, body)).url)
+def test_a_server_is_recognized_by_its_responses(preset, path, body, scripted):
+    found = run_recognize(scripted(respond_only_to(path, body)).url)
     assert (found.is_there, found.preset) == (True, preset)
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
 
 @pytest.mark.parametrize("is_task", [True, False])
-def test_the_method_of_a_bentoml_service_is_what_is_registered(is_task, scripted):
+def test_the_endpoint_of_a_bentoml_service_has_the_path_of_its_method(is_task, scripted):
     schema = {"name": "Cat", "type": "service", "routes": [{"name": "paint", "is_task": is_task}]}
-    there = scripted(only("/schema.json", schema))
-    found = looked_at(there.url)
-    assert endpoint_for(there.url, found.preset, found.model) == there.url + "/paint"
+    server = scripted(respond_only_to("/schema.json", schema))
+    found = run_recognize(server.url)
+    assert endpoint_for(server.url, found.preset, found.model) == server.url + "/paint"
 
 
-def test_llama_cpp_is_no_kserve(scripted):
+def test_llama_cpp_is_not_recognized_as_kserve(scripted):
     """Its /v1/models has a list of objects in `models` beside OpenAI's `data`."""
     body = {"models": [{"name": "cat", "model": "cat"}], "object": "list", "data": [{"id": "cat"}]}
-    found = looked_at(scripted(only("/v1/models", body)).url)
+    found = run_recognize(scripted(respond_only_to("/v1/models", body)).url)
     assert found.preset == "openai-chat"
     assert "kserve-v1" not in {one.preset for one in found.candidates}
 
 
-def test_presets_without_signs_are_known():
-    """A plain server has none, RunPod's cloud answers nobody without a key, and what a server streams is asked for."""
-    known = {name for name in presets.names() if presets.info(name).signs}
-    assert set(presets.names()) - known == {GENERIC, "runpod-endpoint", "cog-stream", "slot-protocol-stream"}
+def test_only_these_presets_have_no_signs():
+    """A plain server has none, RunPod's cloud requires a key, and a server streams only if the request demands it."""
+    with_signs = {name for name in presets.names() if presets.info(name).signs}
+    assert set(presets.names()) - with_signs == {GENERIC, "runpod-endpoint", "cog-stream", "slot-protocol-stream"}
 
 
-def test_a_server_that_shows_no_sign_may_be_a_plain_one(scripted):
-    found = looked_at(scripted(always(answer(b"hello"))).url)
+def test_for_a_server_without_signs_the_generic_preset_is_tried(scripted):
+    found = run_recognize(scripted(always(answer(b"hello"))).url)
     assert (found.is_there, found.preset) == (True, GENERIC)
 
 
-def test_nobody_is_asked_twice_where_nobody_listens():
-    found = looked_at(refused_url())
+def test_after_a_refused_connection_no_other_path_is_requested():
+    found = run_recognize(refused_url())
     assert (found.is_there, found.preset, len(found.exchanges)) == (False, None, 1)
 
 
-def test_each_path_is_asked_once(scripted):
-    there = scripted(always(answer({}, 404)))
-    looked_at(there.url)
-    paths = [seen.path for seen in there.seen]
+def test_each_path_is_requested_once(scripted):
+    server = scripted(always(answer({}, 404)))
+    run_recognize(server.url)
+    paths = [seen.path for seen in server.seen]
     assert len(paths) == len(set(paths))
-    assert {seen.method for seen in there.seen} == {"GET"}
+    assert {seen.method for seen in server.seen} == {"GET"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_each_path_is_asked_once(scripted):
         ("http://gpu1:8000/my/path", "openai-chat", "cat", "http://gpu1:8000/my/path"),
     ],
 )
-def test_an_address_without_a_path_gets_that_of_its_kind(url, preset, model, endpoint):
+def test_a_url_without_a_path_gets_the_path_of_its_preset(url, preset, model, endpoint):
     assert endpoint_for(url, preset, model) == endpoint
 
 
@@ -105,17 +105,17 @@ def _bento(seen: Seen) -> bytes:
     return answer({"image": "x"}) if "/get" in seen.path else answer(b"")
 
 
-def tried(there, preset, **more):
-    return Trial(there.url + "/generate", Description.model_validate(presets.get(preset)), **more)
+def make_trial(server, preset, **options):
+    return Trial(server.url + "/generate", Description.model_validate(presets.get(preset)), **options)
 
 
-def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripted):
-    trial = tried(scripted(_bento), "bentoml-task")
+def test_a_trial_runs_a_job_like_a_worker_and_names_the_rule_of_each_response(scripted):
+    trial = make_trial(scripted(_bento), "bentoml-task")
     assert run_with_http_client(trial.health).kind is HealthKind.UP
     outcome = run_with_http_client(partial(trial.run, payload={"prompt": "a cat"}, patience_s=10))
     assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, {"image": "x"})
-    told = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.exchanges]
-    assert told == [
+    exchanges = [(one.step, one.request.split("?")[0], one.means, one.rule.split(":")[0]) for one in trial.exchanges]
+    assert exchanges == [
         ("health", "GET /readyz", "up", "default"),
         ("submit", "POST /generate/submit", "pending", "submit.rules[0]"),
         ("status", "GET /generate/status", "done", "default"),
@@ -123,13 +123,13 @@ def test_a_job_is_tried_as_a_worker_would_and_each_answer_names_its_rule(scripte
     ]
 
 
-def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
+def test_each_status_step_is_judged_by_its_own_rules(scripted):
     def act(seen: Seen) -> bytes:
         if seen.method == "POST":
             return answer({"prompt_id": seen.json["prompt_id"]})
         return answer({}) if "history" in seen.path else answer({"queue_running": [], "queue_pending": []})
 
-    trial = tried(scripted(act), "comfyui")
+    trial = make_trial(scripted(act), "comfyui")
     assert run_with_http_client(partial(trial.run, payload={"3": {}}, patience_s=10)).kind is OutcomeKind.LOST
     assert [one.rule.split(":")[0] for one in trial.exchanges] == [
         "default",
@@ -138,23 +138,18 @@ def test_of_a_list_of_status_steps_each_is_told_by_its_own_rules(scripted):
     ]
 
 
-def test_a_job_that_takes_too_long_is_given_up_and_the_server_is_told(scripted):
-    def act(seen: Seen) -> bytes:
-        return answer({"status": "processing", "job_id": "j1"})
-
-    there = scripted(act)
-    assert (
-        run_with_http_client(partial(tried(there, "slot-protocol").run, payload={}, patience_s=0.3)).kind
-        is OutcomeKind.PENDING
-    )
-    assert there.seen[-1].path == "/cancel/j1"
+def test_a_job_that_takes_too_long_is_canceled_at_its_server(scripted):
+    server = scripted(always(answer({"status": "processing", "job_id": "j1"})))
+    trial = make_trial(server, "slot-protocol")
+    assert run_with_http_client(partial(trial.run, payload={}, patience_s=0.3)).kind is OutcomeKind.PENDING
+    assert server.seen[-1].path == "/cancel/j1"
 
 
 def test_a_secret_is_sent_and_never_told(scripted):
-    there = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
-    trial = tried(there, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
+    server = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
+    trial = make_trial(server, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
     outcome = run_with_http_client(partial(trial.run, payload={"prompt": "a cat"}, patience_s=5))
-    assert there.seen[0].headers["authorization"] == "Bearer rpa_not_a_key"
+    assert server.seen[0].headers["authorization"] == "Bearer rpa_not_a_key"
     assert "rpa_not_a_key" not in repr(trial.exchanges) + repr(outcome)
     assert "***" in trial.exchanges[0].answer
 

@@ -1,4 +1,4 @@
-"""The Celery application: the task `infer`, its messages and results, the schedule, and the processes around it.
+"""The Celery application: the task `infer`, its messages and results, the schedule, and its processes.
 
 from tasks import infer
 infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
@@ -15,7 +15,7 @@ __all__ = ["JobFailed", "celery", "infer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that tasks.servers can be used without Celery and settings are read when they are needed.
+    # Imported on first use: `tasks.servers` works without Celery, and settings are read only when they are needed.
     if name == "celery":
         from tasks.celery_app import celery
 

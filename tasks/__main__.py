@@ -1,7 +1,7 @@
-"""Celery's programs, as the Procfile starts them: python -m tasks worker|beat|flower ...
+"""Run one of Celery's programs, as the Procfile does: python -m tasks worker|beat|flower ...
 
-`celery -A tasks worker ...` does the same, and loads all that Celery's other commands need, and those that others have
-added to them: a shell with its editor, and Flower.  That is 10 MiB in each process.
+`celery -A tasks worker ...` does the same, but loads all commands of Celery and of its plugins, such as the shell and
+Flower.  They take 11 MiB in each worker and 8 MiB in Flower.
 """
 
 import sys
@@ -19,23 +19,23 @@ _PROGRAMS = {"worker": "celery.bin.worker", "beat": "celery.bin.beat", "flower":
 
 
 def program(name: str) -> click.Command:
-    """One of them, which is loaded now, with the options that are ours."""
+    """Load a program, and return its command with the options that Slotkeeper adds (`app.user_options`)."""
     command: click.Command = getattr(import_module(_PROGRAMS[name]), name)
-    known = {param.name for param in command.params}
-    command.params.extend(option for option in celery.user_options.get(name, ()) if option.name not in known)
+    existing = {param.name for param in command.params}
+    command.params.extend(option for option in celery.user_options.get(name, ()) if option.name not in existing)
     return command
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Be one of them until it ends; then this process does."""
+    """Run the program that the arguments name.  This process ends with it."""
     settings = TaskSettings()
-    logs.configure(settings.log_level, settings.log_format)  # Celery warns before it asks for a way of logging.
+    logs.configure(settings.log_level, settings.log_format)  # Celery logs before it sends `setup_logging`.
     context = CLIContext(app=celery, no_color=False, workdir=None, quiet=settings.log_format == "json")
     _Programs("tasks").main(list(arguments), prog_name="python -m tasks", obj=context, auto_envvar_prefix="CELERY")
 
 
 class _Programs(click.Group):
-    """Loads only the one that is asked for."""
+    """A command group that imports only the program that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_PROGRAMS)

@@ -1,7 +1,7 @@
-"""Maintenance's schedule, and beat's clock and restraint.
+"""The maintenance schedule, and the scheduler of Celery beat.
 
-`python -m tasks beat` is Celery's beat with this schedule; it sends a message when a task is due.  Two of them do no
-harm: a task that comes too soon after its last run ends at once (tasks/maintenance.py).
+`python -m tasks beat` is Celery's beat with this schedule; it sends a message when a task is due.  Two beat processes
+do no harm: a task that comes too soon after its last run returns at once (tasks/maintenance.py).
 """
 
 import time
@@ -33,9 +33,9 @@ PERIODS_S = {
     "tell_due": 5.0,
     "publish_task_events": 30.0,
 }
-"""Maintenance's tasks, each of which is one function of tasks/maintenance.py, and their periods in s.
+"""The maintenance tasks, each a function of tasks/maintenance.py, and their periods in seconds.
 
-Those that are due together come by one message, and run one after another, the most frequent first.
+Tasks that are due together are sent in one message.  They run one after another, the most frequent first.
 """
 
 _MAX_QUEUED = 500
@@ -44,19 +44,19 @@ _STARTED, _STARTED_AT = datetime.now(UTC), time.monotonic()
 
 
 def _steady_now() -> datetime:
-    """The time by a clock that nobody sets: a step of the host's clock neither hurries nor stops beat."""
+    """Return the time by a monotonic clock: Celery's own schedule stops when the host's clock is set back."""
     return _STARTED + timedelta(seconds=time.monotonic() - _STARTED_AT)
 
 
 class AlignedSchedule(schedule):
-    """Due at the whole multiples of its period, so that tasks which are due together wake beat and worker once."""
+    """A schedule that is due at the multiples of its period: tasks that are due together wake beat and worker once."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(timedelta(seconds=seconds), nowfun=_steady_now)
         self._period_s = seconds
 
     def is_due(self, last_run_at: datetime) -> schedstate:
-        """Return whether it is due, and in how many seconds it is due next."""
+        """Return whether the task is due, and in how many seconds it is due next."""
         now_s, last_s = _seconds(self.now()), _seconds(last_run_at)
         return schedstate(now_s // self._period_s > last_s // self._period_s, self._period_s - now_s % self._period_s)
 
@@ -66,9 +66,9 @@ def _seconds(moment: datetime) -> float:
 
 
 def beat_entries() -> dict[str, dict[str, Any]]:
-    """Return `beat_schedule`: all is due when beat begins.
+    """Return the setting `beat_schedule`, in which every task is due when beat starts.
 
-    No message expires, which would compare two hosts' clocks.
+    The entries have no `expires`, which would compare the clocks of two hosts.
     """
     long_ago = _STARTED - timedelta(days=1)
     return {
@@ -78,10 +78,10 @@ def beat_entries() -> dict[str, dict[str, Any]]:
 
 
 class Scheduler(beat.Scheduler):
-    """Celery's own, but for two things.
+    """Celery's scheduler, with two differences.
 
-    It sends what is due together as one message: a message costs more than most tasks of maintenance.  And it adds
-    nothing to a queue that no worker reads.
+    It sends the tasks that are due together in one message: a message costs more than most tasks.  It sends nothing to
+    a queue that no worker consumes.
     """
 
     _due: Sequence[str] = ()
@@ -89,15 +89,15 @@ class Scheduler(beat.Scheduler):
     _is_full = False
 
     def schedules_equal(self, old_schedules: Any, new_schedules: Any) -> bool:
-        """Return whether there is a schedule: it does not change.  Celery's own compares all entries at each tick."""
+        """Return whether there is a schedule, which does not change; Celery's own compares all entries at each tick."""
         return old_schedules is not None
 
     def adjust(self, n: Any, drift: float = 0.0) -> Any:
-        """Return `n`: wake when a task is due.  Celery's own wakes 10 ms before, and looks at its clock until then."""
+        """Return `n`: wake when a task is due.  Celery's own wakes 10 ms earlier, and then polls its clock."""
         return n
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Send what is due, and return when more will be, in s."""
+        """Send the tasks that are due, and return the seconds until the next is due."""
         while (wait_s := super().tick(*args, **kwargs)) == 0:
             pass
         if self._due and not self._has_backlog():
@@ -122,10 +122,10 @@ class Scheduler(beat.Scheduler):
         return self._is_full
 
     def _count_queued(self) -> int:
-        """Return how many messages are in the queue; 0 if there is none yet, or the broker does not say."""
+        """Return the number of messages in the queue; 0 if it does not exist yet, or cannot be counted."""
         try:
             channel: Any
-            with self.connection.channel() as channel:  # RabbitMQ closes it where there is no queue.
+            with self.connection.channel() as channel:  # RabbitMQ closes it if the queue does not exist.
                 return int(channel.queue_declare(QUEUE, passive=True).message_count)
-        except Exception:  # Each transport has errors of its own, and sending will meet the same.
+        except Exception:  # The type depends on the transport; publishing will raise the same error.
             return 0

@@ -1,4 +1,4 @@
-"""The Celery application.  Its settings stand in celeryconfig.py."""
+"""The Celery application.  Its settings are in celeryconfig.py."""
 
 from celery import Celery
 from click import Option
@@ -14,4 +14,5 @@ celery.set_default()
 celery.user_options["worker"].add(
     Option(["--embedded-beat"], is_flag=True, help="Be beat, too, in a thread that needs no messages.")
 )
+# As a string: only a worker resolves it, so that beat and Flower do not load the worker.
 celery.steps["worker"].add("tasks.extensions.bootsteps:EmbeddedBeatStep")

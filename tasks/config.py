@@ -1,4 +1,4 @@
-"""Settings of the workers."""
+"""Settings of the workers and of the event relay."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -93,7 +93,7 @@ class TaskSettings(BaseSettings):
     webhook_keep_s: float = Field(3 * 86_400.0, ge=60)
     """How long a refused message is sent again, and how long a webhook that accepts none stays enabled."""
     log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda it: str(it).upper())
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda level: str(level).upper())
     ] = "WARNING"
     """Lowest level of log lines of libraries; Slotkeeper logs from INFO on.  DEBUG logs everything."""
     log_format: Literal["console", "json"] = "console"

@@ -1,9 +1,9 @@
-"""`infer`: the task that runs one job.  Python clients call it too: their call is a submit like any other.
+"""The task `infer`, whose call submits a job.
 
     infer.delay("zimg", {"prompt": "a sunset"}).get(timeout=60)
 
-What a worker receives is a wake-up for an offer, with the job's id as the task's id.  A message from a client
-without this code carries no offer; the worker that gets it submits the job in its stead.
+A worker receives a wake-up message for an offer, whose task id is the job's id.  A bare client, which is a client
+without this code, sends a message without an offer: the worker that receives it submits the job for that client.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,26 +33,27 @@ log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
 _MAX_TRIES = 30
-_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")  # headers that instruments add to any task
+_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")  # headers that tracing libraries add to every task
 
 
 class InferRequest(Request):
-    """Neither waits nor is revoked: jobs wait in the database, and an offer that is dropped holds its slot."""
+    """A request that the worker neither delays nor drops: a wake-up that is held back holds a slot."""
 
     eta = None
     """A job with an earliest start waits in the database, never in this worker's memory."""
 
     def revoked(self) -> bool:
-        """Return False: the job of the message is canceled, see extensions/control.py."""
+        """Return False: a revoke cancels the job in the database, see extensions/control.py."""
         return False
 
 
 class InferTask(RetriedTask):
-    """`apply_async` submits; the rest is Celery's."""
+    """A task whose `apply_async` submits a job; the rest is Celery's."""
 
     Request = "tasks.inference:InferRequest"
-    acks_late = True  # A bare client's message is acknowledged when its job is recorded, a wake-up by the pool.
-    send_events = False  # The relay publishes them, also where Flower asks workers to.
+    # A bare client's message is acknowledged after its job is stored.  The pool acknowledges wake-ups at once.
+    acks_late = True
+    send_events = False  # The relay publishes them, even if Flower enables events at the workers.
     typing = False
 
     def apply_async(
@@ -66,8 +67,8 @@ class InferTask(RetriedTask):
         shadow: Any = None,
         **options: Any,
     ) -> AsyncResult:
-        """Submit a job, see `infer`.  Raises what dispatcher.submit raises.  Answers once the job is recorded."""
-        if celery.conf.task_always_eager:  # As Celery does; the body says that it runs in no such process.
+        """Submit a job, and return when it is stored; see `infer`.  Raises what `Dispatcher.submit` raises."""
+        if celery.conf.task_always_eager:  # As Celery's own; the task's body then raises an error with the reason.
             return self.apply(args, kwargs, task_id=task_id, link=link, link_error=link_error, **options)
         given = {**options, **_parent_ids(options), "link": link, "link_error": link_error, "shadow": shadow}
         given |= _trace_options(kwargs or {}, options)
@@ -82,9 +83,13 @@ class InferTask(RetriedTask):
 
 
 def _submit(submission: Submission, *, accepts_other_id: bool = False) -> str:
-    """Id of the accepted job.  Raises what dispatcher.submit raises."""
+    """Submit a job, and return the id of the accepted one.
+
+    accepts_other_id: it may be that of an earlier job with the same idempotency key.
+    Raises what `Dispatcher.submit` raises.
+    """
     (receipt,) = dispatcher().submit([submission])
-    if receipt.accepted.id != submission.id and not accepts_other_id:  # Its client waits for the id that it chose.
+    if receipt.accepted.id != submission.id and not accepts_other_id:  # The client waits for the id that it chose.
         raise IdempotencyConflict(
             f"This idempotency_key names the job {receipt.accepted.id!r}, which was accepted before; "
             "wait for that one, or use a new key.",
@@ -94,7 +99,7 @@ def _submit(submission: Submission, *, accepts_other_id: bool = False) -> str:
 
 
 def _parent_ids(options: dict[str, Any]) -> dict[str, Any]:
-    """Which task called this one, as Celery's own apply_async would say."""
+    """Return the ids of the task that calls this one, by the rule of Celery's `apply_async`."""
     parent = celery.current_worker_task
     if parent is None:
         return {}
@@ -105,9 +110,10 @@ def _parent_ids(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace_options(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The trace that the caller names, or is at: by its headers, OpenTelemetry, its own task, or its environment.
+    """Return the options `traceparent` and `headers` of a call.
 
-    Of headers only those of traces are taken; others stay, and are refused.
+    The traceparent comes from the headers, from OpenTelemetry, from the calling task, or from the environment.  Only
+    trace headers are removed from `headers`; `read_submission` refuses the others.
     """
     headers = options.get("headers")
     if not isinstance(headers, Mapping):
@@ -123,13 +129,13 @@ def _trace_options(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _caller_traceparent() -> str | None:
-    """A worker's own environment says nothing of the tasks that run in it."""
+    """Return the traceparent of the calling task, or without one, that of this process's environment."""
     caller = celery.current_worker_task
     return trace_context.get_process_traceparent() if caller is None else _message_traceparent(caller.request)
 
 
 def _with_docstring_of(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `help`: who calls the task submits a job, whatever a worker does with its message."""
+    """Decorate the task with the docstring of `call`, for `help(infer)`: to its callers the task is a submit."""
 
     def describe(task: Callable[..., Any]) -> Callable[..., Any]:
         task.__doc__ = call.__doc__
@@ -153,7 +159,7 @@ def _not_callable_message() -> str:
 )
 @_with_docstring_of(call_options.infer)
 def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
-    """Submit the job of a client that could not.  A wake-up is not run by this function, but by the pool (pool.py)."""
+    """Submit the job of a bare client's message.  The pool handles wake-ups without this function (pool.py)."""
     if self.request.called_directly or self.request.is_eager:
         raise RuntimeError(_not_callable_message())
     if not is_wake_up(self.request.headers):
@@ -162,7 +168,7 @@ def infer(self: InferTask, *args: Any, **kwargs: Any) -> Any:
 
 
 def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
-    """Submit for a client that could not.  Its message is acknowledged only after this has committed."""
+    """Submit the job of a bare client.  Its message is acknowledged only after the commit."""
     request, job_id = self.request, str(self.request.id)
     if is_revoked(job_id) and not _job_exists(job_id):
         _retry_while_away(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
@@ -172,13 +178,14 @@ def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
         _retry_while_away(lambda: _submit(submission))
     except SlotkeeperError as error:
         _report_refusal(request, error)
-    if is_revoked(job_id):  # Who heard of it while there was no job yet found none.
+    if is_revoked(job_id):  # The workers received the revoke before this job was stored, and found none to cancel.
         cancel_queue().put([job_id])
 
 
 def _report_refusal(request: Any, refusal: SlotkeeperError) -> None:
-    """Tell a bare client why there is no job; a job that is there already has an end of its own."""
-    log.warning("bare_message_refused", job_id=request.id, code=refusal.code)  # Its sentence may quote the client.
+    """Notify a bare client that its job was refused, unless a job with that id exists: it has its own result."""
+    # The sentence of the refusal may quote what the client sent, so it is not logged.
+    log.warning("bare_message_refused", job_id=request.id, code=refusal.code)
     if not _retry_while_away(lambda: _job_exists(request.id)):
         _retry_while_away(lambda: notify_refusal(request, refusal))
 
@@ -188,7 +195,10 @@ def _job_exists(job_id: str) -> bool:
 
 
 def _retry_while_away(function: Callable[[], T]) -> T:
-    """Until it is done, the message is the only copy: wait for who is away, then leave it to the broker."""
+    """Call `function` until the database, Redis and the result backend are available, and return its result.
+
+    Raises Reject after `_MAX_TRIES` tries: until then the message is the only copy, so it returns to the broker.
+    """
     for _ in range(_MAX_TRIES):
         try:
             return function()
@@ -198,7 +208,7 @@ def _retry_while_away(function: Callable[[], T]) -> T:
 
 
 def _options_from_message(request: Any) -> dict[str, Any]:
-    """What a message says, as options of apply_async."""
+    """Return the options of `apply_async` that a message carries."""
     time_limit, soft_time_limit = request.timelimit or (None, None)
     return {
         "priority": _message_priority(request),
@@ -223,9 +233,9 @@ def _options_from_message(request: Any) -> dict[str, Any]:
 
 
 def _message_traceparent(request: Any) -> str | None:
-    """In which trace a message was sent, by its headers."""
-    found = (request.headers or {}).get("traceparent")
-    return found if isinstance(found, str) else None
+    """Return the traceparent in the headers of a message."""
+    traceparent = (request.headers or {}).get("traceparent")
+    return traceparent if isinstance(traceparent, str) else None
 
 
 def _message_priority(request: Any) -> int | None:

@@ -1,6 +1,7 @@
-"""Each process says that it lives: to this host by a file that it touches, and to all by a line in Redis.
+"""Liveness and readiness of the processes.
 
-The file needs nothing but the process itself, so a probe that looks at it restarts nobody because Redis is away.
+Each process reports that it is alive: on its host by a file that it touches, and to all hosts by an entry in Redis.
+The file depends on no other system, so that an outage of Redis makes no liveness probe restart a process.
 """
 
 import atexit
@@ -38,7 +39,7 @@ Facts = Callable[[], dict[str, Any]]
 
 
 class ProcessReport:
-    """The sign of life of one process, in a thread of its own.  `facts`: what else it says of itself each time."""
+    """Reports from a thread that this process is alive.  `facts`: called each time, returns further fields."""
 
     def __init__(self, role: str, processes: ProcessList, facts: Facts) -> None:
         self.role, self.host = role, socket.gethostname()
@@ -56,26 +57,26 @@ class ProcessReport:
         self._file: Path | None = None
 
     def start_reporting(self) -> None:
-        """Say it from now on, until this process ends."""
+        """Start a thread that reports until this process ends."""
         self._file = process_files.own_file(self.role)
         process_files.remove_old(self._file.parent)
         threading.Thread(target=self._run, name="alive", daemon=True).start()
         atexit.register(self.end)
 
     def end(self) -> None:
-        """This process ends, and is not to be missed."""
+        """Stop reporting, and remove the file and the entry: this process ends as it should."""
         if self._ended.is_set():
             return
         self._ended.set()
         with suppress(OSError):
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
-                self._file.parent.rmdir()  # Only the last one can.
+                self._file.parent.rmdir()  # It fails until the host's last process ends.
         with suppress(RedisError):
             self._processes.remove(self.name)
 
     def report(self) -> None:
-        """Once."""
+        """Touch the file and write the entry once."""
         with suppress(OSError, SlotkeeperError):
             if self._file is not None:
                 process_files.touch(self._file)
@@ -84,7 +85,7 @@ class ProcessReport:
             self._processes.report(self.name, self._constant_facts | dropped | self._facts())
         except RedisError as error:
             log.debug("heartbeat_not_written", error=str(error))
-        except Exception:  # What it says of itself is wrong; it lives all the same.
+        except Exception:  # `facts` failed, but the process is alive: go on reporting.
             log.exception("process_report_failed")
 
     def _run(self) -> None:
@@ -101,25 +102,25 @@ def _version() -> str:
 
 
 def start_reporting(role: str, processes: ProcessList, facts: Facts = dict) -> ProcessReport:
-    """Have this process say from now on that it lives."""
+    """Start to report that this process is alive."""
     report = ProcessReport(role, processes, facts)
     report.start_reporting()
     return report
 
 
 _MAX_CANARY_AGE_MS = 20_000
-_MAX_FREQUENT_PERIOD_S = 10.0  # Rarer tasks have not yet run when maintenance has just been started again.
+_MAX_FREQUENT_PERIOD_S = 10.0  # Less frequent tasks may not have run since maintenance was restarted.
 
 
 def liveness_problem(role: str) -> str | None:
-    """One of this role turns.  Nothing is asked of anybody: a process is not restarted because Redis is away."""
+    """Return why no process of this role is alive on this host; None: one is.  Reads only files, never Redis."""
     if process_files.live_pids(role):
         return None
     return f"No process {role} of this host has reported for {process_files.STALE_S:.0f} s that it is running."
 
 
 def readiness_problem(role: str) -> str | None:
-    """Those of this role on this host can work, as far as it hangs on them."""
+    """Return why the processes of this role on this host are not ready; None: they are."""
     settings = RoutingSettings()
     scripts = make_scripts(connect(settings.effective_redis_url, settings.redis_timeout_s), Keys(settings.redis_prefix))
     try:
@@ -140,7 +141,10 @@ def readiness_problem(role: str) -> str | None:
 
 
 def maintenance_problem(scripts: Scripts) -> str | None:
-    """Return what of maintenance does not go on: its sweeps, or any of its frequent tasks.  Raises redis errors."""
+    """Return which part of maintenance is overdue: its sweep, or its frequent tasks; None: none.
+
+    Raises redis errors.
+    """
     if task_runs.has_sweep_stopped(scripts):
         return f"Maintenance has not swept for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries wait for it."
     frequent = {name: period_s for name, period_s in PERIODS_S.items() if period_s <= _MAX_FREQUENT_PERIOD_S}
@@ -150,7 +154,7 @@ def maintenance_problem(scripts: Scripts) -> str | None:
 
 
 def worker_problem(process: Process) -> str | None:
-    """Why a process is not ready."""
+    """Return why a worker is not ready; None: it is ready, or the process is no worker."""
     if process.role != "worker":
         return None
     if not process.facts.get("takes", True):
@@ -163,7 +167,10 @@ def worker_problem(process: Process) -> str | None:
 
 
 def workers_problem(processes: Sequence[Process]) -> str | None:
-    """Return why jobs may wait, of all workers of an installation.  Anybody may read it, so it names no host."""
+    """Return what is wrong with the installation's workers: none can start jobs, or some are silent; None: nothing.
+
+    The sentence is public, so it names no host.
+    """
     workers = [process for process in processes if process.role == "worker"]
     alive = [process for process in workers if process.is_alive]
     if not alive:
@@ -176,6 +183,6 @@ def workers_problem(processes: Sequence[Process]) -> str | None:
 
 
 def processes_with_other_secret(processes: Sequence[Process]) -> list[Process]:
-    """Return the living processes that have another secret than this one: each refuses what the other has signed."""
+    """Return the live processes whose secret differs from this one's: each rejects what the other has signed."""
     own = fingerprints()
     return [process for process in processes if process.is_alive and process.facts.get("secret", own[0]) not in own]

@@ -1,8 +1,11 @@
-"""Notify clients of one job with a large result, in a process of its own.
+"""Notify Celery's clients of one job with a large result, in a separate process.
 
     python -P -m tasks.notify_large_result JOB
 
-Exit status EX_TEMPFAIL: broker, backend or database are away, and the same will do later.
+Exit status EX_TEMPFAIL: broker, backend or database are unavailable; call it again later.
+
+It is a separate module, because `python -m tasks.results` would store JobFailed as `__main__.JobFailed`, which no
+client can import.
 """
 
 import os
@@ -35,7 +38,7 @@ def _notify(job: Job) -> None:
         results.notify_clients(job)
     except MemoryError:
         results.notify_too_large(job)
-    except EncodeError as error:  # kombu's, for whatever the encoder raises
+    except EncodeError as error:  # kombu wraps in it what the encoder raises.
         if not isinstance(error.__cause__, MemoryError):
             raise
         results.notify_too_large(job)

@@ -1,7 +1,7 @@
-"""What a call of `infer` asks for, by delay, apply_async, a canvas or a bare message: read, or refused by name.
+"""Reads the arguments and options of a call of `infer`: by delay, apply_async, a canvas or a bare client's message.
 
-Nothing that is asked for is passed over in silence: an argument or option is honoured, or it is refused with a
-sentence that says what to do instead.
+No argument or option is ignored silently: it has its effect, or it is refused by name with a sentence that says what to
+do instead.  Options that only concern the sending of a message are accepted without effect.
 """
 
 import inspect
@@ -25,15 +25,15 @@ _MODEL_OR_PAYLOAD = "its model or payload; let a task of your own make the paylo
 
 _POSITIONAL = tuple(name for name, given in REQUEST_FIELDS.items() if given.celery == "argument")
 _REQUEST_FIELDS = frozenset(name for name, given in REQUEST_FIELDS.items() if given.celery is not None)
-_HEADER_FIELDS = frozenset({"tenant", "idempotency_key", "traceparent"})  # what a REST request has in its headers
+_HEADER_FIELDS = frozenset({"tenant", "idempotency_key", "traceparent"})  # a REST request has these in its headers
 _ARGUMENTS = _REQUEST_FIELDS | _HEADER_FIELDS
 _SHARED_NAMES = _ARGUMENTS - {"model", "payload"}  # options of apply_async as well as arguments of the task
 _CELERY_OPTIONS = frozenset(
     {"countdown", "eta", "expires", "ignore_result", "link", "link_error", "priority", "task_id"}
 )
-# How a canvas tells its parts what they belong to.
+# A canvas sets these in its parts.
 _CANVAS_OPTIONS = frozenset({"chain", "chord", "group_id", "group_index", "parent_id", "root_id", "stamped_headers"})
-# About the sending of a message.  None is sent: the job is in the record before the call returns.
+# They concern the sending of a message.  No message is sent: the job is in the database before the call returns.
 _IGNORED_OPTIONS = frozenset(
     {"add_to_parent", "connection", "producer", "publisher", "replaced_task_nesting", "reply_to"}
 )
@@ -67,7 +67,7 @@ def infer(model: str, payload: dict[str, Any] | None = None, callback_url: str |
     `countdown`, `eta`, `expires`, `task_id` (the job's id), `link`, `link_error`, `ignore_result`.  Any other is
     refused.  In a chain `infer.s(model="flux")` takes the earlier result as its payload.
 
-    The call returns once the job is in the record.  AsyncResult.status is PENDING until the job has ended, then
+    The call returns when the job is in the database.  AsyncResult.status is PENDING until the job has ended, then
     SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
     slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooManyRequests, Conflict,
     IdempotencyConflict, DatabaseUnavailable.
@@ -87,19 +87,19 @@ def signature() -> inspect.Signature:
 def read_submission(
     job_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Submission:
-    """The job that a call asks for.  Raises InvalidJob."""
+    """Return the submission that a call describes.  Raises InvalidJob."""
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(given)
     _check_successors(given)
-    found = _arguments(args, kwargs) | _shared_arguments(kwargs, given)
+    arguments = _read_arguments(args, kwargs) | _read_shared_arguments(kwargs, given)
     ttl_s, expires_ms = _read_time("expires", given.get("expires"))
     delay_s, not_before_ms = _read_time("eta", given.get("eta"))
     if given.get("countdown"):
         delay_s, not_before_ms = given["countdown"], None
-    requested = {name: value for name, value in found.items() if name in _REQUEST_FIELDS}
-    header_fields = {name: value for name, value in found.items() if name in _HEADER_FIELDS}
+    requested = {name: value for name, value in arguments.items() if name in _REQUEST_FIELDS}
+    header_fields = {name: value for name, value in arguments.items() if name in _HEADER_FIELDS}
     return Submission(
-        # prepare_job checks the values.
+        # model_construct: `prepare_job` validates the values.
         JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),
         id=job_id,
         expires_ms=expires_ms,
@@ -114,8 +114,8 @@ def read_submission(
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
-    known = _SHARED_NAMES | _CELERY_OPTIONS | _CANVAS_OPTIONS | _IGNORED_OPTIONS | set(_stamped_headers(given))
-    for name in given.keys() - known:
+    valid = _SHARED_NAMES | _CELERY_OPTIONS | _CANVAS_OPTIONS | _IGNORED_OPTIONS | set(_stamped_headers(given))
+    for name in given.keys() - valid:
         if given[name] in _ACCEPTED_DEFAULTS.get(name, ()):
             continue
         if name in _REFUSED_OPTIONS:
@@ -127,21 +127,21 @@ def _stamped_headers(given: Mapping[str, Any]) -> Sequence[str]:
     return given.get("stamped_headers") or ()
 
 
-def _suggestion(name: str, known: frozenset[str]) -> str:
-    near = get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(sorted(known))}"
+def _suggestion(name: str, valid: frozenset[str]) -> str:
+    nearest = get_close_matches(name, sorted(valid), n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; it takes {', '.join(sorted(valid))}"
 
 
 def _envelope(given: Mapping[str, Any]) -> str:
-    """Whom its end concerns, as JSON.  Raises InvalidJob for what cannot be kept."""
-    kept = {
+    """Return, as JSON, which signatures and which task the job's end concerns.  Raises InvalidJob."""
+    stored = {
         **given,
         "callbacks": _signatures(given.get("link")),
         "errbacks": _signatures(given.get("link_error")),
         "stamps": {name: given.get(name) for name in _stamped_headers(given)} or None,
     }
     try:
-        envelope = offer_messages.pack_envelope(kept)
+        envelope = offer_messages.pack_envelope(stored)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob("link", f"what follows the job cannot be kept as JSON: {error}") from None
     if len(envelope) > _MAX_ENVELOPE_BYTES:
@@ -155,11 +155,11 @@ def _signatures(link: Any) -> list[Any] | None:
     return list(link) if isinstance(link, list | tuple) else [link]
 
 
-# -- what follows ----------------------------------------------------------------------------------------------
+# -- signatures that run after the job -------------------------------------------------------------------------
 
 
 def _check_successors(given: Mapping[str, Any]) -> None:
-    """Refuse now what would be refused only after this job has run."""
+    """Refuse a signature of `infer` that could only fail after this job has run."""
     for field in ("link", "chain"):
         for step in _signatures(given.get(field)) or ():
             if _takes_earlier_result(step) and (step.get("args") or not (step.get("kwargs") or {}).get("model")):
@@ -175,18 +175,18 @@ def _check_successors(given: Mapping[str, Any]) -> None:
 
 
 def _takes_earlier_result(step: Any) -> bool:
-    """Whether this is a call of `infer` that takes what comes before it."""
+    """Return whether this is a signature of `infer` that gets the earlier result as an argument."""
     return isinstance(step, Mapping) and step.get("task") == offer_messages.TASK and not step.get("immutable")
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Model, payload and callback_url by position or by name."""
+def _read_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model, payload and callback_url, which are given by position or by name.  Raises InvalidJob."""
     for name in kwargs.keys() - _ARGUMENTS:
         raise InvalidJob(str(name), f"{name} is no argument of infer{_suggestion(str(name), _ARGUMENTS)}")
-    # An earlier result comes first, where the model is named: it is the payload.
+    # In a chain the earlier result is the first argument.  If the model is given by name, that is the payload.
     positions = _POSITIONAL[1:] if "model" in kwargs else _POSITIONAL
     if len(args) > len(positions):
         raise InvalidJob(
@@ -214,12 +214,12 @@ def _not_a_model(found: Any) -> str:
 
 
 def _json_kind(value: Any) -> str:
-    known = {"dict": "an object", "list": "a list", "tuple": "a list", "str": "a text"}
-    return known.get(type(value).__name__, f"a {type(value).__name__}")
+    kinds = {"dict": "an object", "list": "a list", "tuple": "a list", "str": "a text"}
+    return kinds.get(type(value).__name__, f"a {type(value).__name__}")
 
 
-def _shared_arguments(kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What may be given as an argument or as an option."""
+def _read_shared_arguments(kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that may be given as an argument or as an option.  Raises InvalidJob."""
     found = {}
     for name in sorted(_SHARED_NAMES):
         if kwargs.get(name) is not None and name in given and kwargs[name] != given[name]:
@@ -241,9 +241,10 @@ def _check_strings(found: Mapping[str, Any]) -> None:
 
 
 def _read_time(field: str, when: Any) -> tuple[float | None, int | None]:
-    """Return a time as seconds from now, or as a moment (ms): as it was sent, so that a repetition is the same request.
+    """Return a time as seconds from now, or as a moment in ms: in the form in which it was given.
 
-    Celery gives times as seconds, as datetimes, and in messages as ISO texts.
+    So a repeated call is the same request.  Celery gives times as seconds, as datetimes, and in messages as ISO texts.
+    Raises InvalidJob.
     """
     if when is None or (isinstance(when, int | float) and not isinstance(when, bool)):
         return when, None

@@ -1,6 +1,7 @@
-"""The files that this host's processes touch while they turn, so that whoever starts or probes them knows that they do.
+"""The files that this host's processes touch while they run, for the supervisor and for liveness probes.
 
-They lie in the state folder, or without one in the system's folder for what is temporary.
+They are in the state folder, or, if there is none, in the system's temporary folder.  This module loads neither redis
+nor SQLAlchemy, which would cost the supervisor 34 MiB.
 """
 
 import hashlib
@@ -18,38 +19,38 @@ from slotkeeper.state_folder import is_state_folder, make_private_folder
 
 _NAME = re.compile(r"[a-z]+\.\S+\.[0-9]+")
 STALE_S = 20.0
-"""A file that was not touched for so long is that of a process which does not turn any more."""
+"""A process whose file is older than this, in seconds, does not run any more."""
 
 
 def own_file(role: str) -> Path:
-    """That of this process."""
+    """Return the path of this process's file."""
     private, shared = _folders()
     return (private if is_state_folder(private.parent) else shared) / _name(role, os.getpid())
 
 
 def touch(file: Path) -> None:
     """Touch the file of this process.  Raises OSError, StateFolderNotPrivate: the folder is another user's."""
-    make_private_folder(file.parent)  # Whoever left last has taken it away.
+    make_private_folder(file.parent)  # The last process to end has removed it.
     if _is_own_folder(file.parent):
         file.touch(mode=0o600)
 
 
 def live_pids(role: str) -> list[int]:
-    """The process numbers of this role, on this host, that turn."""
+    """Return the process ids of this role's live processes on this host."""
     oldest = time.time() - STALE_S
-    found = []
+    pids = []
     for folder in filter(_is_own_folder, _folders()):
         for file in folder.glob(_name(role, "*")):
             with suppress(OSError, ValueError):
                 if file.stat().st_mtime > oldest:
-                    found.append(int(file.name.rpartition(".")[2]))
-    return sorted(found)
+                    pids.append(int(file.name.rpartition(".")[2]))
+    return sorted(pids)
 
 
 def remove_stale(role: str, pid: int) -> None:
-    """Take away what another process of this number left that was killed, for whoever has just started this one.
+    """Remove the file that a killed process with the same id left.  Call it after starting this process.
 
-    Times are not compared: clocks are set, most of all when a machine starts.
+    Times are not compared, because the clock may be set, above all when a machine starts.
     """
     for folder in filter(_is_own_folder, _folders()):
         with suppress(OSError):
@@ -57,7 +58,7 @@ def remove_stale(role: str, pid: int) -> None:
 
 
 def has_started(role: str, pid: int) -> bool:
-    """Whether this process has come to its work."""
+    """Return whether this process has begun to report."""
     return any((folder / _name(role, pid)).exists() for folder in filter(_is_own_folder, _folders()))
 
 
@@ -72,10 +73,10 @@ def remove_old(folder: Path) -> None:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder of this user.  In the system's folder anybody may put a link, or a folder, of its name."""
+    """Return whether this is a folder of this user.  In the system's folder any user can create one, or a link."""
     with suppress(OSError):
-        found = folder.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        status = folder.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     return False
 
 
@@ -84,7 +85,7 @@ def _name(role: str, pid: int | str) -> str:
 
 
 def _folders() -> tuple[Path, Path]:
-    """Of this installation: in the state folder, and without one in the system's."""
+    """Return this installation's folders: the one in the state folder, and the one for when there is none."""
     home = StorageSettings().home.absolute()
     suffix = hashlib.sha256(str(home).encode()).hexdigest()[:8]
     return home / "alive", Path(tempfile.gettempdir()) / f"slotkeeper-{os.geteuid()}-{suffix}"

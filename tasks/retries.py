@@ -1,6 +1,7 @@
-"""When a run that went wrong is tried again: by Celery's retry options of `infer`, where its model sets none.
+"""Celery's retry options of `infer`, and how a run ends by them.
 
-`task_annotations = {"infer": {"max_retries": 5}}` in celeryconfig.py changes one, as for any task of Celery.
+They apply where the model's configuration sets none.  `task_annotations = {"infer": {"max_retries": 5}}` in
+celeryconfig.py changes an option, as for any task of Celery.
 """
 
 import sys
@@ -19,19 +20,19 @@ from slotkeeper.registry.model_config import ModelConfig
 from tasks.celery_app import celery
 from tasks.server_adapters import keeps_results
 
-_JITTER_DIVISOR = 5  # A wait is spread over a fifth of it: ±10 %.
+_JITTER_DIVISOR = 5  # The jitter is a fifth of the wait: ±10 %.
 _RETRIED_KINDS = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
 
 
 class ServerFault(Exception):
-    """The server answered with an error or with nonsense: (code, message)."""
+    """The server responded with an error, or with a response that cannot be read: (code, message)."""
 
 
 class RetriedTask(Task):
-    """Has the defaults of ModelConfig as Celery's retry options; a job that is tried again waits in the database."""
+    """A task whose retry options are the defaults of ModelConfig.  A retried job waits in the database."""
 
     autoretry_for = (ServerFault,)
-    dont_autoretry_for = (Reject,)  # A message that could not be taken goes back to the broker, whatever is retried.
+    dont_autoretry_for = (Reject,)  # A rejected message returns to the broker, whatever `autoretry_for` names.
     retry_backoff = ModelConfig().retry_backoff
     retry_backoff_max = ModelConfig().retry_backoff_max
     retry_jitter = True
@@ -39,16 +40,16 @@ class RetriedTask(Task):
 
 
 def retry_task() -> RetriedTask:
-    """Return the task `infer`, with what `task_annotations` says of it.
+    """Return the task `infer`, to which Celery has applied `task_annotations`.
 
-    By its name: what settles runs is loaded by it.
+    Looked up by its name, because its module imports this one.
     """
     celery.loader.import_task_module("tasks.inference")
     return cast(RetriedTask, celery.tasks["infer"])
 
 
 def with_task_options(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the task's retry options in place of what the model does not set."""
+    """Return the configuration in which the task's retry options replace the fields that the model does not set."""
     task = retry_task()
     max_retries = sys.maxsize if task.max_retries is None else task.max_retries
     options = {
@@ -62,16 +63,15 @@ def with_task_options(config: ModelConfig) -> ModelConfig:
 def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None = None) -> float:
     """Return the seconds to wait after the failure number `failures` (0: the first).
 
-    `retry_jitter` spreads them by ±10 %.  `retry_after_s` is the server's own Retry-After, which is heeded where it is
-    longer, up to the model's longest wait.
+    config: with the task's options (`with_task_options`).  retry_after_s: the server's Retry-After, which counts if it
+    is longer, up to `retry_backoff_max`.  The task's `retry_jitter` spreads the wait by ±10 %.
     """
-    config = with_task_options(config)
     longest_ms, requested_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
-    factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled stays 0: the job would burn its retries at once.
+    factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled is 0: the job would use up its retries at once.
     doubled_ms = get_exponential_backoff_interval(factor_ms, failures, longest_ms)
     wait_ms = max(doubled_ms, min(requested_ms, longest_ms))
     if retry_task().retry_jitter:
-        # Celery's full jitter of the whole wait would halve the time for which a job outlives a broken server.
+        # Celery's full jitter of the whole wait would halve the time for which the retries bridge an outage.
         spread_ms = wait_ms // _JITTER_DIVISOR
         wait_ms += get_exponential_backoff_interval(spread_ms, 0, spread_ms, full_jitter=True) - spread_ms // 2
     return wait_ms / 1000
@@ -80,7 +80,7 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
 def decide_end(
     run: Run, outcome: Outcome | StopReason, config: ModelConfig, settings: RoutingSettings, *, canceling: bool
 ) -> Decision:
-    """Return how a run ends now that came to `outcome`.  `canceling`: as in `decide`."""
+    """Return the decision on how a run with this outcome ends.  `canceling`: as in `decide`."""
     delay_ms = 0
     if isinstance(outcome, Outcome) and outcome.kind in _RETRIED_KINDS:
         config = with_task_options(config)

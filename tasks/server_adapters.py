@@ -1,8 +1,6 @@
-"""What a model's configuration says of how its servers are spoken to: made whole and checked when it is stored,
-compiled once by whoever speaks to them.
+"""The adapter of each server: its stored description loaded and compiled, its secrets, its address.
 
-A version of a description never changes (slotkeeper/registry/server_descriptions.py), so what was compiled of it is
-right for good.
+A version of a description never changes (slotkeeper/registry/server_descriptions.py), so its compiled form stays valid.
 """
 
 from collections.abc import Callable
@@ -28,7 +26,7 @@ _MAX_CACHED = 4096
 
 
 def effective_description(config: ModelConfig, described_by: str | None) -> dict[str, Any] | None:
-    """The description that is in force, with all its defaults; None: it cannot be read, or makes no sense."""
+    """Return the description that is in force, with all defaults; None: it cannot be read, or it is invalid."""
     try:
         compiled = _compiled_description(described_by) if described_by else _compiled_shorthand(*_shorthand(config))
     except (ValueError, Misconfigured):
@@ -37,26 +35,29 @@ def effective_description(config: ModelConfig, described_by: str | None) -> dict
 
 
 def is_preset_outdated(config: ModelConfig, described_by: str | None) -> bool:
-    """Whether its preset says something else by now than when this configuration was stored."""
+    """Return whether the preset has changed since this configuration was stored."""
     if config.preset not in presets.names() or described_by is None:
         return False
     try:
-        now = Description.model_validate(merge(presets.get(config.preset), config.description or {}))
-        return _compiled_description(described_by).description != now
+        current = Description.model_validate(merge(presets.get(config.preset), config.description or {}))
+        return _compiled_description(described_by).description != current
     except (ValueError, Misconfigured):
         return False
 
 
 def models_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
     """Return the models whose servers are called by a description with this secret.  Raises DatabaseUnavailable."""
-    named = [(model_entry.name, model_entry.described_by) for model_entry in catalog.models.values()]
+    described = [(model_entry.name, model_entry.described_by) for model_entry in catalog.models.values()]
     for server in catalog.servers.values():
-        named += [(model, server_descriptions.find_version(own)) for model, own in server.overrides.items()]
-    return sorted({model for model, version in named if version is not None and _uses_secret(version, secret)})
+        described += [(model, server_descriptions.find_version(own)) for model, own in server.overrides.items()]
+    return sorted({model for model, version in described if version is not None and _uses_secret(version, secret)})
 
 
 def defaults_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
-    """The same of defaults: kinds, and "" for those of the installation.  A model may be added that is spoken to so."""
+    """Return the defaults whose description contains this secret: kinds, and "" for the installation's defaults.
+
+    They count although no model uses them, because a model that is added later may.  Raises DatabaseUnavailable.
+    """
     return [
         default.name
         for default in catalog.defaults.values()
@@ -67,27 +68,27 @@ def defaults_using_secret(secret: str, catalog: CatalogSnapshot) -> list[str]:
 def _uses_secret(version: str, secret: str) -> bool:
     try:
         return secret in _compiled_description(version).description.secrets
-    except Misconfigured:  # Nothing is sent by it.
+    except Misconfigured:  # No request is sent by it.
         return False
 
 
-# -- compiled by who speaks ------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------------------
 
 
 class Misconfigured(Exception):
-    """A model is configured, or a server registered, so that no request can be made of it: a fault of that one."""
+    """No request can be made from the configuration of this model, or from the registration of this server."""
 
 
 _compiled_by_version: dict[str, CompiledDescription] = {}
 
 
 def is_loaded(version: str | None) -> bool:
-    """Whether this process can speak by it without asking the record."""
+    """Return whether this process has compiled the description, so that it needs no query of the database."""
     return version is None or version in _compiled_by_version
 
 
 def load(version: str | None) -> None:
-    """Read and compile a description, unless it is known.  Raises DatabaseUnavailable, Misconfigured."""
+    """Read and compile a description, unless it is loaded.  Raises DatabaseUnavailable, Misconfigured."""
     if version is None or version in _compiled_by_version:
         return
     body = server_descriptions.read_description(database(), version)
@@ -95,7 +96,7 @@ def load(version: str | None) -> None:
         raise Misconfigured(f"the description {version} is not in the record any more")
     try:
         compiled = compile_description(Description.model_validate_json(body))
-    except ValueError as error:  # A newer release may say what this one does not understand.
+    except ValueError as error:  # A newer release may have stored it, with fields that this one does not know.
         raise Misconfigured(f"the description {version} is not understood: {error}") from error
     while len(_compiled_by_version) >= _MAX_CACHED:
         del _compiled_by_version[next(iter(_compiled_by_version))]
@@ -108,16 +109,16 @@ def _compiled_description(version: str) -> CompiledDescription:
 
 
 def keeps_results(version: str | None) -> bool:
-    """Whether a server that is spoken to so has a result still after it was read."""
+    """Return whether a server with this description still has a result after it was read."""
     compiled = _compiled_by_version.get(version or "")
     return compiled is None or compiled.description.keeps_results
 
 
 def adapter_for(url: str, model: Model, described_by: str | None) -> ServerAdapter:
-    """Speaks to the endpoint `url` as the version `described_by` says, or else by the slot protocol with the
-    configuration's own fields.
+    """Return the adapter of the endpoint `url`, by the description `described_by`.
 
-    Raises Misconfigured; and DatabaseUnavailable unless the version is known.
+    described_by: None: the slot protocol, with the fields of the model's configuration.
+    Raises Misconfigured; DatabaseUnavailable, unless the description is loaded.
     """
     try:
         if described_by is None:
@@ -128,15 +129,15 @@ def adapter_for(url: str, model: Model, described_by: str | None) -> ServerAdapt
 
 
 def health_adapter(catalog: CatalogSnapshot, server: registered.Server) -> ServerAdapter | None:
-    """Return what asks for a server's health: by a model that describes how, if there is one.
+    """Return an adapter for a server's health check: preferably of a model whose description contains one.
 
-    None: no description of its models can be used.
+    None: no description of its models can be used.  Raises DatabaseUnavailable.
     """
     fallback = None
     for model, url in sorted(server.endpoints.items()):
         try:
             adapter = adapter_for(url, catalog.models[model], catalog.find_description(server.name, model))
-        except Misconfigured as error:  # It concerns this model's jobs; how the server is stays unknown.
+        except Misconfigured as error:  # It concerns the jobs of this model only; another model may serve.
             log.warning("server_not_asked", server=server.name, model=model, error=str(error))
             continue
         if adapter.description.health is not None:
@@ -146,26 +147,25 @@ def health_adapter(catalog: CatalogSnapshot, server: registered.Server) -> Serve
 
 
 def endpoint_of_run(catalog: CatalogSnapshot, server: str, model: str, sent_to: str | None) -> str | None:
-    """Where a run is asked for; None: its server, or its endpoint, was removed.
+    """Return the endpoint at which a run is polled; None: its server was removed, or its endpoint before it was sent.
 
-    At the address to which it was sent.  Where only a password or the query has changed, that of now holds.
+    It is the URL to which the run was sent.  If only the password or the query has changed, it is the current URL.
     """
     if server not in catalog.servers:
         return None
-    now = catalog.endpoint(server, model)
-    return (
-        now
-        if sent_to in (None, now) or (now is not None and parse_location(now) == parse_location(sent_to or ""))
-        else sent_to
-    )
+    current = catalog.endpoint(server, model)
+    if sent_to in (None, current):
+        return current
+    is_same_location = current is not None and parse_location(current) == parse_location(sent_to or "")
+    return current if is_same_location else sent_to
 
 
 def adapter_of_run(
     catalog: CatalogSnapshot, name: str, model_name: str, described_by: str | None, sent_to: str | None = None
 ) -> ServerAdapter | None:
-    """Speaks to a server as a run of this model and version began, at the address to which that was sent.
+    """Return the adapter for a run: by the description with which it started, at the URL to which it was sent.
 
-    None: the server was removed.  Raises as server_for.
+    None: as `endpoint_of_run`, or the model was removed.  Raises as `adapter_for`.
     """
     model, url = catalog.model(model_name), endpoint_of_run(catalog, name, model_name, sent_to)
     return None if url is None or model is None else adapter_for(url, model, described_by)
@@ -192,6 +192,6 @@ _shorthand: Callable[[ModelConfig], tuple[Any, ...]] = attrgetter(*SHORTHAND)
 
 
 def secret_for(model: str, name: str) -> str | None:
-    """The secret as it is set now, for requests of this model; None: there is none that it may use."""
+    """Return the current value of a secret, for requests of this model; None: it has no such secret."""
     found: Secret | None = dispatcher().catalog.cached().secrets.get(name)
     return unseal(name, found.sealed) if found is not None and found.is_for(model) else None

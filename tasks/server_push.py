@@ -1,7 +1,7 @@
-"""A server tells the end of a run by itself, instead of being polled.
+"""A server pushes the end of a run, instead of being polled: the token, the URL, reading and applying the push.
 
-Whether the push shows the right token is for the door to check, before.  Everything else is as if a worker had
-been told: the same verdict, the same guarded write.  The worker that still polls finds its run over.
+The API checks the token first (`is_token_of_run`).  Then a push ends the run as a worker would: by the same rules, with
+the same guarded write.  A worker that still polls finds that its run is over.
 """
 
 import hmac
@@ -36,7 +36,9 @@ def is_valid_token(token: str, job_id: str, attempt: int) -> bool:
 
 
 def _token(key: bytes, job_id: str, attempt: int) -> str:
-    signature = _keyed_hmac(key).copy()  # `hmac.digest` lets go of the interpreter, which the loop then waits for.
+    # A copy, because each call of `hmac.digest` releases the interpreter lock: another thread may then keep the lock
+    # for up to 5 ms while the event loop waits.  `update` keeps the lock for data below 2 KiB.
+    signature = _keyed_hmac(key).copy()
     signature.update(f"callback {job_id} {attempt}".encode())
     return signature.hexdigest()
 
@@ -52,19 +54,19 @@ def push_url(job_id: str) -> str:
 
 @singleton
 def _callback_base_url() -> str:
-    return TaskSettings().callback_base  # Settings take a while to read, and this is asked for every run.
+    return TaskSettings().callback_base  # Cached, because reading the settings is slow and every run needs the URL.
 
 
-# What a push can say about the end of a run.  Of anything else the polling worker makes more.
+# The outcomes with which a push ends a run.  All others are left to the worker that polls.
 _END_KINDS = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.RETRY, OutcomeKind.CANCELED})
-_FETCH_DEADLINE_S = 30.0  # for a description that has the result fetched from elsewhere
+_FETCH_DEADLINE_S = 30.0  # of the request for a result that the description fetches separately
 
 
 def read_push(job: Job, body: bytes) -> Outcome | None:
-    """Return what the push says; None: not the end of the run, or its server is not known any more.
+    """Return the outcome that a push reports; None: it does not end the run, or the run's server was removed.
 
-    PENDING: the push is JSON with a fault.  If no worker polls the server, which thus cannot be asked again, that ends
-    the run.
+    PENDING: the push is faulty JSON, and a worker polls the run.  Without polls (mode `callback`) faulty JSON ends the
+    run, because the server cannot be asked again.
     """
     url = endpoint_of_run(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
     if url is None:
@@ -73,11 +75,11 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
         return None
     try:
         server = adapter_for(url, dispatcher().catalog.resolve(job.model), job.described_by)
-    except Misconfigured:  # The worker that watches the run says so.
+    except Misconfigured:  # The run's worker reports this.
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
-        return None  # The worker that polls is its one reader.
-    call = _make_call(job)
+        return None  # The result can be read only once, and the worker that polls reads it.
+    call = _make_call(job, with_payload=server.description.asks_by_payload)
     outcome = server.read_push(call, job.remote_id, body)
     if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
         outcome = call_server(
@@ -89,9 +91,9 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
 
 
 def release_quarantined_slot(job: Job, body: bytes) -> bool:
-    """Let the slot of a run that has ended here be used again, if the push says that it has ended at its server too.
+    """Release the quarantined slot of a run that has ended here, if the push reports its end at the server.
 
-    Raises DatabaseUnavailable.
+    Returns whether the slot was released.  Raises DatabaseUnavailable.
     """
     if quarantine.find(dispatcher().store.database, job.id, job.attempt) is None:
         return False
@@ -102,7 +104,7 @@ def release_quarantined_slot(job: Job, body: bytes) -> bool:
 
 
 def _is_about_other_job(job: Job, body: bytes) -> bool:
-    """Whether it is about another job of ours.  What a server calls its run by itself is its own affair."""
+    """Return whether the body names another job of this installation.  Ids that the server itself chose are ignored."""
     try:
         job_id = resolve(large_json.parse(body), ("job_id",))
     except ValueError:
@@ -113,7 +115,10 @@ def _is_about_other_job(job: Job, body: bytes) -> bool:
 
 
 def is_token_of_run(job: Job, token: str) -> bool:
-    """Whether it is the token that the job's present run has at its server.  Of made-up ones nothing is looked up."""
+    """Return whether this is the token that the server has for the job's current run.
+
+    A forged token costs no query of the database.
+    """
     if is_valid_token(token, job.id, job.attempt):
         return True
     attempt = next((earlier for earlier in _earlier_attempts(job) if is_valid_token(token, job.id, earlier)), None)
@@ -121,27 +126,27 @@ def is_token_of_run(job: Job, token: str) -> bool:
 
 
 def _earlier_attempts(job: Job) -> range:
-    """Attempts one of which may have sent what the present one goes on with, the latest first."""
+    """Return the earlier attempts that may have sent the request of the current run, the latest first."""
     if job.sent_ms is None or job.started_ms is None or job.sent_ms >= job.started_ms:
         return range(0)
     return range(job.attempt - 1, 0, -1)
 
 
 def _attempt_at_server(job: Job) -> int:
-    """The attempt whose token the server has, where another worker goes on with the run."""
+    """Return the attempt whose token the server has, if another worker has resumed its run."""
     starts = (event for event in dispatcher().store.list_events(job.id) if event.type == EVENT_TYPES[State.RUNNING])
     return max((event.attempt for event in starts if event.at_ms <= (job.sent_ms or 0)), default=job.attempt)
 
 
 def is_between_workers(job: Job) -> bool:
-    """Whether its run goes on at the server, and the worker that will go on with it has not begun."""
+    """Return whether the run continues at the server, and no worker has resumed it yet."""
     return job.state is State.QUEUED and job.remote_id is not None
 
 
 def apply_push(job: Job, outcome: Outcome) -> bool:
-    """End the run that `job` shows, as the worker would.  False: it is over already, and nothing was changed.
+    """End the current run of `job` as its worker would.
 
-    Raises DatabaseUnavailable.
+    Returns False if the run is over already; nothing is changed then.  Raises DatabaseUnavailable.
     """
     active = active_run_of(dispatcher(), job)
     if active is None:
@@ -151,11 +156,12 @@ def apply_push(job: Job, outcome: Outcome) -> bool:
     return end_run(dispatcher(), active, decision) is not None
 
 
-def _make_call(job: Job) -> Call:
+def _make_call(job: Job, *, with_payload: bool) -> Call:
+    """Return the call of a run.  with_payload: the description uses the payload, which is then parsed."""
     return Call(
         job_id=job.id,
         attempt=job.attempt,
-        payload=json_text.loads(job.payload or "{}"),
+        payload=json_text.loads(job.payload or "{}") if with_payload else None,
         callback_url=push_url(job.id),
         callback_token=push_token(job.id, job.attempt),
         deadline_s=_FETCH_DEADLINE_S,

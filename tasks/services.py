@@ -1,4 +1,4 @@
-"""One process's Dispatcher, put together from the settings on first use."""
+"""The process's database, Redis scripts, catalog and dispatcher, made from the settings on first use."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 @singleton
 def database() -> Database:
-    """The record of this installation.  Raises DatabaseUnavailable where there is none: only `migrate` makes one."""
+    """Return the database of this installation.
+
+    Raises DatabaseUnavailable: there is no such SQLite file; only `migrate` creates it.
+    """
     settings = StorageSettings()
     url = settings.sqlalchemy_url
     path = Path(url.removeprefix("sqlite:///"))
@@ -80,7 +83,7 @@ def workers() -> WorkerCapacity:
 
 @singleton
 def process_locks() -> ProcessLocks:
-    """Of workers, by the owner of their leases."""
+    """Return the locks of the worker processes, by the owner of their leases."""
     return ProcessLocks(StorageSettings().home.absolute() / "workers")
 
 
@@ -116,7 +119,7 @@ def store() -> JobStore:
 
 @singleton
 def result_notifier() -> "ResultNotifier":
-    from tasks.results import ResultNotifier  # Loads Celery, which not every process has a use for.
+    from tasks.results import ResultNotifier  # Loads Celery (20 MiB): only for ends of jobs.
 
     return ResultNotifier(ResultNotifications(database()), store())
 

@@ -1,7 +1,7 @@
 """What each process of an installation does first.
 
-It logs as all do, closes the state folder, compares its secret with the others', and looks at Redis' settings.
-Celery's processes are told to by tasks/extensions/signal_handlers.py.
+It configures the logs, makes the state folder private, and checks its secret and the settings of Redis.
+Celery's processes do this by a signal handler (tasks/extensions/signal_handlers.py).
 """
 
 import structlog
@@ -35,32 +35,33 @@ _OTHER_SECRET = (
 
 
 def check_secret() -> bool:
-    """Whether this process has the secret that is known in Redis; loud if it has not.  The first makes it known.
+    """Return whether this process has the secret whose fingerprint is in Redis; log an error if it has not.
 
-    A secret that replaces a former one takes its place.  True also while Redis is away: then nobody knows.
+    The first process stores its fingerprint.  A process whose former secret is stored replaces the fingerprint.
+    True also while Redis is unavailable, because then the secrets cannot be compared.
     """
     redis, key = scripts().redis, scripts().keys.secret()
     try:
-        shared = _matches_shared_secret(redis, key, *fingerprints())
+        matches = _matches_shared_secret(redis, key, *fingerprints())
     except RedisError as error:
         log.warning("secret_not_compared", error=str(error))
         return True
-    if not shared:
+    if not matches:
         log.error("other_secret", advice=_OTHER_SECRET.format(key=key))
-    return shared
+    return matches
 
 
 def _matches_shared_secret(redis: Redis, key: str, present: str, *former: str) -> bool:
     redis.set(key, present, nx=True)
-    known = redis.get(key)
-    if known in [fingerprint.encode() for fingerprint in former]:
+    stored = redis.get(key)
+    if stored in [fingerprint.encode() for fingerprint in former]:
         redis.set(key, present)
         return True
-    return known == present.encode()
+    return stored == present.encode()
 
 
 def check_redis() -> None:
-    """Refuse a Redis with which Slotkeeper cannot work.  A Redis that is away is not refused: it may come back.
+    """Refuse a Redis whose settings Slotkeeper cannot work with.  An unavailable Redis is not refused.
 
     Raises UnsuitableRedis.
     """
@@ -75,13 +76,12 @@ def check_redis() -> None:
 
 
 def _check_celery_redis() -> None:
-    """Refuse a Cluster or a Sentinel as Celery's broker or result backend, where these are another Redis."""
+    """Refuse a Redis Cluster or a Sentinel as Celery's broker or result backend, if that is not the queue's Redis."""
     settings, queue_url = TaskSettings(), RoutingSettings().effective_redis_url
     others = {settings.broker: "SLOTKEEPER_BROKER_URL", settings.results: "SLOTKEEPER_RESULT_URL"}
     for url, variable in others.items():
-        if (
-            url == queue_url or not url.startswith(_REDIS_SCHEMES) or ";" in url
-        ):  # another transport, or several brokers
+        # Not checked: the queue's own Redis, another transport, or several brokers (";").
+        if url == queue_url or not url.startswith(_REDIS_SCHEMES) or ";" in url:
             continue
         with connect(url, RoutingSettings().redis_timeout_s) as redis:
             _refuse(explain_not_single(redis, variable))
@@ -93,7 +93,10 @@ def _refuse(reason: str | None) -> None:
 
 
 def prepare() -> None:
-    """Raises StateFolderNotPrivate, OSError: the state folder cannot be used; UnsuitableRedis."""
+    """Configure the logs, and check the state folder, Redis and the secret.
+
+    Raises StateFolderNotPrivate, OSError: the state folder cannot be used; UnsuitableRedis.
+    """
     logs.configure(TaskSettings().log_level, TaskSettings().log_format)
     restrict_state_folder(StorageSettings())
     check_redis()
@@ -101,7 +104,7 @@ def prepare() -> None:
 
 
 def prepare_or_exit() -> None:
-    """Do what `begin` does, or end the process with one sentence."""
+    """Call `prepare`; if it fails, end the process with its error message."""
     try:
         prepare()
     except (SlotkeeperError, OSError) as error:

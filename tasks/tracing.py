@@ -1,4 +1,4 @@
-"""The trace of a job, told to those who go on with it: its server, and the receiver of its webhook."""
+"""The trace context of a job, which its inference server and the receivers of its webhooks get."""
 
 from slotkeeper.process import singleton
 from slotkeeper.trace_context import make_traceparent
@@ -7,9 +7,9 @@ from tasks.config import EventSettings
 
 @singleton
 def exports_spans() -> bool:
-    """Whether this installation tells its own spans.
+    """Return whether this installation exports its own spans.
 
-    Settings that are wrong are for the relay to refuse, and end no run.
+    Invalid settings count as no: the relay refuses them, and they must not end a run.
     """
     try:
         return "otlp" in EventSettings().sinks
@@ -18,5 +18,5 @@ def exports_spans() -> bool:
 
 
 def outgoing_traceparent(job_id: str, traceparent: str | None, kind: str, attempt: int = 0) -> str | None:
-    """The traceparent below which others go on; None: neither the client nor we want to see a trace."""
+    """Return the traceparent to send with a request; None: the client sent none, and no spans are exported."""
     return make_traceparent(job_id, traceparent, kind, attempt) if traceparent is not None or exports_spans() else None

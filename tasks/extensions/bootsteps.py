@@ -1,4 +1,4 @@
-"""A worker as a step of Celery's consumer: it consumes all models' queues, and drains when the process shuts down."""
+"""Boot steps: a worker consumes each model's queue, drains when it shuts down, and may run beat in a thread."""
 
 import threading
 from typing import Any
@@ -21,7 +21,7 @@ _WATCH_PERIOD_S = 1.0
 
 
 class ModelQueueWatcher(threading.Thread):
-    """Consumes from the queue of every model in the catalog, also of those registered later, and of no others."""
+    """Has the worker consume exactly the queues of the models in the catalog, as models come and go."""
 
     def __init__(self, consumer: Any) -> None:
         super().__init__(name="queue-watch", daemon=True)
@@ -37,10 +37,10 @@ class ModelQueueWatcher(threading.Thread):
             self.ended.wait(_WATCH_PERIOD_S)
 
     def _update_queues(self) -> None:
-        # Compared with what is really consumed, so that nothing that went wrong once stays so.
+        # Compared with the queues that are really consumed, so that a failed change is repeated.
         consumed = {queue.name for queue in self._consumer.task_consumer.queues}
         wanted = {offer_messages.queue_name(model) for model in dispatcher().catalog.get().models}
-        # Not from here: the connection belongs to the thread of the loop.
+        # By call_soon: the connection belongs to Celery's thread.
         for queue in sorted(wanted - consumed):
             self._consumer.hub.call_soon(_consume, self._consumer, queue)
         for queue in sorted(name for name in consumed - wanted if offer_messages.is_model_queue(name)):
@@ -49,15 +49,16 @@ class ModelQueueWatcher(threading.Thread):
 
 
 def _consume(consumer: Any, name: str) -> None:
-    queue = celery.amqp.queues[name]  # Made of the type that celeryconfig.py says; add_task_queue makes a classic one.
+    # The lookup creates the queue with the type of celeryconfig.py; add_task_queue alone would create a classic one.
+    queue = celery.amqp.queues[name]
     consumer.add_task_queue(queue.name)
 
 
 def _delete_queue(consumer: Any, queue: str) -> None:
-    """Of a model that is gone, or called otherwise: with what the broker keeps of it, unless something lies there."""
+    """Delete the queue of a model that was removed or renamed, unless it has messages."""
     try:
         consumer.task_consumer.channel.queue_delete(queue, if_empty=True)
-    except Exception as error:  # It costs a key at the broker, or a queue that stands empty.
+    except Exception as error:  # What remains is a key, or an empty queue, at the broker.
         log.info("queue_not_deleted", queue=queue, error=str(error))
 
 
@@ -79,7 +80,7 @@ def _facts() -> dict[str, Any]:
 
 
 class JobsStep(bootsteps.StartStopStep):
-    """Marks a worker that runs jobs: it consumes the models' queues and keeps leases."""
+    """Starts the parts of a worker that runs jobs: it consumes the models' queues and reports that it is alive."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -89,8 +90,8 @@ class JobsStep(bootsteps.StartStopStep):
 
     def start(self, parent: Any) -> None:
         if "celery" not in celery.amqp.queues.consume_from:
-            return  # A worker for maintenance or webhooks alone.
-        this_worker().max_runs = parent.pool.limit  # as the worker's options or the settings say
+            return  # A worker for maintenance or other tasks only.
+        this_worker().max_runs = parent.pool.limit  # from the option `-c`, or from worker_concurrency
         this_worker().start_consuming(parent)
         tune_garbage_collection()
         consume(_canary(), parent)
@@ -113,7 +114,7 @@ def _drain(**_: object) -> None:
 
 
 class BeatThread(threading.Thread):
-    """Runs beat's service until it is told to stop."""
+    """Runs Celery's beat service until `stop`.  If beat ends otherwise, the worker ends with status 1."""
 
     def __init__(self, service: beat.Service) -> None:
         super().__init__(name="beat", daemon=True)
@@ -135,7 +136,10 @@ class BeatThread(threading.Thread):
 
 
 class EmbeddedBeatStep(bootsteps.StartStopStep):
-    """The worker's part that is beat, if `--embedded-beat` asks for it."""
+    """Runs beat in a thread of the worker, if it has the option `--embedded-beat`.
+
+    Celery's `-B` forks a process instead: it takes 28 MiB, and no process notices when it ends.
+    """
 
     def __init__(self, worker: Any, embedded_beat: bool = False, **options: Any) -> None:
         super().__init__(worker, **options)

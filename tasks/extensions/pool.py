@@ -1,8 +1,8 @@
-"""The pool of a worker: here a run leaves Celery for the event loop, and other tasks go to threads.
+"""The worker's pool: a wake-up message starts a run in the event loop, and other tasks run in threads.
 
 Celery's tracer is synchronous: it calls a function, and the task has ended when that returns.  A run is a coroutine
-that waits for a server, so it is not traced.  The pool gives the offer of the wake-up to the event loop, and reports
-the wake-up as done, which acknowledges its message.  What the run then does stands in the database.
+that waits for a server, so it is not traced.  The pool passes the offer of the wake-up to the event loop, and reports
+the wake-up as done, which acknowledges its message.  The database has the state of the run.
 """
 
 import os
@@ -23,7 +23,7 @@ _MAX_THREADS = 64
 
 
 class Pool(TaskPool):
-    """`limit`: the most runs under way, and the most other tasks, though of those no more than 64."""
+    """`limit`: the maximum number of concurrent runs, and of other tasks, for which there are at most 64 threads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +31,11 @@ class Pool(TaskPool):
 
     @property
     def num_processes(self) -> int:
-        """Return how many messages the worker may hold: runs take places without one (`worker_disable_prefetch`)."""
+        """Return how many messages the worker may hold.
+
+        Celery reads it if `worker_disable_prefetch` is set, and counts its own requests.  A run takes a place without a
+        request: its message is acknowledged, or no message brought it.
+        """
         return max(self.limit - _count_runs(), 0)
 
     @property
@@ -66,7 +70,7 @@ class Pool(TaskPool):
 
 
 def _start_run(task_id: str, request: Any) -> None:
-    """Run the job of a wake-up's offer.  One that comes twice finds its offer taken up, and changes nothing."""
+    """Run the job of a wake-up's offer.  A message that is delivered twice finds no open offer, and has no effect."""
     from tasks.worker.worker import this_worker
 
     offer = offer_messages.read_offer(task_id, request["args"], request)

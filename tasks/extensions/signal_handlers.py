@@ -1,4 +1,7 @@
-"""What Celery's processes are told to do first; Flower, which is one of them, loads nothing else of ours."""
+"""Handlers of Celery's signals: logs, start-up checks, liveness.
+
+Flower loads only this module, so it imports the others inside the handlers.
+"""
 
 import threading
 
@@ -10,13 +13,13 @@ from tasks.config import TaskSettings
 
 @setup_logging.connect
 def _configure_logs(loglevel: int | str | None = None, **_: object) -> None:
-    """Celery asks for its own way of logging; this takes its place, also in beat and Flower."""
+    """Configure the logs in place of Celery, in workers, beat and Flower."""
     logs.configure(loglevel or TaskSettings().log_level, TaskSettings().log_format)
 
 
 @worker_ready.connect
 def _report_maintenance(**_: object) -> None:
-    """A worker of jobs says so itself, from when it takes some."""
+    """Report a worker of the maintenance queue as alive.  A worker that runs jobs reports in its boot step."""
     from tasks.beat import QUEUE
     from tasks.celery_app import celery
 
@@ -34,14 +37,14 @@ def _start_reporting(role: str) -> None:
 @worker_init.connect
 @beat_init.connect
 def _prepare(**_: object) -> None:
-    """As all processes begin; and what messages unpack to is bounded."""
+    """Bound the decompression of messages, and do what every process does first."""
     if threading.current_thread() is not threading.main_thread():
-        return  # Beat that is embedded in a worker, which has begun.
+        return  # This is beat in a thread of a worker, which has done it.
     from tasks import startup
     from tasks.extensions.transport import limit_decompression
 
     limit_decompression()
-    startup.prepare_or_exit()  # Celery would only log an error that a signal's receiver raises.
+    startup.prepare_or_exit()  # Celery only logs an exception of a signal handler.
 
 
 @beat_init.connect

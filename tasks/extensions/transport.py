@@ -1,7 +1,8 @@
-"""The Redis broker: what is no message, or could not be decoded, is dropped in one line; it ends nobody.
+"""kombu's Redis transport, made robust against malformed messages, and bounded decompression for every broker.
 
-kombu decodes what it takes from a list or a channel in the loop of the worker; an error there would end the worker,
-and with a list that is read again, each worker after it.  So would a connection that is cut while it is being closed.
+kombu decodes messages in the worker's event loop, where an error ends the worker.  The broker then delivers the message
+to the next worker, and ends that one too.  So a message that cannot be decoded is dropped with one log line.  kombu has
+no hook for this: test_private_names.py lists the private methods that are overridden here.
 """
 
 import bz2
@@ -23,34 +24,34 @@ from slotkeeper.registry.model_config import MAX_PAYLOAD_BYTES
 
 log = structlog.get_logger(__name__)
 
-_LONG_HELD_S = 15.0  # Messages are acknowledged in milliseconds.
-# kombu counts them among errors of connections; where a message is read, they say that something is missing from it.
+_LONG_HELD_S = 15.0  # Messages are acknowledged within milliseconds.
+# kombu counts these as connection errors.  While a message is read, they mean that a part of it is missing.
 _READ_ERRORS = (DataError, KeyError)
 
 
 def count_unacknowledged(client: Redis) -> int:
-    """Return how many messages of this broker were taken long ago and not acknowledged, as by a worker that died."""
+    """Return how many messages were delivered long ago and never acknowledged, such as those of a worker that died."""
     return int(client.zcount(Channel.unacked_index_key, 0, time.time() - _LONG_HELD_S))
 
 
 class QoS(redis.QoS):
-    """Gives messages back as long as there is a connection to do it through."""
+    """Returns unacknowledged messages to their queues, if the connection is open."""
 
     def restore_unacked(self, client: Any = None) -> Any:
         if self.channel.connection.client is None:
-            # The connection was closed before its channel.  The broker brings these messages back by itself, later.
+            # The connection was closed before its channel: kombu would raise.  The visibility timeout restores them.
             self._delivered.clear()  # type: ignore[union-attr]
             return None
         return super().restore_unacked(client)
 
 
 class Channel(redis.Channel):
-    """Lets connections fail, but not because of what was read from them."""
+    """A channel on which only the connection can fail: a message that cannot be decoded is dropped."""
 
     QoS = QoS
 
     def _get_client(self) -> Any:
-        """Return the class of clients: messages and bindings go on when Redis is full."""
+        """Return the client class, with which messages and bindings are written even if Redis has no free memory."""
         return OomTolerantRedis
 
     def _brpop_read(self, **options: Any) -> Any:
@@ -68,7 +69,7 @@ class Channel(redis.Channel):
             raise Empty from None
 
     def _drop(self, error: Exception) -> None:
-        """Called while handling `error`, which is raised again unless what was read is to blame."""
+        """Log a dropped message, if it caused `error`; otherwise raise `error` again."""
         connection_errors: tuple[type[BaseException], ...] = (
             Empty,
             *self.connection.connection_errors,
@@ -80,15 +81,15 @@ class Channel(redis.Channel):
 
 
 class Transport(redis.Transport):
-    """kombu's own with this channel; celeryconfig.py names it."""
+    """kombu's Redis transport with this channel; celeryconfig.py names it."""
 
     Channel = Channel
 
 
-_GROWTH = 3  # kombu writes ASCII: of each letter's two to four bytes in UTF-8 it makes six or twelve.
+_GROWTH = 3  # kombu escapes to ASCII: a character of two to four bytes in UTF-8 becomes six or twelve bytes.
 _HEADERS_BYTES = 1 << 20
 MAX_DECOMPRESSED_BYTES = _GROWTH * MAX_PAYLOAD_BYTES + _HEADERS_BYTES
-"""Of an unpacked message: the largest payload that a model may take, as kombu writes it, and what stands around it."""
+"""Maximum size of a decompressed message: the largest payload of a model, as kombu writes it, and the headers."""
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "application/x-gzip": zlib.decompressobj,
@@ -98,11 +99,11 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
 
 
 class DecompressedTooLarge(ValueError):
-    """What is packed in this message is more than any of ours holds."""
+    """The decompressed message is larger than any message that a client can need."""
 
 
 def limit_decompression() -> None:
-    """From now on no message of this process is unpacked beyond the bound, nor by what knows none."""
+    """Bound the decompression of messages in this process, and refuse the formats whose output cannot be bounded."""
     for kind in compression.encoders():
         compress = cast(Any, compression).get_encoder(kind)[0]
         compression.register(compress, _bounded(_DECOMPRESSORS[kind]) if kind in _DECOMPRESSORS else _refuse, kind)

@@ -1,4 +1,4 @@
-"""What a call of `infer` may ask for: each argument and option is honoured or refused by its name."""
+"""Each argument and option of a call of `infer` has its effect, or is refused by its name."""
 
 import inspect
 import os
@@ -36,10 +36,10 @@ def _read(*args: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> S
     return call_options.read_submission("j1", args, kwargs or {}, options)
 
 
-def _refused(*args: Any, **asked: Any) -> InvalidJob:
-    with pytest.raises(InvalidJob) as refused:
-        _read(*args, **asked)
-    return refused.value
+def _refusal(*args: Any, **options: Any) -> InvalidJob:
+    with pytest.raises(InvalidJob) as raised:
+        _read(*args, **options)
+    return raised.value
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ def _refused(*args: Any, **asked: Any) -> InvalidJob:
     ],
 )
 def test_model_and_payload_are_given_by_position_or_by_name(args, kwargs):
-    asked = _read(*args, kwargs=kwargs)
-    assert (asked.request.model, asked.request.payload) == ("zimg", PROMPT)
+    submission = _read(*args, kwargs=kwargs)
+    assert (submission.request.model, submission.request.payload) == ("zimg", PROMPT)
 
 
 def test_a_payload_may_be_left_out():
@@ -64,20 +64,20 @@ def test_a_payload_may_be_left_out():
 
 
 @pytest.mark.parametrize("name", ["callback_url", "constraints", "labels", "tenant", "idempotency_key"])
-def test_what_is_ours_may_be_an_argument_or_an_option(name):
+def test_a_field_of_a_job_may_be_given_as_an_argument_or_as_an_option(name):
     value = {"gpu": "A100"} if name in ("constraints", "labels") else "https://acme"
-    for asked in (_read("zimg", kwargs={name: value}), _read("zimg", **{name: value})):
-        assert getattr(asked.request if name in REQUEST_FIELDS else asked, name) == value
+    for submission in (_read("zimg", kwargs={name: value}), _read("zimg", **{name: value})):
+        assert getattr(submission.request if name in REQUEST_FIELDS else submission, name) == value
 
 
-def test_what_is_given_twice_must_be_the_same():
+def test_a_value_that_is_given_twice_must_be_the_same():
     assert _read("zimg", kwargs={"tenant": "acme"}, tenant="acme").tenant == "acme"
-    assert _refused("zimg", kwargs={"tenant": "acme"}, tenant="other").field == "tenant"
-    assert _refused("zimg", PROMPT, kwargs={"payload": PROMPT}).field == "payload"
+    assert _refusal("zimg", kwargs={"tenant": "acme"}, tenant="other").field == "tenant"
+    assert _refusal("zimg", PROMPT, kwargs={"payload": PROMPT}).field == "payload"
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "field", "says"),
+    ("args", "kwargs", "field", "detail"),
     [
         ((), {}, "model", "infer.delay(model, payload)"),
         ((7,), {}, "model", "infer.si"),
@@ -93,10 +93,10 @@ def test_what_is_given_twice_must_be_the_same():
         (("flux",), {"callback_url": ["x"]}, "callback_url", "a text"),
     ],
 )
-def test_a_call_that_cannot_be_a_job_is_refused_by_name(args, kwargs, field, says):
-    refused = _refused(*args, kwargs=kwargs)
-    assert refused.field == field
-    assert says in refused.detail
+def test_an_invalid_argument_is_refused_by_name(args, kwargs, field, detail):
+    refusal = _refusal(*args, kwargs=kwargs)
+    assert refusal.field == field
+    assert detail in refusal.detail
 
 
 # -- options ---------------------------------------------------------------------------------------------------
@@ -111,49 +111,56 @@ def test_a_call_that_cannot_be_a_job_is_refused_by_name(args, kwargs, field, say
     ],
 )
 def test_an_option_that_means_nothing_to_a_job_is_refused_by_name(name):
-    refused = _refused("zimg", **{name: 7})
-    assert refused.field == name
-    assert refused.detail.startswith(f"{name} means nothing to a job: ")
+    refusal = _refusal("zimg", **{name: 7})
+    assert refusal.field == name
+    assert refusal.detail.startswith(f"{name} means nothing to a job: ")
 
 
-@pytest.mark.parametrize(("name", "near"), [("prio", "priority"), ("expire", "expires"), ("constraint", "constraints")])
-def test_an_unknown_option_is_refused_with_the_nearest_known(name, near):
-    assert f"did you mean {near}?" in _refused("zimg", **{name: 1}).detail
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("prio", "priority"), ("expire", "expires"), ("constraint", "constraints")]
+)
+def test_the_refusal_of_an_unknown_option_names_the_nearest_valid_one(name, nearest):
+    assert f"did you mean {nearest}?" in _refusal("zimg", **{name: 1}).detail
 
 
-def test_options_that_say_nothing_else_than_what_is_are_taken():
+def test_default_values_and_options_about_publishing_are_accepted():
     _read("zimg", queue="celery", serializer="json", retries=0, producer=object(), add_to_parent=False, shadow=None)
 
 
 def test_times_are_seconds_or_moments():
-    asked = _read("zimg", expires=60, countdown=5)
-    assert (asked.request.ttl, asked.request.not_before, asked.expires_ms, asked.not_before_ms) == (60, 5, None, None)
+
+    def times(submission: Submission) -> tuple[Any, ...]:
+        request = submission.request
+        return request.ttl, request.not_before, submission.expires_ms, submission.not_before_ms
+
+    assert times(_read("zimg", expires=60, countdown=5)) == (60, 5, None, None)
     soon = datetime.now(UTC) + timedelta(seconds=60)
     moment_ms = round(soon.timestamp() * 1000)
     for when in (soon, soon.replace(tzinfo=None), soon.isoformat()):
-        asked = _read("zimg", expires=when, eta=when)
-        assert (asked.request.ttl, asked.request.not_before, asked.expires_ms, asked.not_before_ms) == (
-            None,
-            None,
-            moment_ms,
-            moment_ms,
-        )
+        assert times(_read("zimg", expires=when, eta=when)) == (None, None, moment_ms, moment_ms)
 
 
-def test_a_call_that_names_a_moment_is_the_same_request_when_it_is_sent_again() -> None:
-    """What was sent is compared, not how far off it is by now."""
+def test_a_repeated_call_that_names_a_moment_is_the_same_request() -> None:
+    """The moments are compared as they were given, not the seconds that are left until then."""
     model, moment = Model("zimg", "zimg", {}, ModelConfig()), datetime.fromtimestamp((T0 + 60_000) / 1000, UTC)
-    asked = [_read("zimg", idempotency_key="k", expires=moment, eta=moment - timedelta(seconds=30)) for _ in range(2)]
-    first, again = (prepare_job(it, model, lambda url: None, now) for it, now in zip(asked, (T0, T0 + 5), strict=True))
-    assert first.fingerprint == again.fingerprint
+    first, repeated = (
+        prepare_job(
+            _read("zimg", idempotency_key="k", expires=moment, eta=moment - timedelta(seconds=30)),
+            model,
+            lambda url: None,
+            at_ms,
+        )
+        for at_ms in (T0, T0 + 5)
+    )
+    assert first.fingerprint == repeated.fingerprint
     other = _read(
         "zimg", idempotency_key="k", expires=moment + timedelta(seconds=1), eta=moment - timedelta(seconds=30)
     )
     assert prepare_job(other, model, lambda url: None, T0).fingerprint != first.fingerprint
 
 
-def test_celerys_times_go_by_the_common_clock() -> None:
-    """A host whose clock is an hour behind that of the database expires nothing an hour late."""
+def test_a_moment_is_compared_with_the_clock_of_the_database() -> None:
+    """On a host whose clock is an hour behind the database's, no job expires an hour late."""
     model, moment_ms = Model("zimg", "zimg", {}, ModelConfig()), T0 + 100_000
     when = datetime.fromtimestamp(moment_ms / 1000, UTC)
     job = prepare_job(_read("zimg", expires=when), model, lambda url: None, T0)
@@ -162,40 +169,40 @@ def test_celerys_times_go_by_the_common_clock() -> None:
 
 @pytest.mark.parametrize("name", ["expires", "eta"])
 @pytest.mark.parametrize("when", ["tomorrow", [], True, object()])
-def test_a_time_that_is_none_is_refused_by_name(name, when):
-    assert _refused("zimg", **{name: when}).field == name
+def test_an_invalid_time_is_refused_by_name(name, when):
+    assert _refusal("zimg", **{name: when}).field == name
 
 
-# -- what follows ----------------------------------------------------------------------------------------------
+# -- signatures that run after the job -------------------------------------------------------------------------
 
 
-def _step(*args: Any, immutable: bool = False, task: str = "infer", **kwargs: Any) -> Signature:
+def _signature(*args: Any, immutable: bool = False, task: str = "infer", **kwargs: Any) -> Signature:
     return signature(task, args=args, kwargs=kwargs, immutable=immutable)
 
 
 @pytest.mark.parametrize("field", ["link", "chain"])
-def test_an_infer_that_could_only_be_refused_after_this_job_is_refused_before_it(field):
-    assert _refused("zimg", **{field: [_step("flux", PROMPT)]}).field == field
-    assert _refused("zimg", **{field: [_step(payload=PROMPT)]}).field == field
-    for fine in (_step("flux", PROMPT, immutable=True), _step(model="flux"), _step("flux", task="other")):
-        _read("zimg", **{field: [fine]})
+def test_an_infer_that_could_only_fail_after_this_job_is_refused_before_it(field):
+    assert _refusal("zimg", **{field: [_signature("flux", PROMPT)]}).field == field
+    assert _refusal("zimg", **{field: [_signature(payload=PROMPT)]}).field == field
+    for valid in (_signature("flux", PROMPT, immutable=True), _signature(model="flux"), _signature("x", task="other")):
+        _read("zimg", **{field: [valid]})
 
 
 @pytest.mark.parametrize("field", ["link_error", "chord"])
-def test_an_infer_that_gets_what_is_no_payload_is_refused(field):
-    for step in (_step("flux", PROMPT), _step(model="flux")):
-        assert _refused("zimg", **{field: step}).field == field
-    _read("zimg", **{field: _step("flux", PROMPT, immutable=True)})
+def test_an_infer_whose_argument_would_be_no_payload_is_refused(field):
+    for step in (_signature("flux", PROMPT), _signature(model="flux")):
+        assert _refusal("zimg", **{field: step}).field == field
+    _read("zimg", **{field: _signature("flux", PROMPT, immutable=True)})
 
 
-def test_what_concerns_those_who_wait_is_kept():
-    kept = json.loads(
+def test_the_envelope_holds_signatures_group_parents_and_stamps():
+    envelope = json.loads(
         _read(
             "zimg",
-            link=_step("x", task="a"),
-            link_error=[_step("x", task="b")],
-            chain=[_step("x", task="c")],
-            chord=_step("x", task="d"),
+            link=_signature("x", task="a"),
+            link_error=[_signature("x", task="b")],
+            chain=[_signature("x", task="c")],
+            chord=_signature("x", task="d"),
             group_id="g",
             group_index=3,
             parent_id="p",
@@ -206,26 +213,26 @@ def test_what_concerns_those_who_wait_is_kept():
         ).envelope
         or ""
     )
-    assert [kept[name][0]["task"] for name in ("callbacks", "errbacks", "chain")] == ["a", "b", "c"]
-    assert (kept["chord"]["task"], kept["group_id"], kept["group_index"]) == ("d", "g", 3)
-    assert (kept["parent_id"], kept["root_id"], kept["ignore_result"]) == ("p", "r", True)
-    assert kept["stamps"] == {"batch": "b1"}
+    assert [envelope[name][0]["task"] for name in ("callbacks", "errbacks", "chain")] == ["a", "b", "c"]
+    assert (envelope["chord"]["task"], envelope["group_id"], envelope["group_index"]) == ("d", "g", 3)
+    assert (envelope["parent_id"], envelope["root_id"], envelope["ignore_result"]) == ("p", "r", True)
+    assert envelope["stamps"] == {"batch": "b1"}
 
 
-def test_what_follows_must_be_kept_as_json():
-    assert _refused("zimg", link=_step(object(), task="a")).field == "link"
-    assert _refused("zimg", link=_step("x" * (1 << 20), task="a")).field == "link"
+def test_a_link_that_is_too_large_or_not_json_is_refused():
+    assert _refusal("zimg", link=_signature(object(), task="a")).field == "link"
+    assert _refusal("zimg", link=_signature("x" * (1 << 20), task="a")).field == "link"
 
 
 # -- the task --------------------------------------------------------------------------------------------------
 
 
-def test_its_signature_and_help_are_those_of_a_submit():
+def test_signature_and_help_of_the_task_describe_a_submit():
     assert list(inspect.signature(infer).parameters)[:3] == ["model", "payload", "callback_url"]
     assert "Submit a job" in pydoc.render_doc(infer)
 
 
-def test_called_directly_it_says_what_to_do():
+def test_a_direct_call_of_the_task_raises_an_error_with_a_hint():
     with pytest.raises(RuntimeError, match=r"infer\.delay"):
         infer("zimg", PROMPT)
     with pytest.raises(RuntimeError, match=r"infer\.delay"):
@@ -248,18 +255,19 @@ def eager() -> Iterator[None]:
         lambda: infer.s("zimg", PROMPT).delay(),
     ],
 )
-def test_an_eager_call_submits_nothing_and_says_what_to_do(call, eager, monkeypatch):
+def test_an_eager_call_submits_nothing_and_raises_an_error_with_a_hint(call, eager, monkeypatch):
     monkeypatch.setattr(inference, "_submit", lambda *_, **__: pytest.fail("a job was submitted"))
     with pytest.raises(RuntimeError, match="task_always_eager"):
         call().get()
 
 
-def test_no_remote_rate_limit_holds_a_wake_up_back():
+def test_no_rate_limit_delays_a_wake_up():
     assert infer.app.conf.worker_disable_rate_limits
 
 
 @pytest.fixture
-def called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def submitting(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """Return a Stage whose dispatcher gets the jobs that calls of `infer` submit."""
     stage.register()
     stage.set_clock(now_ms())
     monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
@@ -267,25 +275,25 @@ def called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 @sqlite
-def test_options_reach_the_job_by_apply_async_and_by_a_signature(called):
+def test_options_reach_the_job_by_apply_async_and_by_a_signature(submitting):
     options = {"priority": 2, "tenant": "acme", "constraints": {"gpu": "A100"}, "idempotency_key": "k"}
     first = infer.apply_async(("zimg", PROMPT), **options)
     second = infer.s("zimg", PROMPT).set(**options | {"idempotency_key": "other"}).delay()
-    for sent in (first, second):
-        job = called.job(sent.id)
+    for result in (first, second):
+        job = submitting.job(result.id)
         assert (job.priority, job.tenant, job.constraints) == (2, "acme", "gpu=A100")
 
 
 @sqlite
-def test_a_key_that_came_before_answers_with_the_job_that_it_names(called):
-    first, again = (infer.apply_async(("zimg", PROMPT), idempotency_key="k") for _ in range(2))
-    assert again.id == first.id
-    with pytest.raises(IdempotencyConflict, match=first.id):  # As in a canvas, whose result is known by its id.
+def test_a_repeated_idempotency_key_returns_the_job_that_it_names(submitting):
+    first, repeated = (infer.apply_async(("zimg", PROMPT), idempotency_key="k") for _ in range(2))
+    assert repeated.id == first.id
+    with pytest.raises(IdempotencyConflict, match=first.id):  # A canvas chooses the ids of its tasks.
         infer.apply_async(("zimg", PROMPT), idempotency_key="k", task_id="mine")
 
 
 @sqlite
-def test_a_task_id_with_another_payload_is_a_conflict(called):
+def test_a_task_id_with_another_payload_is_a_conflict(submitting):
     infer.apply_async(("zimg", PROMPT), task_id="mine")
     assert infer.apply_async(("zimg", PROMPT), task_id="mine").id == "mine"
     with pytest.raises(IdempotencyConflict):
@@ -293,16 +301,16 @@ def test_a_task_id_with_another_payload_is_a_conflict(called):
 
 
 @sqlite
-def test_a_chain_is_refused_before_its_first_step_is_recorded(called):
+def test_a_chain_is_refused_before_its_first_job_is_stored(submitting):
     with pytest.raises(InvalidJob, match=r"infer\.s\(model="):
         chain(infer.s("zimg", PROMPT), infer.s("zimg"))()
-    assert job_list.find_jobs(called.store.database) == []
+    assert job_list.find_jobs(submitting.store.database) == []
 
 
-def test_a_process_that_does_not_find_the_record_is_told_what_to_set_and_makes_none(tmp_path):
+def test_without_a_database_the_error_names_the_settings_and_none_is_created(tmp_path):
     script = "from tasks import infer; infer.delay('zimg', {})"
     env = {"PYTHONPATH": str(REPO), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    (said,) = [line for line in done.stderr.splitlines() if "SLOTKEEPER_HOME" in line]
-    assert f"There is no Slotkeeper record at {tmp_path / 'var' / 'record.db'}: set SLOTKEEPER_HOME" in said
+    process = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    (line,) = [line for line in process.stderr.splitlines() if "SLOTKEEPER_HOME" in line]
+    assert f"There is no Slotkeeper record at {tmp_path / 'var' / 'record.db'}: set SLOTKEEPER_HOME" in line
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""When a run that went wrong is tried again: each of Celery's retry options of `infer` decides, or its model's own."""
+"""When a failed run is retried: by each of Celery's retry options of `infer`, or by the model's configuration."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.registry.model_config import ModelConfig
 from tasks import retries
 from tasks.inference import infer
-from tasks.retries import ServerFault, countdown_s
+from tasks.retries import ServerFault, countdown_s, with_task_options
 from tests.support.ends import decided, end_in_order
 from tests.support.stage import Stage
 
@@ -22,73 +22,72 @@ FAULT = Outcome(OutcomeKind.RETRY, code="server_error", message="no")
 
 
 @pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waits are not spread."""
+def without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the jitter of the waits."""
     monkeypatch.setattr(infer, "retry_jitter", False)
 
 
 def _wait_s(stage: Stage, **config: Any) -> float:
-    """How long a job waits whose first run goes wrong."""
+    """Return the seconds that a job waits after its first run has failed."""
     stage.register(**config)
     job_id = stage.submit()
-    task = stage.start()
-    settled = end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, FAULT))
-    assert settled.moved is not None and settled.moved.to is State.DELAYED
+    active = stage.start()
+    ended = end_in_order(stage.dispatcher, active, decided(stage.dispatcher, active, FAULT))
+    assert ended.moved is not None and ended.moved.to is State.DELAYED
     due_ms = stage.job(job_id).due_ms
     assert due_ms is not None
     return (due_ms - stage.now) / 1000
 
 
-# -- each option decides -------------------------------------------------------------------------------------------
+# -- the options ---------------------------------------------------------------------------------------------------
 
 
-def _ends_as(stage: Stage) -> Reason:
+def _end_reason(stage: Stage) -> Reason:
+    """Return the reason with which a failed first run ends."""
     stage.register()
     stage.submit()
     return decided(stage.dispatcher, stage.start(), FAULT).reason
 
 
 @pytest.mark.parametrize(
-    ("faults", "why"), [((ServerFault,), Reason.SERVER_ERROR), ((OSError,), Reason.RETRIES_EXHAUSTED)]
+    ("exceptions", "reason"), [((ServerFault,), Reason.SERVER_ERROR), ((OSError,), Reason.RETRIES_EXHAUSTED)]
 )
-def test_autoretry_for_says_whether_a_wrong_answer_is_tried_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, faults: tuple[type[Exception], ...], why: Reason
+def test_autoretry_for_decides_whether_a_failed_run_is_retried(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, exceptions: tuple[type[Exception], ...], reason: Reason
 ) -> None:
     assert infer.autoretry_for == (ServerFault,)
-    monkeypatch.setattr(infer, "autoretry_for", faults)
-    assert _ends_as(stage) is why
+    monkeypatch.setattr(infer, "autoretry_for", exceptions)
+    assert _end_reason(stage) is reason
 
 
 @pytest.mark.parametrize(
-    ("most", "why"), [(0, Reason.RETRIES_EXHAUSTED), (1, Reason.SERVER_ERROR), (None, Reason.SERVER_ERROR)]
+    ("max_retries", "reason"), [(0, Reason.RETRIES_EXHAUSTED), (1, Reason.SERVER_ERROR), (None, Reason.SERVER_ERROR)]
 )
-def test_max_retries_says_how_often(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, most: int | None, why: Reason
+def test_max_retries_bounds_the_number_of_retries(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, max_retries: int | None, reason: Reason
 ) -> None:
     assert infer.max_retries == 50
-    monkeypatch.setattr(infer, "max_retries", most)
-    assert _ends_as(stage) is why
+    monkeypatch.setattr(infer, "max_retries", max_retries)
+    assert _end_reason(stage) is reason
 
 
 @pytest.mark.parametrize(("factor", "wait_s"), [(1.0, 1.0), (7, 7.0), (0.25, 0.25), (True, 1.0)])
-def test_retry_backoff_says_how_long_the_first_wait_is(
-    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch, factor: float, wait_s: float
+def test_retry_backoff_is_the_first_wait(
+    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float, wait_s: float
 ) -> None:
     assert infer.retry_backoff == 1.0
     monkeypatch.setattr(infer, "retry_backoff", factor)
     assert _wait_s(stage) == wait_s
 
 
-def test_retry_backoff_max_says_how_long_a_wait_may_be(
-    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_backoff_max_bounds_a_wait(stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert infer.retry_backoff_max == 30.0
     monkeypatch.setattr(infer, "retry_backoff", 7)
     monkeypatch.setattr(infer, "retry_backoff_max", 3)
     assert _wait_s(stage) == 3.0
 
 
-def test_retry_jitter_says_whether_the_waits_are_spread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_jitter_decides_whether_the_waits_are_spread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     assert infer.retry_jitter is True
     waits = {countdown_s(0, CONFIG) for _ in range(100)}
     assert len(waits) > 10 and min(waits) >= 0.9 and max(waits) <= 1.1
@@ -97,7 +96,7 @@ def test_retry_jitter_says_whether_the_waits_are_spread(stage: Stage, monkeypatc
 
 
 def test_what_the_model_sets_comes_before_what_the_task_says(
-    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("retry_backoff", "retry_backoff_max", "max_retries"):
         monkeypatch.setattr(infer, name, 0)
@@ -106,14 +105,15 @@ def test_what_the_model_sets_comes_before_what_the_task_says(
 
 @pytest.mark.parametrize("factor", [0, 0.0004, False, -1])
 def test_without_a_backoff_the_waits_still_grow(
-    stage: Stage, steady: None, monkeypatch: pytest.MonkeyPatch, factor: float
+    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    """Else a server that fails at once would spend all retries of a job at once."""
+    """Otherwise a server that fails at once would use up all retries of a job at once."""
     monkeypatch.setattr(infer, "retry_backoff", factor)
-    assert [countdown_s(failures, CONFIG) for failures in (0, 10)] == [0.001, 1.024]
+    config = with_task_options(CONFIG)
+    assert [countdown_s(failures, config) for failures in (0, 10)] == [0.001, 1.024]
 
 
-def test_a_message_that_could_not_be_taken_goes_back_to_the_broker_whatever_is_retried(
+def test_a_rejected_message_returns_to_the_broker_whatever_autoretry_for_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from celery import Celery
@@ -133,7 +133,7 @@ def test_a_message_that_could_not_be_taken_goes_back_to_the_broker_whatever_is_r
     assert retried == []
 
 
-def test_task_annotations_change_the_options_as_those_of_any_task() -> None:
+def test_task_annotations_change_the_retry_options() -> None:
     from celery import Celery
 
     app = Celery("annotated", set_as_current=False)
@@ -146,7 +146,7 @@ def test_task_annotations_change_the_options_as_those_of_any_task() -> None:
     assert app.tasks["annotated"].max_retries == 5 and task.retry_backoff == 1.0
 
 
-# -- how long is waited ------------------------------------------------------------------------------------------
+# -- the length of a wait ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,26 +155,26 @@ def test_task_annotations_change_the_options_as_those_of_any_task() -> None:
 def test_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(
     monkeypatch: pytest.MonkeyPatch, failures: int, seconds: int
 ) -> None:
-    for chance, wait_s in ((lambda most: 0, 0.9 * seconds), (lambda most: most - 1, 1.1 * seconds)):
-        with monkeypatch.context() as drawn:
-            drawn.setattr(random, "randrange", chance)
+    for randrange, wait_s in ((lambda stop: 0, 0.9 * seconds), (lambda stop: stop - 1, 1.1 * seconds)):
+        with monkeypatch.context() as patched:
+            patched.setattr(random, "randrange", randrange)
             assert countdown_s(failures, CONFIG) == pytest.approx(wait_s)
 
 
-def test_celery_computes_the_waits(steady: None) -> None:
+def test_celery_computes_the_waits(without_jitter: None) -> None:
     computed = [get_exponential_backoff_interval(1, n, 30) for n in range(50)]
     assert [countdown_s(n, CONFIG) for n in range(50)] == computed
     assert sum(computed) == 1381
 
 
 @pytest.mark.parametrize(("retry_after_s", "wait_s"), [(None, 2.0), (0.5, 2.0), (7.0, 7.0), (3600.0, 30.0), (0.0, 2.0)])
-def test_a_servers_wish_counts_where_it_is_longer_up_to_the_longest_wait(
-    steady: None, retry_after_s: float | None, wait_s: float
+def test_a_servers_retry_after_counts_if_it_is_longer_up_to_the_longest_wait(
+    without_jitter: None, retry_after_s: float | None, wait_s: float
 ) -> None:
     assert countdown_s(1, CONFIG, retry_after_s) == wait_s
 
 
-# -- answers that cannot be read -----------------------------------------------------------------------------------
+# -- responses that cannot be read ---------------------------------------------------------------------------------
 
 
 def _bad_answer(message: str) -> Outcome:
@@ -182,11 +182,11 @@ def _bad_answer(message: str) -> Outcome:
 
 
 def _second_reason(stage: Stage, first: Outcome, second: Outcome) -> Reason:
-    """How the second run of a job ends."""
+    """Return the reason with which the second run of a job ends."""
     stage.register()
     stage.submit()
-    task = stage.start()
-    end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, first))
+    active = stage.start()
+    end_in_order(stage.dispatcher, active, decided(stage.dispatcher, active, first))
     stage.later(60_000)
     promote_due_jobs(stage.dispatcher)
     decision = decided(stage.dispatcher, stage.start(), second)
@@ -211,9 +211,9 @@ def test_another_answer_before_it_does_not_count(stage: Stage, first: Outcome) -
 def test_the_second_stream_without_an_end_makes_a_job_dead_and_a_second_cut_does_not(
     stage: Stage, code: str, second: Reason
 ) -> None:
-    ends = [Outcome(OutcomeKind.RETRY, code=code, message=f"the last event was {word}") for word in ("a cat", "a dog")]
-    assert _second_reason(stage, *ends) is second
+    outcomes = [Outcome(OutcomeKind.RETRY, code=code, message=f"the last event was {end}") for end in ("a", "b")]
+    assert _second_reason(stage, *outcomes) is second
 
 
-def test_the_same_error_that_can_be_read_is_tried_again(stage: Stage) -> None:
+def test_a_readable_error_is_retried_although_it_is_the_same(stage: Stage) -> None:
     assert _second_reason(stage, FAULT, FAULT) is Reason.SERVER_ERROR

@@ -1,4 +1,4 @@
-"""Where a run leaves Celery: its strategy and request bring a wake-up to the pool, and that gives it to the loop."""
+"""The pool, with Celery's own strategy and request: wake-ups go to the event loop, other tasks to threads."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -21,13 +21,13 @@ OFFER = Offer("zimg", "job-1", "lease-1", "gpu-slot0", "gpu", "zimg", 7)
 
 
 class FakeWorker:
-    """Notes the offers that it is given; `created` as `Singleton` has it."""
+    """Records its offers.  It stands for the singleton `this_worker`, and for the worker's parts."""
 
     created = True
 
     def __init__(self) -> None:
         self.offers: list[Offer] = []
-        self.executor = self.concurrency = self  # both of which it plays itself
+        self.executor = self.concurrency = self
 
     def __call__(self) -> "FakeWorker":
         return self
@@ -45,15 +45,15 @@ class FakeWorker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> FakeWorker:
-    found = FakeWorker()
-    monkeypatch.setattr(worker_module, "this_worker", found)
-    monkeypatch.setattr(remote_control, "this_worker", found)
-    return found
+    fake = FakeWorker()
+    monkeypatch.setattr(worker_module, "this_worker", fake)
+    monkeypatch.setattr(remote_control, "this_worker", fake)
+    return fake
 
 
 @pytest.fixture
 def consumer(worker: FakeWorker) -> Any:
-    """What Celery's strategy asks of a consumer."""
+    """Yield a consumer with the attributes that Celery's strategy uses."""
     state.reset_state()
     pool = Pool(2, app=infer.app)
     pool.start()
@@ -75,10 +75,11 @@ def consumer(worker: FakeWorker) -> Any:
 
 
 def _receive(consumer: Any, message: Any) -> NoChannel:
-    """Have Celery's own strategy receive a message, as its consumer does."""
+    """Pass a message to Celery's strategy, as its consumer does, and return the message's channel."""
     channel = NoChannel()
-    found = received(message, channel)
-    strategy.default(infer, infer.app, consumer)(found, None, found.ack_log_error, found.reject_log_error, None)
+    delivered = received(message, channel)
+    handle = strategy.default(infer, infer.app, consumer)
+    handle(delivered, None, delivered.ack_log_error, delivered.reject_log_error, None)
     return channel
 
 
@@ -112,18 +113,18 @@ def test_a_bare_message_is_a_task_in_a_thread_and_is_acknowledged_when_it_is_don
 @pytest.mark.parametrize("header", [{}, {"slotkeeper": {}}])
 def test_a_message_of_a_job_with_an_earliest_start_does_not_wait_in_the_worker(header: dict[str, Any]) -> None:
     message = infer.app.amqp.as_task_v2("one", "infer", args=("zimg", {}), countdown=600)
-    made = InferRequest(received(message._replace(headers=message.headers | header)), task=infer, app=infer.app)
-    assert made.eta is None
+    request = InferRequest(received(message._replace(headers=message.headers | header)), task=infer, app=infer.app)
+    assert request.eta is None
 
 
 def test_a_worker_whose_places_are_taken_by_runs_receives_no_message(consumer: Any, worker: FakeWorker) -> None:
-    """Celery asks the pool how many messages it may hold, where `worker_disable_prefetch` is set."""
+    """With `worker_disable_prefetch`, Celery reads from the pool how many messages it may hold."""
     assert consumer.pool.num_processes == 2
     worker.offers = [OFFER, OFFER]
     assert consumer.pool.num_processes == 0
-    again = object.__new__(Consumer)
-    again.pool, again.prefetch_multiplier = consumer.pool, 1
-    assert again.max_prefetch_count == 2, "0 would be no limit to a broker that is connected again"
+    reconnected = object.__new__(Consumer)
+    reconnected.pool, reconnected.prefetch_multiplier = consumer.pool, 1
+    assert reconnected.max_prefetch_count == 2, "to a broker, 0 means that there is no limit"
     assert consumer.pool.info["runs"] == 2
 
 
@@ -131,10 +132,10 @@ def test_inspect_active_shows_each_run_as_celery_shows_a_task_and_where_it_is(wo
     worker.offers = [OFFER]
     state = SimpleNamespace(hostname="worker@host", tset=set)
     (shown,) = control.Panel.data["active"](state)
-    request = received(offer_messages.build_message(OFFER, 0))
-    of_celery = InferRequest(request, task=infer, app=infer.app, hostname="worker@host").info()
-    assert shown.keys() - of_celery.keys() == {"server", "slot"} and not of_celery.keys() - shown.keys()
+    message = received(offer_messages.build_message(OFFER, 0))
+    info = InferRequest(message, task=infer, app=infer.app, hostname="worker@host").info()
+    assert shown.keys() - info.keys() == {"server", "slot"} and not info.keys() - shown.keys()
     same = ("id", "name", "type", "kwargs", "hostname")
-    assert [shown[name] for name in same] == [dict(of_celery)[name] for name in same]
+    assert [shown[name] for name in same] == [dict(info)[name] for name in same]
     assert (shown["server"], shown["slot"], shown["time_start"]) == ("gpu", "gpu-slot0", 5.0)
     assert control.Panel.data["dump_active"] is control.Panel.data["active"]

@@ -142,7 +142,10 @@ class HttpConnection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Return whether it can carry a request: it was not idle for long, and its server is connected and silent."""
-        return not self.is_closed and not self.is_idle_too_long and _is_open_and_silent(self._socket)
+        # Data that nobody asked for would be read as the next response, also data that wait for their turn.
+        if self.is_closed or self.is_idle_too_long or self._unparsed:
+            return False
+        return _is_open_and_silent(self._socket)
 
     def send_request(self, handler: ResponseHandler, head: bytes, body: bytes, *, is_bodiless: bool) -> None:
         """Send a request; `handler` receives the response.

@@ -13,31 +13,12 @@ import structlog
 from celery import beat
 from celery.schedules import schedstate, schedule
 
+from tasks.periods import PERIODS_S
+
 log = structlog.get_logger(__name__)
 
 QUEUE = "maintenance"
 _TASK = "maintenance.run"
-PERIODS_S = {
-    "sweep": 2.0,
-    "keep_time": 1.0,
-    "reap": 0.5,
-    "reap_killed": 0.5,
-    "watch_runs": 2.0,
-    "check_servers": 10.0,
-    "check_urgent_servers": 2.0,
-    "sync_locks": 30.0,
-    "reconcile": 300.0,
-    "check_invariants": 60.0,
-    "scan_dlq": 60.0,
-    "count": 5.0,
-    "tell_due": 5.0,
-    "publish_task_events": 30.0,
-}
-"""The maintenance tasks, each a function of tasks/maintenance.py, and their periods in seconds.
-
-Tasks that are due together are sent in one message.  They run one after another, the most frequent first.
-"""
-
 _MAX_QUEUED = 500
 _COUNT_PERIOD_S, _COUNT_PERIOD_IF_FULL_S = 30.0, 1.0
 _STARTED, _STARTED_AT = datetime.now(UTC), time.monotonic()

@@ -28,12 +28,11 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from tasks import process_files
-from tasks.beat import PERIODS_S
+from tasks.periods import PERIODS_S
 from tasks.security.keyring import fingerprints
 
 log = structlog.get_logger(__name__)
 
-ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
 
 Facts = Callable[[], dict[str, Any]]
 
@@ -110,13 +109,6 @@ def start_reporting(role: str, processes: ProcessList, facts: Facts = dict) -> P
 
 _MAX_CANARY_AGE_MS = 20_000
 _MAX_FREQUENT_PERIOD_S = 10.0  # Less frequent tasks may not have run since maintenance was restarted.
-
-
-def liveness_problem(role: str) -> str | None:
-    """Return why no process of this role is alive on this host; None: one is.  Reads only files, never Redis."""
-    if process_files.live_pids(role):
-        return None
-    return f"No process {role} of this host has reported for {process_files.STALE_S:.0f} s that it is running."
 
 
 def readiness_problem(role: str) -> str | None:

@@ -26,10 +26,10 @@ from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
 from slotkeeper.process import singleton
 from slotkeeper.registry import server_descriptions
 from slotkeeper.trace_context import find_trace
-from tasks.beat import PERIODS_S
 from tasks.celery_app import celery
 from tasks.config import EventSettings
 from tasks.health_checks import health_checks, read_reports, server_checks, start_checks
+from tasks.periods import PERIODS_S
 from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end

@@ -18,6 +18,7 @@ from slotkeeper.config import StorageSettings
 from slotkeeper.state_folder import is_state_folder, make_private_folder
 
 _NAME = re.compile(r"[a-z]+\.\S+\.[0-9]+")
+ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
 STALE_S = 20.0
 """A process whose file is older than this, in seconds, does not run any more."""
 
@@ -45,6 +46,13 @@ def live_pids(role: str) -> list[int]:
                 if file.stat().st_mtime > oldest:
                     pids.append(int(file.name.rpartition(".")[2]))
     return sorted(pids)
+
+
+def liveness_problem(role: str) -> str | None:
+    """Return why no process of this role is alive on this host; None: one is.  Reads only files, never Redis."""
+    if live_pids(role):
+        return None
+    return f"No process {role} of this host has reported for {STALE_S:.0f} s that it is running."
 
 
 def remove_stale(role: str, pid: int) -> None:

@@ -446,7 +446,7 @@ def _find_unusable_slots(snapshot: Any) -> Iterator[Finding]:
 def maintenance() -> Iterator[Finding]:
     """Check that maintenance runs and that each of its tasks has ended recently."""
     from routing.maintenance import task_runs
-    from tasks.beat import PERIODS_S
+    from tasks.periods import PERIODS_S
     from tasks.services import scripts
 
     remedy = "See that beat and a worker of the queue `maintenance` run, and read their logs."

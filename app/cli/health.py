@@ -7,12 +7,11 @@ import click
 
 from app.cli.output import age, api_client, json_option, print_json, print_table
 from app.terminal import echo
-
-_ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
+from tasks.process_files import ROLES, liveness_problem
 
 
 @click.command()
-@click.argument("role", type=click.Choice(_ROLES))
+@click.argument("role", type=click.Choice(ROLES))
 @click.option("--live", is_flag=True, help="Check only that the process itself runs.")
 def health(role: str, live: bool) -> None:
     """Check that processes of this host are ready or alive.
@@ -21,9 +20,12 @@ def health(role: str, live: bool) -> None:
     it also reports to Redis, a canary passed through each worker in the last 20 s, and the maintenance task sweep ran
     in the last 15 s.  Exit status 1: not ready, or not alive.
     """
-    from tasks import liveness
+    if live:
+        problem = liveness_problem(role)
+    else:
+        from tasks.liveness import readiness_problem  # It loads redis, which a probe of --live needs not.
 
-    problem = liveness.liveness_problem(role) if live else liveness.readiness_problem(role)
+        problem = readiness_problem(role)
     if problem is not None:
         echo(problem, err=True)
         sys.exit(1)

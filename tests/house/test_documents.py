@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks.beat import PERIODS_S
+from tasks.periods import PERIODS_S
 from tasks.servers import Call, ServerAdapter
 from tasks.servers.responses import FailureReason, NoResponse
 from tests.house.tree import PACKAGES, REPO, name_of

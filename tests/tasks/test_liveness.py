@@ -100,15 +100,15 @@ def test_the_list_is_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_running_process_is_alive_although_redis_is_down(mortal_api: Api) -> None:
-    assert liveness.liveness_problem("worker")
+    assert process_files.liveness_problem("worker")
     report = ProcessReport("worker", services.processes(), dict)
     report.start_reporting()
     mortal_api.valkey.kill()
     report.report()
-    assert liveness.liveness_problem("worker") is None
-    assert liveness.liveness_problem("beat"), "a process of another role does not count"
+    assert process_files.liveness_problem("worker") is None
+    assert process_files.liveness_problem("beat"), "a process of another role does not count"
     report.end()
-    assert liveness.liveness_problem("worker")
+    assert process_files.liveness_problem("worker")
 
 
 def test_a_process_that_no_longer_touches_its_file_is_not_alive(api: Api) -> None:
@@ -119,7 +119,7 @@ def test_a_process_that_no_longer_touches_its_file_is_not_alive(api: Api) -> Non
     report.report()
     stale_s = time.time() - process_files.STALE_S - 1
     os.utime(report._file, (stale_s, stale_s))
-    assert liveness.liveness_problem("beat")
+    assert process_files.liveness_problem("beat")
     process_files.remove_old(report._file.parent)
     assert not report._file.exists()
 
@@ -184,7 +184,7 @@ def test_process_files_are_in_the_state_folder_if_it_exists_and_the_last_process
         report.report()
     assert web._file is not None and (tmp_path / used) in web._file.parents
     web.end()
-    assert liveness.liveness_problem("beat") is None
+    assert process_files.liveness_problem("beat") is None
     beat.end()
     assert list((tmp_path / used).iterdir()) == before
 

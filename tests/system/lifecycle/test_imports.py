@@ -15,6 +15,8 @@ PROCESSES = {
     "; import tasks.extensions.signal_handlers",
     "command": "from click.testing import CliRunner; import app.cli.__main__ as cli"
     "; CliRunner().invoke(cli.main, ['health', 'relay', '--live'])",
+    "readiness probe": "from click.testing import CliRunner; import app.cli.__main__ as cli"
+    "; CliRunner().invoke(cli.main, ['health', 'worker'])",
     "supervisor": "import app.cli.__main__, app.up.launcher; app.up.launcher.read_plan(False).migration()",
 }
 
@@ -42,7 +44,8 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
         ("flower", {"aiohappyeyeballs", "flask", "prompt_toolkit", "psycopg", "sqlalchemy"}),
         ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu"}),
         ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "prompt_toolkit"}),
-        ("command", {"flask", "requests"}),
+        ("command", {"alembic", "celery", "flask", "kombu", "redis", "requests", "sqlalchemy"}),
+        ("readiness probe", {"alembic", "celery", "flask", "kombu", "requests"}),
         ("web", {"alembic", "cryptography.hazmat"}),
     ],
 )

@@ -12,9 +12,10 @@ from celery.worker import state
 from routing.maintenance import task_runs
 from slotkeeper.clock import clock
 from tasks import beat, maintenance
-from tasks.beat import PERIODS_S, AlignedSchedule
+from tasks.beat import AlignedSchedule
 from tasks.celery_app import celery
 from tasks.extensions.bootsteps import BeatThread, EmbeddedBeatStep
+from tasks.periods import PERIODS_S
 
 
 class FakeService:

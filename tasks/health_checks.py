@@ -88,7 +88,7 @@ async def read_report(target: HealthTarget, http: HttpClient) -> ServerReport:
 
 
 class HealthChecks:
-    """The event loop in which servers are asked, in a thread of its own.  Its methods are for other threads.
+    """The event loop in which servers are asked, with its thread.  Its methods are for other threads.
 
     check: asks one server.  Raises RuntimeError: no thread can be started now.
     """
@@ -106,7 +106,7 @@ class HealthChecks:
         self._thread = threads.start_vital_thread("health-checks", self._loop.run_forever)
 
     def close(self) -> None:
-        """End the loop; what is under way is canceled."""
+        """End the loop, and cancel the checks that are under way."""
         self._submit(self._end())
         self._thread.join(5)
 
@@ -291,7 +291,7 @@ def _apply_status(row: QuarantinedSlot, outcome: Outcome) -> None:
 def description_of_attempt(job: Job, row: QuarantinedSlot) -> str | None:
     """Return the version of the description by which the run of a quarantined slot is asked.
 
-    A later attempt may run on a server of another kind, and an ended one no longer has its own.
+    A later attempt may run on a server of another kind, and an ended job has none.
     """
     own = job.described_by if job.attempt == row.attempt else None
     return own or dispatcher().catalog.get().find_description(row.server, row.model)

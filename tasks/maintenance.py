@@ -1,8 +1,7 @@
-"""What beat runs, as tasks/beat.py lists it.  Each task calls a plain function, and is harmless when run twice at once.
+"""The maintenance tasks that tasks/periods.py lists.  Each calls a plain function, and may run twice at once.
 
-Each runs once at a time in a process.  One that lasts longer than its period is passed over by the next message, which
-runs those after it: so none can hold up the others for longer.  Nothing is compared with beat's clock, so it does not
-matter what that says.
+In a process, each runs once at a time.  The next message passes over a task that lasts longer than its period, and runs
+those after it.  No time is compared with beat's clock, which may be wrong.
 """
 
 import threading
@@ -48,7 +47,7 @@ from tasks.services import (
 
 log = structlog.get_logger(__name__)
 
-# An answer that is on its way to the worker when the server is asked has arrived after this.
+# A response that is on its way to the worker when the server is asked arrives within this time.
 _RECHECK_DELAY_S = 1.0
 # How long deadlines and due jobs are worked on before the next second's turn.
 _KEEP_TIME_LIMIT_S = 0.8
@@ -76,7 +75,7 @@ def _missing_leases() -> MissingLeases:
 
 
 class PeriodicTask:
-    """A function that beat has run every so often, see EVERY_S; once at a time, also where it is called."""
+    """A function that beat has run once in each period (PERIODS_S), once at a time in this process."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.__doc__ = function.__doc__
@@ -106,7 +105,7 @@ _periodic: dict[str, PeriodicTask] = {}
 
 
 def _periodic_task(name: str) -> Callable[[Callable[[], None]], PeriodicTask]:
-    """Decorator of what beat runs under this name."""
+    """Decorate the function that beat runs under this name."""
 
     def decorate(function: Callable[[], None]) -> PeriodicTask:
         return _periodic.setdefault(name, PeriodicTask(name, function))
@@ -151,7 +150,7 @@ def reap() -> None:
 def reap_dead_workers() -> None:
     """Take back the leases of workers whose processes have ended on this machine.
 
-    A task of its own, as it asks the file system, which may be slow to answer.
+    A separate task, because it reads the file system, which may be slow.
     """
     _reaper().reap_dead_workers(workers(), process_locks())
 
@@ -169,7 +168,7 @@ def check_servers() -> None:
     """Ask servers for their health; those that are stopped, or ask for that, only if they run something.
 
     The slots of servers that are down are in cooldown, until these are back; leases of jobs that their server
-    does not know are freed, and slots that others use are not offered.  Each report is heeded as it comes.
+    does not know are freed, and slots that others use are not offered.  Each report is applied as it arrives.
     """
     _check_health(dispatcher().catalog.get().servers)
 
@@ -209,7 +208,7 @@ def reconcile_all() -> None:
 
 @_periodic_task("tell_due")
 def notify_overdue() -> None:
-    """Tell Celery's clients of ends that they should have been told of by now."""
+    """Notify Celery's clients of ends of which they should have been notified already."""
     result_notifier().notify_overdue()
 
 
@@ -231,7 +230,7 @@ def _task_event_sink() -> TaskEventSink:
 
 @_periodic_task("count")
 def count() -> None:
-    """Add what has happened to the figures, and say in the log which jobs have ended."""
+    """Add new events to the counters, and log which jobs have ended."""
     until = time.monotonic() + _COUNT_LIMIT_S
     while _event_counter().count_new_events() and time.monotonic() < until:
         pass
@@ -239,7 +238,7 @@ def count() -> None:
 
 @_periodic_task("scan_dlq")
 def scan_dlq() -> None:
-    """Say how many jobs are dead, and remove what ended before the retention time."""
+    """Log how many jobs are dead, and delete jobs that ended before the retention time."""
     dead = ledger.count_by_state(database())[State.DEAD]
     if abs(clock.skew_ms) > _MOST_SKEW_MS:  # One of the two clocks is wrong.
         log.warning("nothing_is_deleted_while_clocks_differ", by_ms=clock.skew_ms)
@@ -257,7 +256,7 @@ def _event_retention() -> EventRetention:
 
 
 def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
-    """Those that have come of age, slice by slice, and none that a sink has not got yet."""
+    """Delete events that are old enough, page by page, but none that a sink has not published yet."""
     until, now = time.monotonic() + _PURGE_LIMIT_S, now_ms()
     events_ms, acts_ms = (
         clock.ago_ms(seconds * 1000, now) for seconds in (settings.events_retention_s, settings.acts_retention_s)
@@ -289,7 +288,7 @@ def _event_counter() -> EventCounter:
 
 
 def log_job_end(ended: EndedJob) -> None:
-    """Who, where, how long and why; nothing that a client or a server has sent."""
+    """Log who, where, how long and why; nothing that a client or a server has sent."""
     entry, event = ended.entry, ended.entry.event
     facts = {"server": entry.server, "run_ms": ended.ran_ms}
     log.info(
@@ -306,7 +305,7 @@ def log_job_end(ended: EndedJob) -> None:
 
 
 def reseal_secrets() -> int:
-    """Bring secrets that a former installation's secret has sealed under the present one; answers how many."""
+    """Seal secrets again that were sealed under a former secret of the installation; return how many."""
     changed = 0
     for secret in dispatcher().catalog.get().secrets.values():
         value = unseal(secret.name, secret.sealed)
@@ -319,7 +318,7 @@ def reseal_secrets() -> int:
 
 
 def _reseal_subscription(subscription: Subscription) -> bool:
-    """False: its present secret is sealed under the present one of the installation, or cannot be opened."""
+    """Return False if its secret is sealed under the present one of the installation, or cannot be opened."""
     name = _receiver_seal_name(subscription.id)
     value = unseal(name, subscription.sealed)
     if value is None or _open_with(next(sealing_keys()), name, subscription.sealed) is not None:

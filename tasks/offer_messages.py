@@ -24,7 +24,7 @@ TASK = "infer"
 _MODEL_PREFIX = "gpu."  # begins the names of their queues
 _OFFER_FIELDS = ("fleet", "lease", "slot", "server", "number")
 
-# What Celery knows of a task beside its arguments, by its names in apply_async.  It waits in the record as JSON.
+# What Celery knows of a task beside its arguments, by its names in apply_async.  The database stores it as JSON.
 _ENVELOPE = (
     "callbacks",
     "chain",
@@ -50,12 +50,12 @@ def is_model_queue(queue: str) -> bool:
 
 
 def pack_envelope(options: Mapping[str, Any]) -> str:
-    """The parts of apply_async's options that concern whoever waits for the job's end, as JSON."""
+    """Return the options of apply_async that concern clients that wait for the job's end, as JSON."""
     return json.dumps({name: options[name] for name in _ENVELOPE if options.get(name) is not None})
 
 
 def task_context(job: Job) -> Context:
-    """The job as the request of a Celery task: whom its end concerns."""
+    """Return the job as the request of a Celery task, by which its end is published."""
     envelope = json.loads(job.envelope or "{}")
     group = envelope.pop("group_id", None)
     trace = tracing.outgoing_traceparent(job.id, job.traceparent, JOB)  # what follows it is in its trace
@@ -66,9 +66,9 @@ def task_context(job: Job) -> Context:
 
 
 def build_message(offer: Offer, failures: int) -> task_message:
-    """The message for an offer; `failures` is what Celery and Flower know as retries.
+    """Return the message for an offer; `failures` is what Celery and Flower call retries.
 
-    The task's own end says nothing to anybody: whoever waits for the job is told from the database (results.py).
+    The end of this task is not published: clients that wait for the job are notified from the database (results.py).
     """
     job_id, template = offer.job_id, _message_template(offer.model)
     offered = {name: getattr(offer, name) for name in _OFFER_FIELDS}
@@ -78,22 +78,22 @@ def build_message(offer: Offer, failures: int) -> task_message:
 
 @lru_cache(maxsize=1024)
 def _message_template(model: str) -> task_message:
-    """What is the same in all messages for a model."""
+    """Return what is the same in all messages for a model."""
     return celery.amqp.as_task_v2(
         "", TASK, args=(model,), ignore_result=True, argsrepr=f"({model!r},)", kwargsrepr="{}"
     )
 
 
 def displayed_args(model: str) -> tuple[str, str]:
-    """Arguments, and named ones, of the messages for a model, as people read them."""
+    """Return the arguments and named arguments of the messages for a model, for display."""
     headers = _message_template(model).headers
     return headers["argsrepr"], headers["kwargsrepr"]
 
 
 def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | None) -> Offer | None:
-    """The offer that a wake-up carries, open: what it is worth, the room's own lease says to who claims it.
+    """Return the open offer that a message carries.  Whether it still stands, the claim in Redis decides.
 
-    None: it cannot be read, as one of another release; it counts as lost, and the offer is made again.
+    None: it cannot be read, such as one of another release; it counts as lost, and the offer is made again.
     """
     found = (headers or {}).get(OFFER_HEADER)
     if not args or not isinstance(found, dict):
@@ -106,11 +106,11 @@ def read_offer(job_id: str, args: Sequence[Any], headers: Mapping[str, Any] | No
 _declared_queues: set[str] = set()
 """Queues that this process has declared at the broker; for kombu to look at each message is a third of the work."""
 _kept_producers: dict[Celery, Any] = {}
-"""The producer of the last message, if nobody has it: to fetch one of Celery's, and to put it back, is a quarter."""
+"""The producer of the last message, if it is not in use: to take one from Celery's pool and return it is a quarter."""
 
 
 def publish_offer(offer: Offer, priority: int, failures: int) -> None:
-    """Send the wake-up to the model's queue.  Raises what kombu raises."""
+    """Send the message to the model's queue.  Raises what kombu raises."""
     queue = queue_name(offer.model)
     producer = _kept_producers.pop(celery, None) or celery.producer_pool.acquire(block=True)
     try:
@@ -120,11 +120,11 @@ def publish_offer(offer: Offer, priority: int, failures: int) -> None:
             build_message(offer, failures),
             queue=queue,
             priority=priority,
-            retry=False,  # The offer expires and is made again; nobody shall wait for a broker that is away.
+            retry=False,  # The offer expires and is made again; no thread must wait for a broker that is away.
             declare=() if queue in _declared_queues else None,
         )
     except BaseException:
-        producer.release()  # So that whoever fetches it looks whether its connection is still there.
+        producer.release()  # The pool checks its connection before it is used again.
         raise
     _declared_queues.add(queue)
     if _kept_producers.setdefault(celery, producer) is not producer:

@@ -1,10 +1,10 @@
-"""How Celery's clients are told of an end: results, links, errbacks, parts of chords, the next steps of chains.
+"""Notifies Celery's clients of ended jobs: results, links, errbacks, parts of chords, the next steps of chains.
 
-The record owes it to every job that came by Celery, from its last transition until result backend and broker have
-taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process tells what ends there, so neither a slot
-nor a worker's thread waits for a backend that is away; what was not told then, `tell_due` tells later.  So each end is
-told at least once. A result, a part of a chord and a next step that is `infer` come to the same if they are told twice;
-another task may be sent twice, with the same task id.
+The database keeps a notification for each job that came by Celery, from its last transition until result backend and
+broker have taken it (slotkeeper/outbox/result_notifications.py).  A thread of each process sends those of the jobs that
+end there, so that neither a slot nor a worker's thread waits for a backend that is away; the maintenance task
+`tell_due` sends the others later.  So each is sent at least once.  Sent twice, a result, a part of a chord and a next
+step that is `infer` have the same effect; another task may be sent twice, with the same task id.
 """
 
 import os
@@ -46,14 +46,14 @@ from tasks.offer_messages import publish_queue
 
 log = structlog.get_logger(__name__)
 
-_MAX_WAITING = 10_000  # that one process has in mind; the record has the others
+_MAX_WAITING = 10_000  # notifications of one process in memory; the database has the others
 _CLAIM_LIMIT = 1_000
 _BATCH = 100
 _RETRY_S = 1.0
 _FLUSH_S = 3.0  # of a worker that stops; the time that it gets is not much longer
-# The outside is away: the same will do later.
+# Backend, broker or database are away: the same will succeed later.
 UNAVAILABLE = (DatabaseUnavailable, OperationalError, RedisUnreachable, RedisTimeout, OSError)
-# What a step is refused for, and what would be the same at every try.
+# Errors for which a step is refused: each try would raise the same.
 _REFUSALS = (SlotkeeperError, EncodeError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -66,7 +66,7 @@ class JobFailed(Exception):
 
 
 class ResultNotifier:
-    """Tells ends in a thread of its own, one after another, and removes them from what is owed."""
+    """Sends notifications in a thread, one after another, and deletes them from the database."""
 
     def __init__(self, notifications: ResultNotifications, store: JobStore) -> None:
         self._notifications, self._store = notifications, store
@@ -75,7 +75,7 @@ class ResultNotifier:
         self._is_started = threading.Lock()
 
     def put(self, notification: ResultNotification) -> None:
-        """Tell it as soon as may be.  With too many before it, it is left to whoever finds it owed."""
+        """Send a notification soon.  If too many wait before it, `notify_overdue` of some process sends it later."""
         try:
             self._start_thread()
             self._waiting.put_nowait(notification)
@@ -83,7 +83,7 @@ class ResultNotifier:
             log.warning("notification_deferred", job_id=notification.job_id, error=repr(error))
 
     def _start_thread(self) -> None:
-        """Raises RuntimeError: the system has no thread left; it may have one next time."""
+        """Raises RuntimeError: no thread can be started now."""
         if self._is_started.acquire(blocking=False):
             try:
                 threading.Thread(target=self._run, name="teller", daemon=True).start()
@@ -93,7 +93,7 @@ class ResultNotifier:
                 raise
 
     def _flush(self, **_: object) -> None:
-        """A worker that stops in order leaves nothing that its clients would wait five seconds more for."""
+        """Send what waits when a worker stops, so that clients need not wait for `notify_overdue`."""
         if not self.flush(_FLUSH_S):
             log.info("notifications_deferred")
 
@@ -114,18 +114,18 @@ class ResultNotifier:
                     self._waiting.task_done()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is on its way is told; False: that takes longer, and who finds it owed tells it."""
+        """Wait until all waiting notifications are sent; False: that takes longer, and `notify_overdue` sends them."""
         with self._waiting.all_tasks_done:
             return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, timeout_s)
 
     def notify_overdue(self) -> None:
-        """Tell what is owed and was not told, because a process died or the backend was away."""
+        """Send notifications that were not sent because a process died or the backend was away."""
         if self._waiting.empty():
             for notification in self._notifications.claim_due(now_ms(), _CLAIM_LIMIT):
                 self.put(notification)
 
     def notify(self, batch: list[ResultNotification]) -> None:
-        """Tell these, whatever becomes of each, and remember which need not be told again."""
+        """Send these, and delete from the database those that were sent."""
         notified = [notification.id for notification in batch if self._notify_one(notification)]
         try:
             if notified:
@@ -135,7 +135,7 @@ class ResultNotifier:
             log.warning("notification_not_marked", count=len(notified), error=str(error))
 
     def _notify_one(self, notification: ResultNotification) -> bool:
-        """Whether it is told now; False: later.  While the outside is away, nothing else could be told either."""
+        """Send one, and return whether it was sent.  Waits while the backend is away: no other could be sent either."""
         while True:
             try:
                 job = self._store.get(notification.job_id)
@@ -151,7 +151,7 @@ class ResultNotifier:
 
 
 def _notify_in_subprocess(job: Job) -> None:
-    """Notify of a large result in a process of its own: Celery's objects of it would keep all threads waiting.
+    """Notify of a large result in a separate process: Celery's objects of it would block all threads.
 
     Raises OSError if broker, backend or database are away; NotificationFailed for any other end of that process, such
     as by the kernel for its memory: it would be the same at once, and other notifications must not wait for it.
@@ -167,7 +167,7 @@ def _notify_in_subprocess(job: Job) -> None:
 
 
 def notify_clients(job: Job) -> None:
-    """Tell those who wait for this job.  Raises what backend, broker and record raise when they are away."""
+    """Notify the clients that wait for this job.  Raises what backend, broker and database raise when they are away."""
     request = offer_messages.task_context(job)
     with _as_current_task(request):
         match job.state:
@@ -180,7 +180,7 @@ def notify_clients(job: Job) -> None:
 
 
 def notify_refusal(request: Context, refusal: SlotkeeperError) -> None:
-    """Tell those who wait for a message that has not become a job.  Raises as `tell`."""
+    """Notify the clients that wait for a message that has not become a job.  Raises as notify_clients."""
     error = JobFailed(refusal.code, refusal.detail)
     celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 
@@ -225,7 +225,10 @@ def _notify_result(job: Job, request: Context) -> None:
 
 
 def notify_too_large(job: Job) -> None:
-    """Tell a result that the result backend cannot take as a failure that says where it is.  Raises as `tell`."""
+    """Report a result that is too large for the result backend as a failure that says where the result is.
+
+    Raises as notify_clients.
+    """
     request = offer_messages.task_context(job)
     hint = f"read it with GET /queue/jobs/{job.id}"
     error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {hint}.")
@@ -246,7 +249,7 @@ def _notify_failure(job: Job, request: Context, error: Exception, state: str) ->
 
 
 def _link_signatures(job: Job, links: Any, kind: str) -> list[Signature]:
-    """Signatures with task ids that are the same at every telling."""
+    """Return the signatures with task ids that are the same whenever the end is published again."""
     found = []
     for n, link in enumerate(links or ()):
         step = signature(link, app=celery).clone()
@@ -257,7 +260,7 @@ def _link_signatures(job: Job, links: Any, kind: str) -> list[Signature]:
 
 
 def _send_step(step: Signature, result: Any, request: Context, **options: Any) -> None:
-    """Send a step that follows.  One that is refused fails with the reason, and what follows it."""
+    """Send a step that follows.  If it is refused, it fails with the reason, as do the steps after it."""
     try:
         step.apply_async((result,), parent_id=request.id, root_id=request.root_id or request.id, **options)
     except (DatabaseUnavailable, TooManyRequests):
@@ -285,7 +288,7 @@ def _fail_step(step: Signature, refusal: Exception, chain: Any) -> None:
 
 
 class CeleryNotifier:
-    """Publishes wake-ups, and has Celery's clients told."""
+    """Publishes the messages of offers, and has Celery's clients notified of ends."""
 
     def __init__(self, store: JobStore, result_notifier: ResultNotifier) -> None:
         self._store, self._result_notifier = store, result_notifier

@@ -37,9 +37,9 @@ def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread
 
 
 class BackgroundTask:
-    """Does one thing in a thread of its own when it is asked to; asked meanwhile, it does it once more.
+    """Runs a function in a background thread on request.  Requests during a run lead to one more run.
 
-    `delay_s`: before it begins, so that those who ask meanwhile are served together.
+    delay_s: how long a run waits for further requests before it begins.
     """
 
     def __init__(self, name: str, function: Callable[[], object], delay_s: float = 0.0) -> None:
@@ -48,7 +48,7 @@ class BackgroundTask:
         self._lock = threading.Lock()
 
     def request(self) -> None:
-        """Raises nothing: if no thread can be started now, what was asked for is done when it is asked for again."""
+        """Have the function run soon.  If no thread can be started now, the next request runs it."""
         with self._lock:
             self._is_requested = True
             if self._is_running:

@@ -1,7 +1,7 @@
 """A canary: a message that goes the way of a job, and takes no slot.
 
-It comes by the broker to the worker that has sent it, goes through its event loop to Redis and to the record, and is
-timed.  A worker through which none has come lately is not ready, whatever else says that it lives.
+It comes by the broker to the worker that has sent it, goes through its event loop to Redis and to the database, and is
+timed.  A worker that has received none lately is not ready, even if it reports that it is alive.
 """
 
 import time
@@ -24,11 +24,11 @@ log = structlog.get_logger(__name__)
 PERIOD_S = 5.0
 TASK = "slotkeeper.canary"
 _MAX_AGE_S = 15.0
-_EXPIRES_S = 300.0  # of a queue that nobody reads any more, where the broker forgets such
+_EXPIRES_S = 300.0  # of a queue without a consumer, on brokers that delete such queues
 
 
 class Canary:
-    """Those of one worker."""
+    """The canaries of one worker."""
 
     def __init__(self, worker_loop: WorkerLoop, workers: WorkerCapacity) -> None:
         self._worker_loop, self._workers = worker_loop, workers
@@ -40,7 +40,7 @@ class Canary:
         self._latency_s = 0.0
 
     def make_queue(self, node: str) -> Queue:
-        """The queue of this worker alone.  `node`: its name among Celery's workers, which outlives it."""
+        """Return the queue of this worker alone.  `node`: its name among Celery's workers, which outlives it."""
         name = f"canary.{node}"
         arguments = {"x-queue-type": "classic"} if TaskSettings().broker_queues == "quorum" else None
         self._queue = Queue(
@@ -54,7 +54,7 @@ class Canary:
         return self._queue
 
     def send_if_due(self) -> None:
-        """Send one, unless the last was sent just now."""
+        """Send a canary, unless the last was sent less than PERIOD_S ago."""
         now, queue = time.monotonic(), self._queue
         if queue is None or now - self._sent_s < PERIOD_S:
             return
@@ -67,14 +67,17 @@ class Canary:
         publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_MAX_AGE_S))
 
     def receive(self, token: str) -> None:
-        """It has come by the broker: on through the loop.  One of another process, or one that took too long, is not
-        counted.  Raises what the loop, Redis or the record raises."""
+        """Pass a canary that has come by the broker on through the loop.
+
+        One of another process, or one that took too long, is not counted.  Raises what the loop, Redis or the database
+        raises.
+        """
         sent_s = self._sent.pop(token, None)
         if sent_s is None:
             return
         try:
             self._worker_loop.ask(self._visit_redis_and_database(), _MAX_AGE_S)
-        except CancelledError:  # The worker ends, and shall not have to wait for it.
+        except CancelledError:  # The worker ends, and must not wait for it.
             return
         self._received_s = time.monotonic()
         self._latency_s = self._received_s - sent_s
@@ -84,7 +87,7 @@ class Canary:
         await self._worker_loop.commit(Write(lambda tx: None))
 
     def facts(self) -> dict[str, Any]:
-        """How the last one fared: `canary_ms`, and `canary_age_ms` since it came; None: none has come."""
+        """Return the latency of the last canary, `canary_ms`, and its age, `canary_age_ms`; None: none has come."""
         if self._received_s is None:
             return {"canary_ms": None, "canary_age_ms": None}
         age_ms = round((time.monotonic() - self._received_s) * 1000)
@@ -96,15 +99,16 @@ _receivers: list[Callable[[str], None]] = []
 
 @celery.task(name=TASK, ignore_result=True, send_events=False)
 def canary(token: str) -> None:
-    """One has come."""
+    """Receive a canary."""
     for receive in _receivers:
         receive(token)
 
 
 def consume(canary: Canary, consumer: Any) -> None:
-    """Take canaries as messages of this consumer of Celery's; from its own thread, each time that it is connected.
+    """Have Celery's consumer receive canaries; called in its thread, each time that it has connected.
 
-    It consumes when its loop turns: before that it has no callbacks, and a message that a broker pushes ends it.
+    It consumes from the next turn of its loop on: before that it has no callbacks, and a message that the broker pushes
+    would end it.
     """
     _receivers[:] = [canary.receive]
     queue = canary.make_queue(consumer.hostname)

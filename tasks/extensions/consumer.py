@@ -1,7 +1,7 @@
-"""Messages as a worker takes them: one that no task could be is rejected once, told in one line, and ends nobody.
+"""Celery's consumer, which rejects malformed messages: each once, with one line in the log.
 
-Celery trusts those who may write to its queues.  It looks at a message piece by piece, in the loop that all messages
-come through; there, a list where a name should be ends the worker, and the message goes back to the next one.
+Celery trusts the clients that may write to its queues.  It reads a message piece by piece, in the loop that receives
+all messages: there, a list in the place of a name ends the worker, and the message goes back to the next worker.
 """
 
 import time
@@ -81,7 +81,7 @@ class Consumer(CeleryConsumer):
         self._reject(message, Malformed("no task"))
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        """As Celery's own, but whoever waits for what should have followed is told, too."""
+        """Reject the message as Celery does, and notify the clients that wait for its result as well."""
         headers, (_, _, embedded) = split_message(message)
         message.reject_log_error(log, self.connection_errors)
         log.warning("unknown_task", task=_excerpt(headers["task"]), id=_excerpt(headers["id"]))
@@ -102,7 +102,7 @@ class Consumer(CeleryConsumer):
 
 
 def _report_failure(request: Context, error: Exception) -> None:
-    """Tell who waits for a message that came to nothing; a job of that id has an end of its own."""
+    """Notify the clients that wait for a message that was rejected.  A job of that id ends by itself."""
     if dispatcher().store.get_state(str(request.id)) is None:
         celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 

@@ -1,7 +1,7 @@
-"""Celery's revoke is a cancel: of a job that waits, is delayed, offered or runs, whichever worker hears it.
+"""Celery's revoke cancels a job, whether it waits, is delayed, is offered or runs, and whichever worker receives it.
 
-`control.revoke`, `AsyncResult.revoke` and Flower's button are told to all workers at once.  Each that hears it cancels
-the job in the record, where a second cancel finds nothing left to do; none needs to have seen a message of the job.
+`control.revoke`, `AsyncResult.revoke` and Flower's button send it to all workers at once.  Each worker that receives it
+cancels the job in the database, where a second cancel changes nothing.  It needs no message of the job for that.
 """
 
 import os
@@ -35,7 +35,7 @@ _UNFINISHED_STATES = frozenset({states.PENDING, states.RECEIVED, states.RETRY, s
 
 
 class Cancels:
-    """Cancels jobs in a thread of its own: the loop that hears of a revoke waits for no database."""
+    """Cancels jobs in a thread: the loop that receives a revoke must not wait for the database."""
 
     def __init__(self) -> None:
         self._ids: SimpleQueue[str] = SimpleQueue()
@@ -88,7 +88,7 @@ def _revoke_message(task_id: str) -> None:
 
 
 def is_revoked(task_id: str) -> bool:
-    """Whether this worker has heard a revoke of it."""
+    """Return whether this worker has received a revoke of this task."""
     return task_id in revoked
 
 

@@ -142,7 +142,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Return whether it can carry a request: it was not idle for long, and its server is connected and silent."""
-        # Data that nobody asked for would be read as the next response, also data that wait for their turn.
+        # Unrequested data would be read as the next response, also data that wait for their turn.
         if self.is_closed or self.is_idle_too_long or self._unparsed:
             return False
         return _is_open_and_silent(self._socket)

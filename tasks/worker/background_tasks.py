@@ -18,14 +18,14 @@ from tasks.threads import BackgroundTask
 
 log = structlog.get_logger(__name__)
 
-# Each lease expires by itself soon; this bounds what a process keeps that never frees anything again.
+# Each lease expires by itself soon; this bounds the memory of a process whose releases all fail.
 _MOST_PENDING = 10_000
 
 
 class BackgroundTasks:
-    """The background tasks of one worker, each in a thread of its own that no run waits for.
+    """The background tasks of one worker, each in a thread for which no run waits.
 
-    `lifetimes`: by which the end of the process is known at once if it is killed.
+    process_locks: they show at once that the process has ended if it is killed.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class BackgroundTasks:
         workers.refresh_in_background(self._capacity_task.request)  # The loop asks for it, and must not wait.
 
     def after_beat(self, was_away: bool) -> None:
-        """Redis answers: begin what could wait for that, in other threads than the heartbeat's."""
-        if was_away:  # A cancel or a passed deadline of which Redis could not tell us stands in the database.
+        """Begin what waited until Redis responds, in other threads than the heartbeat's."""
+        if was_away:  # The database has the cancels and deadlines that Redis could not pass on.
             self._check_database()
         self._release_task.request()
 
     def retry_release(self, lease: Lease, return_to_lane: bool, cooldown_ms: int) -> None:
-        """Repeat a release that Redis did not answer, when Redis answers again."""
+        """Repeat a release to which Redis did not respond, as soon as Redis responds again."""
         with self._lock:
             self._pending[lease] = return_to_lane, cooldown_ms
             if len(self._pending) > _MOST_PENDING:

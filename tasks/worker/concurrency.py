@@ -1,4 +1,4 @@
-"""How many runs a worker has under way, and for how many more there is room."""
+"""How many runs a worker has under way, and how many places are free."""
 
 import threading
 import time
@@ -40,7 +40,7 @@ class Concurrency:
 
     @property
     def free_places(self) -> int:
-        """For how many more runs there is room; none while draining."""
+        """How many more runs may begin; none while draining."""
         return max(self.limit - len(self._taken), 0) if self.accepts_jobs else 0
 
     @property
@@ -61,12 +61,12 @@ class Concurrency:
             return self._taken.setdefault(taken.offer.lease, taken) is taken
 
     def add(self, taken: TakenOffer) -> None:
-        """Count a lease that this worker has already: the message of its offer finds it taken up."""
+        """Count a lease that this worker holds already: the message of its offer then finds it taken up."""
         with self._lock:
             self._taken[taken.offer.lease] = taken
 
     def remove(self, taken: TakenOffer) -> bool:
-        """Count a run no more.  False: the offer came to this process another way meanwhile, and that run lives."""
+        """Remove a run from the count.  False: the offer came to this process another way, and that run goes on."""
         lease = taken.offer.lease
         with self._lock:
             is_own = self._taken.get(lease) is taken
@@ -79,11 +79,11 @@ class Concurrency:
         return len(self._taken) - (lease in self._taken) >= self.limit
 
     def note_unfilled_place(self) -> None:
-        """Nothing was taken for a run that has ended: those whose ends are not stored yet have all places."""
+        """Note that no job was found for the place of a run: runs whose ends are not stored yet have all places."""
         self._unfilled += 1
 
     def claim_unfilled_place(self) -> bool:
-        """Whether something shall be taken now for an earlier run."""
+        """Return whether a job must be found now for the place of an earlier run."""
         if not self._unfilled or not self.free_places:
             return False
         self._unfilled -= 1

@@ -1,4 +1,4 @@
-"""The event loop of a worker process: all its runs are coroutines of it, and none has a thread of its own.
+"""The event loop of a worker process: each run is a coroutine of it, not a thread.
 
 Redis commands of the same moment leave on one connection, on which none waits for the answer to another.  Database
 writes of the same moment are committed in one transaction.  The loop commits starts itself, which wait for no disk,
@@ -144,9 +144,9 @@ def _set_results(pending: Sequence[_PendingWrite], results: Sequence[Any]) -> No
 
 @types.coroutine
 def _resume_at(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, None, T]:
-    """A life from where it waits for the first time."""
+    """Run a coroutine from its first await on."""
     if awaited is None or not awaited.done():
-        with suppress(Exception, asyncio.CancelledError):  # What it waits for tells it of these by itself.
+        with suppress(Exception, asyncio.CancelledError):  # The awaited future raises these in the coroutine as well.
             yield awaited
     return (yield from coroutine)
 
@@ -168,7 +168,7 @@ class WorkerLoop:
         self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="rare")
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._runs: set[asyncio.Task[Any]] = set()
-        self._run_count = 0  # of lives, those among them that the loop has not begun yet
+        self._run_count = 0  # with the runs that the loop has not begun yet
         self._idle = threading.Condition()
         self._closed = False
         self._asked_by_threads: set[Future[Any]] = set()  # by threads, until the loop ends
@@ -206,12 +206,12 @@ class WorkerLoop:
             self._asked_by_threads.discard(asked)
 
     def wait_until_idle(self, seconds: float | None = None) -> bool:
-        """Wait until nothing lives any more; False: it took longer."""
+        """Wait until no run is under way; False: it took longer."""
         with self._idle:
             return self._idle.wait_for(lambda: self._run_count == 0, seconds)
 
     def close(self) -> None:
-        """End the loop; what still lives is left where it is."""
+        """End the loop; runs that are under way are left."""
         with self._idle:
             self._closed = True
         self.call_soon(lambda: self.loop.create_task(self._shut_down()))
@@ -225,7 +225,7 @@ class WorkerLoop:
     # -- from the loop ---------------------------------------------------------------------------------------
 
     def spawn_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Carry out something that nobody waits for; it is cancelled when the loop ends, or when there are too many."""
+        """Run a coroutine for which no run waits; it is canceled at the end, or dropped if there are too many."""
         if len(self._background_tasks) >= _MAX_BACKGROUND_TASKS:
             coroutine.close()
             return
@@ -252,7 +252,7 @@ class WorkerLoop:
         return (self._durable if write.durable else self._not_durable).commit(write)
 
     async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Have something done that waits for others, in a thread: not what every run needs."""
+        """Run a blocking function in a thread: only for what few runs need."""
         return await self.loop.run_in_executor(self._thread_pool, function, *args)
 
     async def _shut_down(self) -> None:
@@ -269,7 +269,7 @@ class WorkerLoop:
         return threading.get_ident() == self._thread.ident
 
     def _start_run(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """What it asks for first is asked for in this turn, and not when its task has come to its turn."""
+        """Start a run at once: its first request is sent in this turn of the loop, not in the next."""
         context = copy_context()
         try:
             awaited = context.run(coroutine.send, None)

@@ -50,12 +50,12 @@ async def finish_run(
     claimant: Callable[[], str],
     start_next: Callable[[Offer | None, float], Awaitable[object]],
 ) -> Transition | None:
-    """End a run, and return its transition; None: it was over before.  Raises DatabaseUnavailable.
+    """End a run, and return its transition; None: it had ended before.  Raises DatabaseUnavailable.
 
     `claimant`: returns who takes the next job of the slot.  `start_next`: is given that job's offer, and when Redis was
     asked for it (steady_s).
     """
-    if decision.frees_slot_first:  # The answer is in hand: the next job starts before our COMMIT.
+    if decision.frees_slot_first:  # The response is in hand: the next job starts before the COMMIT of this end.
         requested_at_s = boottime_s()
         await start_next(await steps.release(active, decision, decision.to, claimant()), requested_at_s)
         crash_at("slot_passed_on")
@@ -95,15 +95,15 @@ class Executor:
         self._steps = RunSteps(dispatcher, worker_loop, background_tasks.retry_release)
         self._large_end_lock = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
-        self.is_draining = False  # All runs have been told to hand over what can be resumed.
-        self.is_stopping = False  # All runs have been told to stop.
+        self.is_draining = False  # All resumable runs have been asked to hand over.
+        self.is_stopping = False  # All runs have been asked to stop.
 
-    # -- offers come in, from any thread ---------------------------------------------------------------------
+    # -- offers, from any thread ---------------------------------------------------------------------
 
     def run_open_offer(self, offer: Offer) -> None:
-        """Run the job of an open offer, unless this process has taken it up before, is full, or was told to stop.
+        """Run the job of an open offer, unless this process has taken it up before, is full, or is draining.
 
-        Another worker that has room, or this one when it has, finds the offer when it looks for work.
+        Another worker with a free place, or this one later, finds the offer when it polls.
         """
         taken = TakenOffer(offer)
         if not self.is_draining and self._concurrency.try_add(taken):
@@ -135,7 +135,7 @@ class Executor:
                 requested_at_s = boottime_s()
                 claimed = await self._steps.claim(offer, self._owner)
             worker_run = None if claimed is None else await self._start(claimed, taken, requested_at_s)
-        except Exception as error:  # Whatever it is, neither the job nor its place in this worker is lost.
+        except Exception as error:  # Neither the job nor its place in this worker must be lost.
             if self._discard(taken):
                 await self._return_job(offer, error)
             return
@@ -177,7 +177,7 @@ class Executor:
         return WorkerRun(active, watch, taken, offer, io, steps)
 
     async def _call_and_end(self, worker_run: WorkerRun) -> None:
-        """Call the server, and end the run with what came of that."""
+        """Call the server, and end the run with its outcome."""
         run, lease = worker_run.run, worker_run.active.lease
         logs.bind_context(
             job_id=run.job.id, tenant=run.job.tenant, trace_id=partial(find_trace_id, run.job.id, run.traceparent)
@@ -188,7 +188,7 @@ class Executor:
                 await self._end_run(worker_run, outcome)
             except DatabaseUnavailable:
                 raise
-            except Exception as error:  # It is ours, so it costs the job nothing, and is told with it.
+            except Exception as error:  # A fault of the worker costs the job nothing.
                 log.exception("run_not_ended", job_id=run.job.id)
                 await self._end_run(worker_run, _outcome_of_internal_error(error))
         except DatabaseUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
@@ -241,7 +241,7 @@ class Executor:
     async def _start_next(
         self, ended_lease: Lease, slot_released_at_s: float | None, offer: Offer | None, requested_at_s: float
     ) -> None:
-        """A run is over: begin the offer that came of it, or find another if this worker is full.
+        """Start the next run after one has ended: of the offer that its release returned, or of another fleet.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
         `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when
@@ -259,19 +259,19 @@ class Executor:
                 self._worker_loop.spawn(self._start_in_turn(ended_lease.fleet))
 
     async def _start_in_turn(self, fleet: str) -> None:
-        """Begin a job of the fleet whose turn it is after a run of this one."""
+        """Start a job of the fleet whose turn it is after a run of this one."""
         requested_at_s = boottime_s()
         self.run_claimed_offer(await self._worker_loop.run_in_thread(self._poller.claim_in_turn, fleet), requested_at_s)
 
     # -- offers that come to nothing -------------------------------------------------------------------------
 
     def _discard(self, taken: TakenOffer) -> bool:
-        """Count an offer no more.  False: it came to this process another way meanwhile, and that run lives."""
+        """Remove an offer from the count.  False: it came to this process another way, and that run goes on."""
         self._server_calls.forget(taken.offer.lease)
         return self._concurrency.remove(taken)
 
     async def _release_unstarted(self, offer: Offer) -> None:
-        """The offered job was gone: the slot goes to the next."""
+        """Release the slot of an offered job that was gone, and start the next."""
         lease, requested_at_s, next_offer = Lease.from_offer(offer, self._owner), boottime_s(), None
         try:
             next_offer = await self._steps.give_up(lease, claimant=self._concurrency.claimant)
@@ -280,7 +280,7 @@ class Executor:
         await self._start_next(lease, None, next_offer, requested_at_s)
 
     async def _offer_to_others(self, offer: Offer) -> None:
-        """Let another worker have what this one has been offered and not begun."""
+        """Let another worker have an offer that this one has claimed and not begun."""
         lease = Lease.from_offer(offer, self._owner)
         if offer.is_resumption:
             await self._steps.reopen_offer(lease, offer.model)
@@ -288,7 +288,7 @@ class Executor:
             await self._steps.free(lease, return_to_lane=True)
 
     async def _return_job(self, offer: Offer, error: Exception) -> None:
-        """The job could not be started, through no fault of its own: back to its place, and not at once again."""
+        """Return a job that could not be started to its place in the lane, with a short cooldown of the slot."""
         is_expected = isinstance(error, SlotkeeperError | RedisError)
         log.warning("start_postponed", job_id=offer.job_id, error=str(error), exc_info=None if is_expected else error)
         if offer.is_resumption:
@@ -307,7 +307,7 @@ def _is_large(outcome: Outcome | StopReason) -> bool:
 
 
 def _outcome_of_internal_error(error: Exception) -> Outcome:
-    """Return the outcome of a run whose end an error of ours kept from being stored: the job goes back to its place.
+    """Return the outcome of a run whose end could not be stored for an internal error: the job is queued again.
 
     The slot has a cooldown, longer each time, so that an error which comes again does not keep the server busy.
     """

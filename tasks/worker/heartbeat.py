@@ -1,7 +1,7 @@
 """Heartbeat: one thread in each worker process keeps all of its leases alive.
 
-A lease that cannot be renewed because Redis is away is kept on: the record decides in the end whether the
-run still counts.  So does a lease that Redis does not know: it is doubted, and lost only if the record says so too.
+A lease that cannot be renewed because Redis is away is kept: the database decides in the end whether the run still
+counts.  A lease that Redis does not know is lost only if the database confirms it.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from tasks import threads
 
 log = structlog.get_logger(__name__)
 
-_STORE_LIMIT_S = 2.0  # else the record is away, and a lease says that the run is not given up
+_STORE_LIMIT_S = 2.0  # After this the database is away, and the lease shows that the run goes on.
 
 
 class LeaseWatch:
-    """Over one lease while its job runs.  Flags are raised by any thread; the run hears of them in its event loop."""
+    """The flags of one lease while its job runs.  Any thread sets them; the run is notified in its event loop."""
 
     __slots__ = (
         "_call_soon",
@@ -57,10 +57,10 @@ class LeaseWatch:
             confirmed_at_s  # by steady_s: when Redis was asked for it, or whether it is held, the last time
         )
         self.sent = False  # its server may have the request
-        self.starting = starting  # the record does not have the run yet, and cannot be asked for it
-        self.lost = False  # the run is not this worker's any more: whatever comes of it does not count
-        self.cancel = False  # the job shall be canceled
-        self.drain = False  # this worker was told to stop: hand the job back if its run can be resumed
+        self.starting = starting  # the database does not have the run yet, and must not be asked about it
+        self.lost = False  # the run is not this worker's any more: its outcome does not count
+        self.cancel = False  # a cancel of the job was requested
+        self.drain = False  # this worker is draining: hand the job back if its run can be resumed
         self.stop = False  # its grace time is over: hand the job back
         self.is_removed = False  # the lease is not kept alive any more
         self.restored = False  # the lease was written again
@@ -79,28 +79,28 @@ class LeaseWatch:
         return self.slot_released_at_s is None or time.monotonic() - self.slot_released_at_s > _STORE_LIMIT_S
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """What to call, in the loop, when a flag is raised; at once, if one is."""
+        """Set the function that is called, in the loop, when a flag is set; at once if one is set already."""
         self._callback = callback
         if self.cancel or self.lost or self.stop or self.drain:
             callback()
 
     def clear_callback(self) -> None:
-        """Whoever listened is over, and shall not be kept in memory by this."""
+        """Remove the callback, so that the watch does not keep the ended run in memory."""
         self._callback = _ignore_change
 
     def sleep(self, seconds: float) -> "asyncio.Future[None]":
-        """Sleep, but not past the moment in which a flag is raised."""
+        """Sleep until the time is over or a flag is set."""
         loop = asyncio.get_running_loop()
         self._sleeper = loop.create_future()
         self._timer = loop.call_later(seconds, self._wake)
         return self._sleeper
 
     def request_cancel(self) -> None:
-        """Somebody wants the job canceled: its run learns of it, and its server."""
+        """Notify the run that a cancel of its job was requested; the run notifies its server."""
         self._set_flag("cancel")
 
     def end(self, flag: Literal["lost", "stop", "drain"]) -> None:
-        """This run is over for this worker; "drain": if another worker can resume it."""
+        """Have this worker give up the run; "drain": only if another worker can resume it."""
         self._set_flag(flag)
 
     def _set_flag(self, flag: str) -> None:
@@ -127,9 +127,9 @@ def _ignore_change() -> None:
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
-    `on_unknown_leases`: is given the watches on leases that Redis does not know.  `after_beat`: is called after each
-    beat to which Redis answers, and told whether Redis was away since the last such beat.  Neither may wait for
-    anything.  `call_soon`: how the loop in which the runs live is reached.
+    on_unknown_leases: is given the watches on leases that Redis does not know.  after_beat: is called after each
+    beat to which Redis responds, with whether Redis was away since the last such beat.  Neither may block.
+    call_soon: calls a function in the event loop of the runs.
     """
 
     name = "heartbeat"
@@ -150,7 +150,7 @@ class Heartbeat:
         self._was_away = False
         self._watches: set[LeaseWatch] = (
             set()
-        )  # Two may be of one job: its older run has not heard yet that it is over.
+        )  # Two may be of one job: its older run has not been notified yet that it is over.
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -167,7 +167,7 @@ class Heartbeat:
     def add(self, lease: Lease, *, starting: bool = False, confirmed_at_s: float = float("-inf")) -> LeaseWatch:
         """Keep this lease alive from now on.
 
-        `starting`: until the flag is taken down, the record lacks the run.  `held_s`: as the watch has it.
+        starting: until the flag is reset, the database does not have the run.  confirmed_at_s: as in LeaseWatch.
         """
         watch = LeaseWatch(lease, self._call_soon, starting=starting, confirmed_at_s=confirmed_at_s)
         with self._lock:
@@ -180,17 +180,17 @@ class Heartbeat:
             self._watches.discard(watch)
 
     def drain_all(self) -> None:
-        """Tell all runs that this worker was told to stop."""
+        """Have all resumable runs handed over."""
         for watch in self.watches():
             watch.end("drain")
 
     def stop_all(self) -> None:
-        """Tell all runs that this worker is going down."""
+        """Have all runs end: this worker stops."""
         for watch in self.watches():
             watch.end("stop")
 
     def beat(self) -> None:
-        """Renew everything once."""
+        """Renew all leases once."""
         by_fleet: dict[str, list[LeaseWatch]] = defaultdict(list)
         for watch in filter(lambda watch: watch.needs_renewal, self.watches()):
             by_fleet[watch.lease.fleet].append(watch)

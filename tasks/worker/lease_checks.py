@@ -1,4 +1,4 @@
-"""The right to use a slot, checked before it is used: a process may have been stopped since it got its lease.
+"""Checks a lease before its slot is used: the process may have been suspended since it claimed the lease.
 
 A stop (SIGSTOP, a suspended host, a swap storm) leaves no trace in the process.  Only a clock that counts on meanwhile
 shows that the lease may have expired and the slot may be another job's.
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class LeaseExpired(SlotkeeperError):
-    """The lease may be another's: its time was over before it was used."""
+    """The lease may be another worker's: it had expired before it was used."""
 
 
 class LeaseCheck:
@@ -61,10 +61,10 @@ _RETRY_S = 1.0
 
 
 class DatabaseCheck:
-    """Asks the record aside, so that no renewal waits for the database.
+    """Asks the database about runs, in a background thread, so that no renewal waits for it.
 
-    A wish may have been missed while Redis was away; a lease that Redis does not know may have been lost with the
-    last that Redis was told, and not be another's.  Until the record answers, the run goes on.
+    Redis may have been away when a cancel was requested.  It may have lost a lease with its latest writes, so that the
+    lease is not another worker's.  Until the database responds, the run goes on.
     """
 
     def __init__(self, dispatcher: Dispatcher, on_postponed: OnPostponed) -> None:
@@ -86,11 +86,14 @@ class DatabaseCheck:
         self._task.request()
 
     def end(self) -> None:
-        """What the record has not said by now is asked for no more."""
+        """Do not ask again what the database has not answered yet."""
         self._ended.set()
 
     def check(self, requests: dict[LeaseWatch, bool]) -> None:
-        """Tell runs, each with whether its lease is doubted, what the record says.  Raises DatabaseUnavailable."""
+        """Apply what the database has of these runs; the value: whether Redis does not know the lease.
+
+        Raises DatabaseUnavailable.
+        """
         statuses = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in requests])
         for watch, unknown_to_redis in requests.items():
             self._apply(watch, statuses.get(watch.lease.job_id), unknown_to_redis)
@@ -123,12 +126,12 @@ class DatabaseCheck:
             return
         ended_for_good = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
         if ended_for_good:
-            watch.request_cancel()  # Its server is to hear of that.
+            watch.request_cancel()  # Its server is asked to stop as well.
         if unknown_to_redis or not ended_for_good:
             watch.end("lost")
 
     def _restore_lease(self, watch: LeaseWatch, found: JobStatus) -> None:
-        """The record has the run under this very lease, so it is this worker's, whatever Redis has forgotten."""
+        """Write a lease to Redis again: the database has the run under this very lease, so it is this worker's."""
         lease = watch.lease
         try:
             written = self._dispatcher.leases.restore(lease.fleet, [LeasedJob(lease, found.job)])
@@ -137,7 +140,7 @@ class DatabaseCheck:
         else:
             log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
             watch.restored = True
-            if watch.is_removed:  # It has ended meanwhile, and nobody else frees what was written just now.
+            if watch.is_removed:  # It has ended meanwhile, so the lease that was written just now is freed here.
                 run_blocking(self._steps.free(lease, return_to_lane=False))
 
 

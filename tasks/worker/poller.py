@@ -1,4 +1,4 @@
-"""A worker looks for work by itself once a second, for what no message has told it.
+"""A worker polls for work once a second: messages may be lost.
 
 Messages are only quicker: one that is lost, or never read, costs its job a second or two, however long the broker is
 away.  The same look keeps a worker that is full from one model's jobs alone (`Turns`).
@@ -47,10 +47,10 @@ class FleetRotation:
 
 
 class Poller:
-    """Says how much room this worker has, and begins what waits unseen.
+    """Reports the free places of this worker, and starts jobs that no worker has taken.
 
-    `room`: for how many more runs there is room now.  `start`: run a job whose offer this worker holds, and asked for
-    at this time (steady_s).
+    free_places: returns how many more runs may begin now.  start: runs the job of an offer that this worker holds, and
+    that it requested at this time (boottime_s).
     """
 
     name = "poller"
@@ -76,7 +76,7 @@ class Poller:
         threads.start_vital_thread(self.name, self._run)
 
     def end(self) -> None:
-        """Look no more, and report that this worker was told to stop."""
+        """Stop polling, and report that this worker is draining."""
         self._ended.set()
         try:
             self._workers.report_stopping(self._owner)
@@ -84,7 +84,7 @@ class Poller:
             log.info("removal_not_reported", error=str(error))
 
     def poll_once(self) -> int:
-        """Look once; answers how many jobs were begun.  Raises redis errors and DatabaseUnavailable."""
+        """Poll once, and return how many jobs were started.  Raises redis errors and DatabaseUnavailable."""
         self._workers.report(self._owner, self._free_places())
         peeks = self._dispatcher.queues.peek_all(self._dispatcher.catalog.get().fleets())
         found = [peek for peek in peeks if self._needs_worker(peek)]
@@ -109,13 +109,13 @@ class Poller:
         return None
 
     def _needs_worker(self, peek: QueuePeek) -> bool:
-        """Whether nobody begins what is there: an offer was open at the last look already, or is not even made."""
+        """Return whether no worker takes the work: an offer was open at the last poll already, or none is made."""
         if peek.oldest_open_offer is None:
             return peek.may_start
         return self._last_open_offers.get(peek.fleet) == peek.oldest_open_offer
 
     def _start_jobs(self, fleet: str) -> int:
-        """Begin what is there, as far as there is room."""
+        """Start jobs of a fleet while places are free; return how many."""
         taken = 0
         while self._free_places() > 0:
             requested_at_s = boottime_s()

@@ -1,7 +1,7 @@
-"""What the servers of a worker's runs say while they are at it, told to those who watch: at once where somebody does,
-and together what comes in the same moment.
+"""Publishes what servers report during their runs to the clients that watch: soon if there are any, and in batches.
 
-One word is on its way for a run at a time.  What Redis does not take is dropped, and what a run keeps is bounded.
+One entry of a run is on its way at a time.  Entries that Redis does not take are dropped, and the memory of each run is
+bounded.
 """
 
 from collections import deque
@@ -20,10 +20,10 @@ from tasks.servers.stream_reader import Piece
 log = structlog.get_logger(__name__)
 
 BATCH_S = 0.02
-"""What comes within this is told together."""
+"""What arrives within this time, in seconds, is published together."""
 _UNWATCHED_PAUSE_S = 0.25
 _PAUSE_PER_STREAM_S = (
-    0.001  # longer for each run that says something, so that a worker asks Redis a thousand times a second at most
+    0.001  # longer for each run that reports, so that a worker sends Redis a thousand commands a second at most
 )
 _FAILURE_PAUSE_S = 1.0
 MAX_ENTRY_CHARS = 16 * 1024
@@ -31,32 +31,32 @@ MAX_ENTRY_CHARS = 16 * 1024
 MAX_PENDING_CHARS = 64 * 1024
 """Characters that wait for Redis; what comes then is dropped."""
 MAX_STORED_BYTES = 64 * 1024
-"""Bytes of a job that are kept for those who come later."""
+"""Bytes of a job that are kept for clients that connect later."""
 
 
 class ProgressPublisher:
-    """All runs of an event loop.  `ask`: runs a script."""
+    """The streams of all runs of an event loop.  redis: runs a script."""
 
     def __init__(self, commands: ProgressCommands, redis: Callable[[Command[int]], Awaitable[int]], loop: Any) -> None:
         self.commands, self.redis, self.loop = commands, redis, loop
-        self.active_streams = 0  # runs that have said something
+        self.active_streams = 0  # runs that have reported something
 
     def stream(self, job_id: str, attempt: int) -> "ProgressStream":
         return ProgressStream(self, job_id, attempt)
 
 
 class ProgressStream:
-    """What one attempt's server says.  For the loop's thread alone."""
+    """What the server of one attempt reports.  For the loop's thread alone."""
 
     __slots__ = ("_attempt", "_is_closed", "_job_id", "_publisher", "_queue")
 
     def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
         self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
-        self._queue: _EntryQueue | None = None  # Every run has a speech, and few say anything.
+        self._queue: _EntryQueue | None = None  # Every run has a stream, and few report anything.
         self._is_closed = False
 
     def __call__(self, piece: Piece) -> None:
-        """The server has said this."""
+        """Publish what the server has reported."""
         if self._is_closed:
             return
         if self._queue is None:
@@ -64,7 +64,7 @@ class ProgressStream:
         self._queue.add(piece)
 
     def close(self) -> None:
-        """The run is over: what waits is told now."""
+        """Publish what waits, and end the stream: the run is over."""
         if not self._is_closed:
             self._is_closed = True
             if self._queue is not None:
@@ -72,14 +72,14 @@ class ProgressStream:
 
 
 class _EntryQueue:
-    """A speech from its first word on."""
+    """The entries of a run, from its first piece on."""
 
     def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
         self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
         self._entry_ids = EntryIds(attempt)
         self._entries: deque[_ProgressEntry] = deque()
         self._pending_chars = 0  # characters
-        self._stored_sizes: deque[int] = deque()  # bytes of what is kept for those who come later
+        self._stored_sizes: deque[int] = deque()  # bytes of the entries that are kept for clients that connect later
         self._last_progress: Any = None
         self._is_sending = self._is_closed = False
         self._paused_until = 0.0  # by the loop's clock
@@ -173,7 +173,7 @@ class _EntryQueue:
 
 
 class _ProgressEntry:
-    """What is told together."""
+    """Pieces that are published together."""
 
     __slots__ = ("_offset", "_progress", "_values", "size", "texts")
 
@@ -184,7 +184,7 @@ class _ProgressEntry:
         self.size = 0
 
     def continues_at(self, offset: int) -> bool:
-        """Whether a text that begins there goes on with this one's."""
+        """Return whether a text that begins at this offset continues this entry."""
         return bool(self.texts) and self._offset + self.size == offset
 
     def to_dict(self) -> dict[str, Any]:

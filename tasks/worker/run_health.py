@@ -97,7 +97,7 @@ class RunHealth:
         return self.has_job(await self._session.health()) is False
 
     def has_job(self, health: Health) -> bool | None:
-        """Return whether the server runs the job; None: its report does not tell."""
+        """Return whether the server runs the job; None: its report does not show it."""
         return False if health.is_idle and self._has_one_slot else _lists_job(health, self._calls.poll_call)
 
     async def refuses_connections(self, health: Health) -> bool:
@@ -105,7 +105,7 @@ class RunHealth:
         return health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN) and await self._session.refuses_connections()
 
     def keep_for(self, seconds: float) -> None:
-        """Let a run whose connection broke go on for so long at most, if the health does not tell whether it runs."""
+        """Let a run whose connection broke go on for so long at most, if the health does not show whether it runs."""
         self._broken_until_s = time.monotonic() + seconds
 
     def awaited_response(self) -> str:
@@ -152,7 +152,7 @@ class EarlierRequestWait:
         self._find_earlier_request = find_earlier_request
         self._began_s, self._few_since_s = time.monotonic(), math.inf
         self.awaits = ""  # what it waits for, as a sentence
-        self.message = ""  # what the server's health said last
+        self.message = ""  # the last message of the server's health
 
     async def is_over(self) -> bool:
         """Ask the server once, and return whether the request may be sent."""
@@ -192,7 +192,7 @@ def _is_over_by_count(health: Health, earlier: EarlierRequest | None) -> bool:
 
 
 def _lists_job(health: Health, call: Call) -> bool | None:
-    """Return whether the server's report has the job; None: the report does not tell."""
+    """Return whether the server's report has the job; None: the report does not show it."""
     if health.job_ids is not None:
         return bool({call.job_id, call.attempt_id} & health.job_ids)
     if health.active_jobs is not None and health.running_count:

@@ -51,7 +51,7 @@ class RunStore(Protocol):
         """Store that the request of the run is sent now, later than its start.  Returns False if the run is over."""
 
     def find_earlier_request(self) -> Awaitable[EarlierRequest | None]:
-        """Return what is known of the request of an earlier worker; None: nothing."""
+        """Return the request of an earlier worker, as the database has it; None: there is none."""
 
     def longest_usual_ms(self) -> Awaitable[int]:
         """Return how long a run of the model takes at most, usually."""
@@ -79,7 +79,7 @@ class Cancellation:
         self.frees_slot = False  # The server accepted it, and its description says that this frees the slot.
 
     def start(self, call: "ServerCall") -> None:
-        """Send the cancel, once.  A response that does not come in time is not waited for any longer."""
+        """Send the cancel, once, and give up the request if no response follows in time."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(call))
 
@@ -241,8 +241,9 @@ class ServerCall:
         return not self._was_resent and not self._health.was_down
 
     async def _store_remote_id(self, remote_id: str | None) -> bool:
-        """Store the run's id at the server, so that another worker can resume the run: before the first poll, and an id
-        that is ours before the request.  Returns False if the run is over.
+        """Store the run's id at the server, so that another worker can resume the run.  Returns False if it is over.
+
+        This is before the first poll, and for an id that the worker gives, before the request.
         """
         if remote_id is None or remote_id == self.remote_id:
             return True

@@ -27,7 +27,7 @@ _MAX_AWAITS = 50
 
 
 class Worker:
-    """What belongs to this process.  There is one, made when the first job comes."""
+    """The parts of this worker process.  There is one, made when the first job comes."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Worker:
         record_handover_gap: Callable[[float], object] = lambda seconds: None,
         process_locks: ProcessLocks | None = None,
     ) -> None:
-        """`note_gap`: as in Calls.  `process_locks`: as in Background."""
+        """`record_handover_gap`: as in ServerCalls.  `process_locks`: as in BackgroundTasks."""
         self.owner = new_lease_owner("worker")
         self.consumer: Any = None  # Celery's consumer; None while there is none, or while draining
         self._is_draining = False  # for good
@@ -114,14 +114,14 @@ class Worker:
         self.concurrency.limit = limit
 
     def start_consuming(self, consumer: Any) -> None:
-        """Take jobs from now on, of which this consumer of Celery's receives wake-ups."""
+        """Take jobs from now on.  `consumer`: Celery's consumer, which receives the messages of offers."""
         first, self.consumer = self.consumer is None, consumer
         self.executor.node_name = consumer.hostname
         if first:
             self.poller.start()
 
     def drain(self) -> None:
-        """Take nothing more, ever, and let other workers resume runs: at once those that have an id at their server.
+        """Take no more jobs, and let other workers resume runs: at once those that have an id at their server.
 
         All others have the grace time in which to end.
         """
@@ -130,7 +130,7 @@ class Worker:
         self._is_draining, self.consumer = True, None
         self.background_tasks.is_draining = True
         self.poller.end()
-        self.executor.is_draining = True  # First: a run that begins just now is told by itself, or with the others.
+        self.executor.is_draining = True  # First: a run that begins just now is notified by itself, or with the others.
         self.heartbeat.drain_all()
         timer = threading.Timer(TaskSettings().grace_s, self.stop_runs)
         timer.daemon = True
@@ -138,17 +138,17 @@ class Worker:
 
     def stop_runs(self) -> None:
         """Let other workers resume all runs."""
-        self.executor.is_stopping = True  # First: a run that begins just now is told by itself, or with the others.
+        self.executor.is_stopping = True  # First: a run that begins just now is notified by itself, or with the others.
         self.heartbeat.stop_all()
 
     def drain_and_close(self) -> None:
-        """The pool stops, for whatever reason: all runs have their time to end, or are handed back."""
-        self.drain()  # Of a signal Celery has told already, of anything else not.
+        """Drain and close when the pool stops: all runs have their time to end, or are handed back."""
+        self.drain()  # For a signal, Celery has begun this already; for anything else not.
         self.worker_loop.wait_until_idle()
         self.close()
 
     def close(self) -> None:
-        """End its threads; what is still under way is left where it is, until the process has ended."""
+        """End its threads; runs that are still under way are left until the process ends."""
         self.heartbeat.end()
         self.database_check.end()
         self.worker_loop.close()

@@ -1,4 +1,4 @@
-"""One run of this process, as its executor and its server call share it."""
+"""What the executor and the server call share of a run."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
-_STOP_LIMIT_S = 3.0  # A worker that is told to stop goes on trying for so long: another can resume what is stored.
+_STOP_LIMIT_S = 3.0  # A worker that stops goes on trying for so long: another can resume what is stored.
 
 
 class RetryingIo:
@@ -50,7 +50,7 @@ class RetryingIo:
         self._worker_loop.reconnect()
 
     async def wait_until_known(self, unknown: CommitUnknown, read: Callable[[], Awaitable[T]]) -> T:
-        """Ask what became of a start whose COMMIT was not answered.
+        """Find out whether a start was stored whose COMMIT had no response.
 
         Raises what `read` raises except DatabaseUnavailable; `unknown` if the worker has to stop before that.
         """
@@ -80,7 +80,7 @@ class RetryingIo:
 
 
 class WorkerRun(NamedTuple):
-    """The job and its lease, what is done to it from outside, the offer it came by, and how its end is stored."""
+    """A run with its lease, the flags of that, the offer that began it, and the steps that store its end."""
 
     active: ActiveRun
     watch: LeaseWatch

@@ -1,7 +1,5 @@
 """The WSGI application, which the process `web` (app.server) serves."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from flask import Flask
 from flask_openapi import APIBlueprint
 from pydantic import BaseModel
@@ -35,6 +33,7 @@ from app.context import Context
 from app.page import login, screens
 from app.readiness import PROBES, Readiness
 from app.schemas import job_schemas, tenant_schemas, webhook_schemas
+from slotkeeper.process import package_version
 from slotkeeper.registry.tenants import Tenants
 from tasks import services, startup
 
@@ -100,7 +99,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
 
 def create_routes() -> Flask:
     """All views and what stands before them, which no setting changes."""
-    app = openapi.new_app(_version())
+    app = openapi.new_app(package_version())
     problems.register_error_handlers(app)
     for body in _BODIES:
         problems.know_fields(body.__name__, body.model_fields)
@@ -118,7 +117,7 @@ def configure(app: Flask, settings: AppSettings) -> None:
     """Give `app` its settings, and what its views share."""
     startup.prepare()
     dispatcher = services.dispatcher()
-    app.extensions["slotkeeper_version"] = _version()
+    app.extensions["slotkeeper_version"] = package_version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     context.set_context(app.extensions, Context(dispatcher, settings, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
@@ -126,10 +125,3 @@ def configure(app: Flask, settings: AppSettings) -> None:
     )
     access.configure_access(app, settings, Tenants(services.database()))
     login.equip(app)
-
-
-def _version() -> str:
-    try:
-        return version("slotkeeper")
-    except PackageNotFoundError:
-        return "0"

@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 # Difference to the database's clock above which an operator should correct this host's clock.
@@ -121,3 +123,14 @@ clock = Clock()
 def now_ms() -> int:
     """Return the time of the shared clock, in ms since the epoch."""
     return clock.now_ms()
+
+
+def iso_time(at_ms: int) -> str:
+    """Return a time as ISO 8601 in UTC with milliseconds."""
+    return f"{_format_second(at_ms // 1000)}.{at_ms % 1000:03d}Z"
+
+
+@lru_cache(maxsize=64)
+def _format_second(at_s: int) -> str:
+    # Cached, because events are published in the order of their times, so many in a row have the same second.
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%dT%H:%M:%S}"

@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable
 from functools import cache, update_wrapper
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -54,6 +55,15 @@ def tune_garbage_collection() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER)
+
+
+@cache
+def package_version() -> str:
+    """Return the version of the installed package; "0": it runs from a checkout that is not installed."""
+    try:
+        return version("slotkeeper")
+    except PackageNotFoundError:
+        return "0"
 
 
 @cache

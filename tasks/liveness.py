@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from routing.scripts import make_scripts
 from slotkeeper import logs
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import SlotkeeperError
+from slotkeeper.process import package_version
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
@@ -48,7 +48,7 @@ class ProcessReport:
             "role": role,
             "host": self.host,
             "pid": os.getpid(),
-            "version": _version(),
+            "version": package_version(),
             "since_ms": now_ms(),
             "secret": fingerprints()[0],
         }
@@ -91,13 +91,6 @@ class ProcessReport:
         while not self._ended.is_set():
             self.report()
             self._ended.wait(REPORT_EVERY_S)
-
-
-def _version() -> str:
-    try:
-        return version("slotkeeper")
-    except PackageNotFoundError:
-        return "0"
 
 
 def start_reporting(role: str, processes: ProcessList, facts: Facts = dict) -> ProcessReport:

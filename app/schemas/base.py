@@ -12,7 +12,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -20,6 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, Union, get_args, get_ori
 from pydantic import WithJsonSchema
 
 from app.api.openapi import Schema
+from slotkeeper import clock
 
 Reader: TypeAlias = Callable[[Any], Any]
 
@@ -69,9 +69,7 @@ class ResponseSchema(Schema):
 
 def iso_time(at_ms: int | None) -> str | None:
     """ISO 8601 in UTC with milliseconds."""
-    if at_ms is None:
-        return None
-    return f"{datetime.fromtimestamp(at_ms // 1000, UTC).isoformat()[:19]}.{at_ms % 1000:03d}Z"
+    return None if at_ms is None else clock.iso_time(at_ms)
 
 
 def _make_reader(answer: type[ResponseSchema], name: str, hint: Any) -> Reader:

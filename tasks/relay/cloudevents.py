@@ -3,12 +3,11 @@
 They are plain dicts and not objects of the SDK, because one is made for every event.
 """
 
-from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any
 
 import orjson
 
+from slotkeeper.clock import iso_time
 from slotkeeper.jobs.states import Reason
 from slotkeeper.outbox.event_reader import OutboxEvent
 
@@ -84,14 +83,3 @@ def _event_data(entry: OutboxEvent, at: str) -> dict[str, Any]:
     if "error" in event.data:
         data["error"] = event.data["error"]
     return data
-
-
-def iso_time(at_ms: int) -> str:
-    """Return a time as ISO 8601 in UTC with milliseconds."""
-    return f"{_format_second(at_ms // 1000)}.{at_ms % 1000:03d}Z"
-
-
-@lru_cache(maxsize=64)
-def _format_second(at_s: int) -> str:
-    # Cached, because events are published in the order of their times, so many in a row have the same second.
-    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%dT%H:%M:%S}"

@@ -24,7 +24,7 @@ from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
-from slotkeeper.outbox.sink_cursors import SinkCursors, SinkLag
+from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.registry.catalog import Catalog
 from tasks import liveness, services
 from tasks.config import EventSettings
@@ -200,11 +200,6 @@ def make_relays(database: Database, settings: EventSettings, holder: str = "") -
         return cloudevents.to_json(found[0], f"/slotkeeper/{Catalog(database).get_database_id()}")
 
     return [Relay(name, database, sinks.make(name, settings, find_event), holder) for name in settings.sinks]
-
-
-def lags() -> list[SinkLag]:
-    """Return how far each sink is behind.  Raises DatabaseUnavailable."""
-    return SinkCursors(services.database()).list_lags(EventSettings().sinks, now_ms())
 
 
 class RelayThreads:

@@ -9,11 +9,11 @@ Slack shows it literally and finds no mention or link in it.
 
 import re
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from slotkeeper import json_text, large_json
+from slotkeeper.clock import iso_time
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
@@ -115,7 +115,7 @@ def message_body(message: Message, data: Mapping[str, Any], template: str | None
 
     By default the body for a job's `callback_url` is the data alone.
     """
-    at = _iso_time(message.at_ms)
+    at = iso_time(message.at_ms)
     if template is None and message.of_job:
         return json_text.dumps(dict(data))
     if template is None:
@@ -224,8 +224,3 @@ def _result_and_error(job: Job) -> dict[str, Any]:
         "result": large_json.parse_stored(job.result) if job.result else None,
         "error": {"code": job.error_code, "message": job.error_message} if job.error_code else None,
     }
-
-
-def _iso_time(at_ms: int) -> str:
-    second = datetime.fromtimestamp(at_ms // 1000, UTC)
-    return f"{second:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"

@@ -15,9 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
-from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from math import floor
 from threading import Thread
@@ -36,6 +34,7 @@ from standardwebhooks import Webhook
 from slotkeeper.clock import now_ms
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message
+from slotkeeper.process import package_version
 from slotkeeper.registry.tenants import SecretRotations
 from tasks.security import vault
 from tasks.security.keyring import webhook_secrets
@@ -270,7 +269,7 @@ def _headers(message_id: str, body: bytes, now: datetime, secrets: Sequence[str]
     at = now.astimezone(UTC)  # The library replaces any other time zone by UTC, and would sign a wrong time.
     return {
         "content-type": "application/json",
-        "user-agent": f"Slotkeeper/{_version()}",
+        "user-agent": f"Slotkeeper/{package_version()}",
         "connection": "close",
         "webhook-id": message_id,
         "webhook-timestamp": str(floor(at.timestamp())),
@@ -368,11 +367,3 @@ def _describe_failure(error: Exception, timeout_s: float) -> str:
             return "the answer is not HTTP."
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return f"the connection failed: {getattr(cause, 'strerror', None) or type(cause).__name__}."
-
-
-@lru_cache(maxsize=1)
-def _version() -> str:
-    try:
-        return version("slotkeeper")
-    except PackageNotFoundError:  # It runs from a checkout that is not installed.
-        return "dev"

@@ -1,4 +1,4 @@
-"""Work that is done aside."""
+"""A background task whose thread cannot be started."""
 
 import threading
 
@@ -6,11 +6,11 @@ from tasks.threads import BackgroundTask
 from tests.support.threads import no_thread_left
 
 
-def test_work_for_which_no_thread_could_be_had_is_done_when_it_is_asked_for_again() -> None:
+def test_a_background_task_whose_thread_could_not_start_runs_at_the_next_request() -> None:
     done = threading.Event()
-    work = BackgroundTask("work", done.set)
+    task = BackgroundTask("work", done.set)
     with no_thread_left():
-        work.request()  # Nothing is raised: it is the heartbeat that asks.
+        task.request()  # It raises no error, because the heartbeat calls it.
     assert not done.is_set()
-    work.request()
+    task.request()
     assert done.wait(10)

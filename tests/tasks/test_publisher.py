@@ -1,4 +1,4 @@
-"""Messages are sent by a thread of their own: whoever has one to send waits for nobody."""
+"""The publisher, which sends messages in a separate thread, so that its callers do not wait for the broker."""
 
 import threading
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import NoReturn
 from tasks.offer_messages import Publisher
 
 
-def _fails() -> NoReturn:
+def _fail() -> NoReturn:
     raise ConnectionError("the broker is away")
 
 
-def test_messages_are_sent_in_the_order_in_which_they_were_handed_in():
+def test_messages_are_sent_in_the_order_of_their_put_calls():
     sent: list[int] = []
     publisher = Publisher()
     for number in range(20):
@@ -20,25 +20,27 @@ def test_messages_are_sent_in_the_order_in_which_they_were_handed_in():
     assert sent == list(range(20))
 
 
-def test_a_message_that_cannot_be_sent_does_not_keep_the_next_from_being_sent():
+def test_a_message_that_cannot_be_sent_does_not_block_the_next_one():
     sent: list[str] = []
     publisher = Publisher()
-    publisher.put(_fails)
+    publisher.put(_fail)
     publisher.put(lambda: sent.append("next"))
     assert publisher.flush(10)
     assert sent == ["next"]
 
 
-def test_a_silent_broker_keeps_nobody_waiting_and_fills_no_memory():
-    answers, sent = threading.Event(), []
+def test_a_silent_broker_blocks_no_caller_and_pending_messages_are_bounded():
+    broker_responds, sent = threading.Event(), []
     publisher = Publisher(max_pending=3)
 
-    def message(number: int) -> Callable[[], object]:
-        return lambda: answers.wait(30) and sent.append(number)
+    def send_command(number: int) -> Callable[[], object]:
+        return lambda: broker_responds.wait(30) and sent.append(number)
 
     for number in range(100):
-        publisher.put(message(number))
+        publisher.put(send_command(number))
     assert not publisher.flush(0) and sent == []
-    answers.set()
+    broker_responds.set()
     assert publisher.flush(10)
-    assert sent == sorted(sent) and 3 <= len(sent) <= 5, "the others are dropped, which costs a moment each"
+    assert sent == sorted(sent) and 3 <= len(sent) <= 5, (
+        "the publisher drops the others; the poller finds their offers later"
+    )

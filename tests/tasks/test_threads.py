@@ -1,4 +1,4 @@
-"""A thread that a process cannot do without: if it fails, the process ends, and its supervisor starts it again."""
+"""Vital threads: if one fails, its process ends, and the supervisor starts the process again."""
 
 import asyncio
 import os
@@ -33,27 +33,27 @@ threading.Event().wait(30)
 """
 
 
-def test_a_thread_that_fails_ends_its_process_and_says_which_it_was() -> None:
-    ran = subprocess.run(
+def test_a_vital_thread_that_fails_ends_its_process_and_logs_its_name() -> None:
+    process = subprocess.run(
         [sys.executable, "-c", _FAILS], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
     )
-    assert ran.returncode == os.EX_SOFTWARE == 70
-    said = ran.stdout + ran.stderr
-    assert "important" in said and "why" in said
+    assert process.returncode == os.EX_SOFTWARE == 70
+    output = process.stdout + process.stderr
+    assert "important" in output and "why" in output
 
 
-def test_a_thread_that_has_done_its_work_ends_alone() -> None:
+def test_a_vital_thread_that_returns_does_not_end_its_process() -> None:
     done: list[int] = []
     threads.start_vital_thread("one", lambda: done.append(1)).join(10)
     assert done == [1]
 
 
 class Halt(BaseException):
-    """Nobody foresees it."""
+    """An exception that no handler of `Exception` catches."""
 
 
-class _Fails:
-    """Whatever is asked of it ends the thread that asks."""
+class _Failing:
+    """An object that raises Halt at each access to an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         raise Halt
@@ -63,46 +63,47 @@ def _fail(*_: object) -> Any:
     raise Halt
 
 
-def _aside() -> None:
-    BackgroundTask("chores", _fail).request()
+def _start_background_task() -> None:
+    BackgroundTask("work", _fail).request()
 
 
-def _poller() -> None:
-    Poller(_Fails(), _Fails(), "w", lambda: 1, _fail).start()  # type: ignore[arg-type]
+def _start_poller() -> None:
+    Poller(_Failing(), _Failing(), "w", lambda: 1, _fail).start()  # type: ignore[arg-type]
 
 
-def _heartbeat() -> None:
-    heartbeat = Heartbeat(_Fails(), "w", every_ms=1, on_unknown_leases=_fail)  # type: ignore[arg-type]
+def _start_heartbeat() -> None:
+    heartbeat = Heartbeat(_Failing(), "w", every_ms=1, on_unknown_leases=_fail)  # type: ignore[arg-type]
     heartbeat.add(Lease("zimg", "one", "l", "w", "gpu-slot0"))
     heartbeat.start()
 
 
-def _record() -> None:
+def _start_commit_queue() -> None:
     loop = asyncio.new_event_loop()
-    it = CommitQueue("record", loop, SimpleNamespace(try_commit_all=lambda writes: None, commit_all=_fail))  # type: ignore[arg-type]
-    it.commit(Write(lambda tx: None))
+    database: Any = SimpleNamespace(try_commit_all=lambda writes: None, commit_all=_fail)
+    queue = CommitQueue("commits", loop, database)
+    queue.commit(Write(lambda tx: None))
     loop.call_later(0.01, loop.stop)
     loop.run_forever()
     loop.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("start", [_aside, _poller, _heartbeat, _record])
+@pytest.mark.parametrize("start", [_start_background_task, _start_poller, _start_heartbeat, _start_commit_queue])
 def test_a_process_ends_when_a_thread_fails_that_it_cannot_do_without(
     monkeypatch: pytest.MonkeyPatch, start: Callable[[], None]
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
     start()
-    eventually(lambda: ended == [os.EX_SOFTWARE])
+    eventually(lambda: exits == [os.EX_SOFTWARE])
 
 
-def test_who_asks_for_work_aside_before_it_begins_is_served_together_with_others() -> None:
+def test_requests_before_a_background_task_begins_are_served_by_one_call() -> None:
     done: list[str] = []
     ended = threading.Event()
-    it = BackgroundTask("promises", lambda: (done.append("all"), ended.set()), delay_s=0.2)
+    task = BackgroundTask("work", lambda: (done.append("all"), ended.set()), delay_s=0.2)
     for _ in range(3):
-        it.request()
+        task.request()
     assert ended.wait(10)
-    eventually(lambda: not it._is_running)
+    eventually(lambda: not task._is_running)
     assert done == ["all"]

@@ -1,6 +1,6 @@
-"""A worker that takes one job after another when it is told to, and a server that answers what a test says.
+"""A worker that runs one job at a time on request of a test, and a server with prepared outcomes.
 
-Neither HTTP nor a second process: what is looked at is what the worker makes of the answers.
+There is neither HTTP nor a second process: the tests check how the worker handles each outcome.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from tests.support.stage import Stage
 
 
 class FakeServer:
-    """Gives its answers one after another; notes what it is asked.  `during`: what happens while it runs a job."""
+    """A server that returns prepared outcomes in order and notes its requests; it calls `during` in each run."""
 
     description = DEFAULT
 
@@ -35,9 +35,9 @@ class FakeServer:
         self.asked: list[str] = []
         self.during: Callable[[], None] = lambda: None
         self.runs: frozenset[str] | None = None
-        self.down = 0  # how often it does not answer for its health
-        self.idempotent = True  # It joins a repeated request to its run.
-        self.is_broken, self.has_ended = False, False  # its connection under a submit; its process
+        self.down = 0  # the number of health requests that it will not answer
+        self.idempotent = True  # The server joins a repeated request to the run of the first.
+        self.is_broken, self.has_ended = False, False  # the connection of a submit; the process
         self.abandoned: None = None
 
     async def submit(self, call: Call) -> Outcome:
@@ -46,16 +46,16 @@ class FakeServer:
         return self.answers.pop(0)
 
     async def status(self, call: Call, remote_id: str) -> Outcome:
-        self._note_question("status", call)
+        self._note_request("status", call)
         return self.answers.pop(0)
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
-        self._note_question("cancel", call)
+        self._note_request("cancel", call)
         return True
 
-    def _note_question(self, what: str, call: Call) -> None:
-        assert 10 <= call.deadline_s <= 30, "a question has its time, whatever is left of the run's, and no more"
-        self.asked.append(what)
+    def _note_request(self, kind: str, call: Call) -> None:
+        assert 10 <= call.deadline_s <= 30, "the timeout of such a request does not depend on the time of the run"
+        self.asked.append(kind)
 
     async def health(self) -> Health:
         self.asked.append("health")
@@ -78,13 +78,13 @@ class FakeServer:
 
 
 class FakeRunStore:
-    """Stores nothing.  `store_remote_id`: is called instead of the database."""
+    """A store without a database; it calls `store_remote_id` to store an id."""
 
     def __init__(self, store_remote_id: Callable[[str], bool] = lambda remote_id: True) -> None:
         self._store_remote_id = store_remote_id
         self.used: list[str] = []
-        """What was stored and checked, in order, but ids of servers."""
-        self.is_over = False  # Another has ended the run.
+        """Names of the checks and writes, in order, without those of remote ids."""
+        self.is_over = False  # Another process has ended the run.
 
     async def store_remote_id(self, remote_id: str) -> bool:
         return self._store_remote_id(remote_id)
@@ -100,7 +100,7 @@ class FakeRunStore:
         return 3_600_000
 
     async def is_lease_held(self, *, fresh: bool) -> bool:
-        self.used.append("lease, asked now" if fresh else "lease")
+        self.used.append("lease, read again" if fresh else "lease")
         return True
 
 
@@ -113,7 +113,7 @@ def make_server_call(
     *,
     has_one_slot: bool = False,
 ) -> ServerCall:
-    """A ServerCall beside any database."""
+    """Return a ServerCall without a database."""
     calls = RunCalls(active.run, config, session.description)
     return ServerCall(active, watch, session, calls, store or FakeRunStore(), has_one_slot=has_one_slot)
 
@@ -121,21 +121,20 @@ def make_server_call(
 @contextmanager
 def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     scripts = stage.dispatcher.leases.scripts
-    monkeypatch.setattr(
-        BackgroundTask, "request", lambda task: task._function()
-    )  # at once, but where a test is about that
-    found = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
-    found.heartbeat.end()  # The tests beat.
-    found.consumer = None  # It takes nothing by itself, but where a test is about that.
-    monkeypatch.setattr(found.server_calls, "session_for", lambda *_: server)
+    # A test of the background tasks themselves undoes this.
+    monkeypatch.setattr(BackgroundTask, "request", lambda task: task._function())
+    worker = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
+    worker.heartbeat.end()  # The tests call `beat`.
+    worker.consumer = None  # Without a consumer the worker claims no job by itself.
+    monkeypatch.setattr(worker.server_calls, "session_for", lambda *_: server)
     monkeypatch.setattr(worker_run, "_RETRY_S", 0.001)
-    stage.worker = found  # type: ignore[attr-defined]
-    yield found
-    found.close()
+    stage.worker = worker  # type: ignore[attr-defined]
+    yield worker
+    worker.close()
 
 
 def run_open_offer(stage: Stage) -> str:
-    """Do what the oldest wake-up asks for, and return the id of its job."""
+    """Run the job of the oldest wake-up, and return its id."""
     worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
     worker.executor.run_open_offer(offer)
     assert worker.worker_loop.wait_until_idle(20)
@@ -143,5 +142,5 @@ def run_open_offer(stage: Stage) -> str:
 
 
 def run(stage: Stage) -> Job:
-    """Take up the oldest wake-up, and return the job as it then stands in the database."""
+    """Run the job of the oldest wake-up, and return the job from the database."""
     return stage.job(run_open_offer(stage))

@@ -1,4 +1,4 @@
-"""A run at a server that speaks in its own way: what its worker makes of what is said, and of silence."""
+"""A run at a server with a description of its API: responses, pushed results and silence."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,54 +26,54 @@ UNKNOWN = Outcome(OutcomeKind.UNKNOWN)
 LOST = Outcome(OutcomeKind.LOST, code="not_found")
 DONE = Outcome(OutcomeKind.DONE, result=7)
 REFUSED = Outcome(OutcomeKind.PENDING, code="poll_failed")
-WELL, BUSY, DOWN = Health(HealthKind.UP), Health(HealthKind.BUSY), Health(HealthKind.DOWN)
+HEALTHY, BUSY, DOWN = Health(HealthKind.UP), Health(HealthKind.BUSY), Health(HealthKind.DOWN)
 CALLBACK: dict[str, Any] = {"mode": "callback", "given_id": "{{job/attempt_id}}"}
 GIVEN: dict[str, Any] = {"mode": "async", "given_id": "{{job/attempt_id}}"}
 
 
-class Live:
-    """Gives its answers one after another, the last again and again; notes what it is asked."""
+class FakeSession:
+    """A session that returns prepared responses in order, repeats the last of each kind, and notes the requests."""
 
     is_broken, abandoned = False, None
 
-    def __init__(self, description: dict[str, Any], **answers: list[Any]) -> None:
+    def __init__(self, description: dict[str, Any], **responses: list[Any]) -> None:
         self.description = Description.model_validate(description)
-        self.answers = answers
-        self.asked: list[str] = []
+        self.responses = responses
+        self.requests: list[str] = []
         self.calls: list[Call] = []
-        self.then: Callable[[], None] = lambda: None
+        self.on_request: Callable[[], None] = lambda: None
 
     def given_id_of(self, call: Call) -> str | None:
         return call.attempt_id
 
     async def submit(self, call: Call) -> Any:
-        return self._said("submit", call)
+        return self._respond("submit", call)
 
     async def status(self, call: Call, remote_id: str) -> Any:
-        return self._said("status", call)
+        return self._respond("status", call)
 
     async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
-        self.asked.append("cancel")
+        self.requests.append("cancel")
         return True
 
     async def health(self) -> Any:
-        return self._said("health")
+        return self._respond("health")
 
     def cut_off(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no request is in progress."""
 
     abandon = cut_off
 
     async def refuses_connections(self) -> bool:
         return False
 
-    def _said(self, what: str, call: Call | None = None) -> Any:
-        self.asked.append(what)
+    def _respond(self, kind: str, call: Call | None = None) -> Any:
+        self.requests.append(kind)
         if call is not None:
             self.calls.append(call)
-        self.then()
-        left = self.answers[what]
-        return left.pop(0) if len(left) > 1 else left[0]
+        self.on_request()
+        remaining = self.responses[kind]
+        return remaining.pop(0) if len(remaining) > 1 else remaining[0]
 
 
 def _run(**changes: Any) -> Run:
@@ -94,164 +94,168 @@ def _run(**changes: Any) -> Run:
     return Run(**values | changes)
 
 
-def _watch(
-    live: Live,
+def _run_call(
+    session: FakeSession,
     run: Run | None = None,
     *,
-    still_ours: bool = True,
+    owns_run: bool = True,
     max_s: float = 0.3,
     has_one_slot: bool = False,
     store: FakeRunStore | None = None,
 ) -> tuple[Any, list[str]]:
-    """What came of the run, and the ids that went into the record, each with what had been asked before it."""
-    noted: list[str] = []
+    """Run a server call, and return its outcome and the stored ids, each with the number of requests before it."""
+    stored_ids: list[str] = []
 
-    def note(remote_id: str) -> bool:
-        noted.append(f"{remote_id} after {len(live.asked)}")
-        return still_ours
+    def store_remote_id(remote_id: str) -> bool:
+        stored_ids.append(f"{remote_id} after {len(session.requests)}")
+        return owns_run
 
-    async def whole() -> Any:
+    async def call() -> Any:
         lease = Lease("zimg", "j", "lease", "owner", "gpu-slot0")
         watch = LeaseWatch(lease, asyncio.get_running_loop().call_soon)
         config = ModelConfig(poll_interval=0.01, max_poll_time=max_s)
         active = ActiveRun(run or _run(), lease)
-        stored = store or FakeRunStore(note)
-        return await make_server_call(active, watch, config, live, stored, has_one_slot=has_one_slot).run()
+        run_store = store or FakeRunStore(store_remote_id)
+        return await make_server_call(active, watch, config, session, run_store, has_one_slot=has_one_slot).run()
 
-    return asyncio.run(whole()), noted
+    return asyncio.run(call()), stored_ids
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.01)
     monkeypatch.setattr(run_health, "_DOWN_LIMIT_S", 0.05)
 
 
-# -- an id of ours ---------------------------------------------------------------------------------------------
+# -- an id that the worker sets --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("description", [GIVEN, CALLBACK])
 def test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent(description):
-    live = Live(description, submit=[DONE])
-    assert _watch(live) == (DONE, ["j-1 after 0"])
+    session = FakeSession(description, submit=[DONE])
+    assert _run_call(session) == (DONE, ["j-1 after 0"])
 
 
 @pytest.mark.parametrize("description", [{}, {"given_id": "{{job/id}}"}, {**GIVEN, "mode": "sync"}])
 def test_a_server_that_cannot_be_asked_by_it_needs_no_note(description):
-    assert _watch(Live(description, submit=[DONE])) == (DONE, [])
+    assert _run_call(FakeSession(description, submit=[DONE])) == (DONE, [])
 
 
 def test_a_run_that_is_over_is_not_sent():
-    live = Live(GIVEN, submit=[DONE])
-    assert _watch(live, still_ours=False)[0] is StopReason.LOST and live.asked == []
+    session = FakeSession(GIVEN, submit=[DONE])
+    assert _run_call(session, owns_run=False)[0] is StopReason.LOST and session.requests == []
 
 
-def test_an_id_that_the_server_gives_itself_takes_the_place_of_ours():
-    live = Live(GIVEN, submit=[Outcome(OutcomeKind.PENDING, remote_id="its own")], status=[DONE])
-    assert _watch(live) == (DONE, ["j-1 after 0", "its own after 1"])
+def test_an_id_from_the_server_replaces_the_id_that_the_worker_set():
+    session = FakeSession(GIVEN, submit=[Outcome(OutcomeKind.PENDING, remote_id="from server")], status=[DONE])
+    assert _run_call(session) == (DONE, ["j-1 after 0", "from server after 1"])
 
 
 def test_a_request_without_an_answer_is_asked_for_by_our_id():
-    live = Live(GIVEN, submit=[UNKNOWN], status=[PENDING, DONE])
-    assert _watch(live)[0] == DONE and live.asked == ["submit", "status", "status"]
+    session = FakeSession(GIVEN, submit=[UNKNOWN], status=[PENDING, DONE])
+    assert _run_call(session)[0] == DONE and session.requests == ["submit", "status", "status"]
 
 
-def test_a_request_that_never_came_there_is_sent_once_more_and_not_twice():
-    live = Live(GIVEN, submit=[UNKNOWN], status=[LOST])
-    assert _watch(live)[0] == LOST and live.asked == ["submit", "status", "submit", "status"]
+def test_a_request_that_never_reached_the_server_is_sent_again_only_once():
+    session = FakeSession(GIVEN, submit=[UNKNOWN], status=[LOST])
+    assert _run_call(session)[0] == LOST and session.requests == ["submit", "status", "submit", "status"]
 
 
 def test_before_a_request_is_sent_again_its_sent_time_is_stored_and_then_the_lease_is_checked():
-    """Maintenance, which ends runs that their servers do not have, seizes the lease and then reads the sent time."""
-    live, store = Live(GIVEN, submit=[UNKNOWN, DONE], status=[LOST]), FakeRunStore()
-    assert _watch(live, store=store)[0] == DONE
-    assert store.used == ["lease", "sent time", "lease, asked now"]
+    """Maintenance ends a run that its server does not know: it seizes the lease first, then reads the sent time."""
+    session, store = FakeSession(GIVEN, submit=[UNKNOWN, DONE], status=[LOST]), FakeRunStore()
+    assert _run_call(session, store=store)[0] == DONE
+    assert store.used == ["lease", "sent time", "lease, read again"]
 
 
 def test_a_run_that_was_ended_meanwhile_is_not_sent_again():
-    live, store = Live(GIVEN, submit=[UNKNOWN], status=[LOST, DONE]), FakeRunStore()
+    session, store = FakeSession(GIVEN, submit=[UNKNOWN], status=[LOST, DONE]), FakeRunStore()
     store.is_over = True
-    _watch(live, store=store)
-    assert live.asked.count("submit") == 1
+    _run_call(session, store=store)
+    assert session.requests.count("submit") == 1
 
 
 def test_a_run_that_the_server_knew_and_forgot_is_not_sent_again():
-    live = Live(GIVEN, submit=[UNKNOWN], status=[PENDING, LOST])
-    assert _watch(live)[0] == LOST and live.asked == ["submit", "status", "status"]
+    session = FakeSession(GIVEN, submit=[UNKNOWN], status=[PENDING, LOST])
+    assert _run_call(session)[0] == LOST and session.requests == ["submit", "status", "status"]
 
 
 def test_a_request_whose_server_could_not_be_asked_meanwhile_is_not_sent_again():
-    """It may have brought it down."""
-    live = Live(GIVEN, submit=[UNKNOWN], status=[REFUSED, LOST])
-    assert _watch(live)[0] == LOST and live.asked == ["submit", "status", "status"]
+    """The request may have crashed the server."""
+    session = FakeSession(GIVEN, submit=[UNKNOWN], status=[REFUSED, LOST])
+    assert _run_call(session)[0] == LOST and session.requests == ["submit", "status", "status"]
 
 
-# -- pushes ----------------------------------------------------------------------------------------------------
+# -- pushed results --------------------------------------------------------------------------------------------
 
 
-def _silent(**callback: Any) -> dict[str, Any]:
+def _push_description(**callback: Any) -> dict[str, Any]:
     return {**CALLBACK, "callback": callback}
 
 
 def test_a_server_that_pushes_is_never_polled():
-    live = Live(_silent(), submit=[PENDING], health=[WELL])
-    outcome = _watch(live)[0]
-    assert outcome.code == "timed_out" and set(live.asked) == {"submit", "health", "cancel"}
+    session = FakeSession(_push_description(), submit=[PENDING], health=[HEALTHY])
+    outcome = _run_call(session)[0]
+    assert outcome.code == "timed_out" and set(session.requests) == {"submit", "health", "cancel"}
 
 
 def test_a_resumed_run_waits_for_its_push_and_is_not_sent_again():
-    live = Live(_silent(silent_s=0.05), health=[WELL])
-    assert _watch(live, _run(remote_id="j-1"))[0].code == "server_silent" and set(live.asked) == {"health"}
+    session = FakeSession(_push_description(silent_s=0.05), health=[HEALTHY])
+    assert _run_call(session, _run(remote_id="j-1"))[0].code == "server_silent" and set(session.requests) == {"health"}
 
 
-def test_a_push_is_waited_for_while_the_server_is_busy():
-    live = Live(_silent(silent_s=0.05), submit=[PENDING], health=[BUSY])
-    assert _watch(live)[0].code == "timed_out"
+def test_a_worker_waits_for_the_push_while_the_server_is_busy():
+    session = FakeSession(_push_description(silent_s=0.05), submit=[PENDING], health=[BUSY])
+    assert _run_call(session)[0].code == "timed_out"
 
 
-@pytest.mark.parametrize("health", [WELL, Health(HealthKind.UNKNOWN), Health(HealthKind.UP, 0, frozenset(), True)])
-def test_a_server_that_is_well_and_silent_has_lost_the_run(health):
-    live = Live(_silent(silent_s=0.05), submit=[PENDING], health=[BUSY, health])
-    outcome = _watch(live, max_s=20)[0]
+@pytest.mark.parametrize("health", [HEALTHY, Health(HealthKind.UNKNOWN), Health(HealthKind.UP, 0, frozenset(), True)])
+def test_a_healthy_server_that_pushes_no_result_has_lost_the_run(health):
+    session = FakeSession(_push_description(silent_s=0.05), submit=[PENDING], health=[BUSY, health])
+    outcome = _run_call(session, max_s=20)[0]
     assert (outcome.kind, outcome.code) == (OutcomeKind.LOST, "server_silent")
 
 
-def test_a_push_is_waited_for_while_the_server_lists_the_run():
+def test_a_worker_waits_for_the_push_while_the_server_lists_the_run():
     health = Health(HealthKind.UP, 1, frozenset({"j-1"}), True)
-    live = Live(_silent(silent_s=0.05), submit=[PENDING], health=[health])
-    assert _watch(live)[0].code == "timed_out"
+    session = FakeSession(_push_description(silent_s=0.05), submit=[PENDING], health=[health])
+    assert _run_call(session)[0].code == "timed_out"
 
 
-def test_silence_is_counted_anew_after_the_server_was_busy(monkeypatch):
-    at = [100.0]
-    monkeypatch.setattr(run_health, "time", SimpleNamespace(monotonic=lambda: at[0]))
-    live = Live(_silent(silent_s=10), submit=[PENDING], health=[WELL, BUSY, WELL, WELL, WELL])
+def test_a_busy_report_restarts_the_count_of_silent_seconds(monkeypatch):
+    clock_s = [100.0]
+    monkeypatch.setattr(run_health, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    session = FakeSession(
+        _push_description(silent_s=10), submit=[PENDING], health=[HEALTHY, BUSY, HEALTHY, HEALTHY, HEALTHY]
+    )
 
-    def four_seconds() -> None:
-        at[0] += 4
+    def advance_clock() -> None:
+        clock_s[0] += 4
 
-    live.then = four_seconds
-    assert _watch(live, max_s=600)[0].code == "server_silent"
-    assert live.asked.count("health") == 6, "the first second of silence is that after it was busy"
+    session.on_request = advance_clock
+    assert _run_call(session, max_s=600)[0].code == "server_silent"
+    assert session.requests.count("health") == 6, "the silence begins after the busy report"
 
 
-def test_a_server_that_is_gone_has_lost_the_run_and_may_be_at_it():
-    live = Live(_silent(), submit=[PENDING], health=[DOWN])
-    outcome = _watch(live, max_s=20)[0]
+def test_a_server_that_is_down_has_lost_the_run_but_may_still_run_it():
+    session = FakeSession(_push_description(), submit=[PENDING], health=[DOWN])
+    outcome = _run_call(session, max_s=20)[0]
     assert (outcome.kind, outcome.code, outcome.server_still_running) == (OutcomeKind.LOST, "server_lost", True)
 
 
-# -- questions, and results ------------------------------------------------------------------------------------
+# -- status requests, and results ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "description, payload",
     [({"status": {"path": "/{{payload/user}}/{{id}}"}}, {"user": "anna"}), ({"submit": {"body": "{{payload}}"}}, None)],
 )
-def test_the_payload_is_kept_for_questions_that_need_it(description, payload):
-    live = Live({"mode": "async", **description}, submit=[Outcome(OutcomeKind.PENDING, remote_id="r")], status=[DONE])
-    _watch(live)
-    submit, status = live.calls
+def test_the_payload_is_kept_for_status_requests_that_use_it(description, payload):
+    session = FakeSession(
+        {"mode": "async", **description}, submit=[Outcome(OutcomeKind.PENDING, remote_id="r")], status=[DONE]
+    )
+    _run_call(session)
+    submit, status = session.calls
     assert json_text.dumps(submit.payload) == b'{"user":"anna"}' and status.payload == payload
     assert submit.model == status.model == "zimg"
 
@@ -262,16 +266,16 @@ def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(
     assert decision.frees_slot_first is keeps
 
 
-# -- a server that has a free place ----------------------------------------------------------------------------
+# -- an idle server --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("has_one_slot", "code"), [(True, "server_lost"), (False, "timed_out")])
-def test_an_idle_server_does_not_know_an_unanswered_run_if_it_has_one_slot(has_one_slot, code):
-    live = Live({"mode": "sync"}, submit=[UNKNOWN], health=[Health(HealthKind.UP, is_idle=True)])
-    assert _watch(live, _run(crashes=1), has_one_slot=has_one_slot)[0].code == code
+def test_an_idle_server_with_one_slot_has_lost_a_run_without_a_response(has_one_slot, code):
+    session = FakeSession({"mode": "sync"}, submit=[UNKNOWN], health=[Health(HealthKind.UP, is_idle=True)])
+    assert _run_call(session, _run(crashes=1), has_one_slot=has_one_slot)[0].code == code
 
 
-# -- answers that cannot be read ---------------------------------------------------------------------------------
+# -- responses that are not JSON ---------------------------------------------------------------------------------
 
 FAULTY = Outcome(
     OutcomeKind.PENDING, code="bad_answer", message="the server's answer is not JSON: NaN at 9", is_faulty_json=True
@@ -282,25 +286,25 @@ LISTS_NONE = Health(HealthKind.UP, active_jobs=0, job_ids=frozenset())
 
 @pytest.mark.parametrize(("health", "is_held"), [(LISTS_NONE, False), (BUSY, True)])
 def test_the_same_faulty_status_twice_ends_the_run(health, is_held):
-    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[health])
-    outcome, _ = _watch(live, max_s=30)
+    session = FakeSession({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[health])
+    outcome, _ = _run_call(session, max_s=30)
     assert (outcome.kind, outcome.message) == (OutcomeKind.RETRY, FAULTY.message)
-    assert live.asked.count("status") == 2 and outcome.server_still_running is is_held
+    assert session.requests.count("status") == 2 and outcome.server_still_running is is_held
 
 
-def test_a_faulty_status_that_heals_does_not_end_the_run():
-    other = FAULTY._replace(message="NaN at 12")
-    statuses = [FAULTY, other, PENDING, other, DONE]
-    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=statuses)
-    assert _watch(live, max_s=30)[0] == DONE
+def test_different_faulty_statuses_do_not_end_the_run():
+    other_fault = FAULTY._replace(message="NaN at 12")
+    statuses = [FAULTY, other_fault, PENDING, other_fault, DONE]
+    session = FakeSession({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=statuses)
+    assert _run_call(session, max_s=30)[0] == DONE
 
 
 def test_a_page_in_place_of_a_status_is_asked_again():
-    live = Live({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[PAGE, PAGE, PAGE, DONE])
-    assert _watch(live, max_s=30)[0] == DONE
+    session = FakeSession({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[PAGE, PAGE, PAGE, DONE])
+    assert _run_call(session, max_s=30)[0] == DONE
 
 
 def test_a_faulty_result_that_its_server_does_not_keep_ends_the_run_at_once():
-    described = {"mode": "async", "keeps_results": False}
-    live = Live(described, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[LISTS_NONE])
-    assert _watch(live, max_s=30)[0].kind is OutcomeKind.RETRY and live.asked.count("status") == 1
+    description = {"mode": "async", "keeps_results": False}
+    session = FakeSession(description, submit=[PENDING._replace(remote_id="r")], status=[FAULTY], health=[LISTS_NONE])
+    assert _run_call(session, max_s=30)[0].kind is OutcomeKind.RETRY and session.requests.count("status") == 1

@@ -1,4 +1,4 @@
-"""What the loop asks of the record goes there together: at once where nobody is waited for, else by a thread."""
+"""The event loop groups its commits: it commits without a wait if the database allows that, otherwise in a thread."""
 
 import asyncio
 import inspect
@@ -16,205 +16,207 @@ from slotkeeper.errors import DatabaseUnavailable
 from tasks.worker import event_loop
 from tasks.worker.event_loop import CommitQueue, WorkerLoop
 
+_THREAD = "commits"
 
-class Record:
-    """A database that returns what each unit returns, and notes what is done, and in which thread."""
+
+class FakeDatabase:
+    """A database without storage that notes the results of each commit and the thread that made it."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[str, list[str]]] = []
-        self.is_taken = False  # Others write now.
-        self.fails: Exception | None = None
+        self.commits: list[tuple[str, list[str]]] = []
+        self.is_locked = False  # Another process writes.
+        self.error: Exception | None = None
 
     def try_commit_all(self, writes: Sequence[Write[Any]]) -> list[str] | None:
-        return None if self.is_taken else self._note(writes)
+        return None if self.is_locked else self._note(writes)
 
     def commit_all(self, writes: Sequence[Write[Any]]) -> list[str]:
         results = self._note(writes)
-        if self.fails is not None:
-            raise self.fails
+        if self.error is not None:
+            raise self.error
         return results
 
     def sync(self) -> None:
-        self.done.append((threading.current_thread().name, ["disk"]))
-        if self.fails is not None:
-            raise self.fails
+        self.commits.append((threading.current_thread().name, ["disk"]))
+        if self.error is not None:
+            raise self.error
 
     def _note(self, writes: Sequence[Write[Any]]) -> list[str]:
         results = [write.unit(None) for write in writes]  # type: ignore[arg-type]
-        self.done.append((threading.current_thread().name, results))
+        self.commits.append((threading.current_thread().name, results))
         return results
 
 
 @contextmanager
-def _commits(record: Any, delay_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
-    """Asks in one turn, and waits for the answers."""
+def _commit_queue(database: Any, delay_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
+    """Return a function that commits writes in one iteration of a loop, waits for them, and returns their results."""
     loop = asyncio.new_event_loop()
-    commits = CommitQueue("record", loop, record, delay_s)
+    queue = CommitQueue(_THREAD, loop, database, delay_s)
 
-    async def ask(*names: str, durable: bool = False) -> list[str]:
+    async def commit_all(*names: str, durable: bool = False) -> list[str]:
         writes = [Write(lambda tx, name=name: name, durable) for name in names]  # type: ignore[misc]
-        return list(await asyncio.wait_for(asyncio.gather(*map(commits.commit, writes)), 10))
+        return list(await asyncio.wait_for(asyncio.gather(*map(queue.commit, writes)), 10))
 
     try:
-        yield lambda *names, **how: loop.run_until_complete(ask(*names, **how))
+        yield lambda *names, **options: loop.run_until_complete(commit_all(*names, **options))
     finally:
-        commits.end()
+        queue.end()
         loop.close()
 
 
 @pytest.fixture
-def record() -> Record:
-    return Record()
+def database() -> FakeDatabase:
+    return FakeDatabase()
 
 
-def test_what_takes_no_time_is_done_in_the_loop_and_together(record: Record) -> None:
-    with _commits(record) as ask:
-        assert ask("a", "b", "c") == ["a", "b", "c"]
-    assert record.done == [(threading.current_thread().name, ["a", "b", "c"])]
+def test_writes_that_need_not_wait_are_committed_together_in_the_loop(database: FakeDatabase) -> None:
+    with _commit_queue(database) as commit_all:
+        assert commit_all("a", "b", "c") == ["a", "b", "c"]
+    assert database.commits == [(threading.current_thread().name, ["a", "b", "c"])]
 
 
-def test_what_others_would_be_waited_for_is_done_by_the_thread(record: Record) -> None:
-    record.is_taken = True
-    with _commits(record) as ask:
-        assert ask("a", "b") == ["a", "b"]
-    assert record.done == [("record", ["a", "b"])]
+def test_writes_are_committed_by_the_thread_while_the_database_is_locked(database: FakeDatabase) -> None:
+    database.is_locked = True
+    with _commit_queue(database) as commit_all:
+        assert commit_all("a", "b") == ["a", "b"]
+    assert database.commits == [(_THREAD, ["a", "b"])]
 
 
-def test_so_much_that_the_loop_would_stand_still_is_done_by_the_thread(record: Record) -> None:
+def test_too_many_writes_for_the_loop_are_committed_by_the_thread(database: FakeDatabase) -> None:
     many = [str(n) for n in range(event_loop._MAX_WRITES_IN_LOOP + 1)]
-    with _commits(record) as ask:
-        ask(*many)
-    assert record.done == [("record", many)]
+    with _commit_queue(database) as commit_all:
+        commit_all(*many)
+    assert database.commits == [(_THREAD, many)]
 
 
-def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(record: Record) -> None:
+def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(database: FakeDatabase) -> None:
     here = threading.current_thread().name
-    with _commits(record) as ask:
-        assert ask("a", "b", durable=True) == ["a", "b"]
-        record.is_taken = True
-        assert ask("c", durable=True) == ["c"], "what a thread has done is secured by it"
-    assert record.done == [(here, ["a", "b"]), ("record", ["disk"]), ("record", ["c"])]
+    with _commit_queue(database) as commit_all:
+        assert commit_all("a", "b", durable=True) == ["a", "b"]
+        database.is_locked = True
+        assert commit_all("c", durable=True) == ["c"], "the commit of the thread is durable by itself"
+    assert database.commits == [(here, ["a", "b"]), (_THREAD, ["disk"]), (_THREAD, ["c"])]
 
 
-def test_who_asked_hears_that_what_was_done_could_not_be_secured(record: Record) -> None:
-    record.fails = DatabaseUnavailable("away")
-    with _commits(record) as ask, pytest.raises(DatabaseUnavailable):
-        ask("a", "b", durable=True)
+def test_a_failed_sync_fails_the_durable_writes_that_waited_for_it(database: FakeDatabase) -> None:
+    database.error = DatabaseUnavailable("down")
+    with _commit_queue(database) as commit_all, pytest.raises(DatabaseUnavailable):
+        commit_all("a", "b", durable=True)
 
 
-def test_a_write_that_was_asked_for_before_the_end_is_committed(record: Record) -> None:
+def test_a_write_that_was_queued_before_the_end_is_committed(database: FakeDatabase) -> None:
     """Both reach the thread while it commits an earlier write."""
-    record.is_taken, may_go_on = True, threading.Event()
+    database.is_locked, may_continue = True, threading.Event()
     loop = asyncio.new_event_loop()
-    commits = CommitQueue("record", loop, record)  # type: ignore[arg-type]
+    queue = CommitQueue(_THREAD, loop, database)  # type: ignore[arg-type]
 
     def wait(_: Any) -> str:
-        may_go_on.wait(10)
+        may_continue.wait(10)
         return "first"
 
     async def commit_both() -> list[str]:
-        first = commits.commit(Write(wait, durable=False))
+        first = queue.commit(Write(wait, durable=False))
         await asyncio.sleep(0.01)
-        second = commits.commit(Write(lambda tx: "second", durable=False))
+        second = queue.commit(Write(lambda tx: "second", durable=False))
         await asyncio.sleep(0.01)
-        commits.end()
-        may_go_on.set()
+        queue.end()
+        may_continue.set()
         return list(await asyncio.wait_for(asyncio.gather(first, second), 10))
 
     assert loop.run_until_complete(commit_both()) == ["first", "second"]
     loop.close()
 
 
-def test_what_need_not_be_at_once_waits_for_more_of_its_kind(record: Record) -> None:
-    record.is_taken = True
-    with _commits(record, delay_s=0.05) as ask:
-        ask("a", "b")
-    assert record.done == [("record", ["a", "b"])]
+def test_a_commit_with_a_delay_waits_for_further_writes(database: FakeDatabase) -> None:
+    database.is_locked = True
+    with _commit_queue(database, delay_s=0.05) as commit_all:
+        commit_all("a", "b")
+    assert database.commits == [(_THREAD, ["a", "b"])]
 
 
-# -- lives ------------------------------------------------------------------------------------------------------
+# -- coroutines of the loop -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def lived() -> Iterator[WorkerLoop]:
-    """An engine with a record that stores nothing."""
+def worker_loop() -> Iterator[WorkerLoop]:
+    """Return a loop whose database fails each commit."""
 
     async def close() -> None:
         pass
 
-    record: Any = Record()
-    record.is_taken, record.fails = True, DatabaseUnavailable("away")
-    room: Any = SimpleNamespace(open_pipeline=lambda loop: SimpleNamespace(close=close))
-    found = WorkerLoop(record, room)
-    yield found
-    found.close()
+    database: Any = FakeDatabase()
+    database.is_locked, database.error = True, DatabaseUnavailable("down")
+    redis: Any = SimpleNamespace(open_pipeline=lambda loop: SimpleNamespace(close=close))
+    worker_loop = WorkerLoop(database, redis)
+    yield worker_loop
+    worker_loop.close()
 
 
-def test_what_a_run_asks_for_first_is_asked_for_in_the_turn_that_brought_it(lived: WorkerLoop) -> None:
-    said: list[str] = []
+def test_a_spawned_coroutine_runs_up_to_its_first_await_before_spawn_returns(worker_loop: WorkerLoop) -> None:
+    steps: list[str] = []
 
     async def next_run() -> None:
-        said.append("asked")
+        steps.append("next run began")
         await asyncio.sleep(0)
-        said.append("ended")
+        steps.append("next run ended")
 
     async def run() -> None:
-        lived.spawn(next_run())
-        said.append("went on")
+        worker_loop.spawn(next_run())
+        steps.append("spawn returned")
 
-    lived.spawn(run())
-    assert lived.wait_until_idle(10) and said == ["asked", "went on", "ended"]
+    worker_loop.spawn(run())
+    assert worker_loop.wait_until_idle(10) and steps == ["next run began", "spawn returned", "next run ended"]
 
 
-def test_a_run_goes_on_as_a_coroutine_for_later_pythons_take_no_generator_for_a_task(lived: WorkerLoop) -> None:
-    seen: list[Any] = []
+def test_a_run_continues_as_a_coroutine_because_later_pythons_accept_no_generator(worker_loop: WorkerLoop) -> None:
+    continued: list[Any] = []
 
-    def make(loop: asyncio.AbstractEventLoop, life: Any, **how: Any) -> asyncio.Task[Any]:
-        seen.append(life)
-        return asyncio.Task(life, loop=loop, **how)
+    def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        continued.append(coroutine)
+        return asyncio.Task(coroutine, loop=loop, **options)
 
-    lived.loop.set_task_factory(make)
-    lived.spawn(asyncio.sleep(0))
-    assert lived.wait_until_idle(10) and [inspect.iscoroutine(it) for it in seen] == [True]
+    worker_loop.loop.set_task_factory(make_task)
+    worker_loop.spawn(asyncio.sleep(0))
+    assert worker_loop.wait_until_idle(10) and [inspect.iscoroutine(found) for found in continued] == [True]
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_run_hears_itself_that_what_it_asked_for_first_was_not_done(lived: WorkerLoop, durable: bool) -> None:
-    heard: list[Exception] = []
+def test_a_run_receives_the_error_of_its_first_commit(worker_loop: WorkerLoop, durable: bool) -> None:
+    errors: list[Exception] = []
 
     async def run() -> None:
         try:
-            await lived.commit(Write(lambda tx: None, durable))
+            await worker_loop.commit(Write(lambda tx: None, durable))
         except DatabaseUnavailable as error:
-            heard.append(error)
+            errors.append(error)
 
-    lived.spawn(run())
-    assert lived.wait_until_idle(10) and len(heard) == 1
+    worker_loop.spawn(run())
+    assert worker_loop.wait_until_idle(10) and len(errors) == 1
 
 
 @pytest.mark.parametrize("waits", [0, 1, 2])
-def test_a_run_that_fails_is_over(lived: WorkerLoop, waits: int) -> None:
+def test_a_run_that_raises_has_ended(worker_loop: WorkerLoop, waits: int) -> None:
     async def run() -> None:
         for _ in range(waits):
             await asyncio.sleep(0)
         raise ValueError
 
-    lived.spawn(run())
-    assert lived.wait_until_idle(10)
+    worker_loop.spawn(run())
+    assert worker_loop.wait_until_idle(10)
 
 
-def test_a_run_says_of_its_lines_what_they_are_about_and_not_of_others(lived: WorkerLoop) -> None:
-    told: dict[str, Any] = {}
+def test_the_log_context_of_a_run_does_not_change_that_of_another_run(worker_loop: WorkerLoop) -> None:
+    contexts: dict[str, Any] = {}
 
     async def other() -> None:
         logs.bind_context(job_id="other")
         await asyncio.sleep(0)
-        told["other"] = logs._about.get()
+        contexts["other"] = logs._about.get()
 
     async def run() -> None:
         logs.bind_context(job_id="one")
-        lived.spawn(other())
-        told["one"] = logs._about.get()
+        worker_loop.spawn(other())
+        contexts["one"] = logs._about.get()
 
-    lived.spawn(run())
-    assert lived.wait_until_idle(10) and told == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}
+    worker_loop.spawn(run())
+    assert worker_loop.wait_until_idle(10) and contexts == {"one": {"job_id": "one"}, "other": {"job_id": "other"}}

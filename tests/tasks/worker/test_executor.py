@@ -1,4 +1,4 @@
-"""The life and end of one run in its worker, whatever is away, late or taken over meanwhile."""
+"""A run in its worker from start to end, also during outages, after lost leases and after takeovers."""
 
 import asyncio
 import gc
@@ -46,66 +46,69 @@ UNKNOWN = Outcome(OutcomeKind.UNKNOWN)
 FAULT = Outcome(OutcomeKind.RETRY, code="server_error", message="500")
 
 
-def _away(*_: object, **__: object) -> Any:
-    raise DatabaseUnavailable("away")
+def _raise_unavailable(*_: object, **__: object) -> Any:
+    raise DatabaseUnavailable("down")
 
 
-def _away_for(times: int, act: Callable[..., Write[Any]]) -> Callable[..., Write[Any]]:
-    left = iter(range(times))
+def _failing_first(times: int, make_write: Callable[..., Write[Any]]) -> Callable[..., Write[Any]]:
+    """Return a copy of a function that builds a write; its writes fail `times` times before they succeed."""
+    failures = iter(range(times))
 
-    def at_last(*args: Any, **more: Any) -> Write[Any]:
-        write = act(*args, **more)
-        return Write(lambda tx: _away() if next(left, None) is not None else write.unit(tx))
+    def make_failing_write(*args: Any, **kwargs: Any) -> Write[Any]:
+        write = make_write(*args, **kwargs)
+        return Write(lambda tx: _raise_unavailable() if next(failures, None) is not None else write.unit(tx))
 
-    return at_last
-
-
-# -- the record is away ----------------------------------------------------------------------------------------
+    return make_failing_write
 
 
-def test_a_record_that_is_away_when_a_server_takes_the_job_up_costs_nothing(stage, worker, server, monkeypatch):
+# -- the database is down --------------------------------------------------------------------------------------
+
+
+def test_a_database_that_is_down_when_a_server_accepts_the_job_costs_no_attempt(stage, worker, server, monkeypatch):
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
-    monkeypatch.setattr(stage.store, "remote_id_write", _away_for(3, stage.store.remote_id_write))
+    monkeypatch.setattr(stage.store, "remote_id_write", _failing_first(3, stage.store.remote_id_write))
     assert run(stage).state is State.COMPLETED
     job = stage.job(job_id)
     assert (job.state, job.crashes, job.failures, job.attempt) == (State.COMPLETED, 0, 0, 1)
     assert server.asked == ["submit", "status"]
 
 
-@pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
-def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, what):
-    """The worker stops at last: the lease is left to expire, and the job to whoever takes it up then."""
+@pytest.mark.parametrize("method", ["settle_write", "remote_id_write"])
+def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(stage, worker, server, monkeypatch, method):
+    """The worker stops at last: the lease expires, and another worker resumes the job."""
     monkeypatch.setattr(worker_run, "_STOP_LIMIT_S", 0.0)
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
     server.answers = [PENDING, DONE]
-    with monkeypatch.context() as away:
-        away.setattr(stage.store, what, lambda *_, **__: (worker.heartbeat.stop_all(), Write(_away))[1])
+    with monkeypatch.context() as outage:
+        outage.setattr(
+            stage.store, method, lambda *_, **__: (worker.heartbeat.stop_all(), Write(_raise_unavailable))[1]
+        )
         run(stage)
     assert (stage.state(job_id), stage.job(job_id).crashes) == (State.RUNNING, 0)
-    if what == "settle_write":  # Its slot was passed on, so its lease comes back from the record.
+    if method == "settle_write":  # The worker has released the slot, so maintenance restores the lease.
         assert passes.restore_missing(stage) == 1
     else:
         assert stage.redis.hgetall(stage.room.key("stats:server:gpu")).keys() <= {b"taken", b"loaded"}
     assert list(stage.room.taken().values()) == [job_id]
 
 
-@pytest.mark.parametrize("what", ["settle_write", "remote_id_write"])
-def test_a_write_that_is_refused_because_the_clock_was_set_is_made_anew(stage, worker, server, monkeypatch, what):
+@pytest.mark.parametrize("method", ["settle_write", "remote_id_write"])
+def test_a_write_that_is_refused_because_the_clock_was_set_is_built_again(stage, worker, server, monkeypatch, method):
     stage.register(model_type="async", poll_interval=0.001)
     job_id = stage.submit()
-    server.answers, made = [PENDING, DONE], getattr(stage.store, what)
+    server.answers, make_write = [PENDING, DONE], getattr(stage.store, method)
     refused: list[Write[Any]] = []
 
-    def once_too_old(*args: Any, **more: Any) -> Write[Any]:
+    def make_refused_write_first(*args: Any, **kwargs: Any) -> Write[Any]:
         if refused:
-            return made(*args, **more)
+            return make_write(*args, **kwargs)
         refused.append(Write(_clock_was_set))
         return refused[0]
 
-    monkeypatch.setattr(stage.store, what, once_too_old)
+    monkeypatch.setattr(stage.store, method, make_refused_write_first)
     assert run(stage).state is State.COMPLETED
     job = stage.job(job_id)
     assert (len(refused), job.attempt, job.crashes) == (1, 1, 0)
@@ -114,17 +117,17 @@ def test_a_write_that_is_refused_because_the_clock_was_set_is_made_anew(stage, w
 def test_a_retry_keeps_its_delay_if_the_clock_is_set_while_its_end_is_stored(stage, worker, server, monkeypatch):
     stage.register(max_retries=3)
     job_id = stage.submit()
-    server.answers, made = [FAULT], stage.store.settle_write
+    server.answers, settle_write = [FAULT], stage.store.settle_write
     due: list[int] = []
 
-    def note(*args: Any, **more: Any) -> Write[Any]:
-        due.append(more["due_ms"])
+    def note_due_time(*args: Any, **kwargs: Any) -> Write[Any]:
+        due.append(kwargs["due_ms"])
         if len(due) > 1:
-            return made(*args, **more)
+            return settle_write(*args, **kwargs)
         monkeypatch.setattr(clock, "moved_since", lambda _: 7_200_000)
         return Write(_clock_was_set)
 
-    monkeypatch.setattr(stage.store, "settle_write", note)
+    monkeypatch.setattr(stage.store, "settle_write", note_due_time)
     run(stage)
     assert due[1] == due[0] + 7_200_000 == stage.job(job_id).due_ms
 
@@ -133,33 +136,33 @@ def _clock_was_set(*_: object) -> Any:
     raise ClockWasSet("The clock was set.")
 
 
-# -- the slot does not wait for the record ----------------------------------------------------------------------
+# -- the slot does not wait for the database --------------------------------------------------------------------
 
 
 def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record(stage, worker, server, monkeypatch):
     stage.register()
     first, second = stage.submit(), stage.submit()
-    server.answers, stored = [DONE, DONE], RetryingIo.commit
-    waits: list[str] = []
+    server.answers, commit = [DONE, DONE], RetryingIo.commit
+    delayed_commits: list[str] = []
     worker.consumer = object()
 
-    async def late(io: RetryingIo, write: Any) -> Any:
-        waits.append(io._watch.lease.job_id)
+    async def commit_after_the_second_request(io: RetryingIo, write: Any) -> Any:
+        delayed_commits.append(io._watch.lease.job_id)
         while len(server.asked) < 2:
             await asyncio.sleep(0.001)
-        return await stored(io, write)
+        return await commit(io, write)
 
-    monkeypatch.setattr(RetryingIo, "commit", late)
+    monkeypatch.setattr(RetryingIo, "commit", commit_after_the_second_request)
     run(stage)
-    assert waits == [first, second] and server.asked == ["submit", "submit"]
-    assert [stage.state(it) for it in (first, second)] == [State.COMPLETED] * 2
+    assert delayed_commits == [first, second] and server.asked == ["submit", "submit"]
+    assert [stage.state(job_id) for job_id in (first, second)] == [State.COMPLETED] * 2
 
 
 def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, server):
-    read_by: list[str] = []
+    reading_threads: list[str] = []
 
     def read(size: int) -> bytes:
-        read_by.append(threading.current_thread().name)
+        reading_threads.append(threading.current_thread().name)
         return b'"' + b"x" * (size - 2) + b'"'
 
     stage.register()
@@ -172,7 +175,7 @@ def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, serv
     ]
     run(stage)
     assert len(stage.job(job_id).result or "") == SPOOL_AFTER_BYTES + 1
-    assert read_by and "engine" not in read_by
+    assert reading_threads and "engine" not in reading_threads
 
 
 @pytest.mark.parametrize(
@@ -186,19 +189,19 @@ def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_reco
     first = stage.submit()
     server.answers = [outcome]
     states: list[State] = []
-    release = stage.dispatcher.leases.release_command
+    release_command = stage.dispatcher.leases.release_command
 
-    def noted(*args: Any, **more: Any) -> Any:
+    def note_state(*args: Any, **kwargs: Any) -> Any:
         states.append(stage.state(first))
-        return release(*args, **more)
+        return release_command(*args, **kwargs)
 
-    monkeypatch.setattr(stage.dispatcher.leases, "release_command", noted)
+    monkeypatch.setattr(stage.dispatcher.leases, "release_command", note_state)
     run(stage)
     assert states and State.RUNNING not in states
 
 
 def test_a_full_worker_stores_an_end_while_it_searches_for_the_next_job(stage, worker, server, monkeypatch):
-    """The search asks Redis for each other fleet, in a thread."""
+    """The search sends Redis a request for each other fleet, in a thread."""
     stage.register()
     job_id = stage.submit()
     worker.concurrency.limit, worker.consumer = 1, SimpleNamespace()
@@ -218,16 +221,16 @@ def test_a_full_worker_stores_an_end_while_it_searches_for_the_next_job(stage, w
         may_end.set()
 
 
-def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, monkeypatch):
-    """Collections are seldom, and payloads may be large."""
+def test_an_ended_run_is_freed_without_the_garbage_collector(stage, worker, server, monkeypatch):
+    """The cyclic garbage collector runs rarely, and payloads may be large."""
     calls: list[weakref.ref[server_call.ServerCall]] = []
     run_call = server_call.ServerCall.run
 
-    def noted(call: server_call.ServerCall) -> Any:
+    def note_call(call: server_call.ServerCall) -> Any:
         calls.append(weakref.ref(call))
         return run_call(call)
 
-    monkeypatch.setattr(server_call.ServerCall, "run", noted)
+    monkeypatch.setattr(server_call.ServerCall, "run", note_call)
     server.answers = [DONE]
     stage.register()
     stage.submit()
@@ -239,11 +242,11 @@ def test_nothing_keeps_what_a_run_that_has_ended_held(stage, worker, server, mon
         gc.enable()
 
 
-def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_without_a_lease(stage, worker, server):
+def test_a_run_whose_end_is_being_stored_does_not_count_as_a_run_without_a_lease(stage, worker, server):
     stage.register()
     job_id = stage.submit()
-    task = stage.start("w1")
-    release(stage.dispatcher.leases, task.lease, return_to_lane=False)
+    active = stage.start("w1")
+    release(stage.dispatcher.leases, active.lease, return_to_lane=False)
     assert passes.restore_missed(stage.dispatcher) == 0
     stage.later(restore_leases._GRACE_MS - 1)
     assert passes.restore_missed(stage.dispatcher) == 0
@@ -255,25 +258,25 @@ def test_a_run_whose_end_is_on_its_way_to_the_record_is_not_taken_for_one_withou
 def test_a_lease_that_was_written_again_while_its_end_was_stored_is_freed(stage, worker, server, monkeypatch):
     stage.register()
     first = stage.submit()
-    server.answers, stored = [DONE], RetryingIo.commit
+    server.answers, commit = [DONE], RetryingIo.commit
 
-    async def late(io: RetryingIo, write: Any) -> Any:
-        hold = io._watch
-        hold.slot_released_at_s = None
+    async def commit_after_a_heartbeat(io: RetryingIo, write: Any) -> Any:
+        watch = io._watch
+        watch.slot_released_at_s = None
         worker.heartbeat.beat()
-        assert hold.restored and stage.room.taken() == {"gpu-slot0": first}
-        return await stored(io, write)
+        assert watch.restored and stage.room.taken() == {"gpu-slot0": first}
+        return await commit(io, write)
 
-    monkeypatch.setattr(RetryingIo, "commit", late)
+    monkeypatch.setattr(RetryingIo, "commit", commit_after_a_heartbeat)
     run(stage)
     assert stage.state(first) is State.COMPLETED and stage.room.taken() == {} and stage.free() == 1
 
 
-# -- a call whose answer was lost -------------------------------------------------------------------------------
+# -- a call whose response was lost -----------------------------------------------------------------------------
 
 
 def test_a_call_that_only_lost_its_connection_is_sent_again_and_costs_nothing(stage, worker, server, monkeypatch):
-    """The server answers from its recent results, or runs it now: nobody has died under it."""
+    """The server returns a recent result or runs the job; no process has crashed, so no crash is counted."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     stage.register()
     job_id = stage.submit()
@@ -293,8 +296,8 @@ def test_a_call_that_is_lost_again_is_a_crash(stage, worker, server, monkeypatch
     assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.SERVER_LOST, 1)
 
 
-def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
-    """The job may have brought it down."""
+def test_a_call_whose_server_was_down_meanwhile_is_not_sent_again(stage, worker, server, monkeypatch):
+    """The job may have crashed the server."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     stage.register()
     job_id = stage.submit()
@@ -304,11 +307,11 @@ def test_a_call_whose_server_went_away_meanwhile_is_not_sent_again(stage, worker
     assert (stage.job(job_id).why, stage.job(job_id).crashes) == (Reason.SERVER_LOST, 1)
 
 
-# -- Redis does not know the lease -----------------------------------------------------------------------------
+# -- a lease that Redis has lost -------------------------------------------------------------------------------
 
 
-def _forgotten(stage: Stage, *job_ids: str) -> None:
-    """An older copy of Redis' data has taken over: it is open, and lacks these leases."""
+def _lose_leases(stage: Stage, *job_ids: str) -> None:
+    """Remove these leases, as a failover to an older replica does; the queue stays open."""
     for job_id in job_ids:
         slot = stage.room.lease_of(job_id)["slot"]
         stage.redis.delete(stage.room.key(f"leases:{job_id}"))
@@ -318,146 +321,149 @@ def _forgotten(stage: Stage, *job_ids: str) -> None:
         stage.redis.zadd(stage.room.key("free"), {slot: stage.now})
 
 
-def _begun(stage: Stage, worker: Worker) -> tuple[ActiveRun, LeaseWatch]:
-    task = begin_run(stage.dispatcher, stage.told.offers.pop(0), worker.owner)
-    assert task is not None
-    watch = worker.heartbeat.add(task.lease)
+def _start_run(stage: Stage, worker: Worker) -> tuple[ActiveRun, LeaseWatch]:
+    """Start the run of the oldest wake-up, and return it with a watch whose request counts as sent."""
+    active = begin_run(stage.dispatcher, stage.told.offers.pop(0), worker.owner)
+    assert active is not None
+    watch = worker.heartbeat.add(active.lease)
     watch.sent = True
-    return task, watch
+    return active, watch
 
 
 def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(stage, worker):
     stage.register()
     job_id = stage.submit()
-    task, hold = _begun(stage, worker)
-    _forgotten(stage, job_id)
+    active, watch = _start_run(stage, worker)
+    _lose_leases(stage, job_id)
     worker.heartbeat.beat()
-    assert not hold.lost
+    assert not watch.lost
     assert stage.room.taken() == {"gpu-slot0": job_id} and stage.room.members("free") == []
-    assert stage.renewal(task) is Renewal.RENEWED
-    assert stage.settle(task).moved is not None and stage.free() == 1
+    assert stage.renewal(active) is Renewal.RENEWED
+    assert stage.settle(active).moved is not None and stage.free() == 1
 
 
 def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next(stage, worker):
-    """The server is at the older run and decides who gets in; what comes of either is stored."""
+    """The server still runs the older one and can refuse the newer; the outcomes of both are stored."""
     stage.register()
     first, second, third = (stage.submit() for _ in range(3))
-    task, hold = _begun(stage, worker)
-    _forgotten(stage, first)
+    active, watch = _start_run(stage, worker)
+    _lose_leases(stage, first)
     passes.sweep(stage.dispatcher)
     other = stage.start("w2")
-    assert (other.run.job.id, other.lease.slot) == (second, task.lease.slot)
+    assert (other.run.job.id, other.lease.slot) == (second, active.lease.slot)
     worker.heartbeat.beat()
-    assert not hold.lost and [stage.renewal(it) for it in (task, other)] == [Renewal.RENEWED] * 2
+    assert not watch.lost and [stage.renewal(run) for run in (active, other)] == [Renewal.RENEWED] * 2
     stage.settle(other, OutcomeKind.BUSY)
-    assert stage.room.taken() == {"gpu-slot0": first}, "no third one is sent there"
-    assert stage.settle(task).moved is not None
+    assert stage.room.taken() == {"gpu-slot0": first}, "the slot accepts no third job"
+    assert stage.settle(active).moved is not None
     stage.later(SECOND)
     passes.sweep(stage.dispatcher)
     assert stage.run_all() == [second, third]
-    assert [stage.job(it).crashes for it in (first, second, third)] == [0, 0, 0]
+    assert [stage.job(job_id).crashes for job_id in (first, second, third)] == [0, 0, 0]
 
 
 def test_a_lease_that_another_has_by_now_is_lost(stage, worker):
     stage.register()
     stage.submit()
-    task, hold = _begun(stage, worker)
+    active, watch = _start_run(stage, worker)
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
     again = stage.start("w2")
     before = stage.room.dump()
     worker.heartbeat.beat()
-    assert hold.lost and stage.room.dump() == before
-    assert stage.settle(task).moved is None and stage.renewal(again) is Renewal.RENEWED
+    assert watch.lost and stage.room.dump() == before
+    assert stage.settle(active).moved is None and stage.renewal(again) is Renewal.RENEWED
 
 
-def test_two_runs_of_one_job_in_one_worker_hear_each_of_its_own_lease(stage, worker):
-    """It was cut off from Redis for as long as a lease lasts, and took the job's next offer itself."""
+def test_two_runs_of_one_job_in_one_worker_have_separate_lease_watches(stage, worker):
+    """The worker was disconnected from Redis until the lease expired, and then claimed the next offer of the job."""
     stage.register()
     stage.submit()
-    _, older = _begun(stage, worker)
+    _, older = _start_run(stage, worker)
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
-    task, newer = _begun(stage, worker)
+    active, newer = _start_run(stage, worker)
     stage.later(LEASE_MS - SECOND)
     worker.heartbeat.beat()
     assert older.lost and not newer.lost
-    assert stage.room.expiry_of(task.lease.job_id) == stage.now + LEASE_MS
+    assert stage.room.expiry_of(active.lease.job_id) == stage.now + LEASE_MS
     worker.heartbeat.stop_all()
     assert older.stop and newer.stop
     worker.heartbeat.remove(older)
     assert worker.heartbeat.watches() == [newer]
 
 
-def test_while_the_record_is_away_no_lease_is_taken_for_lost(stage, worker, monkeypatch):
+def test_no_lease_counts_as_lost_while_the_database_is_down(stage, worker, monkeypatch):
     stage.register()
     job_id = stage.submit()
-    _, hold = _begun(stage, worker)
-    _forgotten(stage, job_id)
+    _, watch = _start_run(stage, worker)
+    _lose_leases(stage, job_id)
     monkeypatch.undo()
     monkeypatch.setattr(lease_checks, "_RETRY_S", 0.001)
-    asked = threading.Event()
-    left, briefs = iter(range(2)), stage.store.get_statuses
+    was_read = threading.Event()
+    failures, get_statuses = iter(range(2)), stage.store.get_statuses
     monkeypatch.setattr(
         stage.store,
         "get_statuses",
-        lambda ids: (asked.set(), _away() if next(left, None) is not None else briefs(ids))[1],
+        lambda ids: (was_read.set(), _raise_unavailable() if next(failures, None) is not None else get_statuses(ids))[
+            1
+        ],
     )
     worker.heartbeat.beat()
-    assert asked.wait(10) and not hold.lost
+    assert was_read.wait(10) and not watch.lost
     eventually(lambda: stage.room.taken() == {"gpu-slot0": job_id})
-    assert not hold.lost
+    assert not watch.lost
 
 
-def test_a_worker_that_has_ended_asks_the_record_no_more(stage, worker, monkeypatch):
+def test_a_worker_that_has_ended_does_not_read_the_database_again(stage, worker, monkeypatch):
     stage.register()
     job_id = stage.submit()
-    _begun(stage, worker)
-    _forgotten(stage, job_id)
+    _start_run(stage, worker)
+    _lose_leases(stage, job_id)
     monkeypatch.undo()
-    monkeypatch.setattr(stage.store, "get_statuses", _away)
-    asked, wait = threading.Event(), worker.database_check._ended.wait
-    monkeypatch.setattr(worker.database_check._ended, "wait", lambda _: (asked.set(), wait(20))[1])
+    monkeypatch.setattr(stage.store, "get_statuses", _raise_unavailable)
+    pauses, wait = threading.Event(), worker.database_check._ended.wait
+    monkeypatch.setattr(worker.database_check._ended, "wait", lambda _: (pauses.set(), wait(20))[1])
     worker.heartbeat.beat()
-    assert asked.wait(10), "it asks again in a while"
-    asked.clear()
+    assert pauses.wait(10), "the check pauses before it reads again"
+    pauses.clear()
     worker.close()
     eventually(lambda: not worker.database_check._task._is_running)
-    assert not asked.is_set()
+    assert not pauses.is_set()
 
 
 def test_leases_are_renewed_in_time_though_the_database_is_silent(stage, worker, monkeypatch):
     stage.register(2)
     stage.submit(), stage.submit()
-    holds = [_begun(stage, worker)[1] for _ in range(2)]
+    watches = [_start_run(stage, worker)[1] for _ in range(2)]
     monkeypatch.undo()
-    asked, silent, waiting = threading.Event(), threading.Event(), set[threading.Thread]()
+    read_began, silence_ends, reading = threading.Event(), threading.Event(), set[threading.Thread]()
 
-    def is_silent(_: object) -> None:
-        waiting.add(threading.current_thread())
-        asked.set()
-        silent.wait(5)
-        _away()
+    def wait_and_fail(_: object) -> None:
+        reading.add(threading.current_thread())
+        read_began.set()
+        silence_ends.wait(5)
+        _raise_unavailable()
 
-    monkeypatch.setattr(stage.store, "get_statuses", is_silent)
+    monkeypatch.setattr(stage.store, "get_statuses", wait_and_fail)
     worker.heartbeat._was_away = True
     try:
         for _ in range(5):
             stage.later(LEASE_MS - SECOND)
             worker.heartbeat.beat()
-        assert asked.wait(10) and threading.current_thread() not in waiting
-        assert stage.room.expiry_of(holds[0].lease.job_id) == stage.now + LEASE_MS
+        assert read_began.wait(10) and threading.current_thread() not in reading
+        assert stage.room.expiry_of(watches[0].lease.job_id) == stage.now + LEASE_MS
         assert passes.reap(stage.dispatcher) == 0
     finally:
-        silent.set()
+        silence_ends.set()
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(stage, worker, busy):
+def test_a_run_without_a_lease_and_without_a_worker_ends_even_if_another_job_has_its_slot(stage, worker, busy):
     stage.register()
     first = stage.submit()
     stage.start("dead")
-    _forgotten(stage, first)
+    _lose_leases(stage, first)
     if busy:
         stage.submit()
         other = stage.start("w2")
@@ -483,26 +489,26 @@ def test_a_run_without_a_lease_and_without_a_worker_ends_whoever_holds_its_slot(
     assert stage.room.taken() == {} and stage.free() == 1
 
 
-def test_a_living_worker_one_of_whose_renewals_is_late_keeps_a_lease_that_was_missed(stage, worker):
+def test_a_worker_whose_renewal_is_late_keeps_a_lease_that_maintenance_has_restored(stage, worker):
     stage.register()
     job_id = stage.submit()
-    task = stage.start("w1")
-    _forgotten(stage, job_id)
+    active = stage.start("w1")
+    _lose_leases(stage, job_id)
     assert passes.restore_missed(stage.dispatcher) == 0
     stage.later(restore_leases._GRACE_MS)
     assert passes.restore_missed(stage.dispatcher) == 1
     stage.later(2 * SETTINGS.renew_every_ms)
     assert passes.reap(stage.dispatcher) == 0
-    assert stage.renewal(task) is Renewal.RENEWED and stage.job(job_id).crashes == 0
+    assert stage.renewal(active) is Renewal.RENEWED and stage.job(job_id).crashes == 0
 
 
-def test_a_lease_that_was_missed_lasts_no_longer_than_any_other(stage, worker):
-    """Two renewals and a bit may be longer than a lease where workers renew as seldom as they may."""
+def test_a_lease_that_maintenance_has_restored_lasts_no_longer_than_any_other(stage, worker):
+    """With the longest permitted renewal interval, two and a quarter intervals are longer than a lease."""
     stage.dispatcher.settings = SETTINGS.model_copy(update={"renew_every_ms": LEASE_MS // 2 - 1})
     stage.register()
     job_id = stage.submit()
     stage.start("w1")
-    _forgotten(stage, job_id)
+    _lose_leases(stage, job_id)
     passes.restore_missed(stage.dispatcher)
     stage.later(restore_leases._GRACE_MS)
     assert passes.restore_missed(stage.dispatcher) == 1
@@ -512,15 +518,15 @@ def test_a_lease_that_was_missed_lasts_no_longer_than_any_other(stage, worker):
 def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, worker, monkeypatch):
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = stage.start("w1")
-    _forgotten(stage, first)
+    active = stage.start("w1")
+    _lose_leases(stage, first)
     restore = stage.dispatcher.leases.restore
 
-    def ends_just_before(*args: Any) -> int:
-        stage.settle(task)
+    def settle_and_restore(*args: Any) -> int:
+        stage.settle(active)
         return restore(*args)
 
-    monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", settle_and_restore)
     passes.restore_missing(stage)
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
@@ -528,44 +534,44 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(stage, wor
 def test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease(stage, worker, monkeypatch):
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = stage.start("w1")
+    active = stage.start("w1")
     stage.lose_redis()
-    restore, restored = stage.dispatcher.leases.restore, itertools.count(1)
+    restore, calls = stage.dispatcher.leases.restore, itertools.count(1)
 
-    def ends_just_before(*args: Any) -> int:
-        if next(restored) == 1:
-            stage.settle(task)
+    def settle_and_restore_once(*args: Any) -> int:
+        if next(calls) == 1:
+            stage.settle(active)
         return restore(*args)
 
-    monkeypatch.setattr(stage.dispatcher.leases, "restore", ends_just_before)
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", settle_and_restore_once)
     passes.sweep(stage.dispatcher)
-    assert next(restored) > 1 and stage.state(first) is State.COMPLETED
+    assert next(calls) > 1 and stage.state(first) is State.COMPLETED
     assert stage.run_all() == [second] and stage.room.taken() == {}
 
 
-def test_a_run_that_began_while_its_room_was_rebuilt_is_refused_and_offered_again(stage, worker, monkeypatch):
-    """Its lease was claimed before Redis was emptied, its start comes after the running jobs were read."""
+def test_a_run_that_began_while_its_queue_was_rebuilt_is_refused_and_offered_again(stage, worker, monkeypatch):
+    """Its lease was claimed before Redis lost its data, and its start follows the read of the running jobs."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     offer = replace(stage.told.offers.pop(0), owner="w1")
     assert claim_offer(stage.dispatcher.leases, offer, "w1")
     stage.lose_redis()
-    read = stage.store.list_running
-    begin = iter([lambda: begin_run(stage.dispatcher, offer, "w1")])
+    list_running = stage.store.list_running
+    starts = iter([lambda: begin_run(stage.dispatcher, offer, "w1")])
 
-    def begins_just_after() -> Any:
-        found = read()
-        next(begin, lambda: None)()
-        return found
+    def list_and_start_once() -> Any:
+        running = list_running()
+        next(starts, lambda: None)()
+        return running
 
-    monkeypatch.setattr(stage.store, "list_running", begins_just_after)
+    monkeypatch.setattr(stage.store, "list_running", list_and_start_once)
     passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.store.list_running() == [] and stage.run_all() == [first, second]
 
 
-def test_a_resumed_run_that_began_while_its_room_was_rebuilt_is_offered_in_its_slot(stage, worker, monkeypatch):
-    """As above; its start comes just before the offer that it had claimed is restored."""
+def test_a_resumed_run_that_began_while_its_queue_was_rebuilt_is_offered_in_its_slot(stage, worker, monkeypatch):
+    """As above, but the run starts just before maintenance restores the offer that the worker had claimed."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     assert hand_back(stage.dispatcher, stage.start())
@@ -574,11 +580,11 @@ def test_a_resumed_run_that_began_while_its_room_was_rebuilt_is_offered_in_its_s
     stage.lose_redis()
     restore_offers = stage.dispatcher.leases.restore_offers
 
-    def begins_just_before(*args: Any) -> int:
+    def start_and_restore(*args: Any) -> int:
         begin_run(stage.dispatcher, offer, "w1")
         return restore_offers(*args)
 
-    monkeypatch.setattr(stage.dispatcher.leases, "restore_offers", begins_just_before)
+    monkeypatch.setattr(stage.dispatcher.leases, "restore_offers", start_and_restore)
     passes.sweep(stage.dispatcher)
     assert stage.room.taken() == {offer.slot: first} and stage.room.waiting() == [second]
     assert stage.store.list_running() == [] and stage.room.lease_of(first)["owner"] == ""
@@ -587,27 +593,27 @@ def test_a_resumed_run_that_began_while_its_room_was_rebuilt_is_offered_in_its_s
 def test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone(stage, worker, monkeypatch):
     stage.register(1, server="z")
     job_id = stage.submit()
-    task = stage.start("w1")
+    active = stage.start("w1")
     stage.register(1, server="a")
     stage.lose_redis()
-    restore, times = stage.dispatcher.leases.restore, itertools.count()
+    restore, calls = stage.dispatcher.leases.restore, itertools.count()
 
-    def is_handed_back_just_before(*args: Any) -> int:
-        if next(times) == 0:
-            assert hand_back(stage.dispatcher, task)
+    def hand_back_and_restore(*args: Any) -> int:
+        if next(calls) == 0:
+            assert hand_back(stage.dispatcher, active)
         return restore(*args)
 
-    monkeypatch.setattr(stage.dispatcher.leases, "restore", is_handed_back_just_before)
+    monkeypatch.setattr(stage.dispatcher.leases, "restore", hand_back_and_restore)
     passes.sweep(stage.dispatcher)
-    assert next(times) > 0
-    assert stage.room.taken() == {task.lease.slot: job_id} and stage.room.lease_of(job_id)["owner"] == ""
+    assert next(calls) > 0
+    assert stage.room.taken() == {active.lease.slot: job_id} and stage.room.lease_of(job_id)["owner"] == ""
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------
 
 
 def _resumed(stage: Stage, **changes: Any) -> str:
-    """A polled job whose worker has died, and nobody has looked after it for two minutes."""
+    """Submit a polled job whose worker has died, let two minutes pass without a worker, and return the job's id."""
     stage.register(model_type="async", poll_interval=0.001, max_poll_time=60.0)
     job_id = stage.submit(**changes)
     stage.remote(stage.start("w1"))
@@ -617,14 +623,14 @@ def _resumed(stage: Stage, **changes: Any) -> str:
     return job_id
 
 
-def test_a_resumed_run_is_asked_for_once_before_it_is_given_up(stage, worker, server):
+def test_a_resumed_run_is_polled_once_before_it_times_out(stage, worker, server):
     job_id = _resumed(stage)
     server.answers = [DONE]
     assert run(stage).state is State.COMPLETED
     assert (stage.state(job_id), server.asked) == (State.COMPLETED, ["status"])
 
 
-def test_a_resumed_run_that_has_not_ended_in_its_time_is_given_up(stage, worker, server):
+def test_a_resumed_run_that_has_not_ended_in_its_time_times_out(stage, worker, server):
     job_id = _resumed(stage)
     server.answers = [PENDING]
     run(stage)
@@ -635,44 +641,44 @@ def test_a_resumed_run_that_has_not_ended_in_its_time_is_given_up(stage, worker,
 # -- a polled run ----------------------------------------------------------------------------------------------
 
 
-def test_a_question_has_its_own_time_however_long_its_run_may_take(stage, worker, server):
+def test_a_status_request_has_its_own_timeout_that_does_not_depend_on_the_time_of_the_run(stage, worker, server):
     stage.register(model_type="async", poll_interval=0.001, max_poll_time=7200.0)
     stage.submit()
     server.answers = [PENDING, DONE]
     assert run(stage).state is State.COMPLETED and server.asked == ["submit", "status"]
 
 
-def test_runs_that_began_together_are_not_asked_for_together(stage, worker, server, monkeypatch):
+def test_runs_that_began_at_the_same_time_are_polled_at_different_times(stage, worker, server, monkeypatch):
     waits: list[float] = []
 
-    async def wait(_: LeaseWatch, seconds: float) -> None:
+    async def note_wait(_: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(LeaseWatch, "sleep", wait)
+    monkeypatch.setattr(LeaseWatch, "sleep", note_wait)
     stage.register(model_type="async", poll_interval=10.0)
     for _ in range(3):
         stage.submit()
         server.answers = [PENDING, PENDING, DONE]
         assert run(stage).state is State.COMPLETED
     firsts, others = waits[::2], waits[1::2]
-    assert len(set(firsts)) == 3 and all(0 <= it <= 10 for it in firsts)
+    assert len(set(firsts)) == 3 and all(0 <= seconds <= 10 for seconds in firsts)
     assert others == [10.0] * 3
 
 
 def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, monkeypatch):
     class Payload(dict[str, Any]):
-        """One that can be referred to weakly."""
+        """A dict to which weak references are possible."""
 
-    read: list[weakref.ref[Payload]] = []
+    payloads: list[weakref.ref[Payload]] = []
     kept: list[Payload | None] = []
 
     def loads(text: str) -> Payload:
         payload = Payload(json_text.loads(text))
-        read.append(weakref.ref(payload))
+        payloads.append(weakref.ref(payload))
         return payload
 
     async def status(*_: Any) -> Outcome:
-        kept.extend(it() for it in read)
+        kept.extend(reference() for reference in payloads)
         return DONE
 
     monkeypatch.setattr(run_calls, "json_text", SimpleNamespace(loads=loads))
@@ -686,24 +692,26 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
 
 
 @pytest.mark.parametrize("late_s", [0, 7200], ids=["in its time", "beyond its time"])
-def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_interval(
+def test_a_cancellation_during_a_request_does_not_wait_for_the_polling_interval(
     stage, worker, server, monkeypatch, late_s
 ):
     waits: list[float] = []
 
-    async def wait(_: LeaseWatch, seconds: float) -> None:
+    async def note_wait(_: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
         await asyncio.sleep(0)
 
-    def canceled_meanwhile(hold: LeaseWatch) -> None:
-        server.during = hold.request_cancel
+    def cancel_during_requests(watch: LeaseWatch) -> None:
+        server.during = watch.request_cancel
         stage.later(late_s * SECOND)
 
-    monkeypatch.setattr(LeaseWatch, "sleep", wait)
+    monkeypatch.setattr(LeaseWatch, "sleep", note_wait)
     monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.0)
     server.answers = [PENDING] * 3
-    found = _watched(stage, server, canceled_meanwhile, model_type="async", poll_interval=3600.0, max_poll_time=7200.0)
-    assert found.kind is OutcomeKind.CANCELED
+    outcome = _call_server(
+        stage, server, cancel_during_requests, model_type="async", poll_interval=3600.0, max_poll_time=7200.0
+    )
+    assert outcome.kind is OutcomeKind.CANCELED
     assert set(waits) == {server_call._HEALTH_PERIOD_S}
 
 
@@ -711,35 +719,37 @@ def test_a_cancel_that_is_heard_while_the_server_is_asked_does_not_wait_for_the_
 
 
 @contextmanager
-def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    """What Celery's clients are told, as (how, job)."""
-    told: list[tuple[str, str]] = []
-    for how in ("mark_as_failure", "mark_as_done", "mark_as_revoked", "mark_as_retry"):
-        monkeypatch.setattr(infer.backend, how, lambda job, *_, how=how, **__: told.append((how, job)), raising=False)
-    yield told
+def _celery_notifications(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """Return a list of the notifications to Celery's clients, as (method of the result backend, job id)."""
+    sent: list[tuple[str, str]] = []
+    for method in ("mark_as_failure", "mark_as_done", "mark_as_revoked", "mark_as_retry"):
+        monkeypatch.setattr(
+            infer.backend, method, lambda job, *_, method=method, **__: sent.append((method, job)), raising=False
+        )
+    yield sent
 
 
 @pytest.mark.parametrize("outcome", [FAULT, DONE, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.FAILED, code="bad")])
-def test_a_stale_worker_says_nothing_to_anybody(stage, worker, server, monkeypatch, outcome):
-    """It stood still under the call: the lease expired, and another worker has the job now."""
+def test_a_stale_worker_notifies_no_client(stage, worker, server, monkeypatch, outcome):
+    """The worker was suspended during the call: its lease expired, and another worker has claimed the job."""
     stage.register(2)
     job_id = stage.submit(envelope="{}", source="task")
-    taken: list[ActiveRun] = []
+    newer_runs: list[ActiveRun] = []
 
-    def stand_still() -> None:
+    def lose_the_job() -> None:
         stage.later(LEASE_MS + SECOND)
         assert passes.reap(stage.dispatcher) == 1
-        taken.append(stage.start("w2"))
+        newer_runs.append(stage.start("w2"))
 
-    server.during, server.answers = stand_still, [outcome]
-    with _told(monkeypatch) as told:
+    server.during, server.answers = lose_the_job, [outcome]
+    with _celery_notifications(monkeypatch) as sent:
         run(stage)
-    assert told == []
+    assert sent == []
     assert (stage.state(job_id), stage.job(job_id).attempt) == (State.RUNNING, 2)
-    assert stage.room.taken() == {taken[0].lease.slot: job_id} and stage.told.ends == []
+    assert stage.room.taken() == {newer_runs[0].lease.slot: job_id} and stage.told.ends == []
 
 
-def test_the_result_that_a_server_pushes_stands_though_its_worker_receives_a_fault(stage, worker, server):
+def test_a_pushed_result_is_kept_although_the_worker_receives_an_error(stage, worker, server):
     stage.register()
     job_id = stage.submit()
     server.during = lambda: store_end(stage.store, job_id, 1, Reason.FINISHED, stage.now, result='{"by":"push"}')
@@ -766,7 +776,7 @@ def test_each_outcome_leads_to_its_state(stage, worker, server, outcome, retries
 @pytest.mark.parametrize(
     "outcome", [FAULT, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.UNREACHABLE), Outcome(OutcomeKind.CANCELED)]
 )
-def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, server, outcome):
+def test_a_failed_run_with_a_requested_cancellation_is_canceled(stage, worker, server, outcome):
     stage.register()
     job_id = stage.submit()
     server.during = lambda: stage.dispatcher.cancel(job_id)
@@ -774,35 +784,35 @@ def test_a_run_that_shall_be_canceled_and_goes_wrong_is_canceled(stage, worker, 
     if outcome.kind is OutcomeKind.CANCELED:
         server.during = lambda: (stage.dispatcher.cancel(job_id), worker.heartbeat.beat())
     assert run(stage).state is State.CANCELED
-    assert [told[:2] for told in stage.told.ends] == [(job_id, State.CANCELED)]
+    assert [end[:2] for end in stage.told.ends] == [(job_id, State.CANCELED)]
 
 
-# -- nothing is sent that nobody wants -------------------------------------------------------------------------
+# -- a run that is over before its request is sent --------------------------------------------------------------
 
 
-def _watched(stage: Stage, server: FakeServer, flag: Callable[[LeaseWatch], None], **config: Any) -> Any:
-    """What comes of a run; `flag` may raise one of its lease before its request is sent."""
+def _call_server(stage: Stage, server: FakeServer, prepare: Callable[[LeaseWatch], None], **config: Any) -> Any:
+    """Run a server call and return its outcome; `prepare` may change the lease watch before the request is sent."""
     stage.register(**config)
     stage.submit()
     active = stage.start("w1")
     watch = LeaseWatch(active.lease)
-    flag(watch)
+    prepare(watch)
 
-    async def outcome() -> Any:
+    async def call() -> Any:
         config = stage.dispatcher.catalog.resolve("zimg").config
         return await make_server_call(active, watch, config, server).run()
 
-    return asyncio.run(outcome())
+    return asyncio.run(call())
 
 
-@pytest.mark.parametrize(("why", "left"), [("lost", StopReason.UNSENT), ("stop", StopReason.STOPPED)])
-def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, server, why, left):
-    assert _watched(stage, server, lambda hold: hold.end(why)) is left
+@pytest.mark.parametrize(("why", "expected"), [("lost", StopReason.UNSENT), ("stop", StopReason.STOPPED)])
+def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(stage, server, why, expected):
+    assert _call_server(stage, server, lambda watch: watch.end(why)) is expected
     assert server.asked == ["cut"]
 
 
 def test_a_run_that_is_canceled_before_its_request_was_sent_does_not_send_it(stage, server):
-    assert _watched(stage, server, lambda hold: hold.request_cancel()).kind is OutcomeKind.CANCELED
+    assert _call_server(stage, server, lambda watch: watch.request_cancel()).kind is OutcomeKind.CANCELED
     assert "submit" not in server.asked
 
 
@@ -815,7 +825,7 @@ def test_a_job_whose_deadline_passes_before_it_is_sent_never_reaches_a_server(st
     assert server.asked == [] and "before it was sent" in (stage.job(job_id).error_message or "")
 
 
-def test_a_deadline_is_the_reason_of_its_end_whatever_the_last_exchange_was(stage, worker, server) -> None:
+def test_a_passed_deadline_is_the_stored_reason_even_if_the_last_request_failed(stage, worker, server) -> None:
     stage.register()
     stage.submit(ttl_s=1)
     server.answers = [Outcome(OutcomeKind.UNREACHABLE, code="connect_failed", message="no connection")]
@@ -825,15 +835,13 @@ def test_a_deadline_is_the_reason_of_its_end_whatever_the_last_exchange_was(stag
     assert "no connection" in (job.error_message or "")
 
 
-def test_the_server_of_a_job_whose_offer_came_by_a_message_is_told_whether_its_model_changes(
-    stage, worker, server, monkeypatch
-):
+def test_a_request_for_an_offer_from_a_message_states_whether_the_model_changes(stage, worker, server, monkeypatch):
     stage.register()
     server.description = Description.model_validate({"submit": {"path": "/run?swap={{run/swap}}"}})
-    told = []
+    swaps = []
 
     async def submit(call: Call) -> Outcome:
-        told.append(call.swap)
+        swaps.append(call.swap)
         return DONE
 
     monkeypatch.setattr(server, "submit", submit)
@@ -843,4 +851,4 @@ def test_the_server_of_a_job_whose_offer_came_by_a_message_is_told_whether_its_m
         message = offer_messages.build_message(offer, 0)
         worker.executor.run_open_offer(offer_messages.read_offer(offer.job_id, [offer.model], message.headers))
         assert worker.worker_loop.wait_until_idle(20)
-    assert told == [True, False]
+    assert swaps == [True, False]

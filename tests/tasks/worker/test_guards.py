@@ -1,4 +1,4 @@
-"""Guards that no other suite attacks; tests/nightly/mutants takes each one out and runs these tests."""
+"""Guards that no other suite tests; tests/nightly/mutants removes each one and runs these tests."""
 
 import socket
 import threading
@@ -25,15 +25,15 @@ from tools.cluster.stack import eventually
 MINUTE = 60 * SECOND
 
 
-def test_a_healthy_run_of_twenty_minutes_is_left_alone_by_all_maintenance(stage):
+def test_no_maintenance_task_ends_a_healthy_run_of_twenty_minutes(stage):
     stage.register(max_poll_time=1200)
     job_id = stage.submit()
     task = stage.start()
     for _ in range(20 * MINUTE // (LEASE_MS - SECOND)):
         stage.later(LEASE_MS - SECOND)
         assert stage.renewal(task) is Renewal.RENEWED
-        for keep in (deadlines.expire_deadlines, passes.reap, passes.reconcile, passes.sweep):
-            keep(stage.dispatcher)
+        for run_task in (deadlines.expire_deadlines, passes.reap, passes.reconcile, passes.sweep):
+            run_task(stage.dispatcher)
     assert stage.state(job_id) is State.RUNNING
     assert stage.settle(task).moved.to is State.COMPLETED
 
@@ -75,7 +75,7 @@ def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(st
 
 
 def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
-    """Redis holds a lease by which the job does not run any more: it is given up, and the run goes on."""
+    """Redis contains the lease of an earlier run of the job: the reaper removes it, and the newer run continues."""
     stage.register()
     job_id = stage.submit()
     stage.start()
@@ -90,7 +90,7 @@ def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
 
 
 def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
-    """Its run ended after the record was read for the restore, and before Redis was written."""
+    """The run ended after the restore had read the database and before it wrote to Redis."""
     job = a("j", 1)
     room.open()
     room.enqueue(job)
@@ -99,9 +99,9 @@ def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
     assert room.dump() == before
 
 
-@pytest.mark.parametrize("kind", ["waits", "is leased"])
-def test_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought(room, kind):
-    if kind == "is leased":
+@pytest.mark.parametrize("state", ["waiting", "leased"])
+def test_a_job_that_is_in_the_queue_is_not_added_again(room, state):
+    if state == "leased":
         room.with_slots(1)
     job = a("j", 1)
     room.enqueue(job)
@@ -109,35 +109,35 @@ def test_a_job_that_the_room_knows_is_not_added_however_often_it_is_brought(room
 
 
 def test_lease_1_a_script_whose_answer_was_lost_has_run_once(valkey, client):
-    """The real act is done and only its answer is lost; done again it would be another act."""
+    """Redis has run the script and only its response is lost: a repeated script would run a second time."""
     with (
-        _loses_answers_to_scripts(valkey.port) as port,
-        connect(f"redis://127.0.0.1:{port}/0", timeout_s=0.3) as impatient,
+        _proxy_without_script_responses(valkey.port) as port,
+        connect(f"redis://127.0.0.1:{port}/0", timeout_s=0.3) as redis,
         pytest.raises(RedisError),
     ):
-        impatient.eval("return redis.call('INCR', KEYS[1])", 1, "runs")
-    eventually(lambda: client.get("runs"), "it has run")
+        redis.eval("return redis.call('INCR', KEYS[1])", 1, "runs")
+    eventually(lambda: client.get("runs"), "the script has run")
     assert int(client.get("runs")) == 1
 
 
 @contextmanager
-def _loses_answers_to_scripts(port: int) -> Iterator[int]:
-    """A way to the Redis on `port` on which everything arrives but what scripts answer."""
+def _proxy_without_script_responses(port: int) -> Iterator[int]:
+    """Start a proxy of the Redis on `port` that drops the responses to scripts, and return the port of the proxy."""
 
-    def carry(near: socket.socket) -> None:
-        with suppress(OSError), near, socket.create_connection(("127.0.0.1", port)) as far:
-            while asked := near.recv(65536):
-                far.sendall(asked)
-                answer = far.recv(65536)
-                if b"EVAL" not in asked:
-                    near.sendall(answer)
+    def forward(client: socket.socket) -> None:
+        with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as redis:
+            while request := client.recv(65536):
+                redis.sendall(request)
+                response = redis.recv(65536)
+                if b"EVAL" not in request:
+                    client.sendall(response)
 
-    def listen() -> None:
+    def accept() -> None:
         with suppress(OSError):
             while True:
-                threading.Thread(target=carry, args=(door.accept()[0],), daemon=True).start()
+                threading.Thread(target=forward, args=(listener.accept()[0],), daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        threading.Thread(target=listen, daemon=True).start()
-        yield door.getsockname()[1]
-        door.shutdown(socket.SHUT_RDWR)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)

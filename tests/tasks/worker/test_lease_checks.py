@@ -1,4 +1,4 @@
-"""A worker that was stopped (SIGSTOP, a suspended host) uses no slot by a lease whose time is over."""
+"""A worker that was suspended (SIGSTOP, a suspended host) uses no slot of an expired lease."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError as Broken
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from routing.dispatch.dispatcher import active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
@@ -23,104 +23,104 @@ from tests.support.ends import free
 from tests.support.stage import LEASE_MS, SETTINGS, Stage
 from tests.tasks.worker.one_run import FakeServer, run
 
-_STOPPED_MS = 2 * LEASE_MS
+_SUSPENDED_MS = 2 * LEASE_MS
 
 
 @pytest.fixture
-def ages(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """The steady clock goes on by so many ms, as while the process is stopped."""
+def advance_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that advances the monotonic clock by ms, as happens while the process is suspended."""
     passed_s, real = [0.0], time.clock_gettime
     monkeypatch.setattr(time, "clock_gettime", lambda which: real(which) + passed_s[0])
 
-    def age(ms: int) -> None:
+    def advance(ms: int) -> None:
         passed_s[0] += ms / 1000
 
-    return age
+    return advance
 
 
 @pytest.fixture
-def stop(stage: Stage, ages: Callable[[int], None]) -> Callable[[], None]:
-    """The worker is stopped for longer than its leases last, and maintenance is not."""
+def suspend(stage: Stage, advance_clock: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that suspends the worker until its leases have expired, while maintenance runs on."""
 
-    def stop() -> None:
-        ages(_STOPPED_MS)
-        stage.later(_STOPPED_MS)
+    def suspend() -> None:
+        advance_clock(_SUSPENDED_MS)
+        stage.later(_SUSPENDED_MS)
         passes.reap(stage.dispatcher)
 
-    return stop
+    return suspend
 
 
 def _at(point: str, act: Callable[[], None]) -> Callable[[str], None]:
-    """Have `act` done when this crash point is passed for the first time."""
-    left = [point]
+    """Return a replacement for `crash_at` that calls `act` when the run first passes this crash point."""
+    pending = [point]
 
     def crash_at(passed: str) -> None:
-        if passed in left:
-            left.remove(passed)
+        if passed in pending:
+            pending.remove(passed)
             act()
 
     return crash_at
 
 
 def test_a_worker_that_was_stopped_after_its_claim_starts_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, stop: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    monkeypatch.setattr(executor, "crash_at", _at("start_claimed", stop))
+    monkeypatch.setattr(executor, "crash_at", _at("start_claimed", suspend))
 
     run(stage)
 
     assert server.asked == [] and stage.state(job_id) is State.QUEUED
-    _expect_to_complete(stage, server, job_id, attempt=1)
+    _assert_completes(stage, server, job_id, attempt=1)
 
 
 def test_a_worker_that_was_stopped_after_its_start_sends_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, stop: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    monkeypatch.setattr(executor, "crash_at", _at("start_committed", stop))
+    monkeypatch.setattr(executor, "crash_at", _at("start_committed", suspend))
 
     run(stage)
 
-    assert server.asked == [] and stage.job(job_id).crashes == 1, "its reaper could not know that nothing was sent"
-    _expect_to_complete(stage, server, job_id, attempt=2, crashes=1)
+    assert server.asked == [] and stage.job(job_id).crashes == 1, "the reaper cannot know that no request was sent"
+    _assert_completes(stage, server, job_id, attempt=2, crashes=1)
 
 
 def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, stop: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
     start = RunSteps.start
 
-    async def start_late(*given: Any) -> Any:
+    async def suspend_and_start(*args: Any) -> Any:
         monkeypatch.setattr(RunSteps, "start", start)
-        stop()
-        return await start(*given)
+        suspend()
+        return await start(*args)
 
-    monkeypatch.setattr(RunSteps, "start", start_late)
+    monkeypatch.setattr(RunSteps, "start", suspend_and_start)
     run(stage)
 
     assert server.asked == []
     assert [event.data["why"] for event in stage.store.list_events(job_id)] == ["submitted", "started", "handed_back"]
-    _expect_to_complete(stage, server, job_id, attempt=2)
+    _assert_completes(stage, server, job_id, attempt=2)
 
 
 def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
     stage: Stage,
     worker: Worker,
     server: FakeServer,
-    ages: Callable[[int], None],
+    advance_clock: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
 
     def lose_the_slot_to_the_second() -> None:
-        ages(_STOPPED_MS)
-        (active,) = (active_run_of(stage.dispatcher, stage.job(first)),)
+        advance_clock(_SUSPENDED_MS)
+        active = active_run_of(stage.dispatcher, stage.job(first))
         assert active is not None
         free(stage.dispatcher, active.lease, return_to_lane=False)
         stage.start("w2")
@@ -154,11 +154,11 @@ def test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again(
 
 
 def test_a_worker_that_was_stopped_sends_no_request_again(
-    stage: Stage, worker: Worker, server: FakeServer, stop: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    server.during, server.runs, server.answers = stop, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
+    server.during, server.runs, server.answers = suspend, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
     health = server.health
 
     async def health_and_beat() -> Health:
@@ -170,11 +170,11 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
     monkeypatch.setattr("tasks.worker.server_call._HEALTH_PERIOD_S", 0.001)
     run(stage)
 
-    assert server.asked.count("submit") == 1, "the slot may be another job's"
+    assert server.asked.count("submit") == 1, "another job may have the slot"
     assert stage.job(job_id).crashes == 1
 
 
-def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
+def _assert_completes(stage: Stage, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
     server.answers = [Outcome(OutcomeKind.DONE, result={"url": "x"})]
     stage.told.offers += stage.dispatcher.queues.offer("zimg", 1)
     run(stage)
@@ -183,14 +183,14 @@ def _expect_to_complete(stage: Stage, server: FakeServer, job_id: str, *, attemp
     assert stage.free() == 1
 
 
-@pytest.mark.parametrize(("age_ms", "holds"), [(LEASE_MS - 1, True), (LEASE_MS, False)])
-def test_while_redis_is_away_a_lease_holds_for_its_own_time(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, holds: bool
+@pytest.mark.parametrize(("age_ms", "is_valid"), [(LEASE_MS - 1, True), (LEASE_MS, False)])
+def test_while_redis_is_down_a_lease_stays_valid_until_it_expires(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, is_valid: bool
 ) -> None:
     monkeypatch.setattr("tasks.worker.lease_checks.boottime_s", lambda: age_ms / 1000)
 
-    async def ask(_: object) -> str:
-        raise Broken("Redis is away.")
+    async def fail(_: object) -> str:
+        raise RedisConnectionError("Redis is down.")
 
     watch = LeaseWatch(Lease("zimg", "j1", "l1", "w1", "gpu-slot0"), confirmed_at_s=0.0)
-    assert asyncio.run(LeaseCheck(stage.dispatcher.leases, SETTINGS, ask).is_still_held(watch)) is holds
+    assert asyncio.run(LeaseCheck(stage.dispatcher.leases, SETTINGS, fail).is_still_held(watch)) is is_valid

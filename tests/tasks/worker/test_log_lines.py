@@ -1,4 +1,4 @@
-"""What a whole run leaves in the log: which job of whose, and how it ended; nothing that anybody has sent."""
+"""The log lines of a run name its job, tenant and outcome, and contain no data of a client or a server."""
 
 import json
 from collections.abc import Iterator
@@ -23,57 +23,57 @@ CALLBACK = f"https://client.example/{PLANTED}"
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_log_configuration() -> Iterator[None]:
     yield
     logs.configure()
 
 
-def _count(stage: Stage) -> None:
-    historian = EventCounter(stage.store.database, log_job_end)
-    while historian.count_new_events():
+def _count_events(stage: Stage) -> None:
+    counter = EventCounter(stage.store.database, log_job_end)
+    while counter.count_new_events():
         pass
 
 
-def _read(capsys: pytest.CaptureFixture[str]) -> str:
+def _read_log(capsys: pytest.CaptureFixture[str]) -> str:
     assert logs.flush(10)
     return capsys.readouterr().err
 
 
-def _ends(text: str) -> list[dict[str, Any]]:
-    return [it for it in map(json.loads, text.splitlines()) if it["event"] == "job_ended"]
+def _lines(text: str, event: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, text.splitlines()) if line["event"] == event]
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
-def test_no_line_of_a_whole_run_shows_a_payload_a_key_a_secret_or_what_a_server_said(
+def test_no_line_of_a_run_contains_a_payload_a_key_a_secret_or_a_response_of_a_server(
     stage, worker, server, capsys, monkeypatch, form
 ):
     logs.configure(form=form)
     stage.register(max_retries=0)
-    ends = [
+    outcomes = [
         Outcome(OutcomeKind.DONE, result={"url": PLANTED}),
         Outcome(OutcomeKind.FAILED, code=PLANTED, message=PLANTED),
         Outcome(OutcomeKind.RETRY, code=PLANTED, message=PLANTED),
         Outcome(OutcomeKind.LOST, code=PLANTED, message=PLANTED),
     ]
-    for outcome in ends:
-        secret = {"payload": {"prompt": PLANTED}, "idempotency_key": f"{PLANTED}{outcome.kind}"}
-        stage.submit(callback_url=CALLBACK, **secret)
+    for outcome in outcomes:
+        secrets = {"payload": {"prompt": PLANTED}, "idempotency_key": f"{PLANTED}{outcome.kind}"}
+        stage.submit(callback_url=CALLBACK, **secrets)
         server.answers = [outcome, outcome, outcome]
         run(stage)
 
-    def fails(*_: object) -> Any:
+    def fail(*_: object) -> Any:
         raise ValueError(PLANTED)
 
-    monkeypatch.setattr(worker.server_calls, "_call", fails)
+    monkeypatch.setattr(worker.server_calls, "_call", fail)
     stage.submit(payload={"prompt": PLANTED})
     run(stage)
-    _count(stage)
-    said = _read(capsys)
-    assert said.count("job_ended") >= 2 and "run_failed" in said
-    assert PLANTED not in said
+    _count_events(stage)
+    log = _read_log(capsys)
+    assert log.count("job_ended") >= 2 and "run_failed" in log
+    assert PLANTED not in log
 
 
-def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_it(stage, worker, server, capsys):
+def test_each_end_of_a_job_is_logged_once_with_job_tenant_and_trace(stage, worker, server, capsys):
     logs.configure(form="json")
     stage.register()
     done = stage.submit(tenant="acme")
@@ -81,46 +81,47 @@ def test_each_job_that_ends_is_one_line_with_job_tenant_and_trace_whoever_ends_i
     run(stage)
     canceled = stage.submit()
     stage.store.cancel_waiting(canceled, stage.now)
-    _count(stage)
-    _count(stage)
-    first, second = _ends(_read(capsys))
-    told = ("job_id", "tenant", "trace_id", "state", "why", "attempt")
-    assert [first[it] for it in told] == [done, "acme", find_trace(done, None).id, State.COMPLETED, Reason.FINISHED, 1]
+    _count_events(stage)
+    _count_events(stage)
+    first, second = _lines(_read_log(capsys), "job_ended")
+    fields = ("job_id", "tenant", "trace_id", "state", "why", "attempt")
+    expected = [done, "acme", find_trace(done, None).id, State.COMPLETED, Reason.FINISHED, 1]
+    assert [first[field] for field in fields] == expected
     assert (first["server"], first["model"]) == ("gpu", "zimg") and first["run_ms"] >= 0
-    assert [second[it] for it in told[:2]] == [canceled, "default"]
+    assert [second[field] for field in fields[:2]] == [canceled, "default"]
     assert second["why"] == Reason.CANCEL_REQUESTED and "run_ms" not in second
 
 
-def test_what_a_worker_says_of_a_run_names_its_job_tenant_and_trace(stage, worker, server, capsys, monkeypatch):
+def test_a_line_of_a_worker_about_a_run_names_its_job_tenant_and_trace(stage, worker, server, capsys, monkeypatch):
     logs.configure(form="json")
     stage.register()
     job_id = stage.submit(tenant="acme")
 
-    def says(*_: object) -> Any:
+    def log_and_fail(*_: object) -> Any:
         executor.log.info("here")
         raise RuntimeError
 
-    monkeypatch.setattr(worker.server_calls, "_call", says)
+    monkeypatch.setattr(worker.server_calls, "_call", log_and_fail)
     run(stage)
-    (line,) = [it for it in map(json.loads, _read(capsys).splitlines()) if it["event"] == "here"]
+    (line,) = _lines(_read_log(capsys), "here")
     assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", find_trace(job_id, None).id)
 
 
-def test_an_end_that_somebody_else_has_counted_is_not_told_twice(stage, worker, server, monkeypatch):
+def test_an_end_that_another_process_has_counted_is_not_logged_again(stage, worker, server, monkeypatch):
     stage.register()
     stage.submit()
     server.answers = [Outcome(OutcomeKind.DONE, result={})]
     run(stage)
-    told: list[Any] = []
-    slow, position = EventCounter(stage.store.database, told.append), EventCounter._position
-    quick = EventCounter(stage.store.database, told.append)
+    logged: list[Any] = []
+    slow, read_position = EventCounter(stage.store.database, logged.append), EventCounter._position
+    quick = EventCounter(stage.store.database, logged.append)
 
-    def late(historian: EventCounter) -> int:
-        before = position(historian)
-        if historian is slow:
+    def read_position_and_lose_the_race(counter: EventCounter) -> int:
+        position = read_position(counter)
+        if counter is slow:
             quick.count_new_events()
-        return before
+        return position
 
-    monkeypatch.setattr(EventCounter, "_position", late)
+    monkeypatch.setattr(EventCounter, "_position", read_position_and_lose_the_race)
     assert slow.count_new_events() == 0
-    assert len(told) == 1
+    assert len(logged) == 1

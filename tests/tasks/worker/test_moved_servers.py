@@ -1,4 +1,4 @@
-"""A change of a registered server ends and charges no run that began before."""
+"""A change of a registered server ends no run that began before, and counts no crash for it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.support.stage import Stage
 from tools.cluster.direct_starts import store_remote_id, store_start
 
 OLD, NEW = "http://gpu:1/run", "http://other:1/run"
-KNOWS_NOTHING = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})
+REPORT_WITHOUT_RUNS = ServerReport(True, 0, frozenset(), endpoints={"zimg": NEW})
 MINUTE = 60_000
 
 
@@ -37,23 +37,23 @@ def _stored(store: JobStore, job_id: str) -> str | None:
     return job.sent_to
 
 
-# -- the database remembers the address ------------------------------------------------------------------------
+# -- the address in the database -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.HANDED_BACK])
 def test_a_run_that_is_resumed_keeps_the_address_to_which_it_was_sent(store: JobStore, why: Reason) -> None:
-    polled, offered_again, anew = (a_queued_job(store).id for _ in range(3))
-    for job_id in (polled, offered_again, anew):
+    polled, offered_again, sent_again = (a_queued_job(store).id for _ in range(3))
+    for job_id in (polled, offered_again, sent_again):
         assert _start(store, job_id, OLD) == OLD
         if job_id == polled:
             store_remote_id(store, job_id, 1, "r", T0)
         store_end(store, job_id, 1, why, T0)
     assert _start(store, polled, NEW) == OLD
-    assert _start(store, offered_again, NEW, offer=0) == OLD, "its server may be at it"
-    assert _start(store, anew, NEW) == NEW
+    assert _start(store, offered_again, NEW, offer=0) == OLD, "the server may still run the job"
+    assert _start(store, sent_again, NEW) == NEW
 
 
-def test_a_run_at_another_server_goes_to_that_ones_address(store: JobStore) -> None:
+def test_a_run_at_another_server_is_sent_to_the_address_of_that_server(store: JobStore) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, OLD)
     store_remote_id(store, job_id, 1, "r", T0)
@@ -71,103 +71,105 @@ def test_the_address_is_forgotten_when_the_run_is_over(store: JobStore, why: Rea
     assert _stored(store, job_id) is None
 
 
-# -- a server that is registered anew --------------------------------------------------------------------------
+# -- a server that is registered again -------------------------------------------------------------------------
 
 
-def _moved(stage: Stage, url: str = NEW, slots: int = 1) -> ActiveRun:
-    """A run that has begun before its server was registered anew."""
+def _run_before_move(stage: Stage, url: str = NEW, slots: int = 1) -> ActiveRun:
+    """Start a run, register its server again with another address, and return the run."""
     stage.register()
     stage.submit()
-    task = stage.start()
-    assert task.run.sent_to == OLD
+    active = stage.start()
+    assert active.run.sent_to == OLD
     stage.catalog.register("zimg", "gpu", url, slots, stage.now)
     rebuild.refresh_fleet(stage.dispatcher, "zimg")
-    return task
+    return active
 
 
-def _compare_for_a_minute(stage: Stage, task: ActiveRun, report: ServerReport) -> None:
+def _compare_for_a_minute(stage: Stage, active: ActiveRun, report: ServerReport) -> None:
     for _ in range(12):
         stage.later(MINUTE // 12)
-        stage.renewal(task)
+        stage.renewal(active)
         passes.apply_reports(stage.dispatcher, {"gpu": report})
         suspects = passes.find_stale_runs(stage.dispatcher, {"gpu": report})
         passes.end_stale_runs(stage.dispatcher, suspects, {"gpu": report})
 
 
 def test_a_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
-    task = _moved(stage)
-    _compare_for_a_minute(stage, task, KNOWS_NOTHING)
-    job = stage.job(task.run.job.id)
+    active = _run_before_move(stage)
+    _compare_for_a_minute(stage, active, REPORT_WITHOUT_RUNS)
+    job = stage.job(active.run.job.id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
-    assert stage.renewal(task) is Renewal.RENEWED and stage.settle(task).moved is not None
+    assert stage.renewal(active) is Renewal.RENEWED and stage.settle(active).moved is not None
     stage.submit()
     assert stage.start().run.sent_to == NEW
 
 
 def test_a_polled_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
-    task = _moved(stage)
-    stage.remote(task)
-    _compare_for_a_minute(stage, task, KNOWS_NOTHING)
-    assert (stage.state(task.run.job.id), stage.job(task.run.job.id).crashes) == (State.RUNNING, 0)
+    active = _run_before_move(stage)
+    stage.remote(active)
+    _compare_for_a_minute(stage, active, REPORT_WITHOUT_RUNS)
+    assert (stage.state(active.run.job.id), stage.job(active.run.job.id).crashes) == (State.RUNNING, 0)
 
 
 def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(stage: Stage) -> None:
-    task = _moved(stage)
-    _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": OLD}))
-    assert stage.job(task.run.job.id).why is Reason.SERVER_LOST
+    active = _run_before_move(stage)
+    _compare_for_a_minute(stage, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": OLD}))
+    assert stage.job(active.run.job.id).why is Reason.SERVER_LOST
 
 
 def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(stage: Stage) -> None:
-    now = "http://user:password@gpu:1/run?token=x"
-    task = _moved(stage, now)
-    assert server_adapters.endpoint_of_run(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == now
-    _compare_for_a_minute(stage, task, replace(KNOWS_NOTHING, endpoints={"zimg": now}))
-    assert stage.job(task.run.job.id).why is Reason.SERVER_LOST
+    new_url = "http://user:password@gpu:1/run?token=x"
+    active = _run_before_move(stage, new_url)
+    assert server_adapters.endpoint_of_run(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == new_url
+    _compare_for_a_minute(stage, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": new_url}))
+    assert stage.job(active.run.job.id).why is Reason.SERVER_LOST
 
 
-def test_a_run_is_asked_for_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _moved(stage).run
+def test_a_run_is_polled_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run_before_move(stage).run
     monkeypatch.setattr(server_adapters, "adapter_for", lambda url, *_: url)
-    asked = partial(server_adapters.adapter_of_run, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
-    assert (asked(run.sent_to), asked(None)) == (OLD, NEW)
+    address_for = partial(server_adapters.adapter_of_run, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
+    assert (address_for(run.sent_to), address_for(None)) == (OLD, NEW)
     assert server_adapters.adapter_of_run(stage.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
 
 
-def test_a_report_names_the_addresses_of_the_server_that_was_asked(
+def test_a_report_names_the_addresses_that_its_server_had_at_the_request(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
-    asked = stage.catalog.read().servers["gpu"]
+    server = stage.catalog.read().servers["gpu"]
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
-    assert passes.read_report(asked).endpoints == {"zimg": OLD}
+    assert passes.read_report(server).endpoints == {"zimg": OLD}
 
 
-def test_slots_that_are_taken_away_under_runs_end_and_charge_none(stage: Stage) -> None:
+def test_a_removed_slot_neither_ends_its_run_nor_counts_a_crash(stage: Stage) -> None:
     stage.register(2)
     ids = [stage.submit() for _ in range(3)]
-    tasks = [stage.start() for _ in range(2)]
+    active_runs = [stage.start() for _ in range(2)]
     stage.register(1)
-    assert [stage.renewal(task) for task in tasks] == [Renewal.RENEWED] * 2
-    stage.settle(tasks[0])
-    assert stage.offered() == [], "the other run is as many as its server has slots"
-    stage.settle(tasks[1])
+    assert [stage.renewal(active) for active in active_runs] == [Renewal.RENEWED] * 2
+    stage.settle(active_runs[0])
+    assert stage.offered() == [], "the other run uses the only slot"
+    stage.settle(active_runs[1])
     assert stage.run_all() == ids[2:]
     assert [(stage.job(job_id).attempt, stage.job(job_id).crashes) for job_id in ids] == [(1, 0)] * 3
 
 
-def _with_two_names(stage: Stage) -> None:
+def _register_twice(stage: Stage) -> None:
     stage.register(2)
     stage.catalog.register("zimg", "again", OLD, 2, stage.now)
     rebuild.refresh_fleet(stage.dispatcher, "zimg")
 
 
-@pytest.mark.parametrize("by", [lambda ids: ServerReport(True, len(ids)), lambda ids: ServerReport(True, None, ids)])
-def test_two_servers_at_one_address_do_not_take_each_others_runs_for_foreign_ones(
-    stage: Stage, by: Callable[[frozenset[str]], ServerReport]
+@pytest.mark.parametrize(
+    "make_report", [lambda ids: ServerReport(True, len(ids)), lambda ids: ServerReport(True, None, ids)]
+)
+def test_runs_of_two_servers_at_one_address_do_not_count_as_foreign(
+    stage: Stage, make_report: Callable[[frozenset[str]], ServerReport]
 ) -> None:
-    _with_two_names(stage)
+    _register_twice(stage)
     ids = frozenset(stage.submit() for _ in range(3))
     for _ in ids:
         stage.start()
-    passes.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), by(ids)))
+    passes.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), make_report(ids)))
     assert stage.free() == 1

@@ -1,7 +1,7 @@
-"""The end of a run is two facts: its job has ended, and its slot may be used again.
+"""A run ends in two steps: its job ends, and its slot becomes free.
 
-Whatever ends a run here, its slot is withheld until the server's own report no longer shows it, and an emptied Redis,
-a dead worker and a dead reaper forget nothing of that (SLOT-1).
+However a run ends, its slot is quarantined until the server's report no longer shows the run (SLOT-1).  The quarantine
+survives the loss of Redis' data, of the worker and of the reaper.
 """
 
 from collections.abc import Callable
@@ -24,68 +24,70 @@ from tests.support import passes
 from tests.support.ends import end_in_order, hand_back
 from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
 
-MOST_MS = SETTINGS.withhold_max_ms
+MAX_QUARANTINE_MS = SETTINGS.withhold_max_ms
 
 
-def running(*job_ids: str) -> ServerReport:
+def running_report(*job_ids: str) -> ServerReport:
     return ServerReport(True, len(job_ids), frozenset(job_ids))
 
 
-def heed(stage: Stage, report: ServerReport) -> int:
+def apply_report(stage: Stage, report: ServerReport) -> int:
     return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
 def rows(stage: Stage) -> list[tuple[str, str, str]]:
-    return [(it.job_id, it.slot, it.reason) for it in quarantine.list_all(stage.database)]
+    return [(row.job_id, row.slot, row.reason) for row in quarantine.list_all(stage.database)]
 
 
 def give_up(
-    stage: Stage, task: ActiveRun, kind: OutcomeKind = OutcomeKind.RETRY, server_still_running: str = "timed_out"
+    stage: Stage, active: ActiveRun, kind: OutcomeKind = OutcomeKind.RETRY, server_still_running: str = "timed_out"
 ) -> State:
-    """End a run here that its server may go on with, as its worker would."""
-    moved = _end_lingering(stage, task, kind, server_still_running)
+    """End a run that its server may continue, as the worker does, and return the new state of the job."""
+    moved = _end_while_server_runs(stage, active, kind, server_still_running)
     assert moved is not None
     return moved.to
 
 
-def _end_lingering(stage: Stage, task: ActiveRun, kind: OutcomeKind, server_still_running: str) -> Transition | None:
+def _end_while_server_runs(
+    stage: Stage, active: ActiveRun, kind: OutcomeKind, server_still_running: str
+) -> Transition | None:
     config, outcome = (
         stage.dispatcher.catalog.resolve("zimg").config,
         Outcome(kind, code=server_still_running, server_still_running=True),
     )
-    decision = decide(task.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
+    decision = decide(active.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
     decision = decision._replace(error=None)
-    return end_in_order(stage.dispatcher, task, decision).moved
+    return end_in_order(stage.dispatcher, active, decision).moved
 
 
-# -- what ends a run while its server goes on ------------------------------------------------------------------
+# -- ends of a run that its server continues -------------------------------------------------------------------
 
 
 def _timed_out(stage: Stage) -> tuple[str, State]:
-    job_id, task = stage.submit(id="one"), stage.start()
+    job_id, active = stage.submit(id="one"), stage.start()
     stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, task)
+    return job_id, give_up(stage, active)
 
 
 def _not_confirmed(stage: Stage) -> tuple[str, State]:
-    job_id, task = stage.submit(id="one"), stage.start()
+    job_id, active = stage.submit(id="one"), stage.start()
     stage.dispatcher.cancel(job_id)
     stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, task, OutcomeKind.CANCELED, "canceled")
+    return job_id, give_up(stage, active, OutcomeKind.CANCELED, "canceled")
 
 
 def _server_away(stage: Stage) -> tuple[str, State]:
-    job_id, task = stage.submit(id="one"), stage.start()
+    job_id, active = stage.submit(id="one"), stage.start()
     stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, task, OutcomeKind.LOST, "server_lost")
+    return job_id, give_up(stage, active, OutcomeKind.LOST, "server_lost")
 
 
 def _overdue(stage: Stage) -> tuple[str, State]:
-    """Its worker has told the server, which goes on, and learns that it is over."""
-    job_id, task = stage.submit(id="one", ttl_s=5), stage.start()
+    """The worker has canceled the run at the server, which continues, and finds that the job has ended."""
+    job_id, active = stage.submit(id="one", ttl_s=5), stage.start()
     stage.later(MIN_AGE_MS)
     assert deadlines.expire_deadlines(stage.dispatcher) == 1
-    assert _end_lingering(stage, task, OutcomeKind.CANCELED, "canceled") is None
+    assert _end_while_server_runs(stage, active, OutcomeKind.CANCELED, "canceled") is None
     return job_id, State.EXPIRED
 
 
@@ -108,10 +110,10 @@ def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
 
 
 def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
-    job_id, task = stage.submit(id="one"), stage.start()
-    stage.remote(task)
+    job_id, active = stage.submit(id="one"), stage.start()
+    stage.remote(active)
     stage.later(MIN_AGE_MS)
-    assert hand_back(stage.dispatcher, task)
+    assert hand_back(stage.dispatcher, active)
     stage.dispatcher.cancel(job_id)
     stage.later(LEASE_MS + SECOND)
     passes.reap(stage.dispatcher)
@@ -119,34 +121,33 @@ def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
     return job_id, State.CANCELED
 
 
-def test_a_run_that_waited_for_an_earlier_request_has_its_longest_time_behind_that(stage: Stage) -> None:
+def test_the_time_limit_of_a_run_begins_after_the_wait_for_an_earlier_request(stage: Stage) -> None:
     stage.register(max_poll_time=60)
     stage.submit()
     assert hand_back(stage.dispatcher, stage.start())
-    task = stage.start()
+    active = stage.start()
     for ended, later_ms in ((0, 149 * SECOND), (1, SECOND)):
         stage.later(later_ms)
-        assert stage.renewal(task) is Renewal.RENEWED
+        assert stage.renewal(active) is Renewal.RENEWED
         assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == ended
 
 
 def _hung(stage: Stage) -> tuple[str, State]:
-    """Its worker renews, and has forgotten the run."""
+    """The worker renews the lease, but does not end the run."""
     job_id = stage.submit(id="one")
-    task = stage.start()
+    active = stage.start()
     stage.later(60 * SECOND + 29 * SECOND)
-    assert stage.renewal(task) is Renewal.RENEWED
+    assert stage.renewal(active) is Renewal.RENEWED
     assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
     stage.later(SECOND)
     assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 1
     assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
-    assert stage.renewal(task) is Renewal.LOST
-    assert deadlines.promote_due_jobs(stage.dispatcher) == 0  # It waits as after any other retry.
+    assert stage.renewal(active) is Renewal.LOST
+    assert deadlines.promote_due_jobs(stage.dispatcher) == 0  # The job waits for its retry delay.
     return job_id, State.DELAYED
 
 
-Ended = Callable[[Stage], tuple[str, State]]
-ENDS = [
+ENDS: list[Callable[[Stage], tuple[str, State]]] = [
     _timed_out,
     _not_confirmed,
     _server_away,
@@ -156,7 +157,7 @@ ENDS = [
     _canceled_before_it_was_resumed,
     _hung,
 ]
-however = pytest.mark.parametrize("ended", [pytest.param(it, id=it.__name__[1:]) for it in ENDS])
+each_end = pytest.mark.parametrize("end_run", [pytest.param(end, id=end.__name__[1:]) for end in ENDS])
 
 
 @pytest.fixture
@@ -165,52 +166,54 @@ def one_slot(stage: Stage) -> Stage:
     return stage
 
 
-@however
-def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run(one_slot, ended):
+@each_end
+def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run(one_slot, end_run):
     stage = one_slot
-    job_id, state = ended(stage)
+    job_id, state = end_run(stage)
     assert stage.state(job_id) is state
-    assert [it[:2] for it in rows(stage)] == [("one", "gpu-slot0")]
+    assert [row[:2] for row in rows(stage)] == [("one", "gpu-slot0")]
     following = stage.submit()
     for _ in range(5):
         stage.later(LEASE_MS)
         passes.reap(stage.dispatcher)
-        heed(stage, running("one"))
+        apply_report(stage, running_report("one"))
         quarantined_slots.sync_leases(stage.dispatcher)
         passes.reconcile(stage.dispatcher)
         passes.sweep(stage.dispatcher)
-        assert following not in stage.offered(), "its server is at another run"
-        assert [it.owner for it, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
+        assert following not in stage.offered(), "the server still runs the earlier job"
+        assert [lease.owner for lease, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
     assert passes.find_violations(stage.dispatcher, {}) == set()
-    assert heed(stage, UP_AND_IDLE) == 1
-    assert rows(stage) == [] and {following, "one"} & set(stage.offered()), "at once, not at the next sweep"
+    assert apply_report(stage, UP_AND_IDLE) == 1
+    assert rows(stage) == [] and {following, "one"} & set(stage.offered()), (
+        "the slot is offered at once, not at the next sweep"
+    )
 
 
-@however
-def test_an_emptied_redis_does_not_forget_what_drains(one_slot, ended):
+@each_end
+def test_an_emptied_redis_does_not_forget_what_drains(one_slot, end_run):
     stage = one_slot
-    ended(stage)
+    end_run(stage)
     stage.submit()
     stage.offered()
     stage.lose_redis()
     passes.sweep(stage.dispatcher)
     assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"one~{stage.job('one').attempt}"}
-    heed(stage, running("one"))
+    apply_report(stage, running_report("one"))
     assert stage.offered() == []
-    assert heed(stage, UP_AND_IDLE) == 1
+    assert apply_report(stage, UP_AND_IDLE) == 1
     assert len(stage.offered()) == 1
 
 
-@however
-def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
+@each_end
+def test_a_slot_is_not_quarantined_for_longer_than_the_configured_time(one_slot, end_run):
     stage = one_slot
-    ended(stage)
+    end_run(stage)
     stage.submit()
     stage.offered()
     (row,) = quarantine.list_all(stage.database)
-    assert row.until_ms - row.since_ms == MOST_MS
+    assert row.until_ms - row.since_ms == MAX_QUARANTINE_MS
     stage.later(row.until_ms - 1 - stage.now)
-    heed(stage, running("one"))
+    apply_report(stage, running_report("one"))
     passes.reap(stage.dispatcher)
     assert len(rows(stage)) == 1
     stage.later(LEASE_MS + SECOND)
@@ -220,32 +223,32 @@ def test_a_slot_is_not_withheld_for_longer_than_is_set(one_slot, ended):
 
 
 @pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
-def test_a_server_that_does_not_say_what_it_runs_lets_go_of_nothing(one_slot, report):
+def test_a_report_without_runs_or_counts_releases_no_slot(one_slot, report):
     stage = one_slot
     _timed_out(stage)
     before = stage.room.dump()
-    assert heed(stage, report) == 0
+    assert apply_report(stage, report) == 0
     assert stage.room.dump() == before and len(rows(stage)) == 1
 
 
-_TOOK_MS = 4 * SECOND
-_USUAL_MS = 3 * _TOOK_MS
+_RUN_MS = 4 * SECOND
+_QUARANTINE_MS = 3 * _RUN_MS
 
 
 def _timed_out_where_runs_are_short(stage: Stage) -> None:
     stage.submit()
-    task = stage.start()
-    stage.later(_TOOK_MS)
-    stage.settle(task)
+    active = stage.start()
+    stage.later(_RUN_MS)
+    stage.settle(active)
     _timed_out(stage)
 
 
 @pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
-def test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_times_what_runs_take(one_slot, report):
+def test_without_information_a_slot_is_quarantined_for_three_times_the_usual_duration_of_a_run(one_slot, report):
     stage = one_slot
     _timed_out_where_runs_are_short(stage)
-    heed(stage, report)
-    stage.later(_USUAL_MS - 1)
+    apply_report(stage, report)
+    stage.later(_QUARANTINE_MS - 1)
     quarantined_slots.sync_leases(stage.dispatcher)
     assert len(rows(stage)) == 1
     stage.later(1)
@@ -253,44 +256,44 @@ def test_where_nothing_tells_the_end_of_a_run_its_slot_is_withheld_for_three_tim
     assert rows(stage) == []
 
 
-@pytest.mark.parametrize("tells", ["its id", "a count", "its status"])
-def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take(one_slot, tells):
+@pytest.mark.parametrize("source", ["id", "count", "status"])
+def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take(one_slot, source):
     stage = one_slot
     _timed_out_where_runs_are_short(stage)
-    stage.later(_USUAL_MS - SECOND)
-    if tells == "its status":
+    stage.later(_QUARANTINE_MS - SECOND)
+    if source == "status":
         passes.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
-    heed(stage, {"its id": running("one"), "a count": ServerReport(True, 1)}.get(tells, ServerReport(True)))
+    apply_report(stage, {"id": running_report("one"), "count": ServerReport(True, 1)}.get(source, ServerReport(True)))
     stage.later(2 * SECOND)
     quarantined_slots.sync_leases(stage.dispatcher)
     assert len(rows(stage)) == 1
 
 
-def test_the_servers_own_end_of_a_run_frees_its_slot_whoever_ended_the_job(one_slot):
-    """The deadline passed, and then the result came after all."""
+def test_a_result_from_the_server_frees_the_slot_of_a_job_that_has_already_ended(one_slot):
+    """The deadline of the job passed before the result arrived."""
     stage = one_slot
     stage.submit(id="one", ttl_s=5)
-    task, following = stage.start(), stage.submit()
+    active, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
     deadlines.expire_deadlines(stage.dispatcher)
-    assert stage.renewal(task) is Renewal.CANCEL and len(rows(stage)) == 1
-    assert stage.settle(task).moved is None
+    assert stage.renewal(active) is Renewal.CANCEL and len(rows(stage)) == 1
+    assert stage.settle(active).moved is None
     assert rows(stage) == [] and stage.offered() == [following]
 
 
-def test_a_late_answer_to_a_stale_worker_lets_the_slot_go(one_slot):
+def test_a_late_response_to_a_stale_worker_releases_the_slot(one_slot):
     stage = one_slot
     stage.submit(id="one", ttl_s=5)
-    task, following = stage.start(), stage.submit()
+    active, following = stage.start(), stage.submit()
     stage.later(5 * SECOND)
     deadlines.expire_deadlines(stage.dispatcher)
     passes.reap(stage.dispatcher)
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
-    assert stage.settle(task).moved is None
+    assert stage.settle(active).moved is None
     assert stage.offered() == [following]
 
 
-def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stage):
+def test_the_retry_of_a_timed_out_job_may_run_at_the_same_time_as_its_earlier_run(stage):
     stage.register(2)
     stage.submit(id="one")
     give_up(stage, stage.start())
@@ -299,29 +302,29 @@ def test_a_timed_out_job_waits_for_its_retry_and_runs_beside_its_former_run(stag
     again = stage.start()
     assert (again.run.job.id, again.run.attempt, again.lease.slot) == ("one", 2, "gpu-slot1")
     stage.later(MIN_AGE_MS)
-    assert heed(stage, running("one.1", "one.2")) == 0 and stage.free() == 0, "nobody is a stranger"
-    assert heed(stage, running("one.2")) == 1 and stage.free() == 1
+    assert apply_report(stage, running_report("one.1", "one.2")) == 0 and stage.free() == 0, "neither run is foreign"
+    assert apply_report(stage, running_report("one.2")) == 1 and stage.free() == 1
     assert stage.renewal(again) is Renewal.RENEWED
 
 
-def test_a_run_of_ours_that_drains_takes_no_further_slot(stage):
+def test_a_run_in_a_quarantined_slot_does_not_occupy_a_second_slot(stage):
     stage.register(3)
     stage.submit(id="one")
-    task = stage.start()
+    active = stage.start()
     stage.later(MIN_AGE_MS)
-    give_up(stage, task)
-    heed(stage, running("one"))
+    give_up(stage, active)
+    apply_report(stage, running_report("one"))
     assert stage.free() == 2
 
 
-def test_a_withheld_slot_counts_for_its_tenant(stage):
+def test_a_quarantined_slot_counts_for_its_tenant(stage):
     stage.register(2, policy="fair", tenant_slots=1)
     stage.submit(id="one")
     give_up(stage, stage.start(), OutcomeKind.CANCELED)
     stage.submit()
     assert stage.offered() == []
     stage.later(MIN_AGE_MS)
-    heed(stage, UP_AND_IDLE)
+    apply_report(stage, UP_AND_IDLE)
     assert len(stage.offered()) == 1
 
 
@@ -329,10 +332,10 @@ def test_a_withheld_slot_counts_for_its_tenant(stage):
 
 
 def _count(stage: Stage, active: int) -> int:
-    return heed(stage, ServerReport(True, active))
+    return apply_report(stage, ServerReport(True, active))
 
 
-def test_a_server_that_counts_nothing_has_let_go(one_slot):
+def test_a_count_of_zero_releases_the_slot(one_slot):
     stage = one_slot
     _timed_out(stage)
     assert _count(stage, 1) == 0
@@ -344,19 +347,19 @@ IDLE = ServerReport(True, is_idle=True)
 
 def test_an_idle_server_of_one_slot_runs_nothing(one_slot):
     _timed_out(one_slot)
-    assert heed(one_slot, IDLE) == 1
+    assert apply_report(one_slot, IDLE) == 1
 
 
-def test_an_idle_server_of_several_slots_may_run_in_the_others(stage):
+def test_an_idle_report_of_a_server_with_several_slots_releases_no_slot(stage):
     stage.register(2)
     _timed_out(stage)
     for _ in range(3):
-        assert heed(stage, IDLE) == 0
+        assert apply_report(stage, IDLE) == 0
         stage.later(4 * SECOND)
 
 
 def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage):
-    """Another run may have ended at the server, and its worker not know of it yet."""
+    """Another run may have ended at the server, and its worker may not have received the result yet."""
     stage.register(2, model_type="async", poll_interval=3.0)
     stage.submit(id="one")
     first = stage.start()
@@ -366,7 +369,7 @@ def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage)
     give_up(stage, first)
     assert _count(stage, 2) == _count(stage, 1) == 0
     stage.later(4 * SECOND)
-    assert _count(stage, 2) == 0, "it was the other that had ended"
+    assert _count(stage, 2) == 0, "the other run had ended"
     for _ in range(2):
         assert _count(stage, 1) == 0
         stage.later(4 * SECOND)
@@ -374,82 +377,82 @@ def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage)
     assert stage.renewal(second) is not None and rows(stage) == []
 
 
-# -- servers that tell their processes apart -------------------------------------------------------------------
+# -- servers that report the start of their process ------------------------------------------------------------
 
 
-def _process(stage: Stage, started: str, asked_ms: int | None = None) -> int:
-    return heed(stage, ServerReport(True, asked_ms=asked_ms, process_started=started))
+def _report_process(stage: Stage, started: str, asked_ms: int | None = None) -> int:
+    return apply_report(stage, ServerReport(True, asked_ms=asked_ms, process_started=started))
 
 
-def test_a_run_has_ended_with_the_process_that_was_seen_while_it_went_on(one_slot):
+def test_a_run_has_ended_if_its_process_was_reported_during_the_run_and_has_been_replaced(one_slot):
     stage = one_slot
     stage.submit(id="one")
-    task = stage.start()
+    active = stage.start()
     stage.later(SECOND)
-    assert _process(stage, "first") == 0
-    give_up(stage, task)
+    assert _report_process(stage, "first") == 0
+    give_up(stage, active)
     stage.later(SECOND)
-    assert _process(stage, "second") == 1
+    assert _report_process(stage, "second") == 1
 
 
 def test_a_run_that_began_after_an_unseen_restart_keeps_its_slot(one_slot):
-    """The process was asked before the restart and long after: the run is in the process that answers now."""
+    """The last report before the run is of the old process, so the run may belong to the new process."""
     stage = one_slot
-    assert _process(stage, "first") == 0
-    stage.later(SECOND)  # Another process begins, and nobody asks.
+    assert _report_process(stage, "first") == 0
+    stage.later(SECOND)  # A new process starts, and maintenance reads no report meanwhile.
     stage.submit(id="one")
-    task = stage.start()
+    active = stage.start()
     stage.later(MIN_AGE_MS)
-    give_up(stage, task)
+    give_up(stage, active)
     stage.later(SECOND)
-    assert _process(stage, "second") == 0
+    assert _report_process(stage, "second") == 0
     assert len(rows(stage)) == 1
 
 
-def test_a_late_report_of_the_process_before_shows_no_new_process(one_slot):
+def test_a_late_report_of_the_earlier_process_does_not_count_as_a_new_process(one_slot):
     stage = one_slot
     asked_ms = now_ms()
     stage.later(SECOND)
     stage.submit(id="one")
-    task = stage.start()
+    active = stage.start()
     stage.later(MIN_AGE_MS)
-    give_up(stage, task)
-    assert _process(stage, "second") == 0
-    assert _process(stage, "first", asked_ms) == 0
-    assert _process(stage, "second") == 0
+    give_up(stage, active)
+    assert _report_process(stage, "second") == 0
+    assert _report_process(stage, "first", asked_ms) == 0
+    assert _report_process(stage, "second") == 0
     assert len(rows(stage)) == 1
 
 
-# -- deaths between two effects --------------------------------------------------------------------------------
+# -- crashes between two writes --------------------------------------------------------------------------------
 
 
 def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(one_slot, monkeypatch):
     stage = one_slot
     stage.submit(id="one")
-    task = stage.start()
-    with monkeypatch.context() as dying:
-        dying.setattr(RunSteps, "free", _dies)
+    active = stage.start()
+    with monkeypatch.context() as crashing:
+        crashing.setattr(RunSteps, "free", _crash)
         with pytest.raises(ZeroDivisionError):
-            give_up(stage, task)
+            give_up(stage, active)
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
 
 
-def test_who_dies_when_the_record_has_let_go_leaves_a_slot_that_the_next_look_frees(one_slot, monkeypatch):
+def test_a_slot_whose_release_in_redis_failed_is_freed_by_the_next_check(one_slot, monkeypatch):
     stage = one_slot
     _timed_out(stage)
     following = stage.submit()
-    with monkeypatch.context() as dying:
-        dying.setattr(RunSteps, "free", _dies)
-        heed(stage, UP_AND_IDLE)
+    with monkeypatch.context() as crashing:
+        crashing.setattr(RunSteps, "free", _crash)
+        apply_report(stage, UP_AND_IDLE)
     assert rows(stage) == [] and stage.room.taken() == {"gpu-slot0": "one~1"}
     assert quarantined_slots.sync_leases(stage.dispatcher) == 1
     assert stage.offered() == [following]
 
 
-def test_a_lease_that_drains_and_was_lost_alone_is_written_again(one_slot):
-    """An older copy of Redis' data has taken over, and its room is open."""
+def test_a_lost_lease_of_a_quarantined_slot_is_written_again(one_slot):
+    """A failover to an older replica has lost this lease, and the queue is open."""
     stage = one_slot
     _timed_out(stage)
     stage.redis.delete(stage.room.key("leases:one~1"), stage.room.key("slots"), stage.room.key("leases"))
@@ -461,14 +464,14 @@ def test_a_lease_that_drains_and_was_lost_alone_is_written_again(one_slot):
 def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
     stage = one_slot
     stage.submit(id="one", ttl_s=5)
-    task = stage.start()
+    active = stage.start()
     stage.later(5 * SECOND)
     deadlines.expire_deadlines(stage.dispatcher)
     assert quarantined_slots.sync_leases(stage.dispatcher) == passes.restore_missed(stage.dispatcher) == 0
-    assert stage.renewal(task) is Renewal.CANCEL
+    assert stage.renewal(active) is Renewal.CANCEL
 
 
-def test_a_slot_of_a_job_that_goes_back_to_be_resumed_is_not_withheld(one_slot):
+def test_the_slot_of_a_job_that_is_requeued_to_be_resumed_is_not_quarantined(one_slot):
     stage = one_slot
     stage.submit(id="one")
     stage.start()
@@ -479,18 +482,18 @@ def test_a_slot_of_a_job_that_goes_back_to_be_resumed_is_not_withheld(one_slot):
     assert rows(stage) == [] and stage.free() == 1
 
 
-def _dies(*_: object, **__: object) -> None:
+def _crash(*_: object, **__: object) -> None:
     raise ZeroDivisionError
 
 
-# -- what people are told --------------------------------------------------------------------------------------
+# -- the explanation in the status -----------------------------------------------------------------------------
 
 
-def test_a_waiting_job_is_told_of_the_slot_that_is_withheld_and_not_of_another_tenants_job(one_slot):
+def test_the_status_of_a_waiting_job_names_the_quarantined_slot_but_no_job_of_another_tenant(one_slot):
     stage = one_slot
     _timed_out(stage)
     jobs = {tenant: stage.submit(tenant=tenant) for tenant in ("default", "acme")}
-    told = {tenant: stage.explained(job_id) for tenant, job_id in jobs.items()}
-    ended = "timed out here at 2027-01-15T08:00:05Z, and its server may still run it"
-    assert f"slot gpu-slot0 is withheld: job 'one' {ended}" in told["default"]
-    assert f"slot gpu-slot0 is withheld: another tenant's job {ended}" in told["acme"]
+    statuses = {tenant: stage.explained(job_id) for tenant, job_id in jobs.items()}
+    end = "timed out here at 2027-01-15T08:00:05Z, and its server may still run it"
+    assert f"slot gpu-slot0 is withheld: job 'one' {end}" in statuses["default"]
+    assert f"slot gpu-slot0 is withheld: another tenant's job {end}" in statuses["acme"]

@@ -1,4 +1,4 @@
-"""A run that another worker takes over: its request may be at its server, which must not get it a second time."""
+"""A run that another worker takes over: its server may still run the first request and must not receive a second."""
 
 from collections.abc import Callable, Iterable
 
@@ -28,7 +28,7 @@ SILENT = Health(HealthKind.UP)
 
 @pytest.fixture
 def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A job whose first worker has sent its request and stopped; its server does not join repeated requests."""
+    """Return a job whose first worker has sent its request and stopped; its server does not join repeated requests."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
     stage.register()
@@ -40,14 +40,14 @@ def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest
     return submitted
 
 
-def _reports(server: FakeServer, reports: Iterable[Health], then: Callable[[], None] = lambda: None) -> None:
-    """Let the server report these one after another; `then` is called before the last, which is repeated."""
+def _set_reports(server: FakeServer, reports: Iterable[Health], before_last: Callable[[], None] = lambda: None) -> None:
+    """Let the server return these reports in order, and call `before_last` before each return of the last one."""
     remaining = list(reports)
 
     async def health() -> Health:
         server.asked.append("health")
         if len(remaining) == 1:
-            then()
+            before_last()
             return remaining[0]
         return remaining.pop(0)
 
@@ -56,57 +56,55 @@ def _reports(server: FakeServer, reports: Iterable[Health], then: Callable[[], N
 
 def test_a_request_is_not_sent_again_while_its_servers_health_names_the_job(stage, server, job_id) -> None:
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
-    _reports(server, [named, named, gone])
+    _set_reports(server, [named, named, gone])
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
 def test_a_request_is_not_sent_again_while_its_server_counts_a_run(stage, server, job_id) -> None:
     counts = [Health(HealthKind.UP, active_jobs=count, running_count=True) for count in (2, 1, 0)]
-    _reports(server, counts)
+    _set_reports(server, counts)
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
-def test_a_report_is_not_believed_before_the_server_can_have_counted_the_request(
-    stage, server, job_id, monkeypatch
-) -> None:
+def test_a_report_is_ignored_until_the_server_can_have_counted_the_request(stage, server, job_id, monkeypatch) -> None:
     monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 3600.0)
 
-    def wait() -> None:
+    def end_the_delay_at_the_third_report() -> None:
         if server.asked.count("health") == 3:
             monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
 
-    _reports(server, [Health(HealthKind.UP, job_ids=frozenset())], then=wait)
+    _set_reports(server, [Health(HealthKind.UP, job_ids=frozenset())], before_last=end_the_delay_at_the_third_report)
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
-@pytest.mark.parametrize("said_by", ["description", "health"])
-def test_a_server_that_joins_repeated_requests_gets_one_at_once(stage, server, job_id, said_by: str) -> None:
-    if said_by == "health":
+@pytest.mark.parametrize("source", ["description", "health"])
+def test_a_server_that_joins_repeated_requests_receives_one_at_once(stage, server, job_id, source: str) -> None:
+    if source == "health":
         server.idempotent, server.runs = True, frozenset({job_id})
     else:
         server.description = Description(submit=Submit(idempotent=True))
     assert run(stage).state is State.COMPLETED
-    assert server.asked == (["health", "submit"] if said_by == "health" else ["submit"])
+    assert server.asked == (["health", "submit"] if source == "health" else ["submit"])
 
 
 def test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_request_is_waited_for(
     stage, server, job_id
 ) -> None:
-    """However soon its runs usually end: this one may be an exception."""
+    """The usual duration of its runs does not shorten the wait, because this run may be an exception."""
     stage.later(400 * SECOND)
-    seen: list[int] = []
+    reported_at: list[int] = []
 
-    def look() -> None:
-        seen.append(stage.now)
+    def note_report() -> None:
+        reported_at.append(stage.now)
         stage.later(50 * SECOND)
 
-    _reports(server, [SILENT], then=look)
+    _set_reports(server, [SILENT], before_last=note_report)
     job = run(stage)
     assert (job.state, job.crashes, job.failures) == (State.COMPLETED, 0, 0)
-    assert len(seen) == 4 and server.asked.count("submit") == 1
+    assert len(reported_at) == 4 and server.asked.count("submit") == 1
 
 
 def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(stage, server, job_id) -> None:
@@ -115,36 +113,36 @@ def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(stage, server, 
     assert hand_back(stage.dispatcher, stage.start("w1"))
     assert stage.told.offers[0].slot == offer.slot
     stage.later(101 * SECOND)
-    _reports(server, [SILENT])
+    _set_reports(server, [SILENT])
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "submit"]
 
 
 def test_a_run_that_was_sent_again_counts_its_time_from_then(stage, server, worker, job_id) -> None:
     stage.later(601 * SECOND)
-    _reports(server, [SILENT])
+    _set_reports(server, [SILENT])
     run(stage)
     assert stage.job(job_id).sent_ms == stage.now
 
 
 @pytest.mark.parametrize("slot", [None, "gpu-slot0"])
 def test_an_operator_ends_the_wait(stage, server, job_id, slot) -> None:
-    """Even if the server's health still shows the job: the operator knows better."""
+    """The wait ends even if the server's health still shows the job, because the operator may know more."""
     named = Health(HealthKind.UP, job_ids=frozenset({job_id}))
-    _reports(server, [named, named], then=lambda: earlier_requests.release(stage.database, "gpu", slot))
+    _set_reports(server, [named, named], before_last=lambda: earlier_requests.release(stage.database, "gpu", slot))
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "health", "submit"]
 
 
 def test_a_cancel_that_comes_before_the_request_is_sent_prevents_it(stage, server, worker, job_id) -> None:
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
-    _reports(server, [named, gone], then=lambda: worker.heartbeat.watches()[0].request_cancel())
+    _set_reports(server, [named, gone], before_last=lambda: worker.heartbeat.watches()[0].request_cancel())
     assert run(stage).state is State.CANCELED
     assert "submit" not in server.asked
 
 
 def _two_runs(stage: Stage) -> list[str]:
-    """Two jobs of a server with two slots, whose workers have sent their requests and stopped, one after the other."""
+    """Return two jobs of a server with two slots whose workers have sent their requests and stopped in turn."""
     stage.register(2, server="pair", model="flux")
     jobs = [stage.submit("flux"), stage.submit("flux")]
     stage.told.offers[:] = [offer for offer in stage.told.offers if offer.model == "flux"]
@@ -156,20 +154,20 @@ def _two_runs(stage: Stage) -> list[str]:
 
 def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(stage, job_id) -> None:
     first, second = _two_runs(stage)
-    taken = [offer for offer in stage.told.offers if offer.model == "flux"]
-    assert all(begin_run(stage.dispatcher, offer, "w9") for offer in taken)
+    offers = [offer for offer in stage.told.offers if offer.model == "flux"]
+    assert all(begin_run(stage.dispatcher, offer, "w9") for offer in offers)
 
-    def may_go(job: str, active: int) -> bool:
-        found = earlier_requests.find(stage.database, "pair", job)
-        return found is not None and found.is_over_by_count(active)
+    def is_over(job: str, active: int) -> bool:
+        request = earlier_requests.find(stage.database, "pair", job)
+        return request is not None and request.is_over_by_count(active)
 
-    assert [may_go(job, 2) for job in (first, second)] == [False, False]
-    assert [may_go(job, 1) for job in (first, second)] == [True, False]
-    assert [may_go(job, 0) for job in (first, second)] == [True, True]
+    assert [is_over(job, 2) for job in (first, second)] == [False, False]
+    assert [is_over(job, 1) for job in (first, second)] == [True, False]
+    assert [is_over(job, 0) for job in (first, second)] == [True, True]
     stage.later(1)
     assert stage.database.commit(stage.store.sent_write(first, stage.job(first).attempt, stage.now))
-    assert [may_go(job, 2) for job in (first, second)] == [False, False], "the first was sent again"
-    assert may_go(second, 1)
+    assert [is_over(job, 2) for job in (first, second)] == [False, False], "the first was sent again"
+    assert is_over(second, 1)
 
 
 def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(stage, server, job_id, monkeypatch) -> None:
@@ -178,7 +176,7 @@ def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(stage, server, job_id
     stage.submit()
     assert begin_run(stage.dispatcher, stage.told.offers.pop(), "w9") is not None
     one, two = (Health(HealthKind.UP, active_jobs=count, running_count=True) for count in (1, 2))
-    _reports(server, [two, one, two, one])
+    _set_reports(server, [two, one, two, one])
     assert run(stage).state is State.COMPLETED
     assert server.asked.count("health") > 4 and server.asked.count("submit") == 1
 
@@ -189,50 +187,50 @@ def test_a_server_that_ends_runs_on_disconnect_has_ended_it_with_its_worker(stag
     assert server.description.ends_on_disconnect(payload)
     assert not Description(submit=Submit(ends_on_disconnect="stream")).ends_on_disconnect({"stream": False})
     if ends is True:
-        _reports(server, [SILENT])
+        _set_reports(server, [SILENT])
         assert run(stage).state is State.COMPLETED
         assert server.asked == ["health", "submit"]
 
 
-def test_the_time_in_which_a_run_waits_for_an_earlier_request_is_not_of_its_own(stage, server, job_id) -> None:
+def test_the_wait_for_an_earlier_request_does_not_count_as_run_time(stage, server, job_id) -> None:
     stage.register(model_type="async", max_poll_time=1, poll_interval=0.01)
-    _reports(server, [SILENT], then=lambda: "submit" in server.asked or stage.later(2 * SECOND))
+    _set_reports(server, [SILENT], before_last=lambda: "submit" in server.asked or stage.later(2 * SECOND))
     server.answers = [PENDING, PENDING, DONE]
     job = run(stage)
     assert (job.state, job.failures, job.crashes) == (State.COMPLETED, 0, 0)
     assert server.asked.count("submit") == 1
 
 
-def test_a_process_that_has_ended_holds_no_request(stage, server, job_id) -> None:
+def test_a_request_is_sent_again_when_the_process_of_the_earlier_one_has_ended(stage, server, job_id) -> None:
     server.has_ended = True
-    _reports(server, [Health(HealthKind.DOWN)])
+    _set_reports(server, [Health(HealthKind.DOWN)])
     assert run(stage).state is State.COMPLETED
     assert server.asked == ["health", "submit"]
 
 
 @pytest.mark.parametrize("names_job", [False, True])
-def test_a_worker_says_what_a_run_that_it_took_over_awaits(stage, server, worker, job_id, names_job: bool) -> None:
+def test_a_worker_reports_what_a_resumed_run_waits_for(stage, server, worker, job_id, names_job: bool) -> None:
     health = Health(HealthKind.UP, job_ids=frozenset({job_id})) if names_job else SILENT
-    said: list[str] = []
+    sentences: list[str] = []
 
-    def look() -> None:
+    def note_sentence() -> None:
         if worker.awaits:
             ((slot, (job, sentence)),) = worker.awaits.items()
             assert (slot, job) == ("gpu-slot0", job_id)
-            said.append(sentence)
+            sentences.append(sentence)
             worker.heartbeat.stop_all()
 
-    _reports(server, [health, health], then=look)
+    _set_reports(server, [health, health], before_last=note_sentence)
     run(stage)
-    assert "sent again when the server's health no longer shows the job" in said[0]
-    assert ("or in 600 s." in said[0]) is not names_job
+    assert "sent again when the server's health no longer shows the job" in sentences[0]
+    assert ("or in 600 s." in sentences[0]) is not names_job
     assert worker.awaits == {}
 
 
 def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_has_sent_nothing(
     stage, server, worker, job_id
 ) -> None:
-    _reports(server, [SILENT, SILENT], then=worker.heartbeat.stop_all)
+    _set_reports(server, [SILENT, SILENT], before_last=worker.heartbeat.stop_all)
     job = run(stage)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0)
     assert "submit" not in server.asked and len(stage.told.offers) == 1
@@ -244,13 +242,13 @@ def test_a_job_that_is_canceled_while_it_waits_ends_and_its_slot_is_quarantined(
         for watch in worker.heartbeat.watches():
             watch.request_cancel()
 
-    _reports(server, [SILENT, SILENT], then=cancel)
+    _set_reports(server, [SILENT, SILENT], before_last=cancel)
     assert run(stage).state is State.CANCELED
     assert "submit" not in server.asked
     assert [row.job_id for row in quarantine.list_all(stage.database)] == [job_id]
 
 
-# -- a worker that was told to stop --------------------------------------------------------------------------------
+# -- a worker that has received the signal to stop -----------------------------------------------------------------
 
 
 def test_a_run_with_an_id_at_its_server_is_handed_over_at_once(stage, server, worker, monkeypatch) -> None:
@@ -262,7 +260,7 @@ def test_a_run_with_an_id_at_its_server_is_handed_over_at_once(stage, server, wo
     assert (job.state, job.why, job.crashes, job.remote_id) == (State.QUEUED, Reason.HANDED_BACK, 0, "r-1")
 
 
-def test_a_worker_that_was_told_to_stop_does_not_take_back_what_it_has_handed_over(stage, server, worker) -> None:
+def test_a_stopping_worker_does_not_resume_a_job_that_it_has_handed_over(stage, server, worker) -> None:
     stage.register()
     job_id = stage.submit()
     worker.drain()
@@ -278,7 +276,7 @@ def test_a_run_that_cannot_be_resumed_has_the_grace_time(stage, server, worker) 
     assert run(stage).state is State.COMPLETED
 
 
-def test_a_worker_tells_redis_that_it_was_told_to_stop_until_it_has_ended(stage, server, worker) -> None:
+def test_redis_lists_a_stopping_worker_until_it_has_ended(stage, server, worker) -> None:
     scripts = stage.dispatcher.leases.scripts
     assert not is_stopping(scripts, worker.owner)
     worker.drain()

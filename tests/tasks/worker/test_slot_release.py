@@ -1,6 +1,6 @@
-"""A slot is given to the next job when its server has let go of the last run, as the server itself counts (SLOT-1).
+"""The next job gets a slot only after the server has ended the last run in it, by the server's own count (SLOT-1).
 
-The server is a real one, over HTTP, that goes on with a run whatever it is told.
+The server is a real HTTP server that continues its runs after a cancellation.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tests.tasks.worker.one_run import FakeRunStore, make_server_call
 from tools.cluster.direct_starts import store_remote_id
 from tools.cluster.stack import eventually
 
-_TELLS_NOTHING = ServerReport(True)
+_EMPTY_REPORT = ServerReport(True)
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
@@ -41,136 +41,139 @@ sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldingServer]:
     passes.run_tasks_with(monkeypatch, stage.dispatcher)
     monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.05)
-    with HoldingServer(asynchronous=True) as found:
-        stage.catalog.register("zimg", "gpu", found.endpoint, 1, stage.now)
+    with HoldingServer(asynchronous=True) as server:
+        stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01}, stage.now)
         rebuild.refresh_fleet(stage.dispatcher, "zimg")
-        yield found
+        yield server
 
 
-def _look(stage: Stage, *, has_quarantine: bool = False) -> int:
-    """What maintenance does: ask the server, and heed its report."""
+def _check_server(stage: Stage, *, has_quarantine: bool = False) -> int:
+    """Read the server's report, apply it as maintenance does, and return the number of freed slots."""
     report = passes.read_report(stage.dispatcher.catalog.get().servers["gpu"], has_quarantine=has_quarantine)
     return passes.apply_reports(stage.dispatcher, {"gpu": report})
 
 
-class Watching:
-    """A run that is watched in an event loop of its own."""
+class ThreadedCall:
+    """A server call that runs in a separate thread with a separate event loop."""
 
-    def __init__(self, stage: Stage, task: ActiveRun, live: Any = None) -> None:
-        self._stage, self._task, self._live = stage, task, live
+    def __init__(self, stage: Stage, active: ActiveRun, session: Any = None) -> None:
+        self._stage, self._active, self._session = stage, active, session
         self._loop = asyncio.new_event_loop()
-        self.watch = LeaseWatch(task.lease, self._loop.call_soon_threadsafe)
-        self._found: list[Any] = []
+        self.watch = LeaseWatch(active.lease, self._loop.call_soon_threadsafe)
+        self._outcomes: list[Any] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def outcome(self) -> Any:
-        """What came of it."""
+    def wait_for_outcome(self) -> Any:
+        """Wait for the end of the call, and return its outcome."""
         self._thread.join(30)
-        return self._found[0]
+        return self._outcomes[0]
 
     def _run(self) -> None:
-        self._found.append(self._loop.run_until_complete(self._watch()))
+        self._outcomes.append(self._loop.run_until_complete(self._call()))
 
-    async def _watch(self) -> Outcome | StopReason:
-        stage, run, http = self._stage, self._task.run, HttpClient(self._loop)
+    async def _call(self) -> Outcome | StopReason:
+        stage, run, http = self._stage, self._active.run, HttpClient(self._loop)
         model = stage.dispatcher.catalog.resolve(run.job.model)
 
         store = FakeRunStore(
             lambda remote_id: store_remote_id(stage.store, run.job.id, run.attempt, remote_id, stage.now)
         )
         url = stage.dispatcher.catalog.get().servers[run.server].endpoints[run.job.model]
-        live = self._live or ServerSession(adapter_for(url, model, run.described_by), http)
-        return await make_server_call(self._task, self.watch, model.config, live, store).run()
+        session = self._session or ServerSession(adapter_for(url, model, run.described_by), http)
+        return await make_server_call(self._active, self.watch, model.config, session, store).run()
 
 
-def _run(stage: Stage, task: ActiveRun, meanwhile: Callable[[LeaseWatch], None] | None = None) -> State | None:
-    """Run it as a worker does; `meanwhile`: what happens once the server is at it.  Answers where that led."""
-    watching = Watching(stage, task)
+def _run(stage: Stage, active: ActiveRun, meanwhile: Callable[[LeaseWatch], None] | None = None) -> State | None:
+    """Run a job as a worker does, and return its new state.
+
+    `meanwhile` is called when the server has accepted the job.  None means that the job had ended before.
+    """
+    call = ThreadedCall(stage, active)
     try:
         if meanwhile is not None:
-            eventually(lambda: stage.job(task.run.job.id).remote_id, "the server is at it")
-            meanwhile(watching.watch)
+            eventually(lambda: stage.job(active.run.job.id).remote_id, "the server has accepted the job")
+            meanwhile(call.watch)
     finally:
-        outcome = watching.outcome()
-    run, config = task.run, stage.dispatcher.catalog.resolve(task.run.job.model).config
-    canceling = watching.watch.cancel
+        outcome = call.wait_for_outcome()
+    run, config = active.run, stage.dispatcher.catalog.resolve(active.run.job.model).config
+    canceling = call.watch.cancel
     decision = decide(run, outcome, config, stage.dispatcher.settings, stage.now, canceling=canceling)
-    moved = end_in_order(stage.dispatcher, task, decision).moved
+    moved = end_in_order(stage.dispatcher, active, decision).moved
     return None if moved is None else moved.to
 
 
-def _times_out(stage: Stage) -> str:
+def _time_out(stage: Stage) -> str:
     stage.catalog.configure("zimg", {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 0.3}, stage.now)
     job_id = stage.submit(id="first")
     assert _run(stage, stage.start()) is State.DELAYED
     return job_id
 
 
-def _is_canceled(stage: Stage) -> str:
+def _cancel(stage: Stage) -> str:
     job_id = stage.submit(id="first")
 
-    def cancel(hold: LeaseWatch) -> None:
+    def cancel(watch: LeaseWatch) -> None:
         stage.dispatcher.cancel(job_id)
-        hold.request_cancel()
+        watch.request_cancel()
 
     assert _run(stage, stage.start(), cancel) is State.CANCELED
     return job_id
 
 
-def _passes_its_deadline(stage: Stage) -> str:
+def _pass_deadline(stage: Stage) -> str:
     job_id = stage.submit(id="first", ttl_s=600)
-    task = stage.start()
+    active = stage.start()
 
-    def expire(hold: LeaseWatch) -> None:
+    def expire(watch: LeaseWatch) -> None:
         stage.later(600_000)
         assert deadlines.expire_deadlines(stage.dispatcher) == 1
-        hold.request_cancel()
+        watch.request_cancel()
 
-    assert _run(stage, task, expire) is None, "maintenance has ended it"
+    assert _run(stage, active, expire) is None, "maintenance has ended the job"
     return job_id
 
 
 @sqlite
 @pytest.mark.parametrize(
-    ("ends", "how"),
-    [(_times_out, "timed out"), (_is_canceled, "was canceled"), (_passes_its_deadline, "passed its deadline")],
+    ("end_run", "end"),
+    [(_time_out, "timed out"), (_cancel, "was canceled"), (_pass_deadline, "passed its deadline")],
 )
-def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage, server, ends, how) -> None:
+def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage, server, end_run, end) -> None:
     server.hold("first")
-    first = ends(stage)
+    first = end_run(stage)
     second = stage.submit(id="second")
     stage.told.offers.clear()
     stage.later(MIN_AGE_MS)
-    assert _look(stage) == 0 and stage.told.offers == [], "its server is at it"
-    said = stage.explained(second)
-    assert f"slot gpu-slot0 is withheld: job {first!r} {how} here" in said and "its server may still run it" in said
+    assert _check_server(stage) == 0 and stage.told.offers == [], "the server still runs the job"
+    status = stage.explained(second)
+    assert f"slot gpu-slot0 is withheld: job {first!r} {end} here" in status and "its server may still run it" in status
 
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
-    assert _look(stage) == 1
+    assert _check_server(stage) == 1
     assert [offer.job_id for offer in stage.told.offers if offer.job_id == second] == [second]
-    task = stage.start()
-    assert _run(stage, task) is State.COMPLETED
+    active = stage.start()
+    assert _run(stage, active) is State.COMPLETED
     assert server.at_once == 1 and len(server.runs) == 2
 
 
 @sqlite
 def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, server) -> None:
     server.hold("first")
-    first = _times_out(stage)
+    first = _time_out(stage)
     (row,) = quarantine.list_all(stage.database)
     passes.check_quarantined_run(row)
     quarantined_slots.apply_report(
         stage.dispatcher,
         passes.of(stage.dispatcher).checks.state,
         stage.catalog.read().servers["gpu"],
-        _TELLS_NOTHING,
+        _EMPTY_REPORT,
         [row],
         [],
     )
-    assert quarantine.list_all(stage.database) == [row], "its status tells that it goes on"
+    assert quarantine.list_all(stage.database) == [row], "the status shows that the run continues"
     server.release(first)
     eventually(lambda: not server.active, "the server's run ends")
     passes.check_quarantined_run(row)
@@ -183,97 +186,101 @@ def test_a_slot_is_used_again_when_no_process_listens_at_its_servers_address(sta
     stage.catalog.register("zimg", "gpu", f"{refused_url()}/generate", 1, stage.now)
     rebuild.refresh_fleet(stage.dispatcher, "zimg")
     stage.submit(id="first")
-    task = stage.start()
-    end_run_with(stage.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
+    active = stage.start()
+    end_run_with(stage.dispatcher, active, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     stage.later(MIN_AGE_MS)
-    assert _look(stage) == 0, "nobody looks at the address of a server that no slot waits for"
-    assert _look(stage, has_quarantine=True) == 1 and quarantine.list_all(stage.database) == []
+    assert _check_server(stage) == 0, "maintenance checks the address only for a server with a quarantined slot"
+    assert _check_server(stage, has_quarantine=True) == 1 and quarantine.list_all(stage.database) == []
 
 
-# -- a worker that is told to stop -------------------------------------------------------------------------------
+# -- a worker that stops -----------------------------------------------------------------------------------------
 
 
 @sqlite
-def test_a_call_that_a_stopping_worker_waits_in_is_handed_back_and_joined_by_the_next(stage, monkeypatch) -> None:
+def test_a_run_that_a_stopping_worker_hands_back_is_joined_by_the_next_worker(stage, monkeypatch) -> None:
     with HoldingServer() as server:
         stage.catalog.register("zimg", "gpu", server.endpoint, 1, stage.now)
         rebuild.refresh_fleet(stage.dispatcher, "zimg")
         server.hold("first")
-        job_id, task = stage.submit(id="first"), stage.start()
-        watching = Watching(stage, task)
+        job_id, active = stage.submit(id="first"), stage.start()
+        call = ThreadedCall(stage, active)
         server.wait_for(job_id, 30)
-        watching.watch.end("stop")
-        assert watching.outcome() is StopReason.STOPPED
-        assert hand_back(stage.dispatcher, task)
+        call.watch.end("stop")
+        assert call.wait_for_outcome() is StopReason.STOPPED
+        assert hand_back(stage.dispatcher, active)
         job = stage.job(job_id)
         assert (job.state, job.why, job.crashes, job.failures) == (State.QUEUED, Reason.HANDED_BACK, 0, 0)
-        assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.lease.slot)]
+        assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, active.lease.slot)]
         server.release(job_id)
         assert _run(stage, stage.start("w2")) is State.COMPLETED
-        assert len(server.runs) == 1, "the call is repeated under its key, and joined"
+        assert len(server.runs) == 1, "the server joins the repeated request to the run, by its idempotency key"
 
 
-# -- what a server's yes to a cancel is worth, by its description ------------------------------------------------
+# -- a confirmed cancellation, by the server's description -------------------------------------------------------
 
 
-class Polite:
-    """Says yes to a cancel, and then what `goes_on` has it say of the run."""
+class ConfirmingSession:
+    """A session of a server that confirms each cancellation; `continues`: whether its status still shows the run."""
 
     is_broken = False
 
-    def __init__(self, frees_slot: str | None, goes_on: bool) -> None:
+    def __init__(self, frees_slot: str | None, continues: bool) -> None:
         self.description = Description(cancel=Cancel(frees_slot=frees_slot) if frees_slot else None)
-        self._goes_on, self.told = goes_on, False
+        self._continues, self._was_canceled = continues, False
 
     async def submit(self, _: object) -> Outcome:
         return Outcome(OutcomeKind.PENDING, remote_id="r1")
 
     async def status(self, *_: object) -> Outcome:
-        return Outcome(OutcomeKind.CANCELED if self.told and not self._goes_on else OutcomeKind.PENDING)
+        has_ended = self._was_canceled and not self._continues
+        return Outcome(OutcomeKind.CANCELED if has_ended else OutcomeKind.PENDING)
 
     async def cancel(self, *_: object) -> bool:
-        self.told = True
+        self._was_canceled = True
         return True
 
 
-def _outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch, polite: Polite, *, canceled: bool) -> Outcome:
+def _call_outcome(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, session: ConfirmingSession, *, canceled: bool
+) -> Outcome:
+    """Run a call that is canceled or times out, and return its outcome."""
     config = {"model_type": "async", "poll_interval": 0.01, "max_poll_time": 600.0 if canceled else 0.05}
     stage.register(**config)
     stage.submit()
     monkeypatch.setattr(server_call, "_CANCEL_WAIT_S", 0.05)
-    begun: list[Watching] = []
-    status = polite.status
+    calls: list[ThreadedCall] = []
+    status = session.status
 
-    async def wanted_no_more(*args: object) -> Outcome:
-        while not begun:
+    async def cancel_and_read_status(*args: object) -> Outcome:
+        while not calls:
             await asyncio.sleep(0.001)
-        begun[0].watch.request_cancel()
+        calls[0].watch.request_cancel()
         return await status(*args)
 
     if canceled:
-        monkeypatch.setattr(polite, "status", wanted_no_more)
-    begun.append(watching := Watching(stage, stage.start(), polite))
-    found = watching.outcome()
-    assert isinstance(found, Outcome)
-    return found
+        monkeypatch.setattr(session, "status", cancel_and_read_status)
+    calls.append(call := ThreadedCall(stage, stage.start(), session))
+    outcome = call.wait_for_outcome()
+    assert isinstance(outcome, Outcome)
+    return outcome
 
 
 @sqlite
 @pytest.mark.parametrize(
-    ("frees_slot", "goes_on", "server_still_running"),
+    ("frees_slot", "continues", "server_still_running"),
     [
-        ("immediate", True, False),  # its yes is enough
-        ("eventual", True, True),  # its yes is a promise, and its own status says when
+        ("immediate", True, False),  # The confirmation frees the slot.
+        ("eventual", True, True),  # The status shows when the run ends.
         ("eventual", False, False),
-        ("no", True, True),  # neither says anything of the slot
+        ("no", True, True),  # Neither confirmation nor status frees the slot.
         ("no", False, True),
-        (None, True, True),  # it cannot be told
+        (None, True, True),  # The server has no cancel request.
     ],
 )
 def test_what_a_cancel_frees_is_as_the_server_is_described(
-    stage, monkeypatch, frees_slot, goes_on, server_still_running
+    stage, monkeypatch, frees_slot, continues, server_still_running
 ) -> None:
-    outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on), canceled=True)
+    outcome = _call_outcome(stage, monkeypatch, ConfirmingSession(frees_slot, continues), canceled=True)
     assert (outcome.kind, outcome.server_still_running) == (OutcomeKind.CANCELED, server_still_running)
 
 
@@ -284,7 +291,7 @@ def test_what_a_cancel_frees_is_as_the_server_is_described(
 def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(
     stage, monkeypatch, frees_slot, server_still_running
 ) -> None:
-    outcome = _outcome(stage, monkeypatch, Polite(frees_slot, goes_on=True), canceled=False)
+    outcome = _call_outcome(stage, monkeypatch, ConfirmingSession(frees_slot, continues=True), canceled=False)
     assert (outcome.kind, outcome.code, outcome.server_still_running) == (
         OutcomeKind.RETRY,
         "timed_out",
@@ -293,17 +300,19 @@ def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(
 
 
 @sqlite
-@pytest.mark.parametrize("attempt, own", [(1, True), (2, False)])
-def test_slot_1_a_run_is_asked_about_in_its_own_servers_words(stage, server, monkeypatch, attempt, own) -> None:
+@pytest.mark.parametrize("attempt, is_own_attempt", [(1, True), (2, False)])
+def test_slot_1_a_run_is_asked_about_in_its_own_servers_words(
+    stage, server, monkeypatch, attempt, is_own_attempt
+) -> None:
     """A later attempt of its job may run on a server of another kind, which would call the run unknown."""
     monkeypatch.setattr(health_checks, "dispatcher", lambda: stage.dispatcher)
     server.hold("first")
-    first = _times_out(stage)
+    first = _time_out(stage)
     (row,) = quarantine.list_all(stage.database)
     stage.catalog.configure("zimg", {"description": {"mode": "async"}}, stage.now, '{"mode": "async"}')
     stage.dispatcher.catalog.refresh()
-    of_model = stage.catalog.read().find_description("gpu", "zimg")
+    model_description = stage.catalog.read().find_description("gpu", "zimg")
     job = replace(stage.job(first), attempt=attempt, described_by="another")
-    assert of_model is not None
-    assert health_checks.description_of_attempt(job, row) == ("another" if own else of_model)
+    assert model_description is not None
+    assert health_checks.description_of_attempt(job, row) == ("another" if is_own_attempt else model_description)
     server.release(first)

@@ -1,4 +1,4 @@
-"""What a worker does when something is away just then: nothing is dropped, nothing is tried at once again."""
+"""A worker while the database or Redis is down: it loses no job, and it pauses before each retry."""
 
 import asyncio
 import os
@@ -47,28 +47,28 @@ from tools.cluster.direct_starts import begin_run, claim_offer
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
-# -- a message from a client that has nothing but Celery -------------------------------------------------------
+# -- a message from a plain Celery client ----------------------------------------------------------------------
 
 
 class Pauses:
-    """In place of a heartbeat: counts how often somebody waits on it, and does not let him wait."""
+    """A replacement for the heartbeat that counts calls of `wait` and returns from them at once."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.then: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
 
     def wait(self, seconds: float) -> None:
-        assert seconds >= 1, "the database is not to be stormed"
+        assert seconds >= 1, "retries without a pause would overload the database"
         self.count += 1
-        self.then()
+        self.on_wait()
 
 
 @pytest.fixture
 def pauses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Pauses:
-    found = Pauses()
+    pauses = Pauses()
     monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
-    monkeypatch.setattr(inference, "this_worker", lambda: type("Worker", (), {"heartbeat": found}))
-    return found
+    monkeypatch.setattr(inference, "this_worker", lambda: type("Worker", (), {"heartbeat": pauses}))
+    return pauses
 
 
 @contextmanager
@@ -80,12 +80,12 @@ def _a_bare_message(job_id: str) -> Iterator[None]:
         infer.pop_request()
 
 
-def _is_unavailable(*_: Any, **__: Any) -> Any:
-    raise DatabaseUnavailable("away")
+def _raise_unavailable(*_: Any, **__: Any) -> Any:
+    raise DatabaseUnavailable("down")
 
 
-def _write_away(*_: Any, **__: Any) -> Write[Any]:
-    return Write(_is_unavailable)
+def _unavailable_write(*_: Any, **__: Any) -> Write[Any]:
+    return Write(_raise_unavailable)
 
 
 def _raise(error: Exception) -> Callable[[Any], Any]:
@@ -101,11 +101,11 @@ def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
 ) -> None:
     """The message is the only copy of the job."""
     stage.register()
-    monkeypatch.setattr(stage.store, "submit", _is_unavailable)
+    monkeypatch.setattr(stage.store, "submit", _raise_unavailable)
     with _a_bare_message("bare"), pytest.raises(Reject) as rejected:
         infer.run("zimg", {"prompt": "a cat"})
     assert rejected.value.requeue is True  # type: ignore[attr-defined]
-    assert pauses.count >= 20, "and not before it has been waited for"
+    assert pauses.count >= 20, "the worker waits for the database first"
 
 
 @sqlite
@@ -114,13 +114,13 @@ def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
 ) -> None:
     stage.register()
     submit = stage.store.submit
-    monkeypatch.setattr(stage.store, "submit", _is_unavailable)
+    monkeypatch.setattr(stage.store, "submit", _raise_unavailable)
 
-    def back_at_last() -> None:
+    def restore_after_three_pauses() -> None:
         if pauses.count == 3:
             monkeypatch.setattr(stage.store, "submit", submit)
 
-    pauses.then = back_at_last
+    pauses.on_wait = restore_after_three_pauses
     with _a_bare_message("bare"), pytest.raises(inference.Ignore):
         infer.run("zimg", {"prompt": "a cat"})
     assert (pauses.count, stage.state("bare")) == (3, State.QUEUED)
@@ -130,232 +130,234 @@ def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
 # -- a start that fails ----------------------------------------------------------------------------------------
 
 
-class Beginner(Worker):
-    """A worker that begins runs and does not go on with them; it beats and looks when a test says so."""
+class StartOnlyWorker(Worker):
+    """A worker that starts runs and makes no server call; heartbeat and poller run only when a test calls them."""
 
-    def __init__(self, dispatcher: Dispatcher, *args: Any, **more: Any) -> None:
-        super().__init__(dispatcher, *args, **more)
+    def __init__(self, dispatcher: Dispatcher, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dispatcher, *args, **kwargs)
         self.dispatcher = dispatcher
         self.heartbeat.end()
         self.consumer = object()
-        self.executor._call_and_end = self._only_begin  # type: ignore[method-assign]
-        self.tasks: dict[str, ActiveRun] = {}  # that it began, by lease, in order
-        self.begun: list[WorkerRun] = []
+        self.executor._call_and_end = self._note_start  # type: ignore[method-assign]
+        self.active_runs: dict[str, ActiveRun] = {}  # the started runs by lease, in order
+        self.started: list[WorkerRun] = []
 
-    async def _only_begin(self, run: WorkerRun) -> None:
-        self.tasks[run.active.lease.name] = run.active
-        self.begun.append(run)
+    async def _note_start(self, run: WorkerRun) -> None:
+        self.active_runs[run.active.lease.name] = run.active
+        self.started.append(run)
         self.heartbeat.remove(run.watch)
 
     @property
-    def handed_on(self) -> list[str]:
-        """Jobs that it began."""
+    def started_jobs(self) -> list[str]:
+        """Wait until the worker is idle, and return the ids of the jobs that it has started."""
         assert self.worker_loop.wait_until_idle(60)
-        return [task.run.job.id for task in self.tasks.values()]
+        return [active.run.job.id for active in self.active_runs.values()]
 
     def start(self, offer: Offer) -> ActiveRun | None:
-        """Have a wake-up come to it; answers what it began now."""
-        before = set(self.tasks)
+        """Deliver a wake-up, and return the run that it starts, or None."""
+        before = set(self.active_runs)
         self.executor.run_open_offer(offer)
         assert self.worker_loop.wait_until_idle(60)
-        return None if offer.lease in before else self.tasks.get(offer.lease)
+        return None if offer.lease in before else self.active_runs.get(offer.lease)
 
-    def begin_newest(self, stage: Stage) -> ActiveRun:
-        """Begin the run of the wake-up that was published last."""
-        task = self.start(stage.told.offers.pop())
-        assert task is not None
-        return task
+    def start_newest(self, stage: Stage) -> ActiveRun:
+        """Start the run of the wake-up that was published last."""
+        active = self.start(stage.told.offers.pop())
+        assert active is not None
+        return active
 
-    def go_on_with(self, offer: Offer) -> None:
-        """Have an offer come to it that it holds already."""
-        self.executor.run_claimed_offer(replace(offer, owner=self.owner) if self._claimed(offer) else offer)
+    def start_claimed(self, offer: Offer) -> None:
+        """Claim an offer, and deliver it as one that this worker has claimed already."""
+        self.executor.run_claimed_offer(replace(offer, owner=self.owner) if self._claim(offer) else offer)
         assert self.worker_loop.wait_until_idle(60)
 
-    def _claimed(self, offer: Offer) -> bool:
+    def _claim(self, offer: Offer) -> bool:
         return claim_offer(self.dispatcher.leases, offer, self.owner) is not None
 
-    def look(self) -> int:
-        found = self.poller.poll_once()
+    def poll(self) -> int:
+        """Poll once, and return the number of offers that the poller has claimed."""
+        claimed = self.poller.poll_once()
         assert self.worker_loop.wait_until_idle(60)
-        return found
+        return claimed
 
 
-class Finisher(Beginner):
-    """One that ends what it begins: each server answers at once, once a test lets it."""
+class CompletingWorker(StartOnlyWorker):
+    """A worker whose runs end at once, with a result and without a server call."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.answered: list[str] = []  # jobs
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.called_jobs: list[str] = []
         del self.executor._call_and_end
-        self.server_calls.call = self._outcome  # type: ignore[method-assign]
+        self.server_calls.call = self._complete  # type: ignore[method-assign]
 
-    async def _outcome(self, run: WorkerRun) -> Outcome:
-        self.answered.append(run.active.run.job.id)
+    async def _complete(self, run: WorkerRun) -> Outcome:
+        self.called_jobs.append(run.active.run.job.id)
         return Outcome(OutcomeKind.DONE, result={"url": "x"})
 
 
-def _of(kind: type[Beginner], stage: Stage, capacity: int = 3) -> Iterator[Any]:
+def _make_worker(kind: type[StartOnlyWorker], stage: Stage, capacity: int = 3) -> Iterator[Any]:
     scripts = stage.dispatcher.leases.scripts
-    found = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
-    stage.postponed = found.background_tasks.retry_release
-    yield found
-    found.close()  # It would go on in the tests after this one, whose record is another.
+    worker = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
+    stage.postponed = worker.background_tasks.retry_release
+    yield worker
+    worker.close()  # Otherwise its threads would run on during later tests, which have other databases.
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits here."""
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run background tasks at once, and retry with almost no delay."""
     monkeypatch.setattr(BackgroundTask, "request", lambda task: task._function())
     monkeypatch.setattr(worker_run, "_RETRY_S", 0.001)
 
 
 @pytest.fixture
-def worker(stage: Stage) -> Iterator[Beginner]:
-    yield from _of(Beginner, stage)
+def worker(stage: Stage) -> Iterator[StartOnlyWorker]:
+    yield from _make_worker(StartOnlyWorker, stage)
 
 
 @pytest.fixture
-def finisher(stage: Stage) -> Iterator[Finisher]:
-    yield from _of(Finisher, stage, capacity=1)
+def completing_worker(stage: Stage) -> Iterator[CompletingWorker]:
+    yield from _make_worker(CompletingWorker, stage, capacity=1)
 
 
-@pytest.mark.parametrize("begin", ["start", "go_on_with"])
+@pytest.mark.parametrize("deliver", ["start", "start_claimed"])
 @sqlite
 def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, deliver: str
 ) -> None:
-    """The database is away: without a pause the slot would be offered and given back in a circle."""
+    """The database is down: without a pause the slot would be offered and released in an endless loop."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     offer = stage.told.offers.pop()
     assert offer.job_id == first
 
-    with monkeypatch.context() as away:
-        away.setattr(stage.store, "start_write", _write_away)
-        assert getattr(worker, begin)(offer) is None
+    with monkeypatch.context() as outage:
+        outage.setattr(stage.store, "start_write", _unavailable_write)
+        assert getattr(worker, deliver)(offer) is None
 
-    assert stage.room.taken() == {}, "its lease is not left to expire"
-    assert stage.offered() == [], "and not at once again"
+    assert stage.room.taken() == {}, "the worker releases the lease and does not leave it to expire"
+    assert stage.offered() == [], "the slot is not offered again at once"
     stage.later(SECOND)
     passes.sweep(stage.dispatcher)
     assert stage.run_all() == [first, second]
     assert (stage.job(first).attempt, stage.job(first).crashes) == (1, 0)
 
 
-@pytest.mark.parametrize("begin", ["start", "go_on_with"])
+@pytest.mark.parametrize("deliver", ["start", "start_claimed"])
 @sqlite
 def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, deliver: str
 ) -> None:
-    """Its worker stops and cannot ask.  Put back, it would wait and run at once, and nobody would hold its slot."""
+    """The stopping worker cannot read the state.  A requeued job would be queued and running, and its slot free."""
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers.pop()
 
-    with _starts_unheard(stage, monkeypatch, worker.heartbeat.stop_all):
-        assert getattr(worker, begin)(offer) is None
+    with _commit_unknown_at_start(stage, monkeypatch, worker.heartbeat.stop_all):
+        assert getattr(worker, deliver)(offer) is None
     assert list(stage.room.taken().values()) == [job_id]
     assert stage.room.waiting() == []
     assert stage.job(job_id).state is State.RUNNING
 
 
 @contextmanager
-def _starts_unheard(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None, *, stored: bool = True
+def _commit_unknown_at_start(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, on_start: Callable[[], None] = lambda: None, *, stored: bool = True
 ) -> Iterator[None]:
+    """Let each write of a start end with CommitUnknown; `stored`: whether the database has committed the write."""
     start = stage.store.start_write
 
-    def unheard(*told: Any, **more: Any) -> Write[Any]:
+    def start_with_unknown_commit(*args: Any, **kwargs: Any) -> Write[Any]:
         if stored:
-            stage.database.commit(start(*told, **more))
-        also()
+            stage.database.commit(start(*args, **kwargs))
+        on_start()
         return Write(_raise(CommitUnknown("the commit was not answered")))
 
-    with monkeypatch.context() as away:
-        away.setattr(stage.store, "start_write", unheard)
+    with monkeypatch.context() as outage:
+        outage.setattr(stage.store, "start_write", start_with_unknown_commit)
         yield
 
 
 @sqlite
 def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its worker keeps the lease, and asks the record until that answers."""
+    """The worker keeps the lease, and reads the job until the database responds."""
     stage.register()
     job_id = stage.submit()
-    get, left, kept = stage.store.get, iter(range(3)), []
+    get, failures, watch_states = stage.store.get, iter(range(3)), []
 
-    def at_last(asked: str) -> Any:
-        kept.extend((hold.starting, hold.is_removed) for hold in worker.heartbeat.watches())
-        return _is_unavailable() if next(left, None) is not None else get(asked)
+    def get_after_three_failures(read_id: str) -> Any:
+        watch_states.extend((watch.starting, watch.is_removed) for watch in worker.heartbeat.watches())
+        return _raise_unavailable() if next(failures, None) is not None else get(read_id)
 
-    with _starts_unheard(stage, monkeypatch):
-        monkeypatch.setattr(stage.store, "get", at_last)
-        task = worker.start(stage.told.offers.pop())
+    with _commit_unknown_at_start(stage, monkeypatch):
+        monkeypatch.setattr(stage.store, "get", get_after_three_failures)
+        active = worker.start(stage.told.offers.pop())
 
-    assert task is not None and kept == [(True, False)] * 4
-    assert stage.renewal(task) is Renewal.RENEWED
-    assert stage.settle(task).moved is not None
+    assert active is not None and watch_states == [(True, False)] * 4
+    assert stage.renewal(active) is Renewal.RENEWED
+    assert stage.settle(active).moved is not None
     assert (stage.job(job_id).attempt, stage.job(job_id).crashes) == (1, 0)
 
 
 @sqlite
 def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    with _starts_unheard(stage, monkeypatch, stored=False):
+    with _commit_unknown_at_start(stage, monkeypatch, stored=False):
         assert worker.start(stage.told.offers.pop()) is None
     assert stage.room.taken() == {} and stage.room.waiting() == [job_id] and worker.concurrency.free_places == 3
 
 
 @sqlite
 def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register(2)
     job_id = stage.submit()
     (offer,) = stage.told.offers
 
-    def is_taken() -> None:
-        stage.database.commit(starting(job_id, "gpu", "gpu-slot1", "1.another w2", stage.now, 1, fleet="zimg"))
+    def start_elsewhere() -> None:
+        stage.database.commit(start_write(job_id, "gpu", "gpu-slot1", "1.another w2", stage.now, 1, fleet="zimg"))
 
-    starting = stage.store.start_write
-    with _starts_unheard(stage, monkeypatch, is_taken, stored=False):
+    start_write = stage.store.start_write
+    with _commit_unknown_at_start(stage, monkeypatch, start_elsewhere, stored=False):
         assert worker.start(offer) is None
     assert stage.room.taken() == {} and stage.room.waiting() == [] and stage.job(job_id).lease == "1.another w2"
 
 
-@pytest.mark.parametrize("what", ["claimed", "stored"])
+@pytest.mark.parametrize("failing_step", ["claim", "write"])
 @sqlite
 def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the_worker(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, what: str
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, failing_step: str
 ) -> None:
-    """As when a worker meets tables that a migration is changing."""
+    """Example: a migration changes the tables while the worker uses them."""
     stage.register()
     job_id = stage.submit()
     (offer,) = stage.told.offers
 
-    def broken(*_: object) -> Any:
+    def fail(*_: object) -> Any:
         raise LookupError("no such table: jobs")
 
     with monkeypatch.context() as changing:
-        if what == "stored":
-            changing.setattr(stage.store, "start_write", lambda *_, **__: Write(broken))
+        if failing_step == "write":
+            changing.setattr(stage.store, "start_write", lambda *_, **__: Write(fail))
         else:
-            changing.setattr(stage.dispatcher.leases, "claim_command", broken)
+            changing.setattr(stage.dispatcher.leases, "claim_command", fail)
         worker.executor.run_open_offer(offer)
         assert worker.worker_loop.wait_until_idle(60)
     assert worker.concurrency.free_places == 3
-    if what == "stored":
+    if failing_step == "write":
         assert stage.room.taken() == {} and stage.room.waiting() == [job_id]
     assert stage.told.offers == [offer]
 
 
 @sqlite
-def test_a_worker_takes_up_no_more_offers_than_it_has_room_for(stage: Stage, worker: Beginner) -> None:
-    """A broker may send it more wake-ups than it asked for, and sends them all again after an outage."""
+def test_a_worker_accepts_no_more_offers_than_it_has_free_places(stage: Stage, worker: StartOnlyWorker) -> None:
+    """A broker may deliver more wake-ups than the prefetch limit, and delivers all of them again after an outage."""
     stage.register(slots=5)
     job_ids = [stage.submit() for _ in range(5)]
     offers = list(stage.told.offers)
@@ -363,60 +365,60 @@ def test_a_worker_takes_up_no_more_offers_than_it_has_room_for(stage: Stage, wor
     for offer in offers:
         worker.executor.run_open_offer(offer)
         worker.executor.run_open_offer(offer)
-    assert sorted(worker.handed_on) == sorted(job_ids[:3])
+    assert sorted(worker.started_jobs) == sorted(job_ids[:3])
 
 
 @sqlite
 def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
-    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
     monkeypatch.setattr(stage.store, "settle_write", lambda *_, **__: Write(_raise(LookupError("no such table"))))
-    finisher.executor.run_open_offer(stage.told.offers.pop())
-    assert finisher.worker_loop.wait_until_idle(60)
-    assert finisher.concurrency.free_places == 1 and finisher.heartbeat.watches() == []
+    completing_worker.executor.run_open_offer(stage.told.offers.pop())
+    assert completing_worker.worker_loop.wait_until_idle(60)
+    assert completing_worker.concurrency.free_places == 1 and completing_worker.heartbeat.watches() == []
 
 
 @sqlite
 def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
-    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
-    settling = stage.store.settle_write
+    settle_write = stage.store.settle_write
 
-    def fail_once(*args: Any, **ends: Any) -> Any:
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
         if args[2] is Reason.FINISHED:
             return Write(_raise(TypeError("str is not valid UTF-8")))
-        return settling(*args, **ends)
+        return settle_write(*args, **kwargs)
 
     monkeypatch.setattr(stage.store, "settle_write", fail_once)
-    finisher.executor.run_open_offer(stage.told.offers.pop())
-    assert finisher.worker_loop.wait_until_idle(60)
+    completing_worker.executor.run_open_offer(stage.told.offers.pop())
+    assert completing_worker.worker_loop.wait_until_idle(60)
     job = stage.job(job_id)
     assert (job.state, job.failures, job.crashes) == (State.QUEUED, 0, 0)
     assert job.error_code == "internal_error" and "TypeError" in (job.error_message or "")
 
 
-@pytest.mark.parametrize("begin", ["start", "go_on_with"])
+@pytest.mark.parametrize("deliver", ["start", "start_claimed"])
 @sqlite
 def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, begin: str
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, deliver: str
 ) -> None:
-    """It would run twice at once."""
+    """Otherwise two servers would run the job at the same time."""
     stage.register()
     job_id = stage.submit()
-    task = stage.start("w1")
-    stage.remote(task)
-    assert hand_back(stage.dispatcher, task)
+    active = stage.start("w1")
+    stage.remote(active)
+    assert hand_back(stage.dispatcher, active)
     stage.register(server="other")
     (offer,) = stage.told.offers
     stage.told.offers.clear()
 
-    with monkeypatch.context() as away:
-        away.setattr(stage.store, "start_write", _write_away)
-        assert getattr(worker, begin)(offer) is None
+    with monkeypatch.context() as outage:
+        outage.setattr(stage.store, "start_write", _unavailable_write)
+        assert getattr(worker, deliver)(offer) is None
 
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
@@ -430,26 +432,26 @@ def test_a_job_that_another_server_may_be_at_is_not_put_back_for_all_servers(
 )
 @sqlite
 def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again(
-    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch, outcome: Outcome | StopReason
+    stage: Stage, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch, outcome: Outcome | StopReason
 ) -> None:
-    """The server may be at that call, and has given no id for it."""
+    """The server may still run the first request, and has returned no id for it."""
 
-    async def unsent(_: WorkerRun) -> Outcome | StopReason:
-        finisher.consumer = None  # It takes nothing more.
+    async def end_without_request(_: WorkerRun) -> Outcome | StopReason:
+        completing_worker.consumer = None  # The worker claims no further job.
         return outcome
 
-    monkeypatch.setattr(finisher.server_calls, "call", unsent)
+    monkeypatch.setattr(completing_worker.server_calls, "call", end_without_request)
     stage.register()
     job_id = stage.submit()
     assert hand_back(stage.dispatcher, stage.start("w1"))
     stage.register(server="other")
     (offer,) = stage.told.offers
     stage.told.offers.clear()
-    finisher.executor.run_open_offer(offer)
-    assert finisher.worker_loop.wait_until_idle(60)
+    completing_worker.executor.run_open_offer(offer)
+    assert completing_worker.worker_loop.wait_until_idle(60)
     if outcome is StopReason.UNSENT:
         assert (stage.state(job_id), stage.job(job_id).slot) == (State.QUEUED, offer.slot)
-        assert [(made.job_id, made.slot) for made in stage.told.offers] == [(job_id, offer.slot)]
+        assert [(again.job_id, again.slot) for again in stage.told.offers] == [(job_id, offer.slot)]
     else:
         assert [(row.job_id, row.slot) for row in quarantine.list_all(stage.database)] == [(job_id, offer.slot)]
         assert stage.free() == 1
@@ -457,239 +459,245 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
 
 @sqlite
 def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a slow disk would count as a crash of each job that it delays, and the job would run twice."""
+    """Otherwise a slow disk would cause a crash of each delayed job, and a second run."""
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers.pop()
     start = stage.store.start_write
 
-    def slow(*told: Any, **more: Any) -> Write[Any]:
+    def start_slowly(*args: Any, **kwargs: Any) -> Write[Any]:
         stage.later(LEASE_MS - SECOND)
         worker.heartbeat.beat()
         stage.later(2 * SECOND)
-        return start(*told, **more)
+        return start(*args, **kwargs)
 
-    monkeypatch.setattr(stage.store, "start_write", slow)
-    task = worker.start(offer)
-    assert task is not None
+    monkeypatch.setattr(stage.store, "start_write", start_slowly)
+    active = worker.start(offer)
+    assert active is not None
     assert passes.reap(stage.dispatcher) == 0
     assert (stage.job(job_id).state, stage.job(job_id).crashes) == (State.RUNNING, 0)
 
 
 @sqlite
-def test_the_record_is_not_asked_for_a_run_whose_start_is_being_stored(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_the_database_check_skips_a_run_whose_start_is_being_stored(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows of none yet, and what it says would be taken for a no."""
+    """The database does not contain the run yet, so the check would count its lease as lost."""
     stage.register()
     stage.submit()
     offer = stage.told.offers.pop()
-    start, holds = stage.store.start_write, []
+    start, watches = stage.store.start_write, []
 
-    def asked_for(*told: Any, **more: Any) -> Write[Any]:
-        holds.extend(worker.heartbeat.watches())
+    def check_and_start(*args: Any, **kwargs: Any) -> Write[Any]:
+        watches.extend(worker.heartbeat.watches())
         worker.database_check.request(worker.heartbeat.watches(), unknown_to_redis=True)
-        return start(*told, **more)
+        return start(*args, **kwargs)
 
-    monkeypatch.setattr(stage.store, "start_write", asked_for)
+    monkeypatch.setattr(stage.store, "start_write", check_and_start)
     assert worker.start(offer) is not None
-    assert [hold.lost for hold in holds] == [False]
+    assert [watch.lost for watch in watches] == [False]
 
 
-# -- messages that come twice, late or never -------------------------------------------------------------------
+# -- duplicate, late and lost messages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun", ["by its message", "handed on"])
+@pytest.mark.parametrize("started_by", ["message", "claimed offer"])
 @sqlite
-def test_a_doubled_wake_up_starts_nothing_and_frees_nothing(stage: Stage, worker: Beginner, begun: str) -> None:
-    """Not even where the message comes to the very process that runs the job, which owns the lease."""
+def test_a_duplicate_wake_up_starts_no_job_and_frees_no_slot(
+    stage: Stage, worker: StartOnlyWorker, started_by: str
+) -> None:
+    """This also applies to the process that runs the job and owns its lease."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     (offer,) = stage.told.offers
-    if begun == "by its message":
+    if started_by == "message":
         assert worker.start(offer) is not None
     else:
-        (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
-        worker.executor.run_claimed_offer(mine)
-        assert worker.handed_on == [first]
+        (claimed,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
+        worker.executor.run_claimed_offer(claimed)
+        assert worker.started_jobs == [first]
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": first}
     assert stage.state(first) is State.RUNNING and stage.state(second) is State.QUEUED
 
 
 @sqlite
-def test_a_doubled_wake_up_frees_nothing_while_redis_does_not_answer(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_duplicate_wake_up_frees_no_slot_while_redis_is_down(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     job_id = stage.submit()
     (offer,) = stage.told.offers
     assert worker.start(offer) is not None
-    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", _renewals_fail)
+    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", _raise_redis_error)
     assert worker.start(offer) is None
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
 
 @sqlite
-def test_a_wake_up_that_comes_after_its_job_was_found_another_way_changes_nothing(
-    stage: Stage, worker: Beginner
+def test_a_wake_up_whose_job_another_worker_has_already_claimed_changes_nothing(
+    stage: Stage, worker: StartOnlyWorker
 ) -> None:
     stage.register()
     job_id = stage.submit()
     (late,) = stage.told.offers
-    (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w2")
-    assert begin_run(stage.dispatcher, mine, "w2") is not None
+    (claimed,) = stage.dispatcher.queues.offer("zimg", 1, claimant="w2")
+    assert begin_run(stage.dispatcher, claimed, "w2") is not None
     assert worker.start(late) is None
     assert stage.room.taken() == {"gpu-slot0": job_id} and stage.state(job_id) is State.RUNNING
 
 
 @sqlite
-def test_a_job_whose_wake_up_is_lost_is_begun_at_the_second_look(stage: Stage, worker: Beginner) -> None:
-    """At the first it may be on its way."""
+def test_a_job_whose_wake_up_is_lost_is_started_by_the_second_poll(stage: Stage, worker: StartOnlyWorker) -> None:
+    """At the first poll the message may still be in the broker."""
     stage.register()
     job_id = stage.submit()
-    assert worker.look() == 0
-    assert worker.look() == 1
-    assert worker.handed_on == [job_id] and stage.state(job_id) is State.RUNNING
+    assert worker.poll() == 0
+    assert worker.poll() == 1
+    assert worker.started_jobs == [job_id] and stage.state(job_id) is State.RUNNING
 
 
 @sqlite
-def test_what_nobody_offers_a_worker_takes_at_its_first_look(stage: Stage, worker: Beginner) -> None:
-    """As when it is the first worker for days: nothing is offered where nobody has room."""
-    workers = WorkerCapacity(stage.dispatcher.queues.scripts)
-    stage.dispatcher.queues._capacity = workers.total
+def test_the_first_poll_claims_jobs_that_are_not_offered_yet(stage: Stage, worker: StartOnlyWorker) -> None:
+    """Jobs are not offered while no worker has capacity, for example before the first worker starts."""
+    capacity = WorkerCapacity(stage.dispatcher.queues.scripts)
+    stage.dispatcher.queues._capacity = capacity.total
     stage.register(2)
     waiting = [stage.submit() for _ in range(3)]
     assert stage.offered() == []
-    assert worker.look() == 2
-    assert worker.handed_on == waiting[:2] and stage.room.waiting() == waiting[2:]
+    assert worker.poll() == 2
+    assert worker.started_jobs == waiting[:2] and stage.room.waiting() == waiting[2:]
 
 
 @sqlite
-def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(stage: Stage, worker: Beginner) -> None:
+def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(
+    stage: Stage, worker: StartOnlyWorker
+) -> None:
     stage.register(5)
     jobs = [stage.submit() for _ in range(6)]
-    worker.look()
-    assert worker.look() == 3
-    assert worker.handed_on == jobs[:3] and worker.concurrency.free_places == 0
-    assert worker.look() == 0
+    worker.poll()
+    assert worker.poll() == 3
+    assert worker.started_jobs == jobs[:3] and worker.concurrency.free_places == 0
+    assert worker.poll() == 0
 
 
 @sqlite
-def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: Beginner) -> None:
-    """It reads no messages, so without that the model whose runs it has would keep it for ever."""
+def test_a_full_worker_shares_its_runs_between_models(stage: Stage, worker: StartOnlyWorker) -> None:
+    """A full worker reads no messages, so without sharing it would run only the models that it already runs."""
     stage.register(3)
     stage.register(1, server="other", model="flux")
     busy = [stage.submit() for _ in range(6)]
-    tasks = [worker.start(offer) for offer in stage.told.offers[:3]]
+    active_runs = [worker.start(offer) for offer in stage.told.offers[:3]]
     waiting = stage.submit("flux")
-    worker.look()
-    worker.look()
+    worker.poll()
+    worker.poll()
     assert worker.concurrency.free_places == 0
 
-    for task in tasks[:2]:
-        assert task is not None
-        settled = stage.settle(task, claimant=worker.concurrency.claimant)
-        worker.worker_loop.spawn(worker.executor._start_next(task.lease, None, settled.next, boottime_s()))
+    for active in active_runs[:2]:
+        assert active is not None
+        settled = stage.settle(active, claimant=worker.concurrency.claimant)
+        worker.worker_loop.spawn(worker.executor._start_next(active.lease, None, settled.next, boottime_s()))
         assert worker.worker_loop.wait_until_idle(60)
-        worker.concurrency.remove(worker.concurrency._taken[task.lease.name])
+        worker.concurrency.remove(worker.concurrency._taken[active.lease.name])
 
-    assert sorted(worker.handed_on[3:]) == sorted([busy[3], waiting])
+    assert sorted(worker.started_jobs[3:]) == sorted([busy[3], waiting])
 
 
 @sqlite
-def test_a_worker_whose_ends_are_not_stored_takes_one_more_at_most_and_is_full_again_when_they_are(
-    stage: Stage, finisher: Finisher, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_cannot_store_ends_accepts_at_most_one_more_job_until_it_can(
+    stage: Stage, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot is free, but its memory would fill with results."""
+    """The slot is free, but more results would fill the memory of the worker."""
     stage.register()
     stored, waiting = Event(), [stage.submit() for _ in range(8)]
-    settling = stage.store.settle_write
+    settle_write = stage.store.settle_write
 
-    def late(*args: Any, **more: Any) -> Write[Any]:
-        write = settling(*args, **more)
-        return Write(lambda tx: write.unit(tx) if stored.is_set() else _is_unavailable())
+    def settle_once_available(*args: Any, **kwargs: Any) -> Write[Any]:
+        write = settle_write(*args, **kwargs)
+        return Write(lambda tx: write.unit(tx) if stored.is_set() else _raise_unavailable())
 
-    monkeypatch.setattr(stage.store, "settle_write", late)
-    finisher.executor.run_open_offer(stage.told.offers.pop(0))
-    eventually(lambda: len(finisher.answered) == 2 and finisher.concurrency._unfilled)
-    assert finisher.concurrency.free_places == 0
+    monkeypatch.setattr(stage.store, "settle_write", settle_once_available)
+    completing_worker.executor.run_open_offer(stage.told.offers.pop(0))
+    eventually(lambda: len(completing_worker.called_jobs) == 2 and completing_worker.concurrency._unfilled)
+    assert completing_worker.concurrency.free_places == 0
 
     stored.set()
 
-    assert finisher.worker_loop.wait_until_idle(20)
-    assert finisher.answered == waiting and finisher.concurrency.free_places == 1
+    assert completing_worker.worker_loop.wait_until_idle(20)
+    assert completing_worker.called_jobs == waiting and completing_worker.concurrency.free_places == 1
 
 
 @pytest.mark.parametrize("redis_answers", [True, False])
 @sqlite
-def test_a_run_that_was_found_before_its_message_was_read_counts_until_it_ends(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, redis_answers: bool
+def test_a_run_that_the_poller_starts_before_its_message_is_handled_takes_a_place_until_it_ends(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, redis_answers: bool
 ) -> None:
-    """The message waits for its claim, while the poller takes the same offer: the loser forgets nothing."""
+    """The poller claims the offer of a message whose own claim is in progress; the failed claim frees no place."""
     stage.register()
     job_id = stage.submit()
     (offer,) = stage.told.offers
-    (mine,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
-    claiming = stage.dispatcher.leases.claim_command
+    (claimed,) = stage.dispatcher.queues.offer("zimg", 1, claimant=worker.owner)
+    claim_command = stage.dispatcher.leases.claim_command
 
-    def found_first(*args: Any) -> Any:
-        worker.executor.run_claimed_offer(mine)
-        return claiming(*args) if redis_answers else _renewals_fail()
+    def claim_after_the_poller(*args: Any) -> Any:
+        worker.executor.run_claimed_offer(claimed)
+        return claim_command(*args) if redis_answers else _raise_redis_error()
 
-    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", found_first)
+    monkeypatch.setattr(stage.dispatcher.leases, "claim_command", claim_after_the_poller)
     worker.executor.run_open_offer(offer)
-    assert worker.handed_on == [job_id] and worker.concurrency.free_places == 2
+    assert worker.started_jobs == [job_id] and worker.concurrency.free_places == 2
     assert stage.room.taken() == {"gpu-slot0": job_id}
 
 
 @sqlite
-def test_a_draining_worker_goes_on_hearing_how_much_room_the_others_have(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_the_background_tasks_of_a_draining_worker_read_the_capacity_of_the_other_workers(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its poller has ended, and what becomes free here is offered to as many as there is room for."""
-    heard: list[str] = []
-    monkeypatch.setattr(worker.background_tasks._workers, "read_total", lambda: heard.append("looked"))
+    """Its poller, which reads the capacity otherwise, has ended; released slots are offered up to that capacity."""
+    reads: list[str] = []
+    monkeypatch.setattr(worker.background_tasks._workers, "read_total", lambda: reads.append("read"))
     worker.background_tasks.run()
-    assert heard == []
+    assert reads == []
     worker.drain()
     worker.background_tasks.run()
-    assert heard == ["looked"]
+    assert reads == ["read"]
 
 
 @sqlite
-def test_runs_that_wait_for_the_record_do_not_come_back_at_the_same_moment(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_runs_that_wait_for_the_database_retry_at_different_times(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be one batch again, and it may be what is too large."""
+    """Retried together, their writes would form one batch again, which may be too large."""
     monkeypatch.setattr(worker_run, "_RETRY_S", 1.0)
     waits: list[float] = []
 
-    async def wait(hold: LeaseWatch, seconds: float) -> None:
+    async def note_wait(watch: LeaseWatch, seconds: float) -> None:
         waits.append(seconds)
-        hold.lost = len(waits) % 20 == 0
+        watch.lost = len(waits) % 20 == 0
 
-    monkeypatch.setattr(LeaseWatch, "sleep", wait)
+    monkeypatch.setattr(LeaseWatch, "sleep", note_wait)
     with pytest.raises(DatabaseUnavailable):
         asyncio.run(
             RetryingIo(worker.worker_loop, LeaseWatch(Lease("zimg", "one", "l", "w", "gpu-slot0")))._repeat_while_away(
-                _is_unavailable
+                _raise_unavailable
             )
         )
-    assert len(set(waits)) > 10 and all(0.5 <= it <= 1.5 for it in waits)
+    assert len(set(waits)) > 10 and all(0.5 <= seconds <= 1.5 for seconds in waits)
 
 
 # -- a worker that stops ---------------------------------------------------------------------------------------
 
 
 @sqlite
-def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage: Stage, worker: Beginner) -> None:
+def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(
+    stage: Stage, worker: StartOnlyWorker
+) -> None:
     stage.register()
     second = [stage.submit() for _ in range(2)][1]
-    task = worker.begin_newest(stage)
-    following = stage.settle(task, claimant=worker.concurrency.claimant).next
+    active = worker.start_newest(stage)
+    following = stage.settle(active, claimant=worker.concurrency.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
 
@@ -697,38 +705,38 @@ def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(stage:
     assert worker.worker_loop.wait_until_idle(60)
 
     assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
-    assert stage.offered() == [second], "another worker is told"
+    assert stage.offered() == [second], "the job is offered to another worker"
 
 
 @sqlite
-def test_a_pool_that_stops_takes_nothing_more_whoever_stops_it(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_whose_pool_stops_for_any_reason_claims_no_further_job(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Celery tells of a signal alone, and not of a remote control's wish, nor of a consumer that gives up."""
+    """Celery reports a stop by signal, but not a stop by remote control nor a consumer that gives up."""
     monkeypatch.setenv("SLOTKEEPER_GRACE_S", "0")
     stage.register()
     stage.submit()
-    hold = worker.heartbeat.add(Lease("zimg", "one", "lease", worker.owner, "gpu-slot0"))
-    worker.look()
+    watch = worker.heartbeat.add(Lease("zimg", "one", "lease", worker.owner, "gpu-slot0"))
+    worker.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "close", lambda: None)  # So that it can still be asked below.
+        patch.setattr(worker, "close", lambda: None)  # The test still polls below.
         worker.drain_and_close()
 
-    assert worker.look() == 0 and worker.concurrency.free_places == 0 and worker.concurrency.claimant == ""
-    eventually(lambda: hold.stop)
+    assert worker.poll() == 0 and worker.concurrency.free_places == 0 and worker.concurrency.claimant == ""
+    eventually(lambda: watch.stop)
 
 
 @sqlite
-def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: Beginner) -> None:
-    """It was still connecting when its worker was told to stop."""
+def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: StartOnlyWorker) -> None:
+    """The consumer was still connecting when the worker received the signal to stop."""
     worker.drain()
     worker.start_consuming(SimpleNamespace(hostname="worker@host"))
     assert worker.concurrency.free_places == 0 and worker.concurrency.claimant == ""
 
 
 @sqlite
-def test_a_worker_that_is_told_to_stop_twice_has_its_grace_time_once(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_second_stop_signal_does_not_start_the_grace_time_again(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[str] = []
     monkeypatch.setattr(worker.poller, "end", lambda: ends.append("ended"))
@@ -738,49 +746,49 @@ def test_a_worker_that_is_told_to_stop_twice_has_its_grace_time_once(
 
 
 @sqlite
-def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage, worker: Beginner) -> None:
-    """Its message was read before the worker was told to stop; the others have been told."""
+def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage, worker: StartOnlyWorker) -> None:
+    """The worker had read its message before it stopped its other runs."""
     stage.register()
     stage.submit()
     worker.stop_runs()
     assert worker.start(stage.told.offers.pop()) is not None
-    assert [run.watch.stop for run in worker.begun] == [True]
+    assert [run.watch.stop for run in worker.started] == [True]
 
 
 @sqlite
-def test_a_worker_that_stops_has_no_room(stage: Stage, worker: Beginner) -> None:
-    worker.look()
+def test_a_worker_that_stops_has_no_capacity(stage: Stage, worker: StartOnlyWorker) -> None:
+    worker.poll()
     assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 3
     worker.drain()
     assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 0 and worker.concurrency.claimant == ""
 
 
-# -- a release that Redis did not answer -----------------------------------------------------------------------
+# -- a release while Redis is down -----------------------------------------------------------------------------
 
 
 @contextmanager
-def _redis_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lease]]:
-    """Nothing can be released; answers what was tried."""
+def _failing_releases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lease]]:
+    """Let each release fail, and return a list of the leases whose release was tried."""
     tried: list[Lease] = []
 
-    def refuse(_: Leases, held: Lease, **__: Any) -> Any:
-        tried.append(held)
-        raise RedisError("away")
+    def refuse(_: Leases, lease: Lease, **__: Any) -> Any:
+        tried.append(lease)
+        raise RedisError("down")
 
-    with monkeypatch.context() as away:
-        away.setattr(Leases, "release_command", refuse)
+    with monkeypatch.context() as outage:
+        outage.setattr(Leases, "release_command", refuse)
         yield tried
 
 
 @sqlite
-def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_can(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_slot_2_a_slot_whose_release_failed_is_freed_by_the_first_heartbeat_that_reaches_redis(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = worker.begin_newest(stage)
-    with _redis_away(monkeypatch):
-        assert stage.settle(task).moved is not None
+    active = worker.start_newest(stage)
+    with _failing_releases(monkeypatch):
+        assert stage.settle(active).moved is not None
         worker.heartbeat.beat()
     assert list(stage.room.taken().values()) == [first]
 
@@ -793,27 +801,27 @@ def test_slot_2_a_slot_that_could_not_be_freed_is_freed_by_the_first_beat_that_c
 
 
 @sqlite
-def test_a_job_that_could_not_be_put_back_is_put_back_by_the_first_beat_that_can(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_job_whose_requeue_failed_is_requeued_by_the_first_heartbeat_that_reaches_redis(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     first, second = stage.submit(), stage.submit()
-    task = worker.begin_newest(stage)
-    with _redis_away(monkeypatch):
-        stage.settle(task, OutcomeKind.BUSY, retry_after_s=0)
+    active = worker.start_newest(stage)
+    with _failing_releases(monkeypatch):
+        stage.settle(active, OutcomeKind.BUSY, retry_after_s=0)
     worker.heartbeat.beat()
-    assert stage.run_all() == [first, second], "in its own place"
+    assert stage.run_all() == [first, second], "the job keeps its place in the lane"
 
 
 @sqlite
-def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_lease_4_a_late_release_does_not_change_the_lease_of_the_next_run(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.begin_newest(stage)
-    with _redis_away(monkeypatch):
-        stage.settle(task, OutcomeKind.BUSY, retry_after_s=0)
+    active = worker.start_newest(stage)
+    with _failing_releases(monkeypatch):
+        stage.settle(active, OutcomeKind.BUSY, retry_after_s=0)
     stage.later(LEASE_MS)
     assert passes.reap(stage.dispatcher) == 1
     again = stage.start("w2")
@@ -825,119 +833,119 @@ def test_lease_4_a_late_release_does_not_disturb_who_has_the_lease_by_now(
 
 
 @sqlite
-def test_while_redis_stays_away_one_release_is_tried_at_a_beat(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_each_heartbeat_tries_only_one_release_while_redis_is_down(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each costs its time-out, and meanwhile nothing is renewed."""
+    """Each attempt takes as long as its timeout, and no lease is renewed meanwhile."""
     stage.register(3)
     for _ in range(3):
         stage.submit()
-    tasks = [worker.start(offer) for offer in stage.told.offers]
-    with _redis_away(monkeypatch) as tried:
-        for task in tasks:
-            assert task is not None
-            stage.settle(task)
+    active_runs = [worker.start(offer) for offer in stage.told.offers]
+    with _failing_releases(monkeypatch) as tried:
+        for active in active_runs:
+            assert active is not None
+            stage.settle(active)
         tried.clear()
         worker.heartbeat.beat()
         assert len(tried) == 1
 
 
 @sqlite
-def test_a_lease_that_was_written_again_for_nothing_is_freed_by_the_first_beat_that_can(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_restored_lease_of_a_removed_run_is_freed_by_the_first_heartbeat_that_reaches_redis(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.begin_newest(stage)
-    watch = LeaseWatch(task.lease)
+    active = worker.start_newest(stage)
+    watch = LeaseWatch(active.lease)
     watch.sent = watch.is_removed = True
-    with _redis_away(monkeypatch) as tried:
+    with _failing_releases(monkeypatch) as tried:
         worker.database_check.check({watch: True})
-        assert tried == [task.lease]
+        assert tried == [active.lease]
     worker.heartbeat.beat()
     assert stage.room.taken() == {}
 
 
 @sqlite
-def test_a_slot_that_a_server_let_go_of_while_redis_was_away_is_freed_by_the_first_beat_that_can(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_a_slot_whose_run_ends_while_redis_is_down_is_freed_by_the_first_heartbeat_that_reaches_redis(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.begin_newest(stage)
+    active = worker.start_newest(stage)
     silent = Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)
-    assert end_in_order(stage.dispatcher, task, decided(stage.dispatcher, task, silent)).moved is not None
-    assert list(stage.room.taken()) == [task.lease.slot]
+    assert end_in_order(stage.dispatcher, active, decided(stage.dispatcher, active, silent)).moved is not None
+    assert list(stage.room.taken()) == [active.lease.slot]
     abandoned = AbandonedCalls(worker.worker_loop, stage.dispatcher, worker.background_tasks.retry_release)
-    with _redis_away(monkeypatch) as tried:
-        session, calls = SimpleNamespace(abandoned=True, is_run_over=_at_once), SimpleNamespace(poll_call=None)
-        abandoned.note(task.lease.name, session, calls)  # type: ignore[arg-type]
-        worker.worker_loop.call_soon(abandoned.observe, task)
+    with _failing_releases(monkeypatch) as tried:
+        session, calls = SimpleNamespace(abandoned=True, is_run_over=_is_over), SimpleNamespace(poll_call=None)
+        abandoned.note(active.lease.name, session, calls)  # type: ignore[arg-type]
+        worker.worker_loop.call_soon(abandoned.observe, active)
         eventually(lambda: tried)
     eventually(lambda: worker.heartbeat.beat() or stage.room.taken() == {})
 
 
-async def _at_once(_: object) -> bool:
+async def _is_over(_: object) -> bool:
     return True
 
 
-# -- a wish that Redis could not pass on -----------------------------------------------------------------------
+# -- a cancellation while Redis is down ------------------------------------------------------------------------
 
 
-def _renewals_fail(*_: Any) -> Any:
-    raise RedisError("away")
+def _raise_redis_error(*_: Any) -> Any:
+    raise RedisError("down")
 
 
-def _canceled(stage: Stage, job_id: str) -> None:
-    with pytest.MonkeyPatch.context() as away:
-        away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
+def _cancel_job(stage: Stage, job_id: str) -> None:
+    with pytest.MonkeyPatch.context() as outage:
+        outage.setattr(stage.dispatcher.queues, "withdraw", _raise_redis_error)
         assert stage.dispatcher.cancel(job_id) is State.RUNNING
 
 
-def _expired(stage: Stage, job_id: str) -> None:
-    with pytest.MonkeyPatch.context() as away:
-        away.setattr(stage.dispatcher.queues, "withdraw", _renewals_fail)
+def _expire_job(stage: Stage, job_id: str) -> None:
+    with pytest.MonkeyPatch.context() as outage:
+        outage.setattr(stage.dispatcher.queues, "withdraw", _raise_redis_error)
         stage.later(5 * SECOND)
         assert deadlines.expire_deadlines(stage.dispatcher) == 1
 
 
-@pytest.mark.parametrize("missed", [_canceled, _expired])
+@pytest.mark.parametrize("end_job", [_cancel_job, _expire_job])
 @sqlite
-def test_what_a_worker_could_not_be_told_while_redis_was_away_it_reads_in_the_record(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch, missed: Callable[[Stage, str], None]
+def test_a_worker_reads_a_cancellation_that_redis_could_not_deliver_from_the_database(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, end_job: Callable[[Stage, str], None]
 ) -> None:
     stage.register(2)
     stage.submit(ttl_s=5)
     stage.submit()
-    tasks = [worker.start(offer) for offer in stage.told.offers]
-    holds = [worker.heartbeat.add(task.lease) for task in tasks if task is not None]
-    told = Event()
-    holds[0].on_change(told.set)
-    with monkeypatch.context() as away:
-        away.setattr(stage.dispatcher.leases, "renew", _renewals_fail)
+    active_runs = [worker.start(offer) for offer in stage.told.offers]
+    watches = [worker.heartbeat.add(active.lease) for active in active_runs if active is not None]
+    notified = Event()
+    watches[0].on_change(notified.set)
+    with monkeypatch.context() as outage:
+        outage.setattr(stage.dispatcher.leases, "renew", _raise_redis_error)
         worker.heartbeat.beat()
-        missed(stage, holds[0].lease.job_id)
+        end_job(stage, watches[0].lease.job_id)
 
     worker.heartbeat.beat()
 
-    assert told.wait(30)
-    assert [hold.cancel for hold in holds] == [True, False]
+    assert notified.wait(30)
+    assert [watch.cancel for watch in watches] == [True, False]
 
 
 @sqlite
-def test_while_redis_answers_the_record_is_not_asked(
-    stage: Stage, worker: Beginner, monkeypatch: pytest.MonkeyPatch
+def test_the_heartbeat_does_not_read_the_database_while_redis_responds(
+    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
     stage.submit()
-    task = worker.begin_newest(stage)
-    hold = worker.heartbeat.add(task.lease)
-    monkeypatch.setattr(stage.store, "get_statuses", _is_unavailable)
+    active = worker.start_newest(stage)
+    watch = worker.heartbeat.add(active.lease)
+    monkeypatch.setattr(stage.store, "get_statuses", _raise_unavailable)
     worker.heartbeat.beat()
-    assert not (hold.cancel or hold.lost)
+    assert not (watch.cancel or watch.lost)
 
 
-# -- no time left ----------------------------------------------------------------------------------------------
+# -- deadlines -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.UNREACHABLE, OutcomeKind.RETRY, OutcomeKind.LOST])
@@ -948,9 +956,9 @@ def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
 ) -> None:
     stage.register()
     job_id = stage.submit(ttl_s=60)
-    task = stage.start()
+    active = stage.start()
     stage.later(60 * SECOND + late_ms)
-    settled = stage.settle(task, kind)
+    settled = stage.settle(active, kind)
     assert settled.moved is not None
     if state is None:
         assert stage.state(job_id) in (State.QUEUED, State.DELAYED)
@@ -959,53 +967,57 @@ def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
 
 
 @sqlite
-def test_a_result_that_came_after_its_deadline_is_a_result(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_arrives_after_the_deadline_completes_the_job(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage.register()
     job_id = stage.submit(ttl_s=60)
-    task = stage.start()
+    active = stage.start()
     stage.later(61 * SECOND)
-    stage.settle(task)
+    stage.settle(active)
     assert stage.state(job_id) is State.COMPLETED
 
 
-# -- its own end -----------------------------------------------------------------------------------------------
+# -- process locks ---------------------------------------------------------------------------------------------
 
 
-def _one_that_can_be_proved_dead(stage: Stage, worker: Beginner, folder: Path) -> Worker:
+def _worker_with_process_lock(stage: Stage, folder: Path) -> Worker:
     (folder / "record.db").touch()
-    scripts, lives = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
-    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=lives)
+    scripts, locks = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
+    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
 
 
 @sqlite
-def test_a_worker_that_ends_in_order_leaves_nothing_to_prove(stage: Stage, worker: Beginner, tmp_path: Path) -> None:
-    other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
+def test_a_worker_that_ends_in_order_removes_its_process_lock(
+    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
+) -> None:
+    other = _worker_with_process_lock(stage, tmp_path)
     assert [unquote(file.name) for file in (tmp_path / "workers").iterdir()] == [other.owner]
     other.close()
     assert list((tmp_path / "workers").iterdir()) == []
 
 
 @sqlite
-def test_a_worker_that_ends_under_a_run_is_proved_dead_when_its_process_has_ended(
-    stage: Stage, worker: Beginner, tmp_path: Path
+def test_a_worker_that_ends_during_a_run_counts_as_dead_after_its_process_has_ended(
+    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
-    other = _one_that_can_be_proved_dead(stage, worker, tmp_path)
+    other = _worker_with_process_lock(stage, tmp_path)
     other.concurrency.add(TakenOffer(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
     other.close()
-    lives = ProcessLocks(tmp_path / "workers")
-    assert lives.find_dead() == [], "its threads may still do something"
-    held = other.background_tasks._process_locks
-    assert held is not None
-    os.close(held._held.pop(other.owner))  # as the kernel does it
-    assert lives.find_dead() == [other.owner]
+    locks = ProcessLocks(tmp_path / "workers")
+    assert locks.find_dead() == [], "the threads of the worker may still write"
+    own_locks = other.background_tasks._process_locks
+    assert own_locks is not None
+    os.close(own_locks._held.pop(other.owner))  # The kernel closes it when the process ends.
+    assert locks.find_dead() == [other.owner]
 
 
 @sqlite
-def test_a_worker_whose_end_nobody_could_prove_works_all_the_same(
-    stage: Stage, worker: Beginner, tmp_path: Path
+def test_a_worker_that_cannot_create_its_process_lock_logs_that_and_starts(
+    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
-    scripts, nowhere = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
-    with capture_logs() as said:
-        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=nowhere)
-    assert [line["event"] for line in said] == ["end_not_provable"]
+    scripts, locks = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
+    with capture_logs() as lines:
+        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
+    assert [line["event"] for line in lines] == ["end_not_provable"]
     other.close()

@@ -42,7 +42,7 @@ MUTANTS = [
         "a worker that was suspended sends the request again",
         "tasks.worker.server_call:ServerCall._submit_again",
         never("not await self._store.is_lease_held(fresh=True)"),
-        kills=["test_a_worker_that_was_stopped_sends_no_request_again"],
+        kills=["test_a_request_is_not_sent_again_while_maintenance_ends_the_run"],
         breaks="SLOT-1",
         still="test_a_worker_that_was_stopped_after_its_claim_starts_nothing",
     ),

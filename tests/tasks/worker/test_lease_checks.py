@@ -174,6 +174,30 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
     assert stage.job(job_id).crashes == 1
 
 
+def test_a_request_is_not_sent_again_while_maintenance_ends_the_run(
+    stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maintenance has seized the lease, and its transaction has not ended the run yet."""
+    stage.register()
+    stage.submit()
+    health = server.health
+
+    def seize() -> None:
+        (watch,) = worker.heartbeat.watches()
+        assert stage.dispatcher.leases.seize(watch.lease, "maintenance", LEASE_MS, only_expired=False)
+
+    async def health_then_end() -> Health:
+        if server.asked.count("health") == 2:
+            worker.heartbeat.watches()[0].end("lost")
+        return await health()
+
+    server.during, server.runs, server.answers = seize, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
+    monkeypatch.setattr(server, "health", health_then_end)
+    monkeypatch.setattr("tasks.worker.server_call._HEALTH_PERIOD_S", 0.001)
+    run(stage)
+    assert server.asked.count("submit") == 1
+
+
 def _assert_completes(stage: Stage, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
     server.answers = [Outcome(OutcomeKind.DONE, result={"url": "x"})]
     stage.told.offers += stage.dispatcher.queues.offer("zimg", 1)

@@ -144,7 +144,7 @@ def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_
 def watched(busy: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     passes.run_tasks_with(monkeypatch, busy.dispatcher)
     monkeypatch.setattr(maintenance, "database", lambda: busy.database)
-    monkeypatch.setattr(maintenance, "_read_reports", lambda servers: WELL)
+    monkeypatch.setattr(maintenance, "read_reports", lambda servers: WELL)
     monkeypatch.setattr(maintenance, "_RECHECK_DELAY_S", 0)
     return busy
 

@@ -4,9 +4,9 @@ It comes by the broker to the worker that has sent it, goes through its event lo
 timed.  A worker that has received none lately is not ready, even if it reports that it is alive.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from typing import Any
 
 import structlog
@@ -67,24 +67,20 @@ class Canary:
         publish_queue().put(lambda: canary.apply_async((token,), queue=queue, retry=False, expires=_MAX_AGE_S))
 
     def receive(self, token: str) -> None:
-        """Pass a canary that has come by the broker on through the loop.
+        """Pass a canary that has come by the broker on to the event loop, and do not wait for that.
 
-        One of another process, or one that took too long, is not counted.  Raises what the loop, Redis or the database
-        raises.
+        One of another process, or one that took too long, is not counted.
         """
         sent_s = self._sent.pop(token, None)
-        if sent_s is None:
-            return
-        try:
-            self._worker_loop.ask(self._visit_redis_and_database(), _MAX_AGE_S)
-        except CancelledError:  # The worker ends, and must not wait for it.
-            return
+        if sent_s is not None:
+            self._worker_loop.call_soon(lambda: self._worker_loop.spawn_background(self._measure(sent_s)))
+
+    async def _measure(self, sent_s: float) -> None:
+        async with asyncio.timeout(_MAX_AGE_S):
+            await self._worker_loop.redis(self._workers.total_command())
+            await self._worker_loop.commit(Write(lambda tx: None))
         self._received_s = time.monotonic()
         self._latency_s = self._received_s - sent_s
-
-    async def _visit_redis_and_database(self) -> None:
-        await self._worker_loop.redis(self._workers.total_command())
-        await self._worker_loop.commit(Write(lambda tx: None))
 
     def facts(self) -> dict[str, Any]:
         """Return the latency of the last canary, `canary_ms`, and its age, `canary_age_ms`; None: none has come."""

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
@@ -170,8 +170,6 @@ class WorkerLoop:
         self._runs: set[asyncio.Task[Any]] = set()
         self._run_count = 0  # with the runs that the loop has not begun yet
         self._idle = threading.Condition()
-        self._closed = False
-        self._asked_by_threads: set[Future[Any]] = set()  # by threads, until the loop ends
         self._thread = threads.start_vital_thread("engine", self._run_forever)
 
     # -- from any thread -------------------------------------------------------------------------------------
@@ -192,19 +190,6 @@ class WorkerLoop:
         else:
             self.loop.call_soon_threadsafe(self._start_run, coroutine)
 
-    def ask(self, what: Coroutine[Any, Any, T], within_s: float) -> T:
-        """Have the loop do it, and wait for it.  Raises what it raises, TimeoutError; CancelledError: the loop ends."""
-        with self._idle:
-            if self._closed:
-                what.close()
-                raise CancelledError
-            asked = asyncio.run_coroutine_threadsafe(what, self.loop)
-            self._asked_by_threads.add(asked)
-        try:
-            return asked.result(within_s)
-        finally:
-            self._asked_by_threads.discard(asked)
-
     def wait_until_idle(self, seconds: float | None = None) -> bool:
         """Wait until no run is under way; False: it took longer."""
         with self._idle:
@@ -212,12 +197,8 @@ class WorkerLoop:
 
     def close(self) -> None:
         """End the loop; runs that are under way are left."""
-        with self._idle:
-            self._closed = True
         self.call_soon(lambda: self.loop.create_task(self._shut_down()))
         self._thread.join(5)
-        for asked in tuple(self._asked_by_threads):
-            asked.cancel()
         self._not_durable.end()
         self._durable.end()
         self._thread_pool.shutdown(wait=False)

@@ -1,6 +1,7 @@
 """A model whose configuration no request can be made of: refused at the door, and where an older release has stored
 it, a fault of that model alone."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
     watch = worker.heartbeat.add(task.lease)
     io = RetryingIo(worker.worker_loop, watch)
     run = WorkerRun(task, watch, TakenOffer(_offer(task)), _offer(task), io, RunSteps(stored.dispatcher, io))
-    outcome = worker.worker_loop.ask(worker.server_calls.call(run), 30)
+    call = worker.server_calls.call(run)
+    outcome = asyncio.run_coroutine_threadsafe(call, worker.worker_loop.loop).result(30)
     worker.close()
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured")

@@ -1,10 +1,9 @@
 """The wake-up message for an offer: a Celery task message that carries ids, never the job itself."""
 
 import atexit
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from queue import Full, Queue
+from queue import Full
 from typing import Any
 
 import structlog
@@ -19,6 +18,7 @@ from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
 from tasks import tracing
 from tasks.celery_app import celery
+from tasks.threads import WorkQueue
 
 TASK = "infer"
 _MODEL_PREFIX = "gpu."  # begins the names of their queues
@@ -146,44 +146,28 @@ _EXIT_FLUSH_S = 2.0
 
 
 class Publisher:
-    """A line of messages to send, and the thread that sends them one after another."""
+    """Sends messages one after another, in a thread: no other thread waits for the broker."""
 
     def __init__(self, max_pending: int = _MAX_PENDING) -> None:
-        self._queue: Queue[Callable[[], object]] = Queue(max_pending)
-        self._idle = threading.Condition()
-        self._pending_count = 0
-        self._thread = threading.Thread(target=self._send_all, name="publisher", daemon=True)
-        self._thread.start()
+        self._queue: WorkQueue[Callable[[], object]] = WorkQueue("publisher", self._send, max_pending=max_pending)
 
     def put(self, send: Callable[[], object]) -> None:
-        """Have `send` called in a moment; what it raises is logged.  Dropped if too many wait already."""
-        with self._idle:
-            self._pending_count += 1
+        """Have `send` called soon; what it raises is logged.  Dropped if too many wait already."""
         try:
-            self._queue.put_nowait(send)
-        except Full:
-            self._note_done()
-            log.warning("message_dropped", waiting=self._queue.maxsize)
+            self._queue.put(send)
+        except (Full, RuntimeError) as error:
+            log.warning("message_dropped", error=repr(error))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is sent that has been handed in; False: it took longer."""
-        with self._idle:
-            return self._idle.wait_for(lambda: self._pending_count == 0, timeout_s)
+        """Wait until all messages are sent; False: that takes longer."""
+        return self._queue.flush(timeout_s)
 
-    def _send_all(self) -> None:
-        while True:
-            send = self._queue.get()
+    def _send(self, sends: list[Callable[[], object]]) -> None:
+        for send in sends:
             try:
                 send()
             except Exception as error:
                 log.warning("message_not_sent", error=str(error))
-            finally:
-                self._note_done()
-
-    def _note_done(self) -> None:
-        with self._idle:
-            self._pending_count -= 1
-            self._idle.notify_all()
 
 
 @singleton

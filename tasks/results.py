@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from queue import Empty, Full, Queue
+from queue import Full
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
@@ -43,6 +43,7 @@ from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
 from tasks.offer_messages import publish_queue
+from tasks.threads import WorkQueue
 
 log = structlog.get_logger(__name__)
 
@@ -70,57 +71,31 @@ class ResultNotifier:
 
     def __init__(self, notifications: ResultNotifications, store: JobStore) -> None:
         self._notifications, self._store = notifications, store
-        self._waiting: Queue[ResultNotification] = Queue(_MAX_WAITING)
+        self._queue: WorkQueue[ResultNotification] = WorkQueue(
+            "result-notifier", self.notify, max_pending=_MAX_WAITING, batch=_BATCH
+        )
         self._pause = threading.Event()
-        self._is_started = threading.Lock()
+        worker_shutdown.connect(self._flush)
 
     def put(self, notification: ResultNotification) -> None:
         """Send a notification soon.  If too many wait before it, `notify_overdue` of some process sends it later."""
         try:
-            self._start_thread()
-            self._waiting.put_nowait(notification)
+            self._queue.put(notification)
         except (Full, RuntimeError) as error:
             log.warning("notification_deferred", job_id=notification.job_id, error=repr(error))
 
-    def _start_thread(self) -> None:
-        """Raises RuntimeError: no thread can be started now."""
-        if self._is_started.acquire(blocking=False):
-            try:
-                threading.Thread(target=self._run, name="teller", daemon=True).start()
-                worker_shutdown.connect(self._flush)
-            except RuntimeError:
-                self._is_started.release()
-                raise
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all waiting notifications are sent; False: that takes longer, and `notify_overdue` sends them."""
+        return self._queue.flush(timeout_s)
 
     def _flush(self, **_: object) -> None:
         """Send what waits when a worker stops, so that clients need not wait for `notify_overdue`."""
         if not self.flush(_FLUSH_S):
             log.info("notifications_deferred")
 
-    def _run(self) -> None:
-        while True:
-            batch = [self._waiting.get()]
-            try:
-                while len(batch) < _BATCH:
-                    batch.append(self._waiting.get_nowait())
-            except Empty:
-                pass
-            try:
-                self.notify(batch)
-            except Exception as error:
-                log.error("notifications_failed", count=len(batch), error=repr(error))
-            finally:
-                for _ in batch:
-                    self._waiting.task_done()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all waiting notifications are sent; False: that takes longer, and `notify_overdue` sends them."""
-        with self._waiting.all_tasks_done:
-            return self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, timeout_s)
-
     def notify_overdue(self) -> None:
         """Send notifications that were not sent because a process died or the backend was away."""
-        if self._waiting.empty():
+        if self._queue.is_empty:
             for notification in self._notifications.claim_due(now_ms(), _CLAIM_LIMIT):
                 self.put(notification)
 

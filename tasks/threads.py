@@ -1,18 +1,24 @@
-"""Threads that a process cannot do without: one that fails ends the process, and its supervisor starts it again.
+"""Background threads: vital ones, queues of work, and functions that run on request.
 
-A worker's leases expire then, and other workers go on with its runs.
+A vital thread that fails ends its process, and the supervisor starts it again.  A worker's leases expire then, and
+other workers go on with its runs.
 """
 
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import Generic, TypeVar
 
 import structlog
 
 from slotkeeper import logs
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread:
@@ -34,6 +40,55 @@ def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread
     thread = threading.Thread(target=run_or_end, name=name, daemon=True)
     thread.start()
     return thread
+
+
+class WorkQueue(Generic[T]):
+    """Hands items to a function in a background thread, in their order.
+
+    The thread starts with the first item.  It is a daemon: a ThreadPoolExecutor would be joined when the process ends,
+    and would wait for a broker that is away.
+
+    handle: is given at most `batch` items at once; what it raises is logged.  max_pending: items that may wait; 0: any
+    number.
+    """
+
+    def __init__(self, name: str, handle: Callable[[list[T]], object], *, max_pending: int = 0, batch: int = 1) -> None:
+        self.name, self._handle, self._batch = name, handle, batch
+        self._items: Queue[T] = Queue(max_pending)
+        self._is_started = threading.Lock()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._items.empty()
+
+    def put(self, item: T) -> None:
+        """Add an item.  Raises Full: too many wait; RuntimeError: no thread can be started now."""
+        if self._is_started.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._run, name=self.name, daemon=True).start()
+            except RuntimeError:
+                self._is_started.release()
+                raise
+        self._items.put_nowait(item)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all items have been handled; False: that takes longer."""
+        with self._items.all_tasks_done:
+            return self._items.all_tasks_done.wait_for(lambda: not self._items.unfinished_tasks, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            items = [self._items.get()]
+            with suppress(Empty):
+                while len(items) < self._batch:
+                    items.append(self._items.get_nowait())
+            try:
+                self._handle(items)
+            except Exception as error:
+                log.error("queued_work_failed", queue=self.name, count=len(items), error=repr(error))
+            finally:
+                for _ in items:
+                    self._items.task_done()
 
 
 class BackgroundTask:

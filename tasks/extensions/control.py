@@ -7,7 +7,6 @@ cancels the job in the database, where a second cancel changes nothing.  It need
 import os
 import threading
 from collections.abc import Iterable
-from queue import SimpleQueue
 from typing import Any
 
 import structlog
@@ -23,6 +22,7 @@ from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
 from tasks.services import dispatcher
+from tasks.threads import WorkQueue
 from tasks.worker.concurrency import TakenOffer
 from tasks.worker.worker import this_worker
 
@@ -38,24 +38,23 @@ class Cancels:
     """Cancels jobs in a thread: the loop that receives a revoke must not wait for the database."""
 
     def __init__(self) -> None:
-        self._ids: SimpleQueue[str] = SimpleQueue()
+        self._queue: WorkQueue[str] = WorkQueue("cancels", self._cancel_all)
         self._pause = threading.Event()
-        threading.Thread(target=self._run, name="revokes", daemon=True).start()
 
     def put(self, ids: Iterable[str]) -> None:
+        """Have these jobs canceled.  Raises RuntimeError: no thread can be started now."""
         for job_id in ids:
-            self._ids.put(job_id)
+            self._queue.put(job_id)
 
-    def _run(self) -> None:
-        while True:
-            job_id = self._ids.get()
+    def _cancel_all(self, ids: list[str]) -> None:
+        for job_id in ids:
             try:
                 self._cancel(job_id)
             except Exception as error:
                 log.error("revoke_failed", job_id=job_id, error=repr(error))
 
     def _cancel(self, job_id: str) -> None:
-        """Cancel the job as soon as the database answers.  Raises DatabaseUnavailable after `_TRIES` tries."""
+        """Cancel the job as soon as the database responds.  Raises DatabaseUnavailable after `_MAX_TRIES` tries."""
         for _ in range(_MAX_TRIES):
             try:
                 cancel_job(job_id)

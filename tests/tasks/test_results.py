@@ -18,7 +18,7 @@ def test_a_failure_to_start_the_thread_does_not_prevent_later_notifications(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = threading.Event()
-    monkeypatch.setattr(results.ResultNotifier, "_run", lambda _: started.set())
+    monkeypatch.setattr(results.ResultNotifier, "notify", lambda _, batch: started.set())
     unused: Any = None
     notifier = results.ResultNotifier(unused, unused)
     with no_thread_left():
@@ -30,16 +30,13 @@ def test_a_failure_to_start_the_thread_does_not_prevent_later_notifications(
 
 def test_a_worker_that_stops_waits_until_its_pending_notifications_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     flushes = list[float]()
-    monkeypatch.setattr(results.ResultNotifier, "_run", lambda _: None)
     monkeypatch.setattr(results.ResultNotifier, "flush", lambda _, within_s: flushes.append(within_s) or True)
     monkeypatch.setattr(worker_shutdown, "receivers", [])
     unused: Any = None
-    notifier = results.ResultNotifier(unused, unused)
-    worker_shutdown.send(sender=None)
-    assert flushes == [], "the notifier has no notification"
-    notifier.put(ResultNotification("first", "j1"))
+    notifier = results.ResultNotifier(unused, unused)  # The signal holds no reference to it.
     worker_shutdown.send(sender=None)
     assert len(flushes) == 1
+    del notifier
 
 
 @pytest.mark.parametrize("status, is_repeated", [(os.EX_TEMPFAIL, True), (1, False), (-9, False)])

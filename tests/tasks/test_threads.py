@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from queue import Full
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from routing.queue.leases import Lease
 from slotkeeper.db import Write
 from tasks import threads
-from tasks.threads import BackgroundTask
+from tasks.threads import BackgroundTask, WorkQueue
 from tasks.worker.event_loop import CommitQueue
 from tasks.worker.heartbeat import Heartbeat
 from tasks.worker.poller import Poller
 from tests.support.builders import eventually
+from tests.support.threads import no_thread_left
 from tools.cluster.stack import REPO
 
 _FAILS = """
@@ -107,3 +109,59 @@ def test_requests_before_a_background_task_begins_are_served_by_one_call() -> No
     assert ended.wait(10)
     eventually(lambda: not task._is_running)
     assert done == ["all"]
+
+
+# -- a queue of work ---------------------------------------------------------------------------------------------
+
+
+def test_a_work_queue_hands_over_what_waits_in_order_and_in_batches() -> None:
+    may_go_on, batches = threading.Event(), list[list[int]]()
+
+    def handle(items: list[int]) -> None:
+        may_go_on.wait(10)
+        batches.append(items)
+
+    work = WorkQueue("work", handle, batch=3)
+    work.put(0)
+    eventually(lambda: work.is_empty)
+    for number in range(1, 5):
+        work.put(number)
+    assert not work.flush(0)
+    may_go_on.set()
+    assert work.flush(10)
+    assert batches == [[0], [1, 2, 3], [4]]
+
+
+def test_a_work_queue_goes_on_after_an_error() -> None:
+    handled = list[str]()
+
+    def handle(items: list[str]) -> None:
+        if items == ["wrong"]:
+            raise ValueError
+        handled.extend(items)
+
+    work = WorkQueue("work", handle)
+    for item in ("wrong", "right"):
+        work.put(item)
+    assert work.flush(10) and handled == ["right"]
+
+
+def test_a_full_work_queue_refuses_items() -> None:
+    may_go_on = threading.Event()
+    work = WorkQueue[int]("work", lambda _: may_go_on.wait(10), max_pending=1)
+    work.put(0)
+    eventually(lambda: work.is_empty)
+    work.put(1)
+    with pytest.raises(Full):
+        work.put(2)
+    may_go_on.set()
+    assert work.flush(10)
+
+
+def test_a_work_queue_whose_thread_cannot_be_started_starts_it_with_the_next_item() -> None:
+    handled = list[str]()
+    work = WorkQueue("work", handled.extend)
+    with no_thread_left(), pytest.raises(RuntimeError):
+        work.put("first")
+    work.put("second")
+    assert work.flush(10) and handled == ["second"]

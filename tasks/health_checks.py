@@ -179,7 +179,7 @@ class HealthChecks:
             async with self._places:
                 await check_quarantined_run(row, self._http)
         except Exception:
-            log.exception("run_not_asked_about", job_id=row.job_id)
+            log.exception("quarantined_run_not_checked", job_id=row.job_id)
         finally:
             with self._lock:
                 self._checked_runs.discard((row.job_id, row.attempt))
@@ -215,7 +215,7 @@ def take_arrived(pending: PendingReports) -> Mapping[str, ServerReport]:
     arrived = {name: pending.pop(name) for name, report in list(pending.items()) if report.done()}
     for name, report in arrived.items():
         if (error := report.exception()) is not None:
-            log.error("server_not_asked", server=name, error=repr(error))
+            log.error("server_not_checked", server=name, error=repr(error))
     return {name: report.result() for name, report in arrived.items() if report.exception() is None}
 
 
@@ -245,7 +245,7 @@ def _with_adapters(
         try:
             adapter = health_adapter(catalog, server)
         except Exception as error:  # It concerns this server alone.
-            log.error("server_not_asked", server=server.name, error=repr(error))
+            log.error("server_not_checked", server=server.name, error=repr(error))
             continue
         yield server, adapter
 
@@ -268,7 +268,7 @@ async def check_quarantined_run(row: QuarantinedSlot, http: HttpClient) -> None:
         outcome = await ServerSession(adapter, http).status(call, row.remote_id)
         await asyncio.to_thread(_apply_status, row, outcome)
     except (Misconfigured, SlotkeeperError) as error:
-        log.warning("run_not_asked_about", job_id=row.job_id, error=str(error))
+        log.warning("quarantined_run_not_checked", job_id=row.job_id, error=str(error))
 
 
 def _adapter_of_run(row: QuarantinedSlot) -> ServerAdapter | None:

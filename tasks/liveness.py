@@ -59,7 +59,7 @@ class ProcessReport:
         """Start a thread that reports until this process ends."""
         self._file = process_files.own_file(self.role)
         process_files.remove_old(self._file.parent)
-        threading.Thread(target=self._run, name="alive", daemon=True).start()
+        threading.Thread(target=self._run, name="liveness", daemon=True).start()
         atexit.register(self.end)
 
     def end(self) -> None:

@@ -107,7 +107,7 @@ class ResultNotifier:
                 crash_at("result_notified")
                 self._notifications.delete(notified)
         except DatabaseUnavailable as error:
-            log.warning("notification_not_marked", count=len(notified), error=str(error))
+            log.warning("notification_not_deleted", count=len(notified), error=str(error))
 
     def _notify_one(self, notification: ResultNotification) -> bool:
         """Send one, and return whether it was sent.  Waits while the backend is away: no other could be sent either."""

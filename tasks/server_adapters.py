@@ -138,7 +138,7 @@ def health_adapter(catalog: CatalogSnapshot, server: registered.Server) -> Serve
         try:
             adapter = adapter_for(url, catalog.models[model], catalog.find_description(server.name, model))
         except Misconfigured as error:  # It concerns the jobs of this model only; another model may serve.
-            log.warning("server_not_asked", server=server.name, model=model, error=str(error))
+            log.warning("server_not_checked", server=server.name, model=model, error=str(error))
             continue
         if adapter.description.health is not None:
             return adapter

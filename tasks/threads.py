@@ -112,7 +112,7 @@ class BackgroundTask:
         try:
             start_vital_thread(self.name, self._run)
         except RuntimeError as error:
-            log.warning("background_work_postponed", what=self.name, error=str(error))
+            log.warning("background_task_postponed", what=self.name, error=str(error))
             with self._lock:
                 self._is_running = False
 
@@ -121,7 +121,7 @@ class BackgroundTask:
             try:
                 self._function()
             except Exception:
-                log.exception("background_work_failed", what=self.name)
+                log.exception("background_task_run_failed", what=self.name)
 
     def _take_request(self) -> bool:
         time.sleep(self._delay_s)

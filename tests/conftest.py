@@ -26,7 +26,7 @@ pytest_plugins = (
     "tests.fixtures.network",
 )
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
-_WORKERS_THREADS = {"engine", "heartbeat", "inquiry"}
+_WORKERS_THREADS = {"event-loop", "heartbeat", "database-check"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -75,7 +75,7 @@ def _start_run(task_id: str, request: Any) -> None:
 
     offer = offer_messages.read_offer(task_id, request["args"], request)
     if offer is None:
-        log.warning("wake_up_not_understood", job_id=task_id)
+        log.warning("offer_message_unreadable", job_id=task_id)
     else:
         this_worker().executor.run_open_offer(offer)
 

@@ -77,7 +77,7 @@ class Channel(redis.Channel):
         )
         if isinstance(error, connection_errors) and not isinstance(error, _READ_ERRORS):
             raise error
-        log.warning("no_message_dropped", error=type(error).__name__)
+        log.warning("malformed_message_dropped", error=type(error).__name__)
 
 
 class Transport(redis.Transport):

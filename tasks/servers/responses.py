@@ -251,7 +251,7 @@ async def parse_in_subprocess(body: bytes | AnonymousFile, pointers: Collection[
         async with asyncio.timeout(_PARSE_TIMEOUT_S):
             output, _ = await process.communicate(sent)
     except TimeoutError:
-        log.warning("answer_not_inspected")
+        log.warning("large_answer_not_parsed")
         return NOT_JSON, f"it could not be read within {_PARSE_TIMEOUT_S:g} s"
     finally:
         if process.returncode is None:

@@ -61,7 +61,7 @@ class DeliveryLoop:
         """Send messages until `stop`, then wait for deliveries in progress, for a few seconds at most."""
         self._listener.on_change(self._on_change)
         self._listener.start()
-        writer = threading.Thread(target=self._write_messages_forever, name="gather", daemon=True)
+        writer = threading.Thread(target=self._write_messages_forever, name="webhook-writer", daemon=True)
         writer.start()
         while not self._ended.is_set():
             try:

@@ -44,8 +44,8 @@ class BackgroundTasks:
         self.is_draining = False
         self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
         self._lock = threading.Lock()
-        self._capacity_task = BackgroundTask("room", self._refresh_workers)
-        self._release_task = BackgroundTask("chores", self.run)
+        self._capacity_task = BackgroundTask("worker-capacity", self._refresh_workers)
+        self._release_task = BackgroundTask("releases", self.run)
         if process_locks is not None:
             process_locks.try_acquire(owner)  # before its first claim
         workers.refresh_in_background(self._capacity_task.request)  # The loop asks for it, and must not wait.

@@ -165,12 +165,12 @@ class WorkerLoop:
         self._leases, self._redis_pipeline = leases, leases.open_pipeline(self.loop)
         self._not_durable = CommitQueue("database-starts", self.loop, database)
         self._durable = CommitQueue("database-durable", self.loop, database, _DELAY_S)
-        self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="rare")
+        self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="worker-pool")
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._runs: set[asyncio.Task[Any]] = set()
         self._run_count = 0  # with the runs that the loop has not begun yet
         self._idle = threading.Condition()
-        self._thread = threads.start_vital_thread("engine", self._run_forever)
+        self._thread = threads.start_vital_thread("event-loop", self._run_forever)
 
     # -- from any thread -------------------------------------------------------------------------------------
 

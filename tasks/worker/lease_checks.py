@@ -73,7 +73,7 @@ class DatabaseCheck:
         self._requests: dict[LeaseWatch, bool] = {}  # and whether Redis does not know its lease
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._task = BackgroundTask("inquiry", self._run)
+        self._task = BackgroundTask("database-check", self._run)
 
     def request(self, watches: Collection[LeaseWatch], *, unknown_to_redis: bool = False) -> None:
         """Ask the database about these runs soon.  `unknown_to_redis`: Redis does not know their leases."""
@@ -109,7 +109,7 @@ class DatabaseCheck:
         try:
             self.check(requests)
         except DatabaseUnavailable as error:
-            log.warning("inquiry_postponed", runs=len(requests), error=str(error))
+            log.warning("database_check_postponed", runs=len(requests), error=str(error))
             if self._ended.wait(_RETRY_S):
                 return
             for watch, unknown_to_redis in requests.items():
@@ -138,7 +138,7 @@ class DatabaseCheck:
         except RedisError as error:  # The next renewal will ask once more.
             log.warning("lease_not_restored", job_id=lease.job_id, error=str(error))
         else:
-            log.warning("lease_was_lost", job_id=lease.job_id, slot=lease.slot, restored=bool(written))
+            log.warning("lease_restored", job_id=lease.job_id, slot=lease.slot, written=bool(written))
             watch.restored = True
             if watch.is_removed:  # It has ended meanwhile, so the lease that was written just now is freed here.
                 run_blocking(self._steps.free(lease, return_to_lane=False))

@@ -116,6 +116,7 @@ def test_a_process_that_no_longer_touches_its_file_is_not_alive(api: Api) -> Non
     report = ProcessReport("beat", services.processes(), dict)
     report.start_reporting()
     report._ended.set()
+    eventually(lambda: all(thread.name != "liveness" for thread in threading.enumerate()))
     assert report._file is not None
     report.report()
     stale_s = time.time() - process_files.STALE_S - 1

@@ -175,7 +175,7 @@ def test_a_large_result_is_read_and_written_outside_the_loop(stage, worker, serv
     ]
     run(stage)
     assert len(stage.job(job_id).result or "") == SPOOL_AFTER_BYTES + 1
-    assert reading_threads and "engine" not in reading_threads
+    assert reading_threads and "event-loop" not in reading_threads
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def reconcile_all() -> None:
 
 @_periodic_task("tell_due")
 def notify_overdue() -> None:
-    """Notify Celery's clients of ends of which they should have been notified already."""
+    """Send the overdue notifications of Celery's clients."""
     result_notifier().notify_overdue()
 
 

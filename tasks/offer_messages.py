@@ -55,7 +55,7 @@ def pack_envelope(options: Mapping[str, Any]) -> str:
 
 
 def task_context(job: Job) -> Context:
-    """Return the job as the request of a Celery task, by which its end is published."""
+    """Return the job as the request of a Celery task.  Celery publishes the end of a task with its request."""
     envelope = json.loads(job.envelope or "{}")
     group = envelope.pop("group_id", None)
     trace = tracing.outgoing_traceparent(job.id, job.traceparent, JOB)  # what follows it is in its trace

@@ -23,7 +23,7 @@ def health(role: str, live: bool) -> None:
     if live:
         problem = liveness_problem(role)
     else:
-        from tasks.liveness import readiness_problem  # It loads redis, which a probe of --live needs not.
+        from tasks.liveness import readiness_problem  # It loads redis, which --live does not need.
 
         problem = readiness_problem(role)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""A row for each label of a job, by which jobs are listed.
+"""A row for each label of a job: lists of jobs with a label read these rows.
 
 Triggers keep the rows: so the jobs of the release before, whose processes go on, have them as well.
 
@@ -74,7 +74,8 @@ def upgrade() -> None:
         for statement in _SQLITE_TRIGGERS:
             op.execute(statement)
     else:
-        # The fill keeps nobody waiting, whatever it lasts; a trigger waits for the writers, and they for the commit.
+        # The fill blocks no writer, however long it takes.  CREATE TRIGGER waits for writers, and blocks them until the
+        # commit.
         op.execute("SET LOCAL statement_timeout = 0")
         op.execute(_POSTGRESQL_FILL)
         for statement in _POSTGRESQL_TRIGGERS:

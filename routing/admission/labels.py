@@ -1,7 +1,7 @@
 """Labels: names and texts that a client gives its jobs, to find them again.
 
 They are stored as text, `\\n<name>=<value>\\n…\\n`, sorted by name.  Triggers of the database store each line as a
-row of `job_labels`, by which jobs are listed.
+row of `job_labels`, which lists of jobs with a label read.
 """
 
 import re

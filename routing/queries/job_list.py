@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, ColumnElement, Connection, Row, Select, bindparam, func, literal, select, text, tuple_
+from sqlalchemy import Column, ColumnElement, Connection, Row, Select, bindparam, func, select, text
 
 from slotkeeper.db import Database
 from slotkeeper.jobs.rows import job_from_row
-from slotkeeper.jobs.statements import JOB_LIST, MAX_SEQ, key_range, unindexed
+from slotkeeper.jobs.statements import JOB_LIST, key_range, seq_range, unindexed
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.tables import ACTIVE_CONDITION, job_labels, jobs
 from slotkeeper.jobs.values import Job
@@ -206,12 +206,11 @@ def _read_by_label(
 def _rows_of_label(label: str, tenant: str | None, before_seq: int | None = None) -> Select[Any]:
     """Return a query for the numbers of jobs, the newest first.  `tenant`: None: of all tenants."""
     key: list[Column[Any]] = [job_labels.c.label, job_labels.c.seq]
-    values: list[Any] = [literal(label)]
+    values = [label]
     if tenant is not None:
         key.insert(0, job_labels.c.tenant)
-        values.insert(0, literal(tenant))
-    row, before = tuple_(*key), MAX_SEQ if before_seq is None else before_seq
-    in_range = (row > tuple_(*values, 0)) & (row < tuple_(*values, before))
+        values.insert(0, tenant)
+    in_range = seq_range(key, values, 0, before_seq)
     return select(job_labels.c.seq).where(in_range).order_by(*(column.desc() for column in key))
 
 

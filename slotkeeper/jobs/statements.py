@@ -230,7 +230,7 @@ REQUEST_CANCEL_OF_MANY = (
 # -- reads -------------------------------------------------------------------------------------------------------
 
 _MODELS_AT_ONCE = 100  # SQLite joins at most 500 queries.
-MAX_SEQ = 2**63 - 1
+_MAX_SEQ = 2**63 - 1
 
 WHOLE_JOB = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
 JOB_STATE = CompiledStatement(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
@@ -284,8 +284,15 @@ def key_range(column: ColumnElement[str], value: str, after: Any, before: int | 
     To be read in order of (column, seq): then the index of that column is used.  Written as `column = value`, reading
     all jobs in order of `seq` may look as good to the database.
     """
-    pair, word = tuple_(column, jobs.c.seq), literal(value)
-    return and_(pair > tuple_(word, after), pair < tuple_(word, MAX_SEQ if before is None else before))
+    return seq_range((column, jobs.c.seq), (value,), after, before)
+
+
+def seq_range(
+    key: Sequence[ColumnElement[Any]], values: Sequence[str], after: Any, before: int | None
+) -> ColumnElement[bool]:
+    """Return the condition that the columns of an index have these values, and the last one, a `seq`, is in range."""
+    row, words = tuple_(*key), [literal(value) for value in values]
+    return and_(row > tuple_(*words, after), row < tuple_(*words, _MAX_SEQ if before is None else before))
 
 
 QUEUED_OF_ALL = _FIRST.where(key_range(jobs.c.state, State.QUEUED.value, bindparam("p_after"))).order_by(

@@ -93,7 +93,7 @@ jobs = Table(
 JOB_COLUMNS = tuple(column.label(column.key) for column in jobs.c)
 """All columns of a job, with the names that the code uses."""
 
-# Each label of each job, `name=value`, by which jobs are listed.  Triggers (migrations) write and delete the rows.
+# Each label of each job, `name=value`, for lists by label.  Triggers (migrations) write and delete the rows.
 job_labels = Table(
     "job_labels",
     metadata,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
@@ -132,13 +132,8 @@ def _mention_pattern(remote_id: str) -> re.Pattern[bytes]:
 def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
     """Compile a validated rule."""
     when = rule.when
-    return CompiledRule(
-        then=rule.then,
-        code=rule.code,
-        message=rule.message,
-        pointer=None if when.pointer is None else parse(when.pointer),
-        values=_compile_values(when.value),
-        pattern=Pattern(when.text) if when.text else None,
+    return replace(
+        _compile_common(rule),
         statuses=frozenset(_expand_statuses(when)) or None,
         mentions_id=when.mentions_id,
         failures=frozenset(when.connection),
@@ -148,6 +143,12 @@ def compile_rule(rule: Rule | HealthRule) -> CompiledRule:
 
 def compile_event_rule(rule: EventRule) -> CompiledRule:
     """Compile a validated rule of a stream, without its names of events.  It judges an event's data as a response."""
+    # Some servers send all fields in each event.
+    return replace(_compile_common(rule), null_is_absent=True)
+
+
+def _compile_common(rule: Rule | HealthRule | EventRule) -> CompiledRule:
+    """Compile what all kinds of rules have."""
     when = rule.when
     return CompiledRule(
         then=rule.then,
@@ -156,7 +157,6 @@ def compile_event_rule(rule: EventRule) -> CompiledRule:
         pointer=None if when.pointer is None else parse(when.pointer),
         values=_compile_values(when.value),
         pattern=Pattern(when.text) if when.text else None,
-        null_is_absent=True,  # Some servers send all fields in each event.
     )
 
 

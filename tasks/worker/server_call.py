@@ -30,7 +30,7 @@ _CANCEL_WAIT_S = 5.0  # A server that goes on for so long after its cancel is no
 _HEALTH_PERIOD_S = 1.0
 
 _CANCELED = Outcome(OutcomeKind.CANCELED, message="Canceled.")
-_CANCELED_UNSENT = Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
+CANCELED_UNSENT = Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
 _CANCELED_UNCONFIRMED = Outcome(
     OutcomeKind.CANCELED, message="Canceled; the server did not confirm it.", server_still_running=True
 )
@@ -169,7 +169,7 @@ class ServerCall:
         if (reason := self._stop_reason()) is not None:
             return reason
         if self._watch.cancel:
-            return _CANCELED_UNSENT
+            return CANCELED_UNSENT
         if self._calls.is_overdue:
             return _OVERDUE_UNSENT
         if self._may_be_at_server:
@@ -187,7 +187,7 @@ class ServerCall:
         if not await self._store.is_lease_held(fresh=self._may_be_at_server):
             return StopReason.UNSENT
         if self._watch.cancel:  # It came while something else was awaited; the server does not have the request.
-            return _CANCELED_UNSENT
+            return CANCELED_UNSENT
         self._watch.sent = True
         return await self._submit(call)
 

@@ -23,7 +23,7 @@ from tasks.worker.event_loop import WorkerLoop
 from tasks.worker.lease_checks import LeaseCheck
 from tasks.worker.progress_publisher import ProgressPublisher, ProgressStream
 from tasks.worker.run_calls import RunCalls
-from tasks.worker.server_call import ServerCall
+from tasks.worker.server_call import CANCELED_UNSENT, ServerCall
 from tasks.worker.worker_run import WorkerRun
 
 log = structlog.get_logger(__name__)
@@ -118,7 +118,7 @@ class ServerCalls:
         """Call the server of a run, and return the outcome.  Raises DatabaseUnavailable."""
         run = worker_run.run
         if run.cancel_requested:
-            return Outcome(OutcomeKind.CANCELED, message="Canceled before it was sent.")
+            return CANCELED_UNSENT
         stream = self._progress_publisher.stream(run.job.id, run.attempt)
         try:
             if not server_adapters.is_loaded(run.described_by):

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from app.context import context
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.urls import is_local_address, is_metadata_host, parse_host_address
-from tasks.servers.adapter import split_endpoint
+from tasks.servers.endpoint import parse_endpoint
 
 _INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 
@@ -14,7 +14,7 @@ _INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001
 def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
     """Raises InvalidRequest unless a request can be sent there.  No credentials: a URL is shown and logged."""
     try:
-        split_endpoint(endpoint)
+        parse_endpoint(endpoint)
     except ValueError:
         raise InvalidRequest(field, _INVALID_ENDPOINT.format(field)) from None
     parts = urlsplit(endpoint)

@@ -25,8 +25,8 @@ from slotkeeper.errors import InvalidRequest, NotFound
 from tasks import server_adapters
 from tasks.server_adapters import is_preset_outdated
 from tasks.servers import Description, presets
-from tasks.servers.adapter import run_with_http_client
 from tasks.servers.probe import ProbedExchange, Recognition, Trial, endpoint_for, recognize
+from tasks.servers.session import run_with_http_client
 
 api = admin_blueprint("presets", "Kinds of servers", "/admin")
 

@@ -1,14 +1,16 @@
 """How an inference server is called: a description (data) is compiled, requests are sent, responses are judged.
 
-Description() is the slot protocol.  A `ServerAdapter` calls one server as its description says and returns Outcomes.
+Description() is the slot protocol.  A `ServerAdapter` is one server and its description, and a
+`ServerSession` calls it and returns Outcomes.
 """
 
-from tasks.servers.adapter import ServerAdapter, ServerSession, call_server
+from tasks.servers.adapter import ServerAdapter
 from tasks.servers.call import Call, Health, HealthKind
 from tasks.servers.compiled import CompiledDescription, compile_description
 from tasks.servers.description import DEFAULT, Description, from_shorthand
 from tasks.servers.http_client import SPOOL_AFTER_BYTES, HttpClient
 from tasks.servers.rules import TOO_DEEP
+from tasks.servers.session import ServerSession, call_server
 
 __all__ = [
     "DEFAULT",

@@ -1,12 +1,14 @@
 """Compile a description: its templates, pointers and rules, once, before any call."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 from tasks.servers import default_rules
 from tasks.servers.description import (
     Callback,
     Cancel,
     Description,
+    HealthRule,
     HealthStep,
     Result,
     Rule,
@@ -19,6 +21,7 @@ from tasks.servers.stream_reader import StreamPlan, compile_stream
 from tasks.servers.templates import BodyTemplate, CompiledOutputSize, HeaderTemplates, PathTemplate
 
 _Step = Submit | StatusStep | Result | Cancel | HealthStep
+_Judge = TypeVar("_Judge", Judge, HealthJudge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,19 @@ class RequestTemplate:
     read_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledStep:
+@dataclass(frozen=True)  # without slots, which generic dataclasses of Python 3.11 cannot have
+class _StepOf(Generic[_Judge]):
     """The request of one step, and the judge of its response."""
 
+    place: str  # in the description, such as "status[0]"
     request: RequestTemplate
-    judge: Judge
+    judge: _Judge
+    rules: tuple[Rule | HealthRule, ...]  # those of the judge, as they are written
+    own_rules: int  # so many of them are the description's own; default rules follow
+
+
+CompiledStep: TypeAlias = _StepOf[Judge]
+CompiledHealth: TypeAlias = _StepOf[HealthJudge]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class CompiledDescription:
     result: CompiledStep | None
     cancel: tuple[CompiledStep, ...]
     callback: Judge
-    health: tuple[RequestTemplate, HealthJudge] | None
+    health: CompiledHealth | None
     output_size: CompiledOutputSize | None
 
     @property
@@ -67,23 +77,44 @@ def compile_description(description: Description) -> CompiledDescription:
     d = description
     return CompiledDescription(
         description=d,
-        submit=CompiledStep(_compile_request(d.submit), _make_submit_judge(d)),
+        submit=_compile_submit(d),
         stream=compile_stream(d.submit.stream) if d.submit.stream else None,
-        status=tuple(_compile_step(d, step, default_rules.poll_rules()) for step in d.status),
-        result=_compile_step(d, d.result, default_rules.result_rules()) if d.result else None,
-        cancel=tuple(_compile_step(d, step, default_rules.cancel_rules()) for step in d.cancel or ()),
-        callback=_make_poll_judge(d, d.callback, default_rules.poll_rules()),
-        health=(_compile_request(d.health), compile_health(d.health)) if d.health else None,
+        status=tuple(
+            _compile_step(d, f"status[{number}]", step, default_rules.poll_rules())
+            for number, step in enumerate(d.status)
+        ),
+        result=_compile_step(d, "result", d.result, default_rules.result_rules()) if d.result else None,
+        cancel=tuple(
+            _compile_step(d, f"cancel[{number}]", step, default_rules.cancel_rules())
+            for number, step in enumerate(d.cancel or ())
+        ),
+        callback=_make_poll_judge(d, d.callback, (*d.callback.rules, *default_rules.poll_rules())),
+        health=_compile_health(d.health) if d.health else None,
         output_size=CompiledOutputSize(tuple(map(parse, d.output_size.pointer)), d.output_size.default)
         if d.output_size
         else None,
     )
 
 
+def _compile_submit(description: Description) -> CompiledStep:
+    step = description.submit
+    rules = (*step.rules, *default_rules.submit_rules(step.id, description.mode == "async"))
+    return CompiledStep(
+        "submit", _compile_request(step), _make_submit_judge(description, rules), rules, len(step.rules)
+    )
+
+
 def _compile_step(
-    description: Description, step: StatusStep | Result | Cancel, default_rules_of_step: tuple[Rule, ...]
+    description: Description, place: str, step: StatusStep | Result | Cancel, default_rules_of_step: tuple[Rule, ...]
 ) -> CompiledStep:
-    return CompiledStep(_compile_request(step), _make_poll_judge(description, step, default_rules_of_step))
+    rules = (*step.rules, *default_rules_of_step)
+    judge = _make_poll_judge(description, step, rules)
+    return CompiledStep(place, _compile_request(step), judge, rules, len(step.rules))
+
+
+def _compile_health(step: HealthStep) -> CompiledHealth:
+    rules = (*step.rules, *default_rules.health_rules())
+    return CompiledHealth("health", _compile_request(step), compile_health(step, rules), rules, len(step.rules))
 
 
 def _compile_request(step: _Step) -> RequestTemplate:
@@ -97,8 +128,7 @@ def _compile_request(step: _Step) -> RequestTemplate:
     )
 
 
-def _make_submit_judge(description: Description) -> Judge:
-    rules = (*description.submit.rules, *default_rules.submit_rules(description.submit.id, description.mode == "async"))
+def _make_submit_judge(description: Description, rules: tuple[Rule, ...]) -> Judge:
     return Judge(
         rules=tuple(map(compile_rule, rules)),
         is_poll=False,
@@ -113,10 +143,10 @@ def _make_submit_judge(description: Description) -> Judge:
 
 
 def _make_poll_judge(
-    description: Description, step: StatusStep | Result | Cancel | Callback, default_rules_of_step: tuple[Rule, ...]
+    description: Description, step: StatusStep | Result | Cancel | Callback, rules: tuple[Rule, ...]
 ) -> Judge:
     return Judge(
-        rules=tuple(map(compile_rule, (*step.rules, *default_rules_of_step))),
+        rules=tuple(map(compile_rule, rules)),
         is_poll=True,
         result=parse(step.result),
         as_text=step.result_as == "text",

@@ -9,28 +9,23 @@ detected before a request is written to it, and another is used.
 """
 
 import asyncio
-import math
-import re
 import socket
 import ssl
 import time
 import zlib
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import certifi
-import requests
 import structlog
 from aiohappyeyeballs import start_connection
-from requests.utils import get_auth_from_url
 
 from slotkeeper.large_json import AnonymousFile
 from tasks.servers import http_connection
 from tasks.servers.call import Limits
+from tasks.servers.endpoint import Endpoint, Origin
 from tasks.servers.http_connection import HttpConnection, ParseTurns
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tasks.servers.stream_reader import StreamReader
@@ -93,52 +88,15 @@ class ResponseBody:
 
 _STREAM_GRACE_S = 0.5
 """After a stream's end mark, the response has this long to end as well, so that its connection can be reused."""
-_CHECKS_PER_LIMIT = 4  # checks for progress within `read_s`, and for silence within `max_silence_s`
 _HAPPY_EYEBALLS_DELAY_S = 0.25  # then the next address of a host is tried, while the first has not accepted
 _ABANDONED_MAX_BYTES = 64 * 1024  # bytes that are kept of the response in an abandoned exchange
 _METHODS_WITHOUT_BODY = frozenset({"GET", "HEAD"})
 _OWN_HEADERS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-# A URL whose path is sent unchanged.  Many of these URLs belong to one run each, so only their origins are cached.
-_PLAIN_URL = re.compile(r"(https?://[^/?#\\]+)((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+)")
 _GZIP = 16 + zlib.MAX_WBITS
-
-Origin: TypeAlias = tuple[str, str, int]
-"""Scheme, host and port of a server."""
-
-
-class _Target(NamedTuple):
-    """A URL, split into the parts of a request."""
-
-    origin: Origin
-    path: str
-    """The path and the query, quoted."""
-    fields: tuple[str, ...]
-    """The header lines that follow from the URL: Host, and Authorization if it contains a user."""
 
 
 class HttpExchange:
     """One request and its response.  `reply` is a future for the Response, or for the reason why there is none."""
-
-    __slots__ = (
-        "_body",
-        "_connection",
-        "_deadline",
-        "_decompressor",
-        "_has_body",
-        "_headers",
-        "_http",
-        "_last_progress",
-        "_limits",
-        "_progress_timer",
-        "_reader",
-        "_silence_timer",
-        "_size",
-        "_status",
-        "connecting",
-        "is_abandoned",
-        "reply",
-    )
 
     def __init__(self, http: "HttpClient", limits: Limits, reader: StreamReader | None = None) -> None:
         self.reply: asyncio.Future[Response | NoResponse] = http.loop.create_future()
@@ -152,9 +110,8 @@ class HttpExchange:
         self._decompressor: Any = None  # of a body that the server compresses although the request excludes that
         self._body = ResponseBody()
         self._size = 0
-        self._last_progress = (-1, -1)  # bytes received and bytes unsent, at the last check
-        self._progress_timer: asyncio.TimerHandle | None = None
-        self._silence_timer: asyncio.TimerHandle | None = None
+        self._unsent, self._last_sent_s = 0, 0.0  # bytes of the request at the last check, and when they were fewer
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._deadline = http.loop.call_later(limits.deadline - time.monotonic(), self._on_deadline)
 
     def cut_off(self) -> None:
@@ -172,9 +129,7 @@ class HttpExchange:
             return
         waiting, self.reply = self.reply, self._http.loop.create_future()
         self.is_abandoned, self._reader = True, None
-        self._cancel_progress_check()
-        if self._silence_timer is not None:
-            self._silence_timer.cancel()
+        self._cancel_idle_check()
         self._deadline.cancel()
         self._deadline = self._http.loop.call_later(self._limits.listen_s, self.fail, FailureReason.TIMEOUT)
         waiting.set_result(NoResponse(reason))
@@ -183,8 +138,7 @@ class HttpExchange:
         """Send the request over this connection."""
         self._connection = connection
         connection.send_request(self, request.head, request.body, is_bodiless=request.is_bodiless)
-        if self._limits.read_s < self._limits.deadline - time.monotonic():
-            self._schedule_progress_check(0)
+        self._check_idle()
 
     def fail(self, reason: FailureReason) -> None:
         """End the exchange without a response, and close its connection."""
@@ -198,16 +152,16 @@ class HttpExchange:
 
     def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
         self._status, self._headers = status, headers
-        if int(headers.get("Content-Length") or 0) > self._limits.max_bytes and not self.is_abandoned:
+        if int(headers.get("content-length") or 0) > self._limits.max_bytes and not self.is_abandoned:
             self.fail(FailureReason.TOO_LARGE)
         elif self._reader is not None and self._reader.accepts(status, headers):
-            self._check_silence(self._reader)
+            self._check_idle()
 
     def on_body(self, piece: bytes) -> None:
         if self.is_abandoned and (self._decompressor is not None or self._size > _ABANDONED_MAX_BYTES):
             return
         if not self._has_body:
-            self._has_body, self._decompressor = True, _make_decompressor(self._headers.get("Content-Encoding"))
+            self._has_body, self._decompressor = True, _make_decompressor(self._headers.get("content-encoding"))
         if self._decompressor is not None:
             try:
                 piece = self._decompressor.decompress(piece, self._limits.max_bytes - self._size + 1)
@@ -251,42 +205,39 @@ class HttpExchange:
         if reader.is_aborted:
             self.fail(FailureReason.RESET)
         elif reader.is_finished and not was_finished:
-            self._cancel_progress_check()
-            self._progress_timer = self._http.loop.call_later(_STREAM_GRACE_S, self.fail, FailureReason.RESET)
+            self._cancel_idle_check()
+            self._idle_timer = self._http.loop.call_later(_STREAM_GRACE_S, self.fail, FailureReason.RESET)
 
-    def _check_silence(self, reader: StreamReader) -> None:
-        """Fail if the server has sent nothing but heartbeats for `max_silence_s`; else check again later."""
-        if reader.is_silent:
+    def _check_idle(self) -> None:
+        """Fail if the server has been idle for too long; else check again when it may have been."""
+        self._cancel_idle_check()
+        now_s = time.monotonic()
+        idle_ends_s = self._idle_ends_s()
+        if idle_ends_s <= now_s:
             self.fail(FailureReason.TIMEOUT)
-        elif not self.reply.done() and not reader.is_finished and reader.max_silence_s < math.inf:
-            pause_s = reader.max_silence_s / _CHECKS_PER_LIMIT
-            self._silence_timer = self._http.loop.call_later(pause_s, self._check_silence, reader)
+        elif idle_ends_s < self._limits.deadline:
+            self._idle_timer = self._http.loop.call_later(idle_ends_s - now_s, self._check_idle)
 
-    def _schedule_progress_check(self, idle_checks: int) -> None:
-        self._progress_timer = self._http.loop.call_later(
-            self._limits.read_s / _CHECKS_PER_LIMIT, self._check_progress, idle_checks
-        )
+    def _idle_ends_s(self) -> float:
+        """Return the monotonic time until which the server may be idle, as far as is known.
 
-    def _check_progress(self, idle_checks: int) -> None:
-        """Fail if no byte was received or sent for `read_s`.  `idle_checks`: checks in a row without progress."""
+        It is idle if no byte is received or sent for `read_s`, or if a stream contains nothing but heartbeats for as
+        long as its description says.  When bytes were sent is known only as well as the checks are frequent.
+        """
         assert self._connection is not None
-        progress = self._connection.bytes_received, self._connection.bytes_unsent
-        idle_checks, self._last_progress = (idle_checks + 1 if progress == self._last_progress else 1), progress
-        if idle_checks > _CHECKS_PER_LIMIT - 1:
-            self.fail(FailureReason.TIMEOUT)
-        else:
-            self._schedule_progress_check(idle_checks)
+        if self._connection.bytes_unsent != self._unsent:
+            self._unsent, self._last_sent_s = self._connection.bytes_unsent, time.monotonic()
+        ends_s = max(self._connection.last_received_s, self._last_sent_s) + self._limits.read_s
+        return ends_s if self._reader is None else min(ends_s, self._reader.silence_ends_s)
 
-    def _cancel_progress_check(self) -> None:
-        if self._progress_timer is not None:
-            self._progress_timer.cancel()
+    def _cancel_idle_check(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
     def _finish(self, reply: Response | NoResponse) -> None:
         self._connection = None  # It may already carry another exchange, which must not lose it.
         self._deadline.cancel()
-        self._cancel_progress_check()
-        if self._silence_timer is not None:
-            self._silence_timer.cancel()
+        self._cancel_idle_check()
         self._http.forget(self)
         if not self.reply.done():
             self.reply.set_result(reply)
@@ -317,7 +268,8 @@ class HttpClient:
     def send(
         self,
         method: str,
-        url: str,
+        endpoint: Endpoint,
+        target: str,
         headers: Mapping[str, str],
         body: bytes | None,
         limits: Limits,
@@ -325,6 +277,7 @@ class HttpClient:
     ) -> HttpExchange:
         """Send a request once.  On return it has left, or waits for its connection.
 
+        target: the path and the query, quoted.
         reader: receives the body in pieces, if the response is a stream.
         """
         exchange = HttpExchange(self, limits, reader)
@@ -333,17 +286,17 @@ class HttpClient:
             exchange.fail(FailureReason.CONNECT)
             return exchange
         try:
-            target = _find_target(url)
-            request = _EncodedRequest(_encode_head(method, target, headers, body), body or b"", method == "HEAD")
-        except (ValueError, requests.RequestException):
+            head = _encode_head(method, endpoint, target, headers, body)
+        except ValueError:
             exchange.fail(FailureReason.UNSENDABLE)
             return exchange
-        kept = self._reusable_connection(target.origin)
+        request = _EncodedRequest(head, body or b"", method == "HEAD")
+        kept = self._reusable_connection(endpoint.origin)
         if kept is not None:
             exchange.send(kept, request)
         else:
             exchange.connecting = self.loop.create_task(
-                self._connect_and_send(exchange, target.origin, request, limits)
+                self._connect_and_send(exchange, endpoint.origin, request, limits)
             )
         return exchange
 
@@ -436,59 +389,19 @@ def _tls_context() -> ssl.SSLContext:
     return context
 
 
-@lru_cache(maxsize=256)
-def _find_target(url: str) -> _Target:
-    """Split a URL.  Raises ValueError, requests.RequestException."""
-    plain_url = _PLAIN_URL.fullmatch(url)
-    if plain_url is None:
-        return _parse_target(url)
-    base_url, path = plain_url.groups()
-    origin, _, fields = _parse_target(base_url)
-    return _Target(origin, path, fields)
-
-
-@lru_cache(maxsize=4096)
-def _parse_target(url: str) -> _Target:
-    prepared = requests.PreparedRequest()
-    prepared.prepare_url(url, None)
-    assert prepared.url is not None
-    parts = urlsplit(prepared.url)
-    if parts.scheme not in _DEFAULT_PORTS or parts.hostname is None:
-        raise ValueError("the URL has no host, or its scheme is neither http nor https")
-    default_port = _DEFAULT_PORTS[parts.scheme]
-    port = parts.port or default_port
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    fields = [f"Host: {host if port == default_port else f'{host}:{port}'}"]
-    user, password = get_auth_from_url(prepared.url)
-    if user or password:
-        fields.append(f"Authorization: Basic {b64encode(f'{user}:{password}'.encode('latin-1')).decode()}")
-    return _Target((parts.scheme, parts.hostname, port), prepared.path_url, tuple(fields))
-
-
-def _encode_head(method: str, target: _Target, headers: Mapping[str, str], body: bytes | None) -> bytes:
+def _encode_head(method: str, endpoint: Endpoint, target: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
     """Return the head of a request.  Raises ValueError for a header that could contain another, or is not Latin-1."""
-    if not "".join(headers.values()).isprintable():
-        raise ValueError("the value of a header has a character that cannot be printed")
-    length = len(body or b"") if body is not None or method not in _METHODS_WITHOUT_BODY else None
-    template = _head_template(target.fields, tuple(headers), length is not None)
-    values = headers.values() if length is None else (length, *headers.values())
-    return f"{method} {target.path} HTTP/1.1\r\n{template % tuple(values)}".encode("latin-1")
-
-
-@lru_cache(maxsize=1024)
-def _head_template(fields: tuple[str, ...], names: tuple[str, ...], has_length: bool) -> str:
-    """Return the format string of a head after its first line: for the length, if it has one, and the headers' values.
-
-    names: the names of the headers, in the order of their values.  Neither URLs nor values are cached: many belong to
-    one run, and may contain parts of its payload.  Raises ValueError for a name that is not valid.
-    """
-    if not all(names) or not "".join(names).isprintable() or any(":" in name for name in names):
-        raise ValueError("the name of a header is empty, or has a character that it must not have")
-    given_names = {name.lower() for name in names}
-    defaults = [f"{name}: {value}" for name, value in _OWN_HEADERS.items() if name.lower() not in given_names]
-    fixed = [line.replace("%", "%%") for line in (*fields, *defaults)]
-    variable = [f"{name.replace('%', '%%')}: %s" for name in names]
-    return "\r\n".join([*fixed, *["Content-Length: %d"] * has_length, *variable, "", ""])
+    if not "".join((*headers, *headers.values())).isprintable():
+        raise ValueError("a header has a character that cannot be printed")
+    if not all(headers) or any(":" in name for name in headers):
+        raise ValueError("the name of a header is empty, or contains a colon")
+    given_names = {name.lower() for name in headers}
+    lines = [f"{method} {target} HTTP/1.1", *endpoint.header_lines]
+    lines += [f"{name}: {value}" for name, value in _OWN_HEADERS.items() if name.lower() not in given_names]
+    if body is not None or method not in _METHODS_WITHOUT_BODY:
+        lines.append(f"Content-Length: {len(body or b'')}")
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 def _make_decompressor(coding: str | None) -> Any:

@@ -11,11 +11,12 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from tasks.servers.responses import has_explicit_length
 
 # A server may close an idle connection at the moment when a request is sent on it.  Whether it has read the request is
 # then unknown, and an UNKNOWN outcome holds the slot.  `is_reusable` detects a connection that is closed already.  The
@@ -41,7 +42,7 @@ class ResponseHandler(Protocol):
     """Receives a response while the connection reads it.  The last call is one of the last three."""
 
     def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
-        """Handle the head of the response."""
+        """Handle the head of the response.  `headers`: by names in lower case."""
 
     def on_body(self, piece: bytes) -> None:
         """Handle a piece of its body."""
@@ -110,9 +111,10 @@ class HttpConnection(asyncio.Protocol):
         self._is_bodiless = False  # The response has no body, whatever its headers say.
         self.is_closed = False
         self._idle_since_s = 0.0  # monotonic
+        self.last_received_s = 0.0  # monotonic; when the request was sent, if nothing was received since
         self.bytes_received = 0  # without those that are not parsed yet
         self._received_at_body = 0  # `bytes_received` at the last piece of a body, or when the request was sent
-        self._fields: dict[bytes, bytes] = {}
+        self._headers: dict[str, str] = {}  # by names in lower case
         self._reset_response()
         self._parser = HttpResponseParser(self)
         # Faults that have only one meaning are accepted: no proxy parses this connection in another way.
@@ -153,7 +155,7 @@ class HttpConnection(asyncio.Protocol):
         is_bodiless: the response has no body, whatever its headers say.
         """
         self._handler, self._is_bodiless = handler, is_bodiless
-        self._received_at_body = self.bytes_received
+        self._received_at_body, self.last_received_s = self.bytes_received, time.monotonic()
         self._reset_response()
         if len(body) < _LARGE_BODY_BYTES:
             self._transport.write(head + body)
@@ -214,6 +216,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _parse_slice(self, data: bytes) -> None:
         self.bytes_received += len(data)
+        self.last_received_s = time.monotonic()
         if self._handler is None:  # The server sends data without a request.
             self.close()
             return
@@ -232,7 +235,7 @@ class HttpConnection(asyncio.Protocol):
             self._parse_slice(unparsed)
         self.is_closed = True
         self._on_closed(self)
-        if error is None and self._status and not _has_length(self._fields):
+        if error is None and self._status and not has_explicit_length(self._headers):
             self._complete()  # A response without a length ends with its connection.
         else:
             self._fail()
@@ -263,12 +266,12 @@ class HttpConnection(asyncio.Protocol):
     # -- called by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._fields = {}
+        self._headers = {}
         self._is_malformed |= self._is_complete  # The server sends a second response.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._status:  # Fields after the body (trailers) are not headers.
-            self._fields[name.strip().lower()] = value
+            self._headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -276,7 +279,7 @@ class HttpConnection(asyncio.Protocol):
         if self._handler is None or (status < 200 and status != _SWITCHING_PROTOCOLS):
             return
         self._status = status
-        self._handler.on_headers(status, ResponseHeaders(self._fields))
+        self._handler.on_headers(status, self._headers)
         if self._is_bodiless or status == _SWITCHING_PROTOCOLS:
             self._is_complete = self._is_malformed = True
 
@@ -295,32 +298,6 @@ class HttpConnection(asyncio.Protocol):
             self._is_malformed |= not self._parser.should_keep_alive()
         elif not self._is_complete:
             self._is_complete, self._keep_alive = True, self._parser.should_keep_alive()
-
-
-class ResponseHeaders(Mapping[str, str]):
-    """The headers of a response; the case of names does not matter.  A value is decoded when it is read: few are."""
-
-    def __init__(self, fields: Mapping[bytes, bytes]) -> None:
-        """`fields`: values by names in lower case."""
-        self._fields = fields
-
-    def __getitem__(self, name: str) -> str:
-        return self._fields[_header_key(name)].decode("latin-1").strip()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._fields.get(_header_key(name))
-        return default if value is None else value.decode("latin-1").strip()
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.decode("latin-1") for name in self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-
-@lru_cache(maxsize=256)
-def _header_key(name: str) -> bytes:
-    return name.lower().encode("latin-1")
 
 
 def _is_open_and_silent(sock: socket.socket) -> bool:
@@ -342,9 +319,3 @@ def _is_open_and_silent(sock: socket.socket) -> bool:
     except OSError:
         pass
     return False
-
-
-def _has_length(fields: Mapping[bytes, bytes]) -> bool:
-    """Return whether the headers define where the body ends, so that a cut body can be recognized."""
-    headers = ResponseHeaders(fields)
-    return "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
+from urllib.parse import urlsplit
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers import presets
-from tasks.servers.adapter import HttpRequest, Send, ServerAdapter, split_endpoint
+from tasks.servers.adapter import HttpRequest, ServerAdapter
 from tasks.servers.call import Call, Health, Limits
-from tasks.servers.default_rules import cancel_rules, health_rules, poll_rules, result_rules, submit_rules
+from tasks.servers.compiled import CompiledHealth, CompiledStep
 from tasks.servers.description import Description, HealthRule, Rule
+from tasks.servers.endpoint import Endpoint, parse_endpoint, quote_target
 from tasks.servers.http_client import HttpClient
 from tasks.servers.pointers import MISSING, parse, resolve
 from tasks.servers.responses import NOT_JSON, NoResponse, Response, redact
-from tasks.servers.rules import CompiledRule, compile_rule
+from tasks.servers.rules import compile_rule, find_rule
+from tasks.servers.session import ServerSession
 from tasks.servers.templates import SecretLookup, to_json
 
 GENERIC = "generic-sync"
@@ -77,11 +80,11 @@ class Recognition:
 
 async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Recognition:
     """Request the paths that have signs of presets, each once.  Raises ValueError if `url` is not http or https."""
-    _, base = split_endpoint(url)
+    endpoint = parse_endpoint(url)
     end = time.monotonic() + deadline_s
     exchanges, candidates, is_there = [], dict[str, Candidate](), False
     for path, signs in groupby(_signs(), key=lambda one: one[1].path):
-        reply, exchange = await _probe_path(http, base, path, end)
+        reply, exchange = await _probe_path(http, endpoint, path, end)
         exchanges.append(exchange)
         if isinstance(reply, NoResponse):
             if not is_there and exchange.status is None and reply.reason == "connect":
@@ -94,17 +97,17 @@ async def recognize(url: str, http: HttpClient, deadline_s: float = 20.0) -> Rec
                 weight = sign.weight + (earlier.weight if earlier else 0)
                 candidates[preset] = Candidate(preset, weight, f"GET {path} answered as its servers do")
     ranked = tuple(sorted(candidates.values(), key=lambda one: (-one.weight, one.preset)))
-    model = await _read_model_name(http, base, ranked[0].preset, end) if ranked else None
+    model = await _read_model_name(http, endpoint, ranked[0].preset, end) if ranked else None
     return Recognition(is_there, ranked, tuple(exchanges), model)
 
 
 def endpoint_for(url: str, preset: str, model: str | None) -> str:
     """Return the endpoint to register: `url`, and if it has no path, the preset's path behind it."""
-    whole, base = split_endpoint(url)
-    if whole.removeprefix(base).rstrip("/"):
-        return whole
-    _, example = split_endpoint(presets.info(preset).endpoint)
-    return base + presets.info(preset).endpoint.removeprefix(example).replace("MODEL", model or "MODEL")
+    endpoint = parse_endpoint(url)
+    if endpoint.target != "/":
+        return endpoint.url
+    path = urlsplit(presets.info(preset).endpoint)._replace(scheme="", netloc="").geturl()
+    return endpoint.url.rstrip("/") + path.replace("MODEL", model or "MODEL")
 
 
 def _signs() -> list[tuple[str, presets.Sign]]:
@@ -118,19 +121,19 @@ def _as_rule(sign: presets.Sign) -> HealthRule:
 
 
 async def _probe_path(
-    http: HttpClient, base: str, path: str, end: float
+    http: HttpClient, endpoint: Endpoint, path: str, end: float
 ) -> tuple[Response | NoResponse, ProbedExchange]:
     limits = Limits(_CONNECT_S, _READ_S, min(end, time.monotonic() + _CONNECT_S + _READ_S), _MAX_BYTES)
     started = time.monotonic()
-    reply = await http.send("GET", base + path, {"X-Source": "dispatcher"}, None, limits).reply
+    reply = await http.send("GET", endpoint, quote_target(path), {"X-Source": "dispatcher"}, None, limits).reply
     return reply, _make_exchange("look", f"GET {path}", reply, started)
 
 
-async def _read_model_name(http: HttpClient, base: str, preset: str, end: float) -> str | None:
+async def _read_model_name(http: HttpClient, endpoint: Endpoint, preset: str, end: float) -> str | None:
     place = presets.info(preset).model
     if place is None:
         return None
-    reply, _ = await _probe_path(http, base, place.path, end)
+    reply, _ = await _probe_path(http, endpoint, place.path, end)
     if isinstance(reply, NoResponse) or reply.json is NOT_JSON:
         return None
     name = resolve(reply.json, parse(place.pointer))
@@ -146,6 +149,7 @@ class Trial:
     secret: SecretLookup | None = None
     exchanges: list[ProbedExchange] = field(default_factory=list)
     _secrets: set[str] = field(default_factory=set)
+    _remote_id: str | None = None  # the server's id of the run
 
     def __post_init__(self) -> None:
         self._secrets.update(find_secrets_in_url(self.endpoint))
@@ -153,19 +157,19 @@ class Trial:
 
     async def health(self, http: HttpClient) -> Health:
         """Request the server's health."""
-        return await self._server.health(self._recording_send(http, "health"))
+        return await self._session(http).health()
 
     async def run(self, http: HttpClient, payload: Any, patience_s: float) -> Outcome:
         """Run one job as a worker would, for at most `patience_s`; then cancel it."""
         call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
-        end = time.monotonic() + patience_s
-        outcome = await self._server.submit(call, self._recording_send(http, "submit"))
-        remote_id = outcome.remote_id
+        session, end = self._session(http), time.monotonic() + patience_s
+        outcome = await session.submit(call)
+        self._remote_id = remote_id = outcome.remote_id
         while outcome.kind is OutcomeKind.PENDING and remote_id and time.monotonic() < end:
             await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
-            outcome = await self._server.status(call, remote_id, self._recording_send(http, "status", remote_id))
+            outcome = await session.status(call, remote_id)
         if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN) and self.description.cancel is not None:
-            await self._server.cancel(call, remote_id, self._recording_send(http, "cancel", remote_id))
+            await session.cancel(call, remote_id)
         return outcome
 
     def redacted(self, value: Any) -> str:
@@ -178,72 +182,46 @@ class Trial:
             self._secrets.add(value)
         return value
 
-    def _recording_send(self, http: HttpClient, first_step: str, remote_id: str | None = None) -> Send:
-        """Return a function that sends the requests of a step and of the steps that follow it, and keeps them."""
-        steps = _Steps(self.description, first_step)
+    def _session(self, http: HttpClient) -> "_RecordedSession":
+        return _RecordedSession(self._server, http, self)
 
-        async def send(request: HttpRequest) -> Response | NoResponse:
-            started = time.monotonic()
-            reply = await http.send(*request).reply
-            self.exchanges.append(self._make_exchange(request, reply, started, steps, remote_id))
-            return reply
-
-        return send
-
-    def _make_exchange(
-        self, request: HttpRequest, reply: Response | NoResponse, started: float, steps: "_Steps", remote_id: str | None
-    ) -> ProbedExchange:
-        path = request.url.partition("//")[2].partition("/")[2]
-        step, rule, means = steps.judge(reply, remote_id)
+    def add(
+        self, step: CompiledStep | CompiledHealth, request: HttpRequest, reply: Response | NoResponse, started: float
+    ) -> None:
+        """Keep an exchange.  started: the monotonic time at which the request was sent."""
+        rule, means = _matching_rule(step, reply, self._remote_id)
+        name = step.place.partition("[")[0]
         sent = None if request.body is None else self.redacted(request.body.decode("utf-8", "replace"))
-        line = self.redacted(f"{request.method} /{path}")
-        return _make_exchange(step, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
+        line = self.redacted(f"{request.method} {request.target}")
+        self.exchanges.append(
+            _make_exchange(name, line, reply, started, sent=sent, rule=rule, means=means, secrets=self._secrets)
+        )
 
 
-class _Steps:
-    """Tracks the step of a description that is being run, and finds the rule that judges its response."""
+class _RecordedSession(ServerSession):
+    """A session whose exchanges a Trial keeps."""
 
-    def __init__(self, description: Description, first_step: str) -> None:
-        self._description, self._name, self._number = description, first_step, 0
+    def __init__(self, server: ServerAdapter, http: HttpClient, trial: Trial) -> None:
+        super().__init__(server, http)
+        self._trial = trial
 
-    def judge(self, reply: Response | NoResponse, remote_id: str | None) -> tuple[str, str | None, str | None]:
-        """Return the step's name, the matching rule as text, and its `then`; then advance to the next step."""
-        place, own, defaults = self._rules()
-        step = self._name
-        rules = [*own, *defaults]
-        number = next((i for i, one in enumerate(rules) if _holds(one, reply, remote_id)), None)
-        if number is None:
-            return step, None, None
-        rule = rules[number]
-        where = f"{place}.rules[{number}]" if number < len(own) else "default"
-        self._advance(rule)
-        return step, f"{where}: {_rule_as_json(rule)}", rule.then
-
-    def _rules(self) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
-        """Return the place of the step in the description, its own rules, and the default rules."""
-        description = self._description
-        if self._name == "submit":
-            return "submit", description.submit.rules, submit_rules(description.submit.id, description.mode == "async")
-        if self._name == "status":
-            return f"status[{self._number}]", description.status[self._number].rules, poll_rules()
-        if self._name == "result" and description.result is not None:
-            return "result", description.result.rules, result_rules()
-        if self._name == "cancel" and description.cancel is not None:
-            return f"cancel[{self._number}]", description.cancel[self._number].rules, cancel_rules()
-        return "health", description.health.rules if description.health else (), health_rules()
-
-    def _advance(self, rule: Rule | HealthRule) -> None:
-        if self._name == "submit" and isinstance(rule, Rule) and rule.only_when_up:
-            self._name = "health"
-        elif self._name == "cancel" or (self._name == "status" and rule.then == "next"):
-            self._number += 1
-        elif self._name == "status" and rule.then == "done" and self._description.result is not None:
-            self._name = "result"
+    async def send(self, step: CompiledStep | CompiledHealth, request: HttpRequest) -> Response | NoResponse:
+        started = time.monotonic()
+        reply = await super().send(step, request)
+        self._trial.add(step, request, reply, started)
+        return reply
 
 
-def _holds(rule: Rule | HealthRule, reply: Response | NoResponse, remote_id: str | None) -> bool:
-    compiled: CompiledRule = compile_rule(rule)
-    return compiled.holds_for(reply, remote_id)
+def _matching_rule(
+    step: CompiledStep | CompiledHealth, reply: Response | NoResponse, remote_id: str | None
+) -> tuple[str | None, str | None]:
+    """Return the rule that matches the reply, as text with its place, and its `then`; or twice None."""
+    number = find_rule(step.judge.rules, reply, remote_id)
+    if number is None:
+        return None, None
+    rule = step.rules[number]
+    where = f"{step.place}.rules[{number}]" if number < step.own_rules else "default"
+    return f"{where}: {_rule_as_json(rule)}", rule.then
 
 
 def _rule_as_json(rule: Rule | HealthRule) -> str:

@@ -79,8 +79,7 @@ class Response:
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes, file: AnonymousFile | None = None) -> None:
         """Create a response.
 
-        headers: are looked up by names as the HTTP specifications write them.  file: contains the whole body; `body` is
-        then its beginning.
+        headers: by names in lower case.  file: contains the whole body; `body` is then its beginning.
         """
         self.status, self.headers, self.body, self.file = status, headers, body, file
         self._json: Any = self  # self: not parsed yet
@@ -111,7 +110,7 @@ class Response:
         if self.json is not NOT_JSON:
             return ""
         if self._fault is None:
-            coding = self.headers.get("Content-Encoding", "identity").lower()
+            coding = self.headers.get("content-encoding", "identity").lower()
             self._fault = describe_fault(self._full_body)
             if self._fault and coding not in DECODED_CODINGS:
                 self._fault = f"its body is encoded as {coding!r}, but the request accepts only 'identity'"
@@ -151,6 +150,11 @@ class Response:
     def beginning(self) -> str:
         """Return the beginning of the body as text, for patterns and messages."""
         return self.body[: 4 * TEXT_LIMIT].decode("utf-8", "replace")[:TEXT_LIMIT]
+
+
+def has_explicit_length(headers: Mapping[str, str]) -> bool:
+    """Return whether the headers define where the body ends, so that a cut body can be recognized."""
+    return "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
 
 
 def parse_json(body: bytes) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
 from tasks.servers.call import Health, HealthKind
-from tasks.servers.default_rules import health_rules
 from tasks.servers.description import (
     Condition,
     CountSource,
@@ -63,7 +62,7 @@ TOO_DEEP = Outcome(
 _UNDECIDED = frozenset({OutcomeKind.RETRY, OutcomeKind.PENDING})
 _ERROR_POINTERS = (("error",), ("detail",), ("message",))
 _MENTION_SEARCH_BYTES = 1 << 20  # bytes of a response
-_ECHO_HEADER = "X-Job-Id"
+_ECHO_HEADER = "x-job-id"
 
 
 class ResponseContext(NamedTuple):
@@ -175,6 +174,11 @@ def _expand_statuses(when: Condition) -> Iterable[int]:
             yield from range(int(status[:3]), int(status[4:]) + 1)
 
 
+def find_rule(rules: Sequence[CompiledRule], reply: Response | NoResponse, remote_id: str | None) -> int | None:
+    """Return the number of the first rule that matches the reply, from 0; None: no rule does."""
+    return next((number for number, rule in enumerate(rules) if rule.holds_for(reply, remote_id)), None)
+
+
 class OutcomeRule(Protocol):
     """The part of a rule that determines the outcome of a matching response."""
 
@@ -224,15 +228,16 @@ class Judge:
             return self._bad_answer(reply.message, context)
         if isinstance(reply, Response) and (other := self._find_other_job(reply, context)) is not None:
             return self._bad_answer(redact(f"the answer is about another job: {other}", context.secrets), context)
-        for rule in self.rules:
-            if rule.holds_for(reply, context.remote_id):
-                return None if rule.then == "next" else self.apply(rule, reply, context)
-        return self._bad_answer("nothing describes such an answer", context)
+        number = find_rule(self.rules, reply, context.remote_id)
+        if number is None:
+            return self._bad_answer("nothing describes such an answer", context)
+        rule = self.rules[number]
+        return None if rule.then == "next" else self.apply(rule, reply, context)
 
     def depends_on_health(self, reply: Response | NoResponse, remote_id: str | None) -> bool:
         """Return whether the rule that matches the reply applies only to a server that is up."""
-        rule = next((rule for rule in self.rules if rule.holds_for(reply, remote_id)), None)
-        return rule is not None and rule.only_when_up
+        number = find_rule(self.rules, reply, remote_id)
+        return number is not None and self.rules[number].only_when_up
 
     def apply(self, rule: OutcomeRule, reply: Response | NoResponse, context: ResponseContext) -> Outcome:
         """Return the outcome of a reply by a rule that matches it."""
@@ -244,7 +249,7 @@ class Judge:
             return self._bad_answer("the server has taken the job but gave no usable id", context)
         code = rule.code if rule.code is not None else _CODES[kind]
         may_ask_to_wait = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Response)
-        wait_s = retry_after_s(reply.headers.get("Retry-After"), context.now_s) if may_ask_to_wait else None  # type: ignore[union-attr]
+        wait_s = retry_after_s(reply.headers.get("retry-after"), context.now_s) if may_ask_to_wait else None  # type: ignore[union-attr]
         message = rule.message or (self._message(reply, context, kind) if code else "")
         progress = self._progress(reply) if kind is OutcomeKind.PENDING else None
         return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wait_s, progress=progress)
@@ -321,7 +326,7 @@ def _error_text(response: Response, pointers: Sequence[Pointer]) -> str:
 
 def is_redirect(response: Response) -> bool:
     """Return whether the response redirects to another address."""
-    return 300 <= response.status < 400 and bool(response.headers.get("Location"))
+    return 300 <= response.status < 400 and bool(response.headers.get("location"))
 
 
 def describe_unreadable(response: Response) -> str:
@@ -330,7 +335,7 @@ def describe_unreadable(response: Response) -> str:
     It quotes the response: redact it.
     """
     if is_redirect(response):
-        target = response.headers["Location"].partition("?")[0]
+        target = response.headers["location"].partition("?")[0]
         return f"the server answered {response.status}, a redirect to {target}: register that address"
     clause = f"the server's answer is not JSON: {response.fault}"
     head = response.beginning.strip()
@@ -383,7 +388,8 @@ class HealthJudge:
 
     def read(self, reply: Response | NoResponse, secrets: Iterable[str] = ()) -> Health:
         """Return the server's report.  Its message quotes the response, without these `secrets`."""
-        rule = next((rule for rule in self.rules if rule.holds_for(reply, None)), None)
+        number = find_rule(self.rules, reply, None)
+        rule = None if number is None else self.rules[number]
         state = rule.then if rule else HealthKind.GARBAGE.value
         kind = HealthKind.UP if state == _IDLE else HealthKind(state)
         answered = isinstance(reply, Response)
@@ -474,11 +480,11 @@ def _shorten(text: str) -> str:
     return f"{text[: _MAX_QUOTED_CHARS // 4]} … {text[-3 * _MAX_QUOTED_CHARS // 4 :]}"
 
 
-def compile_health(step: HealthStep) -> HealthJudge:
-    """Compile a validated health step."""
+def compile_health(step: HealthStep, rules: Iterable[HealthRule]) -> HealthJudge:
+    """Compile a validated health step, which is judged by these rules."""
     active = step.active or CountSource.model_construct()
     return HealthJudge(
-        rules=tuple(map(compile_rule, (*step.rules, *health_rules()))),
+        rules=tuple(map(compile_rule, rules)),
         active=tuple(map(parse, active.pointer or active.count)),
         is_count=bool(active.count),
         metrics=tuple(map(_metric_pattern, active.metric)),

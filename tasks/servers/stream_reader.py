@@ -5,6 +5,7 @@ A StreamReader reads one response.  The HTTP exchange feeds it bytes (`feed`), a
 one.
 """
 
+import math
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,15 @@ from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, Outcom
 from tasks.servers.default_rules import event_rules
 from tasks.servers.description import EventCondition, EventRule, Stream
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
-from tasks.servers.responses import NOT_JSON, FailureReason, NoResponse, Response, is_too_deep, redact
+from tasks.servers.responses import (
+    NOT_JSON,
+    FailureReason,
+    NoResponse,
+    Response,
+    has_explicit_length,
+    is_too_deep,
+    redact,
+)
 from tasks.servers.rules import TOO_DEEP, CompiledRule, Judge, ResponseContext, compile_event_rule
 
 MAX_PIECES = 100_000
@@ -152,7 +161,7 @@ class StreamReader:
 
     def accepts(self, status: int, headers: Mapping[str, str]) -> bool:
         """Return whether a response with this head is a stream; if not, it is read when it is complete."""
-        media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         self.is_stream = 200 <= status < 300 and media_type == self._stream.media_type
         self._headers, self._last_content_s = headers, time.monotonic()
         return self.is_stream
@@ -168,14 +177,11 @@ class StreamReader:
         return self._verdict is not None and self._verdict.server_still_running
 
     @property
-    def max_silence_s(self) -> float:
-        """Return for how many seconds the server may send nothing but heartbeats."""
-        return self._stream.silent_s or float("inf")
-
-    @property
-    def is_silent(self) -> bool:
-        """Return whether the server has sent nothing but heartbeats for too long."""
-        return time.monotonic() - self._last_content_s > self.max_silence_s
+    def silence_ends_s(self) -> float:
+        """Return the monotonic time until which the server may send nothing but heartbeats; infinite: without limit."""
+        if self._stream.silent_s is None or not self.is_stream or self.is_finished:
+            return math.inf
+        return self._last_content_s + self._stream.silent_s
 
     def feed(self, data: bytes) -> None:
         """Read the next bytes of the body."""
@@ -197,7 +203,7 @@ class StreamReader:
             return (
                 judged._replace(server_still_running=True) if judged and reply.reason in _CLOSED_BY_CLIENT else judged
             )
-        if has_length := _has_explicit_length(reply.headers):
+        if has_length := has_explicit_length(reply.headers):
             self._flush()
         if self._verdict is None and (self._may_end or (has_length and self._stream.ends_by == "length")):
             return self._join_pieces()
@@ -309,11 +315,6 @@ class StreamReader:
 
     def _bad_answer(self, message: str) -> Outcome:
         return Outcome(OutcomeKind.RETRY, code=BAD_ANSWER, message=message, server_still_running=True)
-
-
-def _has_explicit_length(headers: Mapping[str, str]) -> bool:
-    """Return whether the headers define where the body ends, so that a cut body can be recognized."""
-    return headers.get("Content-Length") is not None or "chunked" in headers.get("Transfer-Encoding", "").lower()
 
 
 class _LineSplitter:

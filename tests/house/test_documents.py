@@ -1,13 +1,12 @@
 """What documents, docstrings and comments say of files and headers is so, and nothing is cited that is not here."""
 
 import ast
-import asyncio
 import io
 import re
 import subprocess
+import time
 import tokenize
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from tasks.periods import PERIODS_S
 from tasks.servers import Call, ServerAdapter
-from tasks.servers.responses import FailureReason, NoResponse
 from tests.house.tree import PACKAGES, REPO, name_of
 
 # Rows, sections and findings of papers that a reader of this repository does not have.
@@ -103,31 +101,25 @@ _PROTOCOL = REPO / "docs/reference/slot-protocol.md"
 _TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 _CALL = Call("job-1", 1, {}, callback_url="http://here/", callback_token="t", traceparent=_TRACE, model="zimg")
 _SERVER = ServerAdapter("http://127.0.0.1:9/generate")
-_CALLS = {
-    "submit": partial(_SERVER.submit, _CALL),
-    "status": partial(_SERVER.status, _CALL, "r"),
-    "cancel": partial(_SERVER.cancel, _CALL, "r"),
-    "health": _SERVER.health,
+_STEPS = {
+    "submit": (_SERVER.compiled.submit, _CALL),
+    "status": (_SERVER.compiled.status[0], _CALL),
+    "cancel": (_SERVER.compiled.cancel[0], _CALL),
+    "health": (_SERVER.compiled.health, None),
 }
 
 
-def _headers(call: Callable[..., Any]) -> set[str]:
-    """Return the names of the headers with which a call of the server is sent."""
-    sent = set[str]()
-
-    async def send(request: Any) -> NoResponse:
-        sent.update(request.headers)
-        return NoResponse(FailureReason.CONNECT)
-
-    asyncio.run(call(send=send))
-    return sent
+def _headers(step: Any, call: Call | None) -> set[str]:
+    """Return the names of the headers with which the request of a step is sent."""
+    requests = _SERVER.requests
+    return set(requests.build(step, requests.template_values(call, "r"), time.monotonic() + 1).headers)
 
 
-@pytest.mark.parametrize("call", list(_CALLS))
+@pytest.mark.parametrize("call", list(_STEPS))
 def test_the_protocols_headers_are_those_that_are_sent(call: str) -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", _PROTOCOL.read_text("utf-8"), re.MULTILINE)
     said = {header for header, calls in rows if calls == "every call" or call in calls.split(", ")}
-    assert said == _headers(_CALLS[call]) - {"Content-Type", "Accept"}
+    assert said == _headers(*_STEPS[call]) - {"Content-Type", "Accept"}
 
 
 def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:

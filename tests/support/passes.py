@@ -20,7 +20,7 @@ from slotkeeper.process_locks import ProcessLocks
 from slotkeeper.registry.values import Server
 from tasks import health_checks, maintenance, server_adapters
 from tasks.health_checks import HealthTarget
-from tasks.servers.adapter import run_with_http_client
+from tasks.servers.session import run_with_http_client
 from tests.support.stage import Stage
 
 

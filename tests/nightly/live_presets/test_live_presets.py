@@ -19,8 +19,8 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Call, Description, HealthKind, ServerAdapter, presets
-from tasks.servers.adapter import run_with_http_client
 from tasks.servers.probe import recognize
+from tasks.servers.session import run_with_http_client
 from tests.nightly.live_presets.servers import Live, installed, started, wanted
 from tests.support.blocking import Blocking, Loop
 

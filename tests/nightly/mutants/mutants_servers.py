@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "an answer of a server that is starting fails its job",
-        "tasks.servers.adapter:ServerAdapter._run_step",
+        "tasks.servers.session:ServerSession._run_step",
         always("(HealthKind.BUSY, HealthKind.DOWN)"),
         kills=["test_a_server_that_is_not_ready_fails_no_job"],
         breaks="charges",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "a poll's answer reveals the secret of the submit",
-        "tasks.servers.adapter:ServerAdapter._secrets_to_redact",
+        "tasks.servers.adapter:ServerAdapter.secrets_to_redact",
         swap("return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)", "return known"),
         kills=[
             "test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call that we cut counts as ended by its server",
-        "tasks.servers.adapter:ServerSession.cut_off",
+        "tasks.servers.session:ServerSession.cut_off",
         drop("self._is_cut_off = True"),
         kills=["test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown"],
         breaks="SLOT-1",
@@ -144,7 +144,10 @@ MUTANTS = [
     Mutant(
         "a truncated answer counts as complete",
         "tasks.servers.http_connection:HttpConnection.connection_lost",
-        swap("error is None and self._status and not _has_length(self._fields)", "error is None and self._status"),
+        swap(
+            "error is None and self._status and not has_explicit_length(self._headers)",
+            "error is None and self._status",
+        ),
         kills=["test_an_answer_that_is_cut_is_none", "test_half_an_answer_leaves_the_outcome_unknown"],
         breaks="SLOT-1",
     ),
@@ -158,7 +161,7 @@ MUTANTS = [
     Mutant(
         "a request header can contain another header",
         "tasks.servers.http_client:_encode_head",
-        swap('not "".join(headers.values()).isprintable()', "headers is None"),
+        swap('not "".join((*headers, *headers.values())).isprintable()', "headers is None"),
         kills=["test_no_header_can_hold_another"],
         breaks="framing",
         still="test_headers_are_written_beside_those_that_are_always_said",
@@ -204,8 +207,8 @@ MUTANTS = [
     ),
     Mutant(
         "heartbeats keep a silent stream alive",
-        "tasks.servers.http_client:HttpExchange._check_silence",
-        never("reader.is_silent"),
+        "tasks.servers.http_client:HttpExchange._idle_ends_s",
+        swap("min(ends_s, self._reader.silence_ends_s)", "ends_s"),
         kills=["test_heartbeats_end_with_the_longest_silence"],
         breaks="limits",
         still="test_an_event_is_known_by_its_name",

@@ -43,10 +43,10 @@ def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path
         ("supervisor", {"alembic", "celery", "flask", "kombu", "redis", "sqlalchemy"}),
         ("flower", {"aiohappyeyeballs", "flask", "prompt_toolkit", "psycopg", "sqlalchemy"}),
         ("webhooks", {"celery", "cryptography.hazmat", "flask", "kombu"}),
-        ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "prompt_toolkit"}),
+        ("worker", {"alembic", "cryptography.hazmat", "flask", "flower", "prompt_toolkit", "requests"}),
         ("command", {"alembic", "celery", "flask", "kombu", "redis", "requests", "sqlalchemy"}),
         ("readiness probe", {"alembic", "celery", "flask", "kombu", "requests"}),
-        ("web", {"alembic", "cryptography.hazmat"}),
+        ("web", {"alembic", "cryptography.hazmat", "requests"}),
     ],
 )
 def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str], tmp_path: Path) -> None:

@@ -2,9 +2,10 @@ import orjson
 import pytest
 
 from tasks.servers.call import HealthKind
-from tasks.servers.description import HealthStep
+from tasks.servers.compiled import compile_description
+from tasks.servers.description import Description, HealthStep
 from tasks.servers.responses import FailureReason, NoResponse, Response
-from tasks.servers.rules import compile_health
+from tasks.servers.rules import HealthJudge
 
 METRICS = b"""# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="a}b"} 2.0
@@ -15,9 +16,15 @@ broken NaN
 """
 
 
+def _judge(step: HealthStep) -> HealthJudge:
+    health = compile_description(Description(health=step)).health
+    assert health is not None
+    return health.judge
+
+
 def read_health(body, status=200, **step):
     raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    return compile_health(HealthStep.model_validate(step)).read(Response(status, {}, raw))
+    return _judge(HealthStep.model_validate(step)).read(Response(status, {}, raw))
 
 
 def test_a_count_without_ids_is_enough():
@@ -79,7 +86,7 @@ def test_the_state_of_an_error_response_depends_on_its_status(status, kind):
 
 @pytest.mark.parametrize(("reason", "kind"), [("timeout", "busy"), ("connect", "down"), ("reset", "down")])
 def test_the_state_without_a_response_depends_on_the_failure(reason, kind):
-    assert compile_health(HealthStep()).read(NoResponse(FailureReason(reason))).kind == kind
+    assert _judge(HealthStep()).read(NoResponse(FailureReason(reason))).kind == kind
 
 
 def test_a_list_can_be_counted_and_its_elements_contain_the_ids():

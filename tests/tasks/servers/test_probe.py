@@ -6,8 +6,8 @@ import pytest
 
 from routing.dispatch.outcome import OutcomeKind
 from tasks.servers import Description, HealthKind, presets
-from tasks.servers.adapter import run_with_http_client
 from tasks.servers.probe import GENERIC, Recognition, Trial, endpoint_for, recognize
+from tasks.servers.session import run_with_http_client
 from tests.support.scripted import Seen, always, answer, refused_url
 
 ENDPOINTS = [

@@ -44,7 +44,7 @@ def test_a_body_that_is_not_json_is_refused(body):
 
 
 def test_json_is_parsed_regardless_of_the_content_type():
-    assert Response(200, {"Content-Type": "text/html"}, b'{"a": 1}').json == {"a": 1}
+    assert Response(200, {"content-type": "text/html"}, b'{"a": 1}').json == {"a": 1}
     assert Response(200, {}, b"null").json is None
 
 

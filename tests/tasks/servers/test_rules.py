@@ -14,7 +14,7 @@ DEFAULT_PLAN = compile_description(DEFAULT)
 
 def response(body: Any, status: int = 200, **headers: str) -> Response:
     raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    return Response(status, {name.replace("_", "-"): value for name, value in headers.items()}, raw)
+    return Response(status, {name.replace("_", "-").lower(): value for name, value in headers.items()}, raw)
 
 
 def submitted(reply, description: Description = DEFAULT, remote_id: str | None = None) -> Outcome:

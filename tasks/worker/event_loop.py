@@ -8,12 +8,13 @@ unless another thread or process writes now: handing them to a thread and back t
 import asyncio
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 import uvloop
@@ -36,6 +37,25 @@ _DELAY_S = 0.003  # In that time a slot that was passed on with an end has its n
 _POOL_THREADS = 16
 
 
+@dataclass(slots=True)
+class _PendingWrite:
+    """A write, and the future of its result."""
+
+    write: Write[Any]
+    future: "asyncio.Future[Any]"
+    is_committed: bool = False  # by the loop
+    result: Any = None  # of a committed write
+
+    def set_result(self) -> None:
+        """Give the result to whoever awaits it; in the loop's thread."""
+        if self.future.done():
+            return
+        if isinstance(self.result, Exception):
+            self.future.set_exception(self.result)
+        else:
+            self.future.set_result(self.result)
+
+
 class CommitQueue:
     """Commits the writes of one turn of the loop together: in the loop, if nothing has to be waited for, else in a
     thread.
@@ -44,9 +64,9 @@ class CommitQueue:
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, database: Database, delay_s: float = 0.0) -> None:
         """delay_s: how long a write waits for others to share its commit."""
         self._loop, self._database, self._delay_s = loop, database, delay_s
-        self._pending: list[_PendingWrite] = []
-        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._thread = threads.start_vital_thread(name, self._run)
+        self._pending: list[_PendingWrite] = []  # of this turn
+        self._left: deque[_PendingWrite] = deque()  # to the thread, by one turn or more
+        self._thread = ThreadPoolExecutor(1, name)
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """Have a write committed.  The future raises DatabaseUnavailable, CommitUnknown."""
@@ -57,89 +77,56 @@ class CommitQueue:
         return future
 
     def end(self) -> None:
-        self._batches.put(None)
+        """Let the thread end when it has committed what is left to it."""
+        self._thread.shutdown(wait=False)
 
     def _commit_pending(self) -> None:
         """Commit this turn's writes without waiting, if possible, and leave the rest to the thread."""
         pending, self._pending = self._pending, []
-        writes = [pending_write.write for pending_write in pending]
+        writes = [each.write for each in pending]
         results = self._database.try_commit_all(writes) if len(writes) <= _MAX_WRITES_IN_LOOP else None
+        for each, result in zip(pending, results or (), strict=False):
+            each.is_committed, each.result = True, result
         if results is not None and not any(write.durable for write in writes):
-            _set_results(pending, results)
+            _set_results(pending)
         else:
-            self._batches.put(_Batch(pending, results))
+            self._left.extend(pending)
+            self._thread.submit(self._commit_left)
 
-    def _run(self) -> None:
-        while (batches := self._take_batches()) is not None:
-            committed = [batch for batch in batches if batch.results is not None]
-            if committed:
+    def _commit_left(self) -> None:
+        while self._left:
+            group = [self._left.popleft() for _ in range(min(len(self._left), _MAX_GROUP))]
+            if committed := [each for each in group if each.is_committed]:
                 self._sync(committed)
-            pending = [pending_write for batch in batches if batch.results is None for pending_write in batch.pending]
-            if pending:
-                self._commit_all(pending)
+            if uncommitted := [each for each in group if not each.is_committed]:
+                self._commit_all(uncommitted)
 
-    def _sync(self, batches: "Sequence[_Batch]") -> None:
-        """Wait once for the disk behind the commits of these turns."""
+    def _sync(self, group: Sequence[_PendingWrite]) -> None:
+        """Wait once for the disk behind the commits of several turns."""
         try:
             self._database.sync()
         except Exception as error:
-            for batch in batches:
-                self._set_results_in_loop(
-                    batch.pending,
-                    [result if isinstance(result, Exception) else error for result in batch.results or ()],
-                )
-        else:
-            for batch in batches:
-                self._set_results_in_loop(batch.pending, batch.results or ())
+            for each in group:
+                each.result = each.result if isinstance(each.result, Exception) else error
+        self._set_results_in_loop(group)
 
-    def _commit_all(self, pending: "Sequence[_PendingWrite]") -> None:
+    def _commit_all(self, group: Sequence[_PendingWrite]) -> None:
         try:
-            results = self._database.commit_all([pending_write.write for pending_write in pending])
+            results = self._database.commit_all([each.write for each in group])
         except Exception as error:
-            results = [error] * len(pending)
-        self._set_results_in_loop(pending, results)
+            results = [error] * len(group)
+        for each, result in zip(group, results, strict=True):
+            each.result = result
+        self._set_results_in_loop(group)
 
-    def _set_results_in_loop(self, pending: "Sequence[_PendingWrite]", results: Sequence[Any]) -> None:
+    def _set_results_in_loop(self, group: Sequence[_PendingWrite]) -> None:
         with suppress(RuntimeError):  # The loop has ended, and with it all that waits.
-            self._loop.call_soon_threadsafe(_set_results, pending, results)
-
-    def _take_batches(self) -> "list[_Batch] | None":
-        """Wait for a batch, and take those behind it as well.  Returns None at the end."""
-        found: list[_Batch] = []
-        with suppress(Empty):
-            while sum(len(batch.pending) for batch in found) < _MAX_GROUP:
-                batch = self._batches.get(block=not found)
-                if batch is None and found:
-                    self._batches.put(None)  # Found again when these are committed.
-                    break
-                if batch is None:
-                    return None
-                found.append(batch)
-        return found
+            self._loop.call_soon_threadsafe(_set_results, group)
 
 
-class _PendingWrite(NamedTuple):
-    """A write, and the future of its result."""
-
-    write: Write[Any]
-    future: "asyncio.Future[Any]"
-
-
-class _Batch(NamedTuple):
-    """The writes of one turn of the loop; with their results, if they are committed and the disk is awaited."""
-
-    pending: Sequence[_PendingWrite]
-    results: Sequence[Any] | None
-
-
-def _set_results(pending: Sequence[_PendingWrite], results: Sequence[Any]) -> None:
-    for (_, future), result in zip(pending, results, strict=True):
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+def _set_results(group: Sequence[_PendingWrite]) -> None:
+    for each in group:
+        each.set_result()
 
 
 @types.coroutine

@@ -16,7 +16,7 @@ from slotkeeper.errors import DatabaseUnavailable
 from tasks.worker import event_loop
 from tasks.worker.event_loop import CommitQueue, WorkerLoop
 
-_THREAD = "commits"
+_NAME, _THREAD = "commits", "commits_0"
 
 
 class FakeDatabase:
@@ -51,7 +51,7 @@ class FakeDatabase:
 def _commit_queue(database: Any, delay_s: float = 0.0) -> Iterator[Callable[..., list[str]]]:
     """Return a function that commits writes in one iteration of a loop, waits for them, and returns their results."""
     loop = asyncio.new_event_loop()
-    queue = CommitQueue(_THREAD, loop, database, delay_s)
+    queue = CommitQueue(_NAME, loop, database, delay_s)
 
     async def commit_all(*names: str, durable: bool = False) -> list[str]:
         writes = [Write(lambda tx, name=name: name, durable) for name in names]  # type: ignore[misc]
@@ -108,7 +108,7 @@ def test_a_write_that_was_queued_before_the_end_is_committed(database: FakeDatab
     """Both reach the thread while it commits an earlier write."""
     database.is_locked, may_continue = True, threading.Event()
     loop = asyncio.new_event_loop()
-    queue = CommitQueue(_THREAD, loop, database)  # type: ignore[arg-type]
+    queue = CommitQueue(_NAME, loop, database)  # type: ignore[arg-type]
 
     def wait(_: Any) -> str:
         may_continue.wait(10)

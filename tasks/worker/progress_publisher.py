@@ -4,8 +4,8 @@ One entry of a run is on its way at a time.  Entries that Redis does not take ar
 bounded.
 """
 
-from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -22,9 +22,8 @@ log = structlog.get_logger(__name__)
 BATCH_S = 0.02
 """What arrives within this time, in seconds, is published together."""
 _UNWATCHED_PAUSE_S = 0.25
-_PAUSE_PER_STREAM_S = (
-    0.001  # longer for each run that reports, so that a worker sends Redis a thousand commands a second at most
-)
+# The pause is longer for each run that reports, so that a worker sends Redis a thousand commands a second at most.
+_PAUSE_PER_STREAM_S = 0.001
 _FAILURE_PAUSE_S = 1.0
 MAX_ENTRY_CHARS = 16 * 1024
 """Characters of an entry; a longer piece comes in parts, and a value that takes more is left out."""
@@ -48,53 +47,36 @@ class ProgressPublisher:
 class ProgressStream:
     """What the server of one attempt reports.  For the loop's thread alone."""
 
-    __slots__ = ("_attempt", "_is_closed", "_job_id", "_publisher", "_queue")
-
     def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
         self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
-        self._queue: _EntryQueue | None = None  # Every run has a stream, and few report anything.
-        self._is_closed = False
+        self._entry_ids: EntryIds | None = None  # None: nothing was reported, as for most runs
+        self._entries: list[_ProgressEntry] = []
+        self._pending_chars = 0
+        self._stored_sizes: list[int] = []  # bytes of the entries that are kept for clients that connect later
+        self._last_progress: Any = None
+        self._is_sending = self._is_closed = False
+        self._paused_until = 0.0  # by the loop's clock
+        self._timer: Any = None
 
     def __call__(self, piece: Piece) -> None:
         """Publish what the server has reported."""
         if self._is_closed:
             return
-        if self._queue is None:
-            self._queue = _EntryQueue(self._publisher, self._job_id, self._attempt)
-        self._queue.add(piece)
-
-    def close(self) -> None:
-        """Publish what waits, and end the stream: the run is over."""
-        if not self._is_closed:
-            self._is_closed = True
-            if self._queue is not None:
-                self._queue.close()
-
-
-class _EntryQueue:
-    """The entries of a run, from its first piece on."""
-
-    def __init__(self, publisher: ProgressPublisher, job_id: str, attempt: int) -> None:
-        self._publisher, self._job_id, self._attempt = publisher, job_id, attempt
-        self._entry_ids = EntryIds(attempt)
-        self._entries: deque[_ProgressEntry] = deque()
-        self._pending_chars = 0  # characters
-        self._stored_sizes: deque[int] = deque()  # bytes of the entries that are kept for clients that connect later
-        self._last_progress: Any = None
-        self._is_sending = self._is_closed = False
-        self._paused_until = 0.0  # by the loop's clock
-        self._timer: Any = None
-        publisher.active_streams += 1
-
-    def add(self, piece: Piece) -> None:
+        if self._entry_ids is None:
+            self._entry_ids = EntryIds(self._attempt)
+            self._publisher.active_streams += 1
         self._add_piece(piece)
         self._send_soon()
 
     def close(self) -> None:
+        """Publish what waits, and end the stream: the run is over."""
+        if self._is_closed:
+            return
         self._is_closed = True
-        self._publisher.active_streams -= 1
-        self._paused_until = 0.0
-        self._send_soon()
+        if self._entry_ids is not None:
+            self._publisher.active_streams -= 1
+            self._paused_until = 0.0
+            self._send_soon()
 
     def _add_piece(self, piece: Piece) -> None:
         if piece.progress is not None and piece.progress != self._last_progress:
@@ -145,7 +127,7 @@ class _EntryQueue:
         pause_s = BATCH_S
         try:
             while self._entries:
-                watchers = await self._publisher.redis(self._command(self._entries.popleft()))
+                watchers = await self._publisher.redis(self._command(self._entries.pop(0)))
                 pause_s = BATCH_S if watchers > 0 else _UNWATCHED_PAUSE_S
             if self._is_closed:
                 await self._publisher.redis(self._publisher.commands.end_command(self._job_id))
@@ -163,36 +145,36 @@ class _EntryQueue:
             self._send_soon()
 
     def _command(self, entry: "_ProgressEntry") -> Command[int]:
+        assert self._entry_ids is not None
         text = json_text.dumps({"job_id": self._job_id, "attempt": self._attempt, **entry.to_dict()})
         self._stored_sizes.append(len(text))
         while sum(self._stored_sizes) > MAX_STORED_BYTES and len(self._stored_sizes) > 1:
-            self._stored_sizes.popleft()
+            del self._stored_sizes[0]
         return self._publisher.commands.publish_command(
             self._job_id, self._entry_ids.next(), text.decode(), len(self._stored_sizes)
         )
 
 
+@dataclass
 class _ProgressEntry:
     """Pieces that are published together."""
 
-    __slots__ = ("_offset", "_progress", "_values", "size", "texts")
-
-    def __init__(
-        self, offset: int, *, texts: list[str] | None = None, values: list[Any] | None = None, progress: Any = None
-    ) -> None:
-        self._offset, self.texts, self._values, self._progress = offset, texts or [], values, progress
-        self.size = 0
+    offset: int
+    texts: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    progress: Any = None
+    size: int = 0  # characters
 
     def continues_at(self, offset: int) -> bool:
         """Return whether a text that begins at this offset continues this entry."""
-        return bool(self.texts) and self._offset + self.size == offset
+        return bool(self.texts) and self.offset + self.size == offset
 
     def to_dict(self) -> dict[str, Any]:
         if self.texts:
-            return {"offset": self._offset, "text": "".join(self.texts)}
-        if self._values:
-            return {"offset": self._offset, "pieces": self._values}
-        return {"progress": self._progress}
+            return {"offset": self.offset, "text": "".join(self.texts)}
+        if self.values:
+            return {"offset": self.offset, "pieces": self.values}
+        return {"progress": self.progress}
 
 
 def _size(value: Any) -> int:

@@ -275,7 +275,7 @@ def test_a_redis_that_does_not_answer_takes_no_memory(scripts, monkeypatch):
         asked.may_answer.clear()
         for n in range(1000):
             speech(Piece(text="x" * 10, offset=10 * n))
-        assert len(speech._queue._entries) < 20
+        assert len(speech._entries) < 20
         asked.may_answer.set()
         speech.close()
         await until(lambda: asked.ended)
@@ -287,7 +287,7 @@ def test_an_error_of_redis_costs_nothing_but_the_piece(scripts):
     async def act(asked, speech) -> None:
         asked.error = RedisError("away")
         speech(Piece(text="a", offset=0))
-        await until(lambda: not speech._queue._is_sending and not speech._queue._entries)
+        await until(lambda: not speech._is_sending and not speech._entries)
         asked.error = None
         speech(Piece(text="b", offset=1))
         await until(lambda: len(asked.told) == 1)
@@ -324,6 +324,6 @@ def test_a_run_that_says_nothing_asks_redis_nothing(scripts):
     async def act(asked, speech) -> None:
         speech.close()
         await asyncio.sleep(0)
-        assert not asked.ended and speech._queue is None
+        assert not asked.ended and asked.told == []
 
     speaking(scripts, act)

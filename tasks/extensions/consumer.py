@@ -5,14 +5,15 @@ all messages: there, a list in the place of a name ends the worker, and the mess
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
 from celery.app.task import Context
 from celery.exceptions import NotRegistered
 from celery.worker.consumer import Consumer as CeleryConsumer
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.celery_app import celery
 from tasks.extensions import control  # noqa: F401  Its commands take the place of Celery's.
@@ -107,106 +108,99 @@ def _report_failure(request: Context, error: Exception) -> None:
         celery.backend.mark_as_failure(str(request.id), error, request=request, store_result=not request.ignore_result)
 
 
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_ID_CHARS
+
+
 def _excerpt(value: Any) -> str:
     return repr(value)[:_MAX_SHOWN_CHARS] if isinstance(value, str) else type(value).__name__
 
 
-# -- the shape of a task ---------------------------------------------------------------------------------------
+# -- what the message of a task contains -----------------------------------------------------------------------
+
+
+class _Strict(BaseModel):
+    """Values have the JSON type that a field says; nothing is converted."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Headers(_Strict):
+    """The headers of Celery's protocol 2, as far as the worker reads them."""
+
+    task: str
+    id: Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+    eta: str | None = None
+    expires: str | None = None
+    group: str | None = None
+    group_index: int | None = None
+    lang: str | None = None
+    origin: str | None = None
+    parent_id: str | None = None
+    root_id: str | None = None
+    shadow: str | None = None
+    argsrepr: str | None = None
+    kwargsrepr: str | None = None
+    ignore_result: bool | int | None = None
+    replaced_task_nesting: int | None = None
+    retries: int | None = None
+    timelimit: Annotated[list[float | None], Field(min_length=2, max_length=2)] | None = None
+    stamped_headers: list[str] | None = None
+    stamps: dict[str, Any] | None = None
+    headers: dict[str, Any] | None = None
+
+
+class _Signature(_Strict):
+    """A task that follows another."""
+
+    task: str
+    args: list[Any] | None = None
+    named_args: dict[str, Any] | None = Field(None, validation_alias=AliasPath("kwargs"))
+    options: dict[str, Any] | None = None
+
+
+class _Embedded(_Strict):
+    """The third part of a body: what follows the task."""
+
+    model_config = ConfigDict(extra="forbid")
+    callbacks: list[_Signature] | None = None
+    chain: list[_Signature] | None = None
+    chord: _Signature | None = None
+    errbacks: list[_Signature] | None = None
+
+
+class _Content(_Strict):
+    """The body of a message, and the properties that the worker reads."""
+
+    args: list[Any]
+    named_args: dict[str, Any]
+    embedded: _Embedded | None
+    reply_to: str | None = None
+    correlation_id: str | None = None
 
 
 def validate_message(message: Any) -> None:
     """Raises Malformed, or whatever the decoding of the body raises."""
     headers, (args, kwargs, embedded) = split_message(message)
-    for name, is_valid in _FIELDS.items():
-        if not is_valid(headers.get(name)):
-            raise Malformed(f"{name} cannot be {type(headers.get(name)).__name__}")
-    if not isinstance(args, list) or not _is_mapping(kwargs):
-        raise Malformed("no list of arguments and mapping of named ones")
-    _check_embedded(embedded)
-    properties = message.properties
-    if not all(_is_text_or_none(properties.get(name)) for name in ("reply_to", "correlation_id")):
-        raise Malformed("properties")
+    try:
+        _Headers.model_validate(headers)
+        _Content.model_validate({**message.properties, "args": args, "named_args": kwargs, "embedded": embedded})
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise Malformed(f"{fault['loc'][0]}: {fault['msg']}") from None  # What follows in `loc` may be a client's text.
 
 
-def split_message(message: Any) -> tuple[Mapping[str, Any], tuple[Any, Any, Any]]:
+def split_message(message: Any) -> tuple[dict[str, Any], tuple[Any, Any, Any]]:
     """Headers and (args, kwargs, embedded) of a message of Celery's protocol 2, or 1."""
     headers, body = message.headers, message.payload
-    if not _is_mapping(headers) or not _is_mapping(message.properties):
+    if not isinstance(headers, dict) or not isinstance(message.properties, dict):
         raise Malformed("no headers")
     if "task" in headers:
         if not isinstance(body, list | tuple) or len(body) != 3:
             raise Malformed("the body is not (args, kwargs, embedded)")
         return headers, (body[0], body[1], body[2])
-    if not _is_mapping(body):
+    if not isinstance(body, dict):
         raise Malformed("no task")
     embedded = {name: body.get(name) for name in _EMBEDDED if name != "chain"}
     fields = {name: value for name, value in body.items() if name not in _EMBEDDED}
     return fields, (list(fields.get("args") or ()), fields.get("kwargs") or {}, embedded)
-
-
-def _check_embedded(embedded: Any) -> None:
-    if embedded is None:
-        return
-    if not _is_mapping(embedded) or embedded.keys() - set(_EMBEDDED):
-        raise Malformed("embedded fields")
-    for name in ("callbacks", "chain", "errbacks"):
-        steps = embedded.get(name)
-        if steps is not None and not (isinstance(steps, list) and all(map(_is_signature, steps))):
-            raise Malformed(f"{name} are no signatures")
-    if embedded.get("chord") is not None and not _is_signature(embedded["chord"]):
-        raise Malformed("chord is no signature")
-
-
-def _is_signature(step: Any) -> bool:
-    return (
-        _is_mapping(step)
-        and isinstance(step.get("task"), str)
-        and isinstance(step.get("args") or [], list | tuple)
-        and _is_mapping(step.get("kwargs") or {})
-        and _is_mapping(step.get("options") or {})
-    )
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= _MAX_ID_CHARS
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, int)
-
-
-def _are_limits(value: Any) -> bool:
-    return not value or (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(limit is None or isinstance(limit, int | float) for limit in value)
-    )
-
-
-def _are_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_text, value)))
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "task": _is_text,
-    "id": _is_id,
-    **dict.fromkeys(("eta", "expires", "group", "lang", "origin", "parent_id", "root_id", "shadow"), _is_text_or_none),
-    **dict.fromkeys(("argsrepr", "kwargsrepr"), _is_text_or_none),
-    **dict.fromkeys(("group_index", "ignore_result", "replaced_task_nesting", "retries"), _is_count_or_none),
-    "timelimit": _are_limits,
-    "stamped_headers": _are_texts,
-    "stamps": lambda value: value is None or _is_mapping(value),
-    "headers": lambda value: value is None or _is_mapping(value),
-}

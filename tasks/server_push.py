@@ -11,7 +11,7 @@ from routing.dispatch.dispatcher import active_run_of
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.dispatch.run_steps import end_run
 from routing.maintenance import quarantined_slots
-from slotkeeper import json_text, large_json
+from slotkeeper import json_text
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
@@ -22,7 +22,8 @@ from tasks.config import TaskSettings
 from tasks.security.keyring import callback_keys
 from tasks.server_adapters import Misconfigured, adapter_for, endpoint_of_run
 from tasks.servers import Call, ServerSession, call_server
-from tasks.servers.pointers import resolve
+from tasks.servers.pointers import MISSING, resolve
+from tasks.servers.responses import NOT_JSON, Response
 from tasks.services import dispatcher
 
 
@@ -71,7 +72,8 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
     url = endpoint_of_run(dispatcher().catalog.get(), job.server or "", job.model, job.sent_to)
     if url is None:
         return None
-    if _is_about_other_job(job, body):
+    push = Response(200, {}, body)
+    if _is_about_other_job(job, push):
         return None
     try:
         server = adapter_for(url, dispatcher().catalog.resolve(job.model), job.described_by)
@@ -80,7 +82,7 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
     if not server.description.keeps_results and server.description.mode != "callback":
         return None  # The result can be read only once, and the worker that polls reads it.
     call = _make_call(job, with_payload=server.description.asks_by_payload)
-    outcome = server.read_push(call, job.remote_id, body)
+    outcome = server.read_push(call, job.remote_id, push)
     if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
         outcome = call_server(
             server, partial(ServerSession.fetch_result, call=call, remote_id=job.remote_id, outcome=outcome)
@@ -103,12 +105,9 @@ def release_quarantined_slot(job: Job, body: bytes) -> bool:
     return quarantined_slots.release_run_slot(dispatcher(), job.id, job.attempt)
 
 
-def _is_about_other_job(job: Job, body: bytes) -> bool:
-    """Return whether the body names another job of this installation.  Ids that the server itself chose are ignored."""
-    try:
-        job_id = resolve(large_json.parse(body), ("job_id",))
-    except ValueError:
-        return False
+def _is_about_other_job(job: Job, push: Response) -> bool:
+    """Return whether a push names another job of this installation.  Ids that the server itself chose are ignored."""
+    job_id = MISSING if push.json is NOT_JSON else resolve(push.json, ("job_id",))
     if not isinstance(job_id, str) or job_id in (job.id, job.remote_id) or not job_id.isprintable():
         return False
     return dispatcher().store.get_state(job_id) is not None

@@ -158,14 +158,14 @@ class ServerAdapter:
         outcome = self.compiled.submit.judge.outcome(reply, context)
         return outcome is not None and outcome.kind not in _UNDECIDED
 
-    def read_push(self, call: Call, remote_id: str | None, body: bytes) -> Outcome:
+    def read_push(self, call: Call, remote_id: str | None, push: Response) -> Outcome:
         """Return the outcome of a push to the callback URL; PENDING if it does not end the run.
 
-        The caller must have checked the token of the push.  If the description has a result step,
+        push: its body, as if it were a response.  The caller must have checked the token of the push.  If the description has a result step,
         `ServerSession.fetch_result` fetches the result.
         """
         values = self.requests.template_values(call, remote_id or self.given_id_of(call))
-        outcome = self.compiled.callback.outcome(Response(200, {}, body), self.response_context(values))
+        outcome = self.compiled.callback.outcome(push, self.response_context(values))
         return outcome or Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     def response_context(self, values: TemplateValues) -> ResponseContext:

@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(
         "a push ends the run of another job",
         "tasks.server_push:read_push",
-        never("_is_about_other_job(job, body)"),
+        never("_is_about_other_job(job, push)"),
         kills=["test_a_push_that_names_another_job_of_ours_ends_nothing"],
         breaks="LEASE-3",
         still="test_a_push_ends_the_run_and_hands_the_slot_on",

@@ -12,6 +12,7 @@ import pytest
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper import json_text, large_json
 from tasks.servers import Call, Description, HealthKind, ServerAdapter, http_connection
+from tasks.servers.responses import Response
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
 DONE = {"status": "success", "result": {"image": "x"}}
@@ -515,7 +516,7 @@ def test_a_run_whose_result_cannot_be_fetched_stays_pending(start_server):
 )
 def test_a_push_is_read_like_a_poll(start_server, body, kind):
     server, http_server = start_server(always(answer(DONE)))
-    assert server.read_push(make_call(), "srv-1", body).kind is kind
+    assert server.read_push(make_call(), "srv-1", Response(200, {}, body)).kind is kind
     assert http_server.connections == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Call, Description, HealthKind, ServerAdapter, compile_description, from_shorthand
+from tasks.servers.responses import Response
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
 
@@ -411,5 +412,6 @@ def test_cog_can_push_its_result():
         assert accepted == Outcome(OutcomeKind.PENDING, remote_id="job-1-1")
         (request,) = http_server.seen
         assert request.json["webhook"] == "http://me/cb" and request.headers["prefer"] == "respond-async"
-        pushed = server.read_push(CALL, accepted.remote_id, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
+        push = Response(200, {}, b'{"id":"job-1-1","status":"succeeded","output":[1]}')
+        pushed = server.read_push(CALL, accepted.remote_id, push)
     assert pushed == Outcome(OutcomeKind.DONE, result=[1])

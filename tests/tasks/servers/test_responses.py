@@ -128,7 +128,7 @@ def test_an_unreadable_response_to_the_result_step_names_the_fault(scripted, our
 
 @pytest.mark.parametrize(("body", "clause"), [pytest.param(*case, id=name) for name, case in FAULTY_JSON.items()])
 def test_an_unreadable_push_names_the_fault(body: bytes, clause: str) -> None:
-    outcome = ServerAdapter("http://gpu1:9001/generate").read_push(CALL, None, body)
+    outcome = ServerAdapter("http://gpu1:9001/generate").read_push(CALL, None, Response(200, {}, body))
     assert outcome.is_faulty_json and _names_fault(outcome, clause), outcome
 
 

@@ -6,7 +6,6 @@ other workers go on with its runs.
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, Queue
@@ -21,23 +20,24 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
+def run_or_end_process(name: str, function: Callable[[], object]) -> None:
+    """Call `function`; if it raises, log that under this name and end the process with status 70."""
+    try:
+        function()
+    except BaseException:
+        try:
+            log.critical("thread_failed", thread=name, exc_info=True)
+            logs.flush()
+        finally:
+            os._exit(os.EX_SOFTWARE)
+
+
 def start_vital_thread(name: str, run: Callable[[], object]) -> threading.Thread:
-    """Start a daemon thread that runs `run`; if that raises, log it and end the process with status 70.
+    """Start a daemon thread that runs `run`; if that raises, the process ends with status 70.
 
     Raises RuntimeError: no thread can be started now.
     """
-
-    def run_or_end() -> None:
-        try:
-            run()
-        except BaseException:
-            try:
-                log.critical("thread_failed", thread=name, exc_info=True)
-                logs.flush()
-            finally:
-                os._exit(os.EX_SOFTWARE)
-
-    thread = threading.Thread(target=run_or_end, name=name, daemon=True)
+    thread = threading.Thread(target=run_or_end_process, args=(name, run), name=name, daemon=True)
     thread.start()
     return thread
 
@@ -92,13 +92,10 @@ class WorkQueue(Generic[T]):
 
 
 class BackgroundTask:
-    """Runs a function in a background thread on request.  Requests during a run lead to one more run.
+    """Runs a function in a background thread on request.  Requests during a run lead to one more run."""
 
-    delay_s: how long a run waits for further requests before it begins.
-    """
-
-    def __init__(self, name: str, function: Callable[[], object], delay_s: float = 0.0) -> None:
-        self.name, self._function, self._delay_s = name, function, delay_s
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        self.name, self._function = name, function
         self._is_requested = self._is_running = False
         self._lock = threading.Lock()
 
@@ -124,7 +121,6 @@ class BackgroundTask:
                 log.exception("background_task_run_failed", what=self.name)
 
     def _take_request(self) -> bool:
-        time.sleep(self._delay_s)
         with self._lock:
             self._is_running, self._is_requested = self._is_requested, False
             return self._is_running

@@ -63,7 +63,7 @@ class CommitQueue:
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, database: Database, delay_s: float = 0.0) -> None:
         """delay_s: how long a write waits for others to share its commit."""
-        self._loop, self._database, self._delay_s = loop, database, delay_s
+        self._name, self._loop, self._database, self._delay_s = name, loop, database, delay_s
         self._pending: list[_PendingWrite] = []  # of this turn
         self._left: deque[_PendingWrite] = deque()  # to the thread, by one turn or more
         self._thread = ThreadPoolExecutor(1, name)
@@ -91,7 +91,7 @@ class CommitQueue:
             _set_results(pending)
         else:
             self._left.extend(pending)
-            self._thread.submit(self._commit_left)
+            self._thread.submit(threads.run_or_end_process, self._name, self._commit_left)
 
     def _commit_left(self) -> None:
         while self._left:
@@ -237,7 +237,10 @@ class WorkerLoop:
         return threading.get_ident() == self._thread.ident
 
     def _start_run(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Start a run at once: its first request is sent in this turn of the loop, not in the next."""
+        """Start a run at once: its first request is sent in this turn of the loop, not in the next.
+
+        With `loop.create_task`, which is simpler, 32 slots of 20 ms have 7 % fewer jobs a second.
+        """
         context = copy_context()
         try:
             awaited = context.run(coroutine.send, None)

@@ -110,7 +110,11 @@ _kept_producers: dict[Celery, Any] = {}
 
 
 def publish_offer(offer: Offer, priority: int, failures: int) -> None:
-    """Send the message to the model's queue.  Raises what kombu raises."""
+    """Send the message to the model's queue.  Raises what kombu raises.
+
+    `celery.send_task` would do, but takes twice the processor time: 0.67 ms a message instead of 0.35, in the process
+    that answers submits, which takes some 2 ms for each.
+    """
     queue = queue_name(offer.model)
     producer = _kept_producers.pop(celery, None) or celery.producer_pool.acquire(block=True)
     try:

@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.decision import Decision
-from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.dispatch.run_steps import RunSteps
 from routing.queue.leases import Lease
@@ -28,14 +28,11 @@ from slotkeeper.jobs.store import Transition
 from slotkeeper.trace_context import find_trace_id
 from tasks import retries
 from tasks.servers import SPOOL_AFTER_BYTES
-from tasks.worker.background_tasks import BackgroundTasks
-from tasks.worker.concurrency import Concurrency, TakenOffer
-from tasks.worker.event_loop import WorkerLoop
-from tasks.worker.heartbeat import Heartbeat
-from tasks.worker.lease_checks import LeaseCheck, LeaseExpired
+from tasks.worker.concurrency import TakenOffer
+from tasks.worker.lease_checks import LeaseExpired
 from tasks.worker.poller import Poller
 from tasks.worker.server_calls import AbandonedCalls, ServerCalls
-from tasks.worker.worker_run import RetryingIo, WorkerRun
+from tasks.worker.worker_run import RetryingIo, WorkerParts, WorkerRun
 
 log = structlog.get_logger(__name__)
 
@@ -77,22 +74,16 @@ class Executor:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        owner: str,
-        worker_loop: WorkerLoop,
-        heartbeat: Heartbeat,
-        concurrency: Concurrency,
+        parts: WorkerParts,
         poller: Poller,
         server_calls: ServerCalls,
-        lease_check: LeaseCheck,
         abandoned_calls: AbandonedCalls,
-        background_tasks: BackgroundTasks,
     ) -> None:
-        self._dispatcher, self._owner, self._worker_loop = dispatcher, owner, worker_loop
-        self._heartbeat, self._concurrency, self._poller = heartbeat, concurrency, poller
-        self._server_calls, self._lease_check, self._abandoned_calls = server_calls, lease_check, abandoned_calls
-        self._background_tasks = background_tasks
-        self._steps = RunSteps(dispatcher, worker_loop, background_tasks.retry_release)
+        self._dispatcher, self._owner, self._worker_loop = parts.dispatcher, parts.owner, parts.worker_loop
+        self._heartbeat, self._concurrency, self._lease_check = parts.heartbeat, parts.concurrency, parts.lease_check
+        self._retry_release = parts.background_tasks.retry_release
+        self._poller, self._server_calls, self._abandoned_calls = poller, server_calls, abandoned_calls
+        self._steps = RunSteps(self._dispatcher, self._worker_loop, self._retry_release)
         self._large_end_lock = asyncio.Lock()  # Storing a large result takes some 200 MB.
         self.node_name = ""  # Celery's name of this worker, once there has been a consumer
         self.is_draining = False  # All resumable runs have been asked to hand over.
@@ -126,9 +117,8 @@ class Executor:
         claimed: Offer | None = offer
         worker_run: WorkerRun | None = None
         try:
-            if (
-                not self._concurrency.accepts_jobs and offer.owner == self._owner
-            ):  # Draining has begun since it was taken.
+            if not self._concurrency.accepts_jobs and offer.owner == self._owner:
+                # Draining has begun since it was taken.
                 await self._offer_to_others(offer)
                 claimed = None
             elif offer.owner != self._owner:
@@ -173,7 +163,7 @@ class Executor:
         crash_at("start_committed")
         if active is None:
             return None
-        steps = RunSteps(self._dispatcher, io, self._background_tasks.retry_release)
+        steps = RunSteps(self._dispatcher, io, self._retry_release)
         return WorkerRun(active, watch, taken, offer, io, steps)
 
     async def _call_and_end(self, worker_run: WorkerRun) -> None:

@@ -25,25 +25,6 @@ _STORE_LIMIT_S = 2.0  # After this the database is away, and the lease shows tha
 class LeaseWatch:
     """The flags of one lease while its job runs.  Any thread sets them; the run is notified in its event loop."""
 
-    __slots__ = (
-        "_call_soon",
-        "_callback",
-        "_sleeper",
-        "_timer",
-        "awaits",
-        "cancel",
-        "confirmed_at_s",
-        "drain",
-        "is_removed",
-        "lease",
-        "lost",
-        "restored",
-        "sent",
-        "slot_released_at_s",
-        "starting",
-        "stop",
-    )
-
     def __init__(
         self,
         lease: Lease,

@@ -7,10 +7,10 @@ from contextlib import suppress
 import structlog
 
 from routing.dispatch import earlier_requests
-from routing.dispatch.dispatcher import ActiveRun, Dispatcher
+from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.earlier_requests import EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
-from routing.dispatch.run_steps import OnPostponed, RunSteps, commit_by_clock
+from routing.dispatch.run_steps import RunSteps, commit_by_clock
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.model_config import ModelConfig
@@ -19,12 +19,10 @@ from slotkeeper.registry.values import format_attribute
 from tasks import server_adapters
 from tasks.server_adapters import Misconfigured
 from tasks.servers import Call, ServerSession
-from tasks.worker.event_loop import WorkerLoop
-from tasks.worker.lease_checks import LeaseCheck
 from tasks.worker.progress_publisher import ProgressPublisher, ProgressStream
 from tasks.worker.run_calls import RunCalls
 from tasks.worker.server_call import CANCELED_UNSENT, ServerCall
-from tasks.worker.worker_run import WorkerRun
+from tasks.worker.worker_run import WorkerParts, WorkerRun
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +32,9 @@ _SERVER_REMOVED = Outcome(OutcomeKind.UNREACHABLE, code="server_removed", messag
 class AbandonedCalls:
     """Observes requests whose runs have ended here before the response came.  For the event loop alone."""
 
-    def __init__(self, worker_loop: WorkerLoop, dispatcher: Dispatcher, on_postponed: OnPostponed) -> None:
-        self._worker_loop, self._steps = worker_loop, RunSteps(dispatcher, worker_loop, on_postponed)
+    def __init__(self, parts: WorkerParts) -> None:
+        self._worker_loop = parts.worker_loop
+        self._steps = RunSteps(parts.dispatcher, parts.worker_loop, parts.background_tasks.retry_release)
         self._noted: dict[str, tuple[ServerSession, Call]] = {}  # by lease, until their ends are stored
 
     def note(self, lease: str, session: ServerSession, calls: RunCalls) -> None:
@@ -58,32 +57,30 @@ class AbandonedCalls:
 class StoredRun:
     """What the call of a run stores and reads: the RunStore (server_call.py) of this worker."""
 
-    def __init__(
-        self, worker_run: WorkerRun, dispatcher: Dispatcher, worker_loop: WorkerLoop, lease_check: LeaseCheck
-    ) -> None:
-        self._run, self._io, self._watch = worker_run.run, worker_run.io, worker_run.watch
-        self._dispatcher, self._worker_loop, self._lease_check = dispatcher, worker_loop, lease_check
+    def __init__(self, worker_run: WorkerRun, parts: WorkerParts) -> None:
+        self._run, self._io, self._watch, self._parts = worker_run.run, worker_run.io, worker_run.watch, parts
+        self._store = parts.dispatcher.store
 
     def store_remote_id(self, remote_id: str) -> Awaitable[bool]:
-        run, store = self._run, self._dispatcher.store
+        run, store = self._run, self._store
         return commit_by_clock(self._io, lambda: store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
 
     def store_sent_time(self) -> Awaitable[bool]:
-        run, store = self._run, self._dispatcher.store
+        run, store = self._run, self._store
         return commit_by_clock(self._io, lambda: store.sent_write(run.job.id, run.attempt, now_ms()))
 
     def find_earlier_request(self) -> Awaitable[EarlierRequest | None]:
-        return self._worker_loop.run_in_thread(self._find_earlier_request)
+        return self._parts.worker_loop.run_in_thread(self._find_earlier_request)
 
     def longest_usual_ms(self) -> Awaitable[int]:
-        return self._worker_loop.run_in_thread(self._dispatcher.longest_usual_ms, self._run.job.model)
+        return self._parts.worker_loop.run_in_thread(self._parts.dispatcher.longest_usual_ms, self._run.job.model)
 
     def is_lease_held(self, *, fresh: bool) -> Awaitable[bool]:
-        return self._lease_check.is_still_held(self._watch, fresh=fresh)
+        return self._parts.lease_check.is_still_held(self._watch, fresh=fresh)
 
     def _find_earlier_request(self) -> EarlierRequest | None:
         with suppress(DatabaseUnavailable):  # Then its end is not known.
-            return earlier_requests.find(self._dispatcher.store.database, self._run.server, self._run.job.id)
+            return earlier_requests.find(self._store.database, self._run.server, self._run.job.id)
         return None
 
 
@@ -95,15 +92,13 @@ class ServerCalls:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        worker_loop: WorkerLoop,
+        parts: WorkerParts,
         progress_publisher: ProgressPublisher,
-        lease_check: LeaseCheck,
         abandoned_calls: AbandonedCalls,
         record_handover_gap: Callable[[float], object],
     ) -> None:
-        self._dispatcher, self._worker_loop, self._progress_publisher = dispatcher, worker_loop, progress_publisher
-        self._lease_check, self._abandoned_calls = lease_check, abandoned_calls
+        self._parts, self._dispatcher, self._worker_loop = parts, parts.dispatcher, parts.worker_loop
+        self._progress_publisher, self._abandoned_calls = progress_publisher, abandoned_calls
         self._record_handover_gap = record_handover_gap
         self._handovers: dict[str, float] = {}  # lease that came with a slot's release -> moment of that (monotonic s)
 
@@ -167,7 +162,7 @@ class ServerCalls:
             worker_run.watch,
             session,
             calls,
-            StoredRun(worker_run, self._dispatcher, self._worker_loop, self._lease_check),
+            StoredRun(worker_run, self._parts),
             has_one_slot=_has_one_slot(catalog, run.server),
             may_be_at_server=worker_run.offer.is_resumption,
         )

@@ -22,6 +22,7 @@ from tasks.worker.lease_checks import DatabaseCheck, LeaseCheck
 from tasks.worker.poller import Poller
 from tasks.worker.progress_publisher import ProgressPublisher
 from tasks.worker.server_calls import AbandonedCalls, ServerCalls
+from tasks.worker.worker_run import WorkerParts
 
 _MAX_AWAITS = 50
 
@@ -61,12 +62,18 @@ class Worker:
             after_beat=lambda was_away: self.background_tasks.after_beat(was_away),
             call_soon=self.worker_loop.call_soon,
         )
-        lease_check = LeaseCheck(dispatcher.leases, dispatcher.settings, self.worker_loop.redis)
-        abandoned_calls = AbandonedCalls(self.worker_loop, dispatcher, self.background_tasks.retry_release)
-        progress_publisher = ProgressPublisher(progress_commands, self.worker_loop.redis, self.worker_loop.loop)
-        self.server_calls = ServerCalls(
-            dispatcher, self.worker_loop, progress_publisher, lease_check, abandoned_calls, record_handover_gap
+        self.parts = WorkerParts(
+            dispatcher,
+            self.owner,
+            self.worker_loop,
+            self.heartbeat,
+            self.concurrency,
+            LeaseCheck(dispatcher.leases, dispatcher.settings, self.worker_loop.redis),
+            self.background_tasks,
         )
+        abandoned_calls = AbandonedCalls(self.parts)
+        progress_publisher = ProgressPublisher(progress_commands, self.worker_loop.redis, self.worker_loop.loop)
+        self.server_calls = ServerCalls(self.parts, progress_publisher, abandoned_calls, record_handover_gap)
         self.poller = Poller(
             dispatcher,
             workers,
@@ -74,18 +81,7 @@ class Worker:
             lambda: self.concurrency.free_places,
             lambda *given: self.executor.run_claimed_offer(*given),
         )
-        self.executor = Executor(
-            dispatcher,
-            self.owner,
-            self.worker_loop,
-            self.heartbeat,
-            self.concurrency,
-            self.poller,
-            self.server_calls,
-            lease_check,
-            abandoned_calls,
-            self.background_tasks,
-        )
+        self.executor = Executor(self.parts, self.poller, self.server_calls, abandoned_calls)
         self.heartbeat.start()
 
     @property

@@ -1,22 +1,25 @@
-"""What the executor and the server call share of a run."""
+"""What the runs of a worker share, and what the executor and the server call share of one run."""
 
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from routing.dispatch.dispatcher import ActiveRun
+from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.run_steps import RunSteps
 from routing.queue.queues import Offer
 from slotkeeper.db import Write
 from slotkeeper.errors import ClockWasSet, CommitUnknown, DatabaseUnavailable
 from slotkeeper.jobs.values import Run
 from slotkeeper.redis.scripts import Command
-from tasks.worker.concurrency import TakenOffer
+from tasks.worker.background_tasks import BackgroundTasks
+from tasks.worker.concurrency import Concurrency, TakenOffer
 from tasks.worker.event_loop import WorkerLoop
-from tasks.worker.heartbeat import LeaseWatch
+from tasks.worker.heartbeat import Heartbeat, LeaseWatch
+from tasks.worker.lease_checks import LeaseCheck
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -25,14 +28,25 @@ _RETRY_S = 1.0
 _STOP_LIMIT_S = 3.0  # A worker that stops goes on trying for so long: another can resume what is stored.
 
 
+@dataclass(frozen=True)
+class WorkerParts:
+    """The parts of a worker that its runs use."""
+
+    dispatcher: Dispatcher
+    owner: str  # of the worker's leases
+    worker_loop: WorkerLoop
+    heartbeat: Heartbeat
+    concurrency: Concurrency
+    lease_check: LeaseCheck
+    background_tasks: BackgroundTasks
+
+
 class RetryingIo:
     """The Io of one run's steps (routing/dispatch/run_steps.py), which repeats what the database refuses.
 
     Raises ClockWasSet: make a new write.  Raises DatabaseUnavailable when the run is not this worker's any
     more, or the worker has been stopping for too long.
     """
-
-    __slots__ = ("_watch", "_worker_loop")
 
     def __init__(self, worker_loop: WorkerLoop, watch: LeaseWatch) -> None:
         self._worker_loop, self._watch = worker_loop, watch

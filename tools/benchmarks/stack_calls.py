@@ -10,6 +10,7 @@ from typing import Any
 from routing.admission.job_request import JobRequest
 from routing.admission.submission import Submission
 from routing.maintenance.rebuild import refresh_fleet
+from slotkeeper import logs
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import ledger
 from tasks.services import catalog, dispatcher, leases
@@ -61,5 +62,6 @@ def count_states() -> dict[str, int]:
 _FUNCTIONS = {function.__name__: function for function in (queue_then_serve, serve_polled, read_leases, count_states)}
 
 if __name__ == "__main__":
+    logs.configure()  # to stderr: the result is what stands in stdout
     name, *words = sys.argv[1:]
     json.dump(_FUNCTIONS[name](*map(json.loads, words)), sys.stdout)

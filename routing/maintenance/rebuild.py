@@ -18,7 +18,8 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 log = structlog.get_logger(__name__)
 
 JOBS_AT_ONCE = 1000
-"""Queued jobs that are read from the database with one query."""
+"""Queued jobs that are sent to Redis together."""
+_JOBS_PER_PAGE = 5000  # A page asks the database once for each model.
 
 
 def refresh_fleet(dispatcher: Dispatcher, fleet: str) -> None:
@@ -112,9 +113,10 @@ def end(dispatcher: Dispatcher, epochs: Mapping[str, int]) -> None:
 def fill(dispatcher: Dispatcher, fleet: str) -> int:
     """Enqueue all queued jobs of a fleet that are missing in Redis, and return how many were."""
     models, seq, missing = dispatcher.catalog.get().models_of(fleet), 0, 0
-    while batch := dispatcher.store.list_queued(models, seq, JOBS_AT_ONCE):
-        missing += dispatcher.enqueue_missing(fleet, batch)
-        seq = batch[-1].seq
+    while page := dispatcher.store.list_queued(models, seq, _JOBS_PER_PAGE):
+        for start in range(0, len(page), JOBS_AT_ONCE):
+            missing += dispatcher.enqueue_missing(fleet, page[start : start + JOBS_AT_ONCE])
+        seq = page[-1].seq
     return missing
 
 

@@ -161,8 +161,8 @@ class ServerAdapter:
     def read_push(self, call: Call, remote_id: str | None, push: Response) -> Outcome:
         """Return the outcome of a push to the callback URL; PENDING if it does not end the run.
 
-        push: its body, as if it were a response.  The caller must have checked the token of the push.  If the description has a result step,
-        `ServerSession.fetch_result` fetches the result.
+        push: its body, as if it were a response.  The caller must have checked the token of the push.  If the
+        description has a result step, `ServerSession.fetch_result` fetches the result.
         """
         values = self.requests.template_values(call, remote_id or self.given_id_of(call))
         outcome = self.compiled.callback.outcome(push, self.response_context(values))

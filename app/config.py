@@ -1,21 +1,21 @@
 """Settings of the API."""
 
+import ssl
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from slotkeeper.config import Settings
+from slotkeeper.errors import InvalidSetting
 from tasks.config import TaskSettings
 
 _MIN_METRICS_KEY = 12  # characters
 
 
-class AppSettings(BaseSettings):
+class AppSettings(Settings):
     """Environment: SLOTKEEPER_HOST, SLOTKEEPER_REQUIRE_KEYS, …"""
-
-    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     host: str = "127.0.0.1"
     """The address on which the API listens."""
@@ -79,21 +79,39 @@ class AppSettings(BaseSettings):
         return any(ip_address(address) in network for network in self.proxies)
 
     def check_exposure(self) -> None:
-        """Raises ValueError if the settings would open the API to the network without keys."""
+        """Raises InvalidSetting if the settings would open the API to the network without keys."""
         try:
             _ = self.proxies
         except ValueError as error:
-            raise ValueError(f"SLOTKEEPER_TRUSTED_PROXIES must list addresses or CIDRs: {error}") from None
+            raise InvalidSetting(f"SLOTKEEPER_TRUSTED_PROXIES must list addresses or CIDRs: {error}.") from None
         if self.require_keys and 0 < len(self.metrics_key) < _MIN_METRICS_KEY:
-            raise ValueError(
+            raise InvalidSetting(
                 f"SLOTKEEPER_METRICS_KEY has less than {_MIN_METRICS_KEY} characters, and could be guessed: make one "
-                "with openssl rand -hex 16"
+                "with openssl rand -hex 16."
             )
         if not self.require_keys and not is_loopback(self.host):
-            raise ValueError(
+            raise InvalidSetting(
                 f"SLOTKEEPER_HOST={self.host} opens the API to the network, and keys are not required: set "
-                "SLOTKEEPER_REQUIRE_KEYS=true, or keep SLOTKEEPER_HOST=127.0.0.1"
+                "SLOTKEEPER_REQUIRE_KEYS=true, or keep SLOTKEEPER_HOST=127.0.0.1."
             )
+
+    def check_tls(self) -> None:
+        """Raises InvalidSetting if the certificate or its key cannot be used."""
+        if not self.tls_certificate:
+            return
+        for variable, path in (("TLS_CERTIFICATE", self.tls_certificate), ("TLS_KEY", self.tls_key)):
+            try:
+                with open(path or self.tls_certificate, "rb"):
+                    pass
+            except OSError as error:
+                raise InvalidSetting(f"SLOTKEEPER_{variable}={path} cannot be read: {error.strerror}.") from None
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key or None)
+        except ssl.SSLError as error:
+            raise InvalidSetting(
+                f"SLOTKEEPER_TLS_CERTIFICATE={self.tls_certificate} and its key cannot be used "
+                f"({error.reason or error}): both must be PEM, and the key must be that of the first certificate."
+            ) from None
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slotkeeper.client_errors import ApiUnreachable, ClientError, OutcomeUnknown
+from slotkeeper.errors import SlotkeeperError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,6 +108,8 @@ class SafeGroup(click.Group):
         except click.ClickException as error:
             error.message = escape_controls(str(error.message))  # type: ignore[misc]
             raise
+        except SlotkeeperError as error:  # a wrong setting, or a database or Redis that cannot be used
+            raise click.ClickException(escape_controls(error.detail)) from error
         except ClientError as error:
             is_known = not isinstance(error, ApiUnreachable | OutcomeUnknown)
             kind = click.ClickException if is_known else _OutcomeUnknown

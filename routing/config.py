@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from slotkeeper.config import StorageSettings
+from slotkeeper.config import Settings, StorageSettings
 
 VALKEY_PASSWORD_FILE = "valkey-password"
 """In the state folder: the password of the embedded Valkey."""
@@ -13,10 +12,8 @@ VALKEY_PORT_FILE = "valkey-port"
 """In the state folder: the port on which the embedded Valkey listens."""
 
 
-class RoutingSettings(BaseSettings):
+class RoutingSettings(Settings):
     """Environment: SLOTKEEPER_REDIS_URL, SLOTKEEPER_LEASE_MS, …"""
-
-    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     redis_port: int = Field(6399, ge=1, le=65535)
     """Port of the embedded Valkey.  Processes without this setting read the port from the state folder."""

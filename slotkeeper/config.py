@@ -1,12 +1,48 @@
-"""Settings of the database: its location and its time limits."""
+"""How settings are read, and the settings of the database: its location and its time limits."""
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from slotkeeper.errors import InvalidSetting
 
-class DatabaseTimeouts(BaseSettings):
+
+class Settings(BaseSettings):
+    """Settings that are read from the environment when an object is created.  Raises InvalidSetting."""
+
+    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _invalid_setting(type(self), error) from None
+
+
+def _invalid_setting(settings: type[BaseSettings], error: ValidationError) -> InvalidSetting:
+    """Return an error that names each variable, with its value if that cannot contain a secret.
+
+    Its fact `faults` is a list of (variable or "", what is wrong with it), without values.
+    """
+    sentences, faults = [], []
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    for fault in error.errors(include_url=False):
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        if not fault["loc"]:
+            sentences.append(f"{message}.")
+            faults.append(("", message))
+            continue
+        name = str(fault["loc"][0]).lower().removeprefix(prefix.lower())
+        field, variable = settings.model_fields.get(name), f"{prefix}{name}".upper()
+        value = f"={fault['input']!r}" if field is not None and field.annotation in (int, float, bool) else ""
+        sentences.append(f"{variable}{value} is wrong: {message}.")
+        faults.append((variable, message))
+    return InvalidSetting(" ".join(sentences), faults=faults)
+
+
+class DatabaseTimeouts(Settings):
     """Time limits of the database, in seconds.  Environment: SLOTKEEPER_DATABASE_TURN_S, …
 
     On PostgreSQL, a write returns or fails within `turn_s + transaction_s + inquiry_s`.  On SQLite, the wait for the
@@ -41,10 +77,8 @@ class DatabaseTimeouts(BaseSettings):
         return self.turn_s + self.commit_s + 1.0
 
 
-class StorageSettings(BaseSettings):
+class StorageSettings(Settings):
     """Location and retention of the database.  Environment: SLOTKEEPER_HOME, SLOTKEEPER_DATABASE_URL, …"""
-
-    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     home: Path = Path("var")
     """The folder with the whole state of an embedded installation."""
@@ -58,6 +92,16 @@ class StorageSettings(BaseSettings):
     """How long an event stays in the database.  It stays longer if its job does, or if a sink has not received it."""
     acts_retention_s: int = Field(400 * 86_400, gt=0)
     """How long an act of an operator stays in the database."""
+
+    @field_validator("database_url")
+    @classmethod
+    def _check_database_url(cls, url: str) -> str:
+        backend, separator, _ = url.partition("://")
+        if url and not separator:
+            raise ValueError("it is no SQLAlchemy URL, such as postgresql://user@host/name")
+        if url and backend.partition("+")[0] not in ("sqlite", "postgresql"):
+            raise ValueError(f"the database can be sqlite or postgresql, and not {backend}")
+        return url
 
     @property
     def sqlalchemy_url(self) -> str:

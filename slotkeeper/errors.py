@@ -16,6 +16,12 @@ class SlotkeeperError(Exception):
         self.facts = facts
 
 
+class InvalidSetting(SlotkeeperError):
+    """A setting has a value with which this process does not start."""
+
+    code = "invalid_setting"
+
+
 class InvalidRequest(SlotkeeperError):
     """The request cannot be accepted as it is."""
 

@@ -12,6 +12,7 @@ import click
 from celery.bin.base import CLIContext
 
 from slotkeeper import logs
+from tasks import startup
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 
@@ -28,8 +29,10 @@ def program(name: str) -> click.Command:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the program that the arguments name.  This process ends with it."""
-    settings = TaskSettings()
-    logs.configure(settings.log_level, settings.log_format)  # Celery logs before it sends `setup_logging`.
+    with startup.exit_if_refused():
+        settings = TaskSettings()
+        logs.configure(settings.log_level, settings.log_format)  # Celery logs before it sends `setup_logging`.
+        _ = celery.conf.broker_url  # Loads celeryconfig.py, which reads the settings.
     context = CLIContext(app=celery, no_color=False, workdir=None, quiet=settings.log_format == "json")
     _Programs("tasks").main(list(arguments), prog_name="python -m tasks", obj=context, auto_envvar_prefix="CELERY")
 

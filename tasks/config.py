@@ -3,14 +3,15 @@
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from routing.config import RoutingSettings
+from slotkeeper.config import Settings
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
 
-class EventSettings(BaseSettings):
+class EventSettings(Settings):
     """Sinks of events.  Environment: SLOTKEEPER_EVENTS_TO, SLOTKEEPER_EVENTS_STREAM_LENGTH, …"""
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_EVENTS_", extra="ignore")
@@ -66,7 +67,7 @@ def _with_certificate_check(url: str) -> str:
     return f"{url}{'&' if '?' in url else '?'}ssl_cert_reqs=required"
 
 
-class TaskSettings(BaseSettings):
+class TaskSettings(Settings):
     """Environment: SLOTKEEPER_BROKER_URL, SLOTKEEPER_THREADS, …"""
 
     model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")

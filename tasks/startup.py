@@ -4,6 +4,9 @@ It configures the logs, makes the state folder private, and checks its secret an
 Celery's processes do this by a signal handler (tasks/extensions/signal_handlers.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import structlog
 from redis import Redis
 from redis.exceptions import RedisError
@@ -103,9 +106,10 @@ def prepare() -> None:
     check_secret()
 
 
-def prepare_or_exit() -> None:
-    """Call `prepare`; if it fails, end the process with its error message."""
+@contextmanager
+def exit_if_refused() -> Iterator[None]:
+    """End the process with status 1 and one line, if a setting, the state folder, Redis or the secret is refused."""
     try:
-        prepare()
+        yield
     except (SlotkeeperError, OSError) as error:
         raise SystemExit(f"Error: {error}") from error

@@ -19,8 +19,9 @@ from importlib import import_module
 from queue import Empty, Queue
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic_settings import BaseSettings
+
+from slotkeeper.errors import InvalidSetting
 
 WITHIN_S = 10.0
 _GIB = 1 << 30
@@ -47,6 +48,7 @@ Check = Callable[[], Iterator[Finding]]
 
 # The modules that the checks import, and those that Celery and SQLAlchemy import on first use.
 _MODULES = (
+    "encodings.idna",  # by the first look-up of a host name
     "app.config",
     "celeryconfig",
     "slotkeeper.config",
@@ -86,10 +88,15 @@ def load() -> None:
 def run_checks(checks: dict[str, Check], within_s: float = WITHIN_S) -> Iterator[Finding]:
     """Run all checks at once and yield their findings as they arrive.
 
-    A check that takes longer than `within_s` seconds yields a finding of level "fail".
+    A check that takes longer than `within_s` seconds yields a finding of level "fail".  If a setting is wrong, only the
+    settings are checked: every other check reads them.
     """
+    if any(True for kind in _settings_classes() for _ in _find_invalid(kind)):
+        yield from _run_check("settings", settings)
+        yield Finding("others", "fail", "The other parts were not checked, because their settings cannot be read.")
+        return
     load()
-    return _run_in_parallel(checks, within_s)
+    yield from _run_in_parallel(checks, within_s)
 
 
 def _run_in_parallel(checks: dict[str, Check], within_s: float) -> Iterator[Finding]:
@@ -180,11 +187,9 @@ def _find_invalid(kind: type[BaseSettings]) -> Iterator[str]:
     """Yield a sentence for each invalid setting of a class, without its value."""
     try:
         kind()
-    except ValidationError as error:
-        for one in error.errors(include_url=False, include_input=False):
-            name = "_".join(str(part) for part in one["loc"])
-            prefix = str(kind.model_config.get("env_prefix", "")).lower()
-            yield f"{_variable(kind, name.removeprefix(prefix))}: {one['msg']}."
+    except InvalidSetting as error:
+        for variable, message in error.facts["faults"]:  # type: ignore[attr-defined]
+            yield f"{variable}: {message}." if variable else f"{message}."
 
 
 def _find_contradictions() -> Iterator[Finding]:
@@ -194,9 +199,9 @@ def _find_contradictions() -> Iterator[Finding]:
     api, tasks, is_consistent = AppSettings(), TaskSettings(), True
     try:
         api.check_exposure()
-    except ValueError as error:
+    except InvalidSetting as error:
         is_consistent = False
-        yield Finding("settings", "fail", f"{error}.", "The API does not start with these settings.")
+        yield Finding("settings", "fail", error.detail, "The API does not start with these settings.")
     if api.metrics_key and not api.require_keys:
         is_consistent = False
         message = "SLOTKEEPER_METRICS_KEY is set but has no effect, because the API requires no keys."

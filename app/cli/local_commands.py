@@ -50,20 +50,20 @@ def flower() -> None:
     (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) override this.
     """
     from app.up.installation_folder import flower_password
-    from app.up.roles import UpSettings, read_settings
+    from app.up.roles import UpSettings
     from slotkeeper.config import StorageSettings
     from slotkeeper.process import tune_garbage_collection
 
     defaults = {
         "FLOWER_ADDRESS": "127.0.0.1",
-        "FLOWER_PORT": str(read_settings(UpSettings).flower_port),
+        "FLOWER_PORT": str(UpSettings().flower_port),
         "FLOWER_MAX_TASKS": "10000",
         "FLOWER_MAX_WORKERS": "200",
         "FLOWER_PERSISTENT": "false",
     }
     # Not on the command line: every user of the host can list the arguments of processes.
     if "FLOWER_BASIC_AUTH" not in os.environ and "FLOWER_AUTH" not in os.environ:
-        defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(read_settings(StorageSettings).home)}"
+        defaults["FLOWER_BASIC_AUTH"] = f"slotkeeper:{flower_password(StorageSettings().home)}"
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
 
     from tasks.__main__ import run
@@ -315,8 +315,6 @@ def _acting_locally() -> Iterator[None]:
     """
     import socket
 
-    from pydantic import ValidationError
-
     from slotkeeper import audit, logs
     from slotkeeper.errors import SlotkeeperError
 
@@ -326,7 +324,7 @@ def _acting_locally() -> Iterator[None]:
             yield
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error
-    except (ValidationError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
 
 

@@ -212,7 +212,6 @@ def _plan_fields(wishes: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _friendly_errors() -> Iterator[None]:
     """Turn errors into one sentence; exit status 2 for wrong usage, 1 for other errors."""
-    from pydantic import ValidationError
     from redis.exceptions import RedisError
 
     from app.simulate.scenario import SimulationError
@@ -224,8 +223,6 @@ def _friendly_errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except SlotkeeperError as error:
         raise click.ClickException(error.detail) from error
-    except ValidationError as error:  # of the settings
-        raise click.ClickException(" ".join(str(error).split())) from error
     except RedisError as error:
         raise click.ClickException(f"The simulation broke off: {error}") from error
 

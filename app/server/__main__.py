@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import signal
+import socket
 import sys
 from contextlib import suppress
 from typing import NoReturn
@@ -20,10 +21,10 @@ from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from routing.progress import ProgressFollower
 from slotkeeper import logs
-from slotkeeper.errors import SlotkeeperError
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.process import tune_garbage_collection
 from slotkeeper.registry.tenants import RevokedSessions, Tenants
-from tasks import liveness, services
+from tasks import liveness, services, startup
 
 log = structlog.get_logger(__name__)
 
@@ -33,11 +34,11 @@ _TURN_S = 0.001
 
 
 def main() -> NoReturn:
-    settings = AppSettings()
-    try:
+    with startup.exit_if_refused():
+        settings = AppSettings()
+        settings.check_tls()
         flask = create_app(settings)
-    except (SlotkeeperError, OSError) as error:
-        raise SystemExit(f"Error: {error}") from error
+        sockets = listen(settings.host, settings.port)
     sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
     tune_garbage_collection()
     living = liveness.start_reporting("web", services.processes())
@@ -51,7 +52,7 @@ def main() -> NoReturn:
     web = WebApplication(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.
-    uvloop.run(serve(web, uvicorn.Server(configuration(web, settings))))
+    uvloop.run(serve(web, uvicorn.Server(configuration(web, settings)), sockets))
     living.end()
     # Threads that are still at work would be waited for; the database is consistent whenever this ends.
     logs.flush()
@@ -80,12 +81,25 @@ def configuration(web: WebApplication, settings: AppSettings) -> uvicorn.Config:
     )
 
 
-async def serve(web: WebApplication, server: uvicorn.Server) -> None:
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listen on each address of this host name.  Raises InvalidSetting."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise InvalidSetting(
+            f"The API cannot listen on {host}, port {port}: {reason}.  Set SLOTKEEPER_HOST to an address of this host, "
+            "or SLOTKEEPER_PORT to a free port."
+        ) from None
+
+
+async def serve(web: WebApplication, server: uvicorn.Server, sockets: list[socket.socket]) -> None:
     """Serve until a signal says to stop."""
     keeping_time = asyncio.create_task(web.run_timeouts())
     keeping_time.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it nothing has an end.
     log.info("web_listens", host=server.config.host, port=server.config.port)
-    await server.serve()
+    await server.serve(sockets)
     keeping_time.cancel()
     with suppress(asyncio.CancelledError):
         await keeping_time

@@ -7,29 +7,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field
 
 from app.config import AppSettings
-from app.up.errors import UpError
 from app.up.managed_process import Role
 from app.up.ports import Port, free_port
 from migrations.revisions import is_current
 from routing.config import RoutingSettings
-from slotkeeper.config import StorageSettings
+from slotkeeper.config import Settings, StorageSettings
 from tasks.config import TaskSettings
-
-S = TypeVar("S", bound=BaseSettings)
 
 _ENDS_AFTER_GRACE_S = 4.0
 
 
-class UpSettings(BaseSettings):
+class UpSettings(Settings):
     """Environment: SLOTKEEPER_FLOWER_PORT, SLOTKEEPER_DEMO_PORT."""
-
-    model_config = SettingsConfigDict(env_prefix="SLOTKEEPER_", extra="ignore")
 
     flower_port: int = Field(5555, ge=1, le=65535)
     """Port of Flower's page."""
@@ -109,6 +102,8 @@ class UpPlan:
             "SLOTKEEPER_DATABASE_URL": self.database_url,
             "SLOTKEEPER_GRACE_S": str(self.grace_s),
             "SLOTKEEPER_WEB_THREADS": str(self.app.web_threads),
+            "SLOTKEEPER_TLS_CERTIFICATE": _absolute(self.app.tls_certificate),
+            "SLOTKEEPER_TLS_KEY": _absolute(self.app.tls_key),
             "PYTHONUNBUFFERED": "1",
             "PYTHONNODEBUGRANGES": "1",  # Traces name lines, not columns: 1 MiB in each of them.
             # The programs of this environment, whether or not it is activated.
@@ -151,17 +146,14 @@ class UpPlan:
 
 
 def read_plan(demo: bool) -> UpPlan:
-    """Raises UpError: a setting is wrong."""
-    app, record, routing = read_settings(AppSettings), read_settings(StorageSettings), read_settings(RoutingSettings)
-    tasks, up = read_settings(TaskSettings), read_settings(UpSettings)
-    try:
-        app.check_exposure()
-    except ValueError as error:
-        raise UpError(f"{error}.") from error
+    """Raises InvalidSetting, UpError."""
+    app, storage, routing, tasks, up = AppSettings(), StorageSettings(), RoutingSettings(), TaskSettings(), UpSettings()
+    app.check_exposure()
+    app.check_tls()
     return UpPlan(
-        home=record.home.absolute(),
+        home=storage.home.absolute(),
         app=app,
-        database_url=_make_path_absolute(record.sqlalchemy_url),
+        database_url=_make_path_absolute(storage.sqlalchemy_url),
         redis_url=routing.redis_url,
         broker_url=tasks.broker_url,
         redis_port=routing.redis_port,
@@ -194,26 +186,13 @@ def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
     )
 
 
+def _absolute(path: str) -> str:
+    """Return the path for children, which run in another folder; "": none."""
+    return path and os.path.abspath(path)
+
+
 def _make_path_absolute(url: str) -> str:
     """The same URL for children that run in another folder.  They parse the rest of it."""
-    kind, separator, _ = url.partition("://")
-    backend = kind.partition("+")[0]
-    if not separator:
-        raise UpError("SLOTKEEPER_DATABASE_URL is no SQLAlchemy URL, such as postgresql://user@host/name.")
-    if backend not in ("sqlite", "postgresql"):
-        raise UpError(f"SLOTKEEPER_DATABASE_URL names {backend}, and the record can be kept in sqlite or postgresql.")
     start, _, place = url.partition(":///")
     path, mark, query = place.partition("?")
-    return f"{start}:///{os.path.abspath(path)}{mark}{query}" if backend == "sqlite" and path else url
-
-
-def read_settings(settings: type[S]) -> S:
-    """Raises UpError: one is wrong."""
-    try:
-        return settings()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"]).upper().removeprefix("SLOTKEEPER_")
-        message = str(first["msg"]).removeprefix("Value error, ")
-        what = f"SLOTKEEPER_{name}={first['input']!r} is wrong: {message}" if name else message
-        raise UpError(f"{what}.") from error
+    return f"{start}:///{os.path.abspath(path)}{mark}{query}" if url.startswith("sqlite") and path else url

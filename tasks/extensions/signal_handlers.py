@@ -44,7 +44,8 @@ def _prepare(**_: object) -> None:
     from tasks.extensions.transport import limit_decompression
 
     limit_decompression()
-    startup.prepare_or_exit()  # Celery only logs an exception of a signal handler.
+    with startup.exit_if_refused():  # Celery only logs another exception of a signal handler.
+        startup.prepare()
 
 
 @beat_init.connect

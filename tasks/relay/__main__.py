@@ -13,12 +13,13 @@ from tasks.relay.relay import RelayThreads
 
 def main() -> None:
     """Run the process until SIGTERM or SIGINT."""
-    startup.prepare_or_exit()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    database = Database(StorageSettings().sqlalchemy_url)
-    relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
+    with startup.exit_if_refused():
+        startup.prepare()
+        database = Database(StorageSettings().sqlalchemy_url)
+        relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
     relay_threads.start()
     stopped.wait()
     relay_threads.end()

@@ -190,7 +190,7 @@ class Relay:
 def make_relays(database: Database, settings: EventSettings, holder: str = "") -> list[Relay]:
     """Return a relay for each sink that the settings name.
 
-    Raises ValueError if a setting or a library of a sink is missing.
+    Raises InvalidSetting if a setting or a library of a sink is missing.
     """
 
     def find_event(number: int) -> str | None:
@@ -206,7 +206,7 @@ class RelayThreads:
     """All relays of one process, each in a thread."""
 
     def __init__(self, database: Database, settings: EventSettings, listener: ChangeListener) -> None:
-        """Create the relays.  Raises ValueError as `make_relays`."""
+        """Create the relays.  Raises InvalidSetting as `make_relays`."""
         self._relays = make_relays(database, settings)
         self._listener = listener
         for relay in self._relays:

@@ -18,10 +18,12 @@ def main() -> None:
 
     `--embedded-relay` runs the relay in threads of this process, which saves the memory of a second process.
     """
-    startup.prepare_or_exit()
-    database = Database(StorageSettings().sqlalchemy_url)
-    listener = ChangeListener(database)
-    relay_threads = RelayThreads(database, EventSettings(), listener) if "--embedded-relay" in sys.argv[1:] else None
+    with startup.exit_if_refused():
+        startup.prepare()
+        database = Database(StorageSettings().sqlalchemy_url)
+        listener = ChangeListener(database)
+        embeds_relay = "--embedded-relay" in sys.argv[1:]
+        relay_threads = RelayThreads(database, EventSettings(), listener) if embeds_relay else None
     loop = make_delivery_loop(database, listener)
 
     def stop(*_: object) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
 from app.config import AppSettings, is_loopback
+from slotkeeper.errors import InvalidSetting
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LocalHost", "::1", "[::1]"])
@@ -18,5 +19,5 @@ def test_names_that_can_mean_another(host):
 def test_the_network_is_served_with_keys_only():
     AppSettings(host="127.0.0.1").check_exposure()
     AppSettings(host="0.0.0.0", require_keys=True).check_exposure()
-    with pytest.raises(ValueError, match=r"SLOTKEEPER_HOST=0.0.0.0 .* SLOTKEEPER_REQUIRE_KEYS=true"):
+    with pytest.raises(InvalidSetting, match=r"SLOTKEEPER_HOST=0.0.0.0 .* SLOTKEEPER_REQUIRE_KEYS=true"):
         AppSettings(host="0.0.0.0").check_exposure()

@@ -9,6 +9,7 @@ from app.config import AppSettings
 from routing.maintenance import task_runs
 from routing.queries.job_counters import EventCounter
 from routing.queries.process_counters import HANDED_ON, HANDOFF_BUCKETS_S, ProcessCounters
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from tasks import services
@@ -35,7 +36,7 @@ def _count(api: Api) -> None:
 
 @pytest.mark.parametrize("key", ["m", "mk_guessed"])
 def test_a_metrics_key_that_could_be_guessed_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="SLOTKEEPER_METRICS_KEY"):
+    with pytest.raises(InvalidSetting, match="SLOTKEEPER_METRICS_KEY"):
         AppSettings(require_keys=True, metrics_key=key).check_exposure()
 
 

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slotkeeper.config import StorageSettings
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.registry.model_config import ModelConfig, parse_overrides
 from slotkeeper.registry.policies import POLICIES
 from tests.support.builders import one_of
@@ -175,5 +176,5 @@ def test_the_environment_says_where_the_record_lies(monkeypatch):
 @pytest.mark.parametrize("name", ["SLOTKEEPER_IDEMPOTENCY_WINDOW_S", "SLOTKEEPER_RETENTION_S"])
 def test_a_span_of_time_is_positive(monkeypatch, name):
     monkeypatch.setenv(name, "0")
-    with pytest.raises(ValidationError):
+    with pytest.raises(InvalidSetting):
         StorageSettings()

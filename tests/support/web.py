@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from app.server.__main__ import configuration, serve
+from app.server.__main__ import configuration, listen, serve
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from tools.cluster.stack import eventually
@@ -45,10 +45,10 @@ class Web:
 @contextmanager
 def serving(application: WebApplication) -> Iterator[Web]:
     config = configuration(application, application.settings)
-    config.port, config.timeout_graceful_shutdown = 0, 1
+    config.timeout_graceful_shutdown = 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         web = Web(application, uvicorn.Server(config), runner.get_loop())
-        thread = threading.Thread(target=runner.run, args=(serve(application, web.server),))
+        thread = threading.Thread(target=runner.run, args=(serve(application, web.server, listen("127.0.0.1", 0)),))
         thread.start()
         try:
             eventually(lambda: web.server.started, "it listens", every_s=0.01)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from slotkeeper.errors import InvalidSetting
 from tasks.config import EventSettings
 from tasks.relay.sinks.sink import Sink
 from tasks.services import database, scripts
@@ -13,7 +14,7 @@ FindEvent = Callable[[int], "str | None"]
 def make(name: str, settings: EventSettings, find_event: FindEvent) -> Sink:
     """Return the sink of this name, and import its library.
 
-    Raises ValueError if a setting or a library is missing.
+    Raises InvalidSetting if a setting or a library is missing.
     """
     return _MAKERS[name](settings, find_event)
 
@@ -29,7 +30,7 @@ def _kafka(settings: EventSettings, _: FindEvent) -> Sink:
     try:
         from tasks.relay.sinks.kafka import KafkaSink
     except ImportError as error:
-        raise ValueError("the library for Kafka is missing: pip install 'slotkeeper[kafka]'") from error
+        raise InvalidSetting("the library for Kafka is missing: pip install 'slotkeeper[kafka]'.") from error
 
     return KafkaSink(settings.kafka_servers, settings.kafka_topic, settings.kafka_options)
 
@@ -39,7 +40,7 @@ def _nats(settings: EventSettings, _: FindEvent) -> Sink:
     try:
         from tasks.relay.sinks.nats import NatsSink
     except ImportError as error:
-        raise ValueError("the library for NATS is missing: pip install 'slotkeeper[nats]'") from error
+        raise InvalidSetting("the library for NATS is missing: pip install 'slotkeeper[nats]'.") from error
 
     return NatsSink(settings.nats_url, settings.nats_stream)
 
@@ -56,7 +57,7 @@ def _otlp(settings: EventSettings, _: FindEvent) -> Sink:
     try:
         from tasks.relay.sinks import otlp
     except ImportError as error:
-        raise ValueError("the library for traces is missing: pip install 'slotkeeper[otel]'") from error
+        raise InvalidSetting("the library for traces is missing: pip install 'slotkeeper[otel]'.") from error
 
     return otlp.OtlpSink(database(), otlp.OtlpExporter(settings.otlp_endpoint))
 
@@ -70,7 +71,7 @@ def _celery(_: EventSettings, __: FindEvent) -> Sink:
 
 def _require(value: str, name: str, example: str) -> None:
     if not value:
-        raise ValueError(f"{name} is missing, such as {example}")
+        raise InvalidSetting(f"{name} is missing, such as {example}.")
 
 
 _MAKERS: Mapping[str, Callable[[EventSettings, FindEvent], Sink]] = {

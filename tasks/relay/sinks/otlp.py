@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from routing.queries import trace_spans
 from routing.queries.trace_spans import TraceSpan
 from slotkeeper.db import Database
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.outbox import timelines
@@ -135,10 +136,10 @@ class OtlpExporter(SpanExporter):
     """Exports spans by OTLP over HTTP.  OpenTelemetry's environment variables set headers and certificates."""
 
     def __init__(self, endpoint: str) -> None:
-        """Create an exporter.  `endpoint`: such as http://host:4318.  Raises ValueError for another form."""
+        """Create an exporter.  `endpoint`: such as http://host:4318.  Raises InvalidSetting for another form."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("SLOTKEEPER_EVENTS_OTLP_ENDPOINT must be an address such as http://host:4318")
+            raise InvalidSetting("SLOTKEEPER_EVENTS_OTLP_ENDPOINT must be an address such as http://host:4318.")
         self._session = _Session()
         url = f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}"
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=_TIMEOUT_S, session=self._session)

@@ -20,8 +20,9 @@ from app.up.errors import UpError
 from app.up.installation_folder import InstallationFolder, flower_password, write_addresses
 from app.up.launcher import _welcome
 from app.up.ports import Port, check_ports, free_port, is_open
-from app.up.roles import read_plan, read_procfile, read_settings
+from app.up.roles import read_plan, read_procfile
 from routing.config import RoutingSettings
+from slotkeeper.errors import InvalidSetting
 
 
 @pytest.fixture
@@ -129,16 +130,16 @@ def test_flowers_password_is_made_once_and_is_readable_by_its_owner_alone(tmp_pa
 
 def test_a_wrong_setting_is_named_with_its_variable(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("SLOTKEEPER_PORT", "eighty")
-    with pytest.raises(UpError, match="SLOTKEEPER_PORT='eighty' is wrong"):
+    with pytest.raises(InvalidSetting, match="SLOTKEEPER_PORT='eighty' is wrong"):
         read_plan(demo=False)
     settings.setenv("SLOTKEEPER_BUSY_COOLDOWN_MS", "soon")
-    with pytest.raises(UpError, match=r"^SLOTKEEPER_BUSY_COOLDOWN_MS='soon' is wrong"):
-        read_settings(RoutingSettings)
+    with pytest.raises(InvalidSetting, match=r"^SLOTKEEPER_BUSY_COOLDOWN_MS='soon' is wrong"):
+        RoutingSettings()
 
 
 def test_an_open_address_without_keys_is_refused(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("SLOTKEEPER_HOST", "0.0.0.0")
-    with pytest.raises(UpError, match="SLOTKEEPER_REQUIRE_KEYS"):
+    with pytest.raises(InvalidSetting, match="SLOTKEEPER_REQUIRE_KEYS"):
         read_plan(demo=False)
 
 

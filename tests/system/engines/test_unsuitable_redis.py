@@ -97,8 +97,8 @@ def test_every_process_refuses_it_at_start_with_one_sentence(
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", servers[kind])
     clear_wiring()
     try:
-        with pytest.raises(SystemExit) as ended:
-            startup.prepare_or_exit()
+        with pytest.raises(SystemExit) as ended, startup.exit_if_refused():
+            startup.prepare()
     finally:
         monkeypatch.undo()
         clear_wiring()
@@ -169,7 +169,8 @@ def test_a_redis_that_is_away_is_not_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", f"redis://127.0.0.1:{free_port()}/0")
     clear_wiring()
     try:
-        startup.prepare_or_exit()
+        with startup.exit_if_refused():
+            startup.prepare()
     finally:
         monkeypatch.undo()
         clear_wiring()

@@ -9,6 +9,7 @@ from sqlalchemy import update
 
 from app.up.ports import free_port
 from routing.queries import trace_spans
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events
 from slotkeeper.jobs.values import Job, JobError
@@ -252,7 +253,7 @@ def test_the_traceparent_is_in_the_run_the_job_the_events_and_the_timeline(datab
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "collector"])
 def test_an_invalid_endpoint_is_refused(endpoint):
-    with pytest.raises(ValueError, match="http://host:4318"):
+    with pytest.raises(InvalidSetting, match="http://host:4318"):
         otlp.OtlpExporter(endpoint)
 
 

@@ -16,7 +16,7 @@ from tools.benchmarks.submits import measure_submits
 from tools.cluster.stack import RefServer, Stack, eventually
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -28,27 +28,27 @@ def _journal(server: RefServer) -> list[dict[str, Any]]:
 
 
 def _run_ours(slots: int, seconds: float, jobs: int, threads: int) -> list[dict[str, Any]]:
-    """Let one worker empty a room of `jobs` jobs; answers the server's journal."""
+    """Let one worker run `jobs` queued jobs, and return the server's journal."""
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         server = stack.server("bench-server", slots)
         stack.maintenance()
         stack.beat()
         stack.worker(threads=threads, level="warning")
-        eventually(lambda: _responds(stack), "the worker is ready")
+        eventually(lambda: _workers_are_ready(stack), "the worker is ready")
         stack_calls.call(stack, "queue_then_serve", "bench", jobs, seconds, server.endpoint, slots)
         eventually(lambda: len(_journal(server)) >= jobs, "all jobs have run", 300, 0.2)
         return _journal(server)
 
 
-def _responds(stack: Stack) -> bool:
-    """Whether a worker has said hello to the broker: two of them, with the one for maintenance."""
+def _workers_are_ready(stack: Stack) -> bool:
+    """Return whether both workers, that for jobs and that for maintenance, are registered with the broker."""
     assert stack.valkey is not None
     with stack.valkey.client() as client:
         return len(client.smembers("_kombu.binding.celery.pidbox")) >= 2
 
 
 def _run_bare(slots: int, seconds: float, jobs: int) -> float:
-    """Jobs per second of bare Celery with as many threads as slots, measured at the server."""
+    """Return the jobs per second of bare Celery with as many threads as slots, measured at the server."""
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         server = stack.server("bare-server", slots, "--max-direct-queue", "10")
         assert stack.valkey is not None
@@ -67,14 +67,14 @@ def _run_bare(slots: int, seconds: float, jobs: int) -> float:
 
 
 def _rate(runs: list[dict[str, Any]]) -> float:
-    """Jobs per second between the first start and the last end, without the first and last tenth."""
+    """Return the jobs that ended per second, without the first and the last tenth of the ends."""
     ends = sorted(run["ended_ns"] for run in runs)
     tenth = len(ends) // 10
     return (len(ends) - 2 * tenth - 1) / ((ends[-tenth - 1] - ends[tenth]) / 1e9)
 
 
 def _gaps_ms(runs: list[dict[str, Any]]) -> list[float]:
-    """How long each slot stood idle between two runs, in ms."""
+    """Return how long each slot was idle between two runs, in ms."""
     by_slot: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run["started_ns"]):
         by_slot[run["slot"]].append(run)
@@ -85,8 +85,8 @@ def _gaps_ms(runs: list[dict[str, Any]]) -> list[float]:
     ]
 
 
-def _use(runs: list[dict[str, Any]], slots: int, jobs: int) -> float:
-    """Share of the slots' time that was spent running, from the first start until the room was empty."""
+def _slot_use(runs: list[dict[str, Any]], slots: int, jobs: int) -> float:
+    """Return the share of the slots' time that was spent in runs, from the first start until the queue was empty."""
     runs = sorted(runs, key=lambda run: run["started_ns"])[: jobs - slots]
     begin, end = runs[0]["started_ns"], runs[-1]["started_ns"]
     busy = sum(min(run["ended_ns"], end) - run["started_ns"] for run in runs)
@@ -97,8 +97,9 @@ def handoff() -> None:
     slots, seconds, jobs = 8, 0.1, 1000
     runs = _run_ours(slots, seconds, jobs, 64)
     gaps = sorted(_gaps_ms(runs))
-    _say(
-        f"handoff     {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: slot use {_use(runs, slots, jobs):.1%}, "
+    _print(
+        f"handoff     {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: "
+        f"slot use {_slot_use(runs, slots, jobs):.1%}, "
         f"gap p50 {statistics.median(gaps):.2f} ms, p99 {gaps[int(len(gaps) * 0.99)]:.1f} ms"
     )
 
@@ -107,7 +108,7 @@ def throughput() -> None:
     slots, seconds, jobs = 32, 0.005, 5000
     bare = _run_bare(slots, seconds, jobs)
     ours = _rate(_run_ours(slots, seconds, jobs, 64))
-    _say(
+    _print(
         f"throughput  {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: {ours:.0f} jobs/s, "
         f"bare Celery {bare:.0f} jobs/s, ratio {ours / bare:.2f}"
     )
@@ -117,7 +118,7 @@ def submit() -> None:
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         stack.web()
         measured = measure_submits(stack.url, clients=16, seconds=8.0)
-        _say(f"submit      16 clients, one job a request: {measured:.0f} submits/s")
+        _print(f"submit      16 clients, one job a request: {measured:.0f} submits/s")
 
 
 _ALL = {"handoff": handoff, "throughput": throughput, "submit": submit}
@@ -126,4 +127,4 @@ if __name__ == "__main__":
     started = time.monotonic()
     for name in sys.argv[1:] or _ALL:
         _ALL[name]()
-    _say(f"measured in {time.monotonic() - started:.0f} s")
+    _print(f"measured in {time.monotonic() - started:.0f} s")

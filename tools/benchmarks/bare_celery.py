@@ -1,4 +1,4 @@
-"""The yardstick: bare Celery, a task that makes the same call and records nothing."""
+"""The baseline: bare Celery with a task that makes the same call and stores nothing."""
 
 import os
 
@@ -20,5 +20,5 @@ _session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=128))
 
 @app.task(name="call")
 def call(url: str, payload: dict[str, object]) -> None:
-    # Slots are counted by the server: bare Celery holds none, so it says nothing of being a dispatcher.
+    # Bare Celery holds no slots, so it does not send a dispatcher's headers; the server counts its slots.
     _session.post(url, json=payload, timeout=60).raise_for_status()

@@ -1,7 +1,8 @@
 """Measure a database of many jobs: python -m tools.benchmarks.database_costs [sqlite] [postgresql] [JOBS].
 
-JOBS (5,000,000) jobs have ended, of 10 models and 50 tenants; then 100,000 deadlines pass within one second, which a
-process of its own deals with, while jobs are submitted.  Takes about 1 KB of disk a job, in a temporary folder.
+The database has JOBS (5,000,000) ended jobs of 10 models and 50 tenants.  Then 100,000 deadlines pass within one
+second: another process expires those jobs while jobs are submitted.  A job takes about 1 KB of disk, in a temporary
+folder.
 """
 
 import multiprocessing
@@ -28,34 +29,34 @@ _FIELDS = (
     "id, model, state, why, priority, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"
 )
 _NUMBERS = "WITH RECURSIVE n(i) AS (SELECT {first} UNION ALL SELECT i + 1 FROM n WHERE i + 1 < {behind})"
-_ENDED = """
+_INSERT_ENDED = """
 INSERT INTO jobs ({fields}) {numbers}
 SELECT 'ended-' || i, 'model-' || (i - i / 10 * 10), 'completed', 'finished', 5, 'tenant-' || (i - i / 50 * 50),
        {now} - 86400000 + i / 100, {now} - 86400000 + i / 100, {now} - 86400000 + i / 100, NULL, 'rest',
        '{{"prompt":"a sunset over the sea","seconds":0.1}}', '{{"image":"https://images.example/1.png"}}' FROM n
 """
-_DEADLINES = """
+_INSERT_DEADLINES = """
 INSERT INTO jobs ({fields}) {numbers}
 SELECT 'late-' || i, 'model-1', 'queued', 'submitted', 5, 'tenant-1', {now}, NULL, NULL, {now} + i - i / 1000 * 1000,
        'rest', '{{}}', NULL FROM n
 """
 _CHUNK = 250_000
-_LATE = 100_000
-_TIMES = 300
-# As maintenance does it; what it tells Redis between two batches takes no less.
+_DEADLINE_JOBS = 100_000
+_REPETITIONS = 300
+# As in maintenance, whose calls of Redis between two batches take at least as long.
 _BATCH = 200
-_BETWEEN_S = 0.01
+_PAUSE_S = 0.01
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 @contextmanager
-def _record(where: str) -> Iterator[str]:
+def _empty_database(backend: str) -> Iterator[str]:
     with ExitStack() as stack:
-        if where == "postgresql":
+        if backend == "postgresql":
             url = stack.enter_context(running_postgres()).create()
         else:
             url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory())}/record.db"
@@ -70,14 +71,16 @@ def _fill(database: Database, statement: str, jobs: int) -> None:
             connection.exec_driver_sql(statement.format(fields=_FIELDS, numbers=numbers, now=now_ms()))
 
 
-def _measure(name: str, act: Callable[[], object], times: int = _TIMES) -> None:
-    took = sorted(_timed(act) for _ in range(times))
-    _say(f"  {name:34} p50 {took[len(took) // 2]:8.2f} ms   p99 {took[int(len(took) * 0.99)]:8.2f} ms")
+def _measure(name: str, operation: Callable[[], object], repetitions: int = _REPETITIONS) -> None:
+    times_ms = sorted(_time_ms(operation) for _ in range(repetitions))
+    _print(
+        f"  {name:34} p50 {times_ms[len(times_ms) // 2]:8.2f} ms   p99 {times_ms[int(len(times_ms) * 0.99)]:8.2f} ms"
+    )
 
 
-def _timed(act: Callable[[], object]) -> float:
+def _time_ms(operation: Callable[[], object]) -> float:
     began = time.perf_counter()
-    act()
+    operation()
     return (time.perf_counter() - began) * 1000
 
 
@@ -85,28 +88,28 @@ def _expire_all(url: str) -> None:
     database = Database(url)
     store = JobStore(database)
     ended = 0
-    while ended < _LATE:
+    while ended < _DEADLINE_JOBS:
         ended += len(store.expire_overdue(now_ms(), _BATCH))
-        time.sleep(_BETWEEN_S)
+        time.sleep(_PAUSE_S)
     database.close()
 
 
-def _play(where: str, jobs: int) -> None:
-    with _record(where) as url:
+def _run_benchmark(backend: str, jobs: int) -> None:
+    with _empty_database(backend) as url:
         database = Database(url)
         store = JobStore(database)
         began = time.monotonic()
-        _fill(database, _ENDED, jobs)
-        if where == "postgresql":  # as autovacuum does
+        _fill(database, _INSERT_ENDED, jobs)
+        if backend == "postgresql":  # as autovacuum would
             with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 connection.exec_driver_sql("VACUUM ANALYZE")
-        _say(f"{where}: {jobs} ended jobs, written in {time.monotonic() - began:.0f} s")
-        _acts(database, store)
-        _crowd(url, database, store)
+        _print(f"{backend}: {jobs} ended jobs, written in {time.monotonic() - began:.0f} s")
+        _measure_operations(database, store)
+        _measure_submits_during_expiry(url, database, store)
         database.close()
 
 
-def _acts(database: Database, store: JobStore) -> None:
+def _measure_operations(database: Database, store: JobStore) -> None:
     def submit() -> str:
         return store.submit([NewJob(id=new_job_id(), model="model-1", payload="{}", tenant="tenant-1")], now_ms())[0].id
 
@@ -129,32 +132,34 @@ def _acts(database: Database, store: JobStore) -> None:
     _measure("running jobs", store.list_running)
     _measure("queued of 10 models", lambda: store.list_queued([f"model-{n}" for n in range(10)]))
     _measure("outbox, all since the beginning", lambda: event_reader.list_queued_between(database, last, last + 10**6))
-    _measure("what is due", lambda: store.promote_due(now_ms()))
-    _measure("what is overdue", lambda: store.expire_overdue(now_ms()))
-    _measure("webhooks that are due", lambda: MessageQueue(database).list_due_callbacks(now_ms(), 1000))
+    _measure("due jobs", lambda: store.promote_due(now_ms()))
+    _measure("overdue jobs", lambda: store.expire_overdue(now_ms()))
+    _measure("due webhooks", lambda: MessageQueue(database).list_due_callbacks(now_ms(), 1000))
     _measure("purge of 500", lambda: retention.delete_ended_jobs(store.database, now_ms() - 3_600_000), 20)
     _measure("ledger", lambda: ledger.read(database), 5)
 
 
-def _crowd(url: str, database: Database, store: JobStore) -> None:
-    """Submits while many deadlines pass."""
-    _fill(database, _DEADLINES, _LATE)
+def _measure_submits_during_expiry(url: str, database: Database, store: JobStore) -> None:
+    """Measure submits while many deadlines pass."""
+    _fill(database, _INSERT_DEADLINES, _DEADLINE_JOBS)
     other = multiprocessing.get_context("spawn").Process(target=_expire_all, args=(url,))
     other.start()
-    took = []
+    times_ms = []
     while other.is_alive():
-        took.append(_timed(lambda: store.submit([NewJob(id=new_job_id(), model="model-2", payload="{}")], now_ms())))
+        times_ms.append(
+            _time_ms(lambda: store.submit([NewJob(id=new_job_id(), model="model-2", payload="{}")], now_ms()))
+        )
         time.sleep(0.002)
     other.join()
-    took.sort()
-    _say(f"  {_LATE} deadlines pass: {len(took)} submits, p50 {took[len(took) // 2]:.1f} ms, ")
-    _say(f"  {'':34} p99 {took[int(len(took) * 0.99)]:.1f} ms, longest {took[-1]:.1f} ms")
+    times_ms.sort()
+    _print(f"  {_DEADLINE_JOBS} deadlines pass: {len(times_ms)} submits, p50 {times_ms[len(times_ms) // 2]:.1f} ms, ")
+    _print(f"  {'':34} p99 {times_ms[int(len(times_ms) * 0.99)]:.1f} ms, longest {times_ms[-1]:.1f} ms")
 
 
-def main(words: list[str]) -> None:
-    jobs = int(next((word.replace(",", "") for word in words if word[0].isdigit()), "5000000"))
-    for where in [word for word in words if not word[0].isdigit()] or ["sqlite", "postgresql"]:
-        _play(where, jobs)
+def main(arguments: list[str]) -> None:
+    jobs = int(next((argument.replace(",", "") for argument in arguments if argument[0].isdigit()), "5000000"))
+    for backend in [argument for argument in arguments if not argument[0].isdigit()] or ["sqlite", "postgresql"]:
+        _run_benchmark(backend, jobs)
 
 
 if __name__ == "__main__":

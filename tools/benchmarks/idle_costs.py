@@ -1,8 +1,8 @@
-"""What an installation costs with nothing to do: python -m tools.benchmarks.idle_costs [SECONDS].
+"""Measure the costs of an idle installation: python -m tools.benchmarks.idle_costs [SECONDS].
 
-Starts `slotkeeper up --no-demo` in a folder of its own, leaves it alone for 20 s, and reads /proc (Linux): the
-processor time of each process in SECONDS (60), and its memory.  PSS counts what processes share in equal parts, so its
-sum is what an installation takes; it is lower beside other programs of the same Python.
+Starts `slotkeeper up --no-demo` in a temporary folder, waits 20 s, and reads from /proc (Linux) the CPU time of each
+process in SECONDS (60), and its memory.  PSS divides shared memory equally between processes, so its sum is the memory
+of the installation.  It is lower if other programs run with the same Python.
 """
 
 import os
@@ -38,9 +38,9 @@ def main() -> None:
 
 def _measure(supervisor: int, seconds: float) -> None:
     pids = [supervisor, *_descendants(supervisor)]
-    before = {pid: processor_s(pid) for pid in pids}
+    before = {pid: cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
-    rows = [(100 * (processor_s(pid) - before[pid]) / seconds, *memory_mib(pid), _command(pid)) for pid in pids]
+    rows = [(100 * (cpu_seconds(pid) - before[pid]) / seconds, *memory_mib(pid), _command(pid)) for pid in pids]
     for cpu, rss, pss, command in rows:
         sys.stdout.write(f"{cpu:5.2f} %  RSS {rss:4.0f}  PSS {pss:4.0f} MiB  {command}\n")
     cpu, rss, pss = (sum(values) for values in list(zip(*rows, strict=True))[:3])
@@ -50,10 +50,10 @@ def _measure(supervisor: int, seconds: float) -> None:
 def _descendants(parent: int) -> list[int]:
     texts = [path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")]
     children = [int(pid) for text in texts for pid in text.split()]
-    return [found for child in children for found in (child, *_descendants(child))]
+    return [pid for child in children for pid in (child, *_descendants(child))]
 
 
-def processor_s(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 

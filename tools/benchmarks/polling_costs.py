@@ -1,8 +1,8 @@
-"""Many asynchronous jobs, polled by one worker process: python -m tools.benchmarks.polling_costs [JOBS] [SECONDS].
+"""Measure a worker that polls many asynchronous jobs: python -m tools.benchmarks.polling_costs [JOBS] [SECONDS].
 
-JOBS (2,000) are handed to a server that lets them run until it is told otherwise, and are asked for every 2 s.  What is
-read in SECONDS (30): what the worker's process has grown by for each, what processor time a poll costs it, and how long
-its leases have gone without being renewed.  Then it gets kill -9; another goes on, and all jobs end.
+JOBS (2,000) run on a server until a request ends them, and are polled every 2 s.  In SECONDS (30) the benchmark
+measures the worker's memory for each job, its CPU time for each poll, and the longest time between two renewals of a
+lease.  Then the worker gets kill -9, another worker resumes the jobs, and all jobs end.
 """
 
 import asyncio
@@ -17,21 +17,21 @@ import requests
 
 from app.up.ports import free_port
 from tools.benchmarks import stack_calls
-from tools.benchmarks.idle_costs import memory_mib, processor_s
+from tools.benchmarks.idle_costs import cpu_seconds, memory_mib
 from tools.cluster.stack import Process, Stack, eventually
 
 _POLLED_EVERY_S = 2
-_WARM_UP = 50  # jobs, after which all is loaded that a run needs
+_WARM_UP = 50  # jobs, after which the worker has loaded all modules that a run needs
 _MOST_WAIT_S = 300
 
 
 class _Server:
-    """Runs whatever it is given until it is told to let go."""
+    """An inference server whose jobs run until a request to /end-jobs."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, str] = {}  # id -> the job's
+        self.jobs: dict[str, str] = {}  # the server's id -> the job's id
         self.sent = self.polls = 0
-        self.goes_on = True
+        self.keeps_jobs = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -53,9 +53,9 @@ class _Server:
             return {"status": "processing", "job_id": job}
         if path.startswith("/status/"):
             self.polls += 1
-            return {"status": "processing"} if self.goes_on else {"status": "success", "result": {"ok": True}}
-        if path in ("/go-on", "/let-go"):
-            self.goes_on = path == "/go-on"
+            return {"status": "processing"} if self.keeps_jobs else {"status": "success", "result": {"ok": True}}
+        if path in ("/keep-jobs", "/end-jobs"):
+            self.keeps_jobs = path == "/keep-jobs"
         return {"status": "ok", "sent": self.sent, "jobs": len(self.jobs), "polls": self.polls}
 
 
@@ -64,78 +64,83 @@ async def _serve(port: int) -> None:
     await server.serve_forever()
 
 
-class _Trial:
-    """A worker, a server, and jobs between them."""
+class _Benchmark:
+    """An installation with a server, and what the benchmark does with them."""
 
     def __init__(self, stack: Stack, jobs: int) -> None:
         self.stack, self.jobs = stack, jobs
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         server = stack.start("server", [sys.executable, "-m", "tools.benchmarks.polling_costs", "serve", str(port)])
-        server.source(lambda: self.ask("health"), "it answers")
+        server.source(lambda: self.request("health"), "it answers")
         stack.maintenance()
         stack.beat()
 
     def worker(self, name: str) -> Process:
         return self.stack.worker(name, self.jobs + _WARM_UP, level="warning")
 
-    def ask(self, path: str) -> Any:
+    def request(self, path: str) -> Any:
         try:
             return requests.get(f"{self.url}/{path}", timeout=10).json()
         except requests.ConnectionError:
             return None
 
-    def feed(self, model: str, jobs: int) -> None:
-        before = self.ask("health")["jobs"]
+    def submit(self, model: str, jobs: int) -> None:
+        before = self.request("health")["jobs"]
         stack_calls.call(self.stack, "serve_polled", model, jobs, _POLLED_EVERY_S, f"{self.url}/generate")
-        eventually(lambda: self.ask("health")["jobs"] >= before + jobs, "all jobs are running", _MOST_WAIT_S, 0.5)
+        eventually(lambda: self.request("health")["jobs"] >= before + jobs, "all jobs are running", _MOST_WAIT_S, 0.5)
 
-    def end(self) -> None:
-        self.ask("let-go")
+    def end_jobs(self) -> None:
+        self.request("end-jobs")
         eventually(lambda: not {"queued", "delayed", "running"} & self.states().keys(), "all end", _MOST_WAIT_S, 1)
-        self.ask("go-on")
+        self.request("keep-jobs")
 
     def states(self) -> dict[str, int]:
         return {state: count for state, count in stack_calls.call(self.stack, "count_states").items() if count}
 
     def measure(self, worker: Process, seconds: float) -> None:
         pid = worker.popen.pid
-        since_s, began_s, began = time.monotonic(), processor_s(pid), self.ask("health")["polls"]
+        since_s, began_s, began = time.monotonic(), cpu_seconds(pid), self.request("health")["polls"]
         oldest = 0
         for _ in range(int(seconds / 5)):
             time.sleep(5)
             held, age, lasts = stack_calls.call(self.stack, "read_leases")
             oldest = max(oldest, age)
-        polls, used_s = self.ask("health")["polls"] - began, processor_s(pid) - began_s
-        took_s = time.monotonic() - since_s  # Leases are looked at by a process of its own, which takes its time.
-        _say(f"{polls / took_s:.0f} polls/s, {1000 * used_s / polls:.3f} ms of processor time each, all included")
-        _say(f"{held} leases, the oldest {oldest / 1000:.1f} s after its last renewal; they last {lasts / 1000:.0f} s")
+        polls, used_s = self.request("health")["polls"] - began, cpu_seconds(pid) - began_s
+        took_s = time.monotonic() - since_s  # Reading the leases takes a separate process and some time.
+        _print(
+            f"{polls / took_s:.0f} polls/s, {1000 * used_s / polls:.3f} ms of CPU time each, "
+            "with all other work of the worker"
+        )
+        _print(
+            f"{held} leases, the oldest {oldest / 1000:.1f} s after its last renewal; they last {lasts / 1000:.0f} s"
+        )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main(jobs: int = 2000, seconds: float = 30.0) -> None:
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
-        trial = _Trial(stack, jobs)
-        worker = trial.worker("worker")
-        trial.feed("warm-up", _WARM_UP)
-        trial.end()
+        benchmark = _Benchmark(stack, jobs)
+        worker = benchmark.worker("worker")
+        benchmark.submit("warm-up", _WARM_UP)
+        benchmark.end_jobs()
         time.sleep(5)
         idle = memory_mib(worker.popen.pid)[0]
-        trial.feed("polled", jobs)
+        benchmark.submit("polled", jobs)
         time.sleep(10)
         grown = memory_mib(worker.popen.pid)[0] - idle
-        _say(f"{jobs} jobs: {grown * 1024 / jobs:.1f} KiB each beyond the idle process of {idle:.0f} MiB")
-        trial.measure(worker, seconds)
-        sent = trial.ask("health")["sent"]
+        _print(f"{jobs} jobs: {grown * 1024 / jobs:.1f} KiB each beyond the idle process of {idle:.0f} MiB")
+        benchmark.measure(worker, seconds)
+        sent = benchmark.request("health")["sent"]
         worker.kill()
-        trial.worker("another")
-        trial.end()
-        again = trial.ask("health")["sent"] - sent
-        _say(f"after kill -9: {trial.states()}, {again} requests sent again")
+        benchmark.worker("another")
+        benchmark.end_jobs()
+        again = benchmark.request("health")["sent"] - sent
+        _print(f"after kill -9: {benchmark.states()}, {again} requests sent again")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Measure the waiting room on a real Valkey: python -m tools.benchmarks.queue_costs [offer] [memory].
+"""Measure the queues on a real Valkey: python -m tools.benchmarks.queue_costs [offer] [memory].
 
-offer    what a release with hand-off costs inside the server (INFO commandstats, so that a loaded machine disturbs
-         little), at 1,000 and 1,000,000 waiting jobs, and under `fair` with 100,000 tenants also the round trip
-memory   bytes that a waiting job takes
+offer    the time of a release with hand-off inside the server (from INFO commandstats, which other load on the machine
+         disturbs little), with 1,000 and 1,000,000 waiting jobs; under `fair` with 100,000 tenants also the round trip
+memory   bytes of memory for each waiting job
 """
 
 import statistics
@@ -33,13 +33,13 @@ SLOTS, RUNS, ROUNDS = 8, 400, 15
 T0 = 1_800_000_000_000
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 class _Bench:
-    """A room with one server and a policy, on an empty Valkey."""
+    """A queue with one server and a policy, on an empty Valkey."""
 
     def __init__(self, client: Redis, policy: str) -> None:
         self.client, settings = client, RoutingSettings()
@@ -53,7 +53,7 @@ class _Bench:
         self.seq = 0
 
     def fill(self, count: int, tenants: int) -> None:
-        """Jobs of all tenants in turn, of the usual priority."""
+        """Enqueue jobs of all tenants in turn, with the default priority."""
         for start in range(0, count, 1000):
             self.queues.enqueue(MODEL, [self._job(tenants) for _ in range(min(1000, count - start))], limit=0)
 
@@ -62,25 +62,26 @@ class _Bench:
         return QueuedJob(new_job_id(), self.seq, MODEL, 5, f"tenant{self.seq % tenants}", T0 + self.seq, "")
 
     def start(self) -> list[Offer]:
+        """Open the fleet, and return offers for all its slots."""
         self.fleets.begin_rebuild([MODEL], "")
         self.fleets.open({MODEL: 1})
         return self.queues.offer(MODEL)
 
     def hand_off(self, running: list[Offer]) -> float:
-        """End the run that has gone on for longest and take the next job; answers ms of the round trip."""
-        was = running.pop(0)
-        lease = Lease(MODEL, was.job_id, was.lease, was.owner, was.slot)
+        """End the oldest run and claim the next job; return the round trip in ms."""
+        ended = running.pop(0)
+        lease = Lease(MODEL, ended.job_id, ended.lease, ended.owner, ended.slot)
         begin = time.perf_counter()
         command = self.leases.release_command(lease, return_to_lane=False, claimant="bench", signal="ok")
         ((_, offers),) = self.leases.scripts.run(command)
-        took = time.perf_counter() - begin
+        took_s = time.perf_counter() - begin
         running += offers
-        return took * 1000
+        return took_s * 1000
 
 
 @contextmanager
 def _valkey() -> Iterator[Redis]:
-    """One with the memory of that which `slotkeeper up` starts."""
+    """Run an empty Valkey, and yield its client."""
     with (
         tempfile.TemporaryDirectory() as home,
         Valkey(Path(home), unix=True) as valkey,
@@ -89,8 +90,8 @@ def _valkey() -> Iterator[Redis]:
         yield client
 
 
-def _round(bench: _Bench, running: list[Offer], tenants: int) -> tuple[float, float]:
-    """(mean us inside, median ms of the round trip) of some hand-offs; as many jobs come as go."""
+def _run_round(bench: _Bench, running: list[Offer], tenants: int) -> tuple[float, float]:
+    """Hand off RUNS times, with as many new jobs; return (mean us inside the server, median ms of the round trip)."""
     bench.fill(RUNS, tenants)
     bench.hand_off(running)
     bench.client.config_resetstat()
@@ -99,10 +100,11 @@ def _round(bench: _Bench, running: list[Offer], tenants: int) -> tuple[float, fl
     return float(row["usec"]) / float(row["calls"]), statistics.median(trips)
 
 
-def _measured(policy: str, sizes: Sequence[tuple[int, int]]) -> list[float]:
-    """Prints a line for each (waiting, tenants), and answers the costs inside: each the best of several rounds.
+def _measure(policy: str, sizes: Sequence[tuple[int, int]]) -> list[float]:
+    """Print a line for each size (waiting, tenants), and return the costs inside the server, in us.
 
-    The rounds take turns, so that whatever else the machine does, it does to all of them.
+    Each cost is the best of several rounds.  The rounds of all sizes alternate, so that other load on the machine
+    affects all of them.
     """
     with ExitStack() as stack:
         benches = [_Bench(stack.enter_context(_valkey()), policy) for _ in sizes]
@@ -113,40 +115,40 @@ def _measured(policy: str, sizes: Sequence[tuple[int, int]]) -> list[float]:
             running.append(bench.start())
         for _ in range(ROUNDS):
             for n, (_, tenants) in enumerate(sizes):
-                rounds[n].append(_round(benches[n], running[n], tenants))
+                rounds[n].append(_run_round(benches[n], running[n], tenants))
     best = [(min(inside for inside, _ in each), min(trip for _, trip in each)) for each in rounds]
     for (waiting, tenants), (inside, trip) in zip(sizes, best, strict=True):
-        _say(f"{policy:10} {waiting:>10,} {tenants:>8,} {inside:>7.1f} us {trip:>8.3f} ms")
+        _print(f"{policy:10} {waiting:>10,} {tenants:>8,} {inside:>7.1f} us {trip:>8.3f} ms")
     return [inside for inside, _ in best]
 
 
 def offer() -> None:
-    """An offer at 1,000,000 waiting jobs against one at 1,000; and with 100,000 tenants."""
-    _say(f"{'policy':10} {'waiting':>10} {'tenants':>8} {'inside':>10} {'round trip':>11}")
+    """Compare an offer with 1,000,000 waiting jobs and one with 1,000, and measure one with 100,000 tenants."""
+    _print(f"{'policy':10} {'waiting':>10} {'tenants':>8} {'inside':>10} {'round trip':>11}")
     for policy, tenants in (("priority", 1), ("fair", 100)):
-        small, large = _measured(policy, [(1_000, tenants), (1_000_000, tenants)])
-        _say(f"{policy:10} {large / small:.2f} times the cost at a thousand times the jobs (wanted: at most 1.3)")
-    _measured("fair", [(200_000, 100_000)])
-    _say("wanted with 100,000 tenants: a round trip of at most 0.5 ms")
+        small, large = _measure(policy, [(1_000, tenants), (1_000_000, tenants)])
+        _print(f"{policy:10} {large / small:.2f} times the cost at a thousand times the jobs (target: at most 1.3)")
+    _measure("fair", [(200_000, 100_000)])
+    _print("target with 100,000 tenants: a round trip of at most 0.5 ms")
 
 
 def memory(count: int = 200_000) -> None:
-    """Bytes of Redis's memory for each waiting job, by how many tenants they belong to."""
-    _say(f"{'waiting':>10} {'tenants':>8} {'bytes a job':>12}   (wanted: at most 400)")
+    """Print the bytes of Redis' memory for each waiting job, by the number of tenants."""
+    _print(f"{'waiting':>10} {'tenants':>8} {'bytes a job':>12}   (target: at most 400)")
     for tenants in (1, 1_000, count // 2, count):
         with _valkey() as client:
             bench = _Bench(client, "fair")
             before = client.info("memory")["used_memory"]
             bench.fill(count, tenants)
             used = client.info("memory")["used_memory"] - before
-        _say(f"{count:>10,} {tenants:>8,} {used / count:>12.0f}")
+        _print(f"{count:>10,} {tenants:>8,} {used / count:>12.0f}")
 
 
 PARTS: dict[str, Callable[[], None]] = {"offer": offer, "memory": memory}
 
 
-def main(chosen: list[str]) -> None:
-    for name in chosen or list(PARTS):
+def main(names: list[str]) -> None:
+    for name in names or list(PARTS):
         PARTS[name]()
 
 

@@ -1,7 +1,7 @@
 """Measure CPU per database write, in µs: python -m tools.benchmarks.record [memory] [file] [postgresql] [JOBS].
 
-One thread, one job after the other: so nothing is shared by group commit.  PostgreSQL's own work is not in these
-figures; what one waits for it is in the last column.
+One thread writes one job after the other, so group commit merges nothing.  The figures do not include the CPU of
+PostgreSQL's processes; the last column includes the wait for them.
 """
 
 import sys
@@ -23,18 +23,18 @@ _PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'
 _ROUNDS = 5
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 @contextmanager
-def _record(where: str) -> Iterator[JobStore]:
+def _empty_store(backend: str) -> Iterator[JobStore]:
     with ExitStack() as stack:
-        if where == "postgresql":
+        if backend == "postgresql":
             url = stack.enter_context(running_postgres()).create()
         else:
-            folder = Path("/dev/shm") if where == "memory" else None
+            folder = Path("/dev/shm") if backend == "memory" else None
             url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory(dir=folder))}/record.db"
         migrate.upgrade(url)
         database = Database(url)
@@ -42,21 +42,21 @@ def _record(where: str) -> Iterator[JobStore]:
         yield JobStore(database)
 
 
-def _measure(name: str, acts: Callable[[int], object], times: int) -> None:
-    """The best of some rounds: what the machine does besides makes it dearer, never cheaper."""
+def _measure(name: str, operation: Callable[[int], object], times: int) -> None:
+    """Print the best of some rounds: other load on the machine can only make a round slower."""
     cpu, wall = [], []
     for start in range(0, times * _ROUNDS, times):
         began, began_wall = time.thread_time(), time.perf_counter()
         for n in range(start, start + times):
-            acts(n)
+            operation(n)
         cpu.append(time.thread_time() - began)
         wall.append(time.perf_counter() - began_wall)
-    _say(f"  {name:28} {min(cpu) / times * 1e6:6.0f} µs of CPU {min(wall) / times * 1e6:6.0f} µs in all")
+    _print(f"  {name:28} {min(cpu) / times * 1e6:6.0f} µs of CPU {min(wall) / times * 1e6:6.0f} µs in all")
 
 
-def _play(where: str, times: int) -> None:
-    _say(where)
-    with _record(where) as store:
+def _run_benchmark(backend: str, times: int) -> None:
+    _print(backend)
+    with _empty_store(backend) as store:
         ids = [new_job_id() for _ in range(times * _ROUNDS)]
         runs: list[Run] = []
 
@@ -68,18 +68,18 @@ def _play(where: str, times: int) -> None:
         def settle(n: int) -> None:
             assert store.database.commit(store.settle_write(ids[n], runs[n].attempt, Reason.FINISHED, 3, result="{}"))
 
-        _measure("a transaction of nothing", lambda _: store.database.write(lambda tx: None), times)
+        _measure("an empty transaction", lambda _: store.database.write(lambda tx: None), times)
         _measure("submit", lambda n: store.submit([NewJob(id=ids[n], model="bench", payload=_PAYLOAD)], 1), times)
         _measure("start", start, times)
         _measure("settle", settle, times)
         _measure("state of a job", lambda n: store.get_state(ids[n]), times)
-        _measure("a job, whole", lambda n: store.get(ids[n]), times)
+        _measure("a whole job", lambda n: store.get(ids[n]), times)
 
 
-def main(words: list[str]) -> None:
-    times = int(next((word for word in words if word.isdigit()), "500"))
-    for where in [word for word in words if not word.isdigit()] or ["memory", "file", "postgresql"]:
-        _play(where, times)
+def main(arguments: list[str]) -> None:
+    times = int(next((argument for argument in arguments if argument.isdigit()), "500"))
+    for backend in [argument for argument in arguments if not argument.isdigit()] or ["memory", "file", "postgresql"]:
+        _run_benchmark(backend, times)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measure recovery times: python -m tools.benchmarks.recovery_benchmark [flush] [reap] [ledger] [kill] [JOBS].
 
-flush   JOBS wait (100,000), Redis is emptied: until all wait again, in order
-reap    1,000 workers' leases expire at once: until all their jobs are back
-ledger  1,000,000 jobs in the record: one reading of the ledger
-kill    a worker is killed under a job, default settings: until it is started again, by a server with job ids
+flush   JOBS (100,000) wait, and Redis is emptied: the time until all are queued again, in order
+reap    the leases of 1,000 workers expire at once: the time until all their jobs are queued again
+ledger  1,000,000 jobs in the database: the time of one reading of the ledger
+kill    a worker is killed during a job, with default settings: the time until the job starts again
 """
 
 import signal
@@ -31,7 +31,7 @@ from routing.queue.slots import Slots
 from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
-from slotkeeper.jobs import ledger as books
+from slotkeeper.jobs import ledger as job_ledger
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.connections import connect
@@ -50,13 +50,13 @@ SELECT printf('%s-%012d', lower(hex(randomblob(8))), i), 'zimg', CASE WHEN i % ?
 """
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-class _Nobody:
-    """Is told of offers and ends, and does nothing."""
+class _NullNotifier:
+    """Notifies no worker and no client."""
 
     def wake_worker(self, offer: Offer, new: QueuedJob | None) -> None: ...
 
@@ -64,8 +64,8 @@ class _Nobody:
 
 
 @contextmanager
-def _record(jobs: int, queued_every: int = 1) -> Iterator[Database]:
-    """A record with so many jobs, each n-th of them queued, the others completed."""
+def _database_of(jobs: int, queued_every: int = 1) -> Iterator[Database]:
+    """Yield a database with so many jobs: each n-th is queued, the others are completed."""
     with tempfile.TemporaryDirectory() as home:
         url = f"sqlite:///{home}/record.db"
         upgrade(url)
@@ -94,15 +94,15 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 fleets=Fleets(scripts, settings),
                 admission=Admission(queues, settings),
                 settings=settings,
-                notifier=_Nobody(),
+                notifier=_NullNotifier(),
                 check_url=lambda url: None,
             ),
             valkey,
         )
 
 
-def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
-    """Whether the record's queued jobs are all there, each in its lane, in order of acceptance."""
+def _is_in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
+    """Return whether Redis has all queued jobs of the database, each in its lane, in the order of acceptance."""
     keys = dispatcher.queues.scripts.keys
     with valkey.client() as redis:
         queued = [
@@ -111,25 +111,25 @@ def _in_order(dispatcher: Dispatcher, valkey: Valkey) -> bool:
             for member, seq in redis.zrange(lane, 0, -1, withscores=True)
         ]
         offered = {job.decode() for job in redis.hvals(keys.fleet_key("zimg", "slots"))}
-    recorded, seq = [], 0
+    stored, seq = [], 0
     while batch := dispatcher.store.list_queued(["zimg"], seq, 10_000):
-        recorded += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
+        stored += [(job.priority, job.seq, job.id) for job in batch if job.id not in offered]
         seq = batch[-1].seq
-    return sorted(queued) == sorted(recorded)
+    return sorted(queued) == sorted(stored)
 
 
 def flush(jobs: int) -> None:
-    with _record(jobs) as database, _dispatcher(database, 1) as (dispatcher, valkey):
+    with _database_of(jobs) as database, _dispatcher(database, 1) as (dispatcher, valkey):
         sweeper = Sweeper(dispatcher)
-        for _ in range(3):  # as maintenance that has been running for a while
+        for _ in range(3):  # as after maintenance has run for a while
             _sweep_until_filled(sweeper)
         valkey.flush()
-        took_s = _timed(lambda: _sweep_until_filled(sweeper))
-        how = "in order" if _in_order(dispatcher, valkey) else "OUT OF ORDER"
-        _say(f"flush       {jobs:,} waiting jobs: all back in {took_s:.1f} s, {how}")
-        idle_ms = _timed(sweeper.sweep) * 1000
-        _say(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
-        _say(f"            a reconcile that finds nothing to do: {_timed(sweeper.reconcile) * 1000:.0f} ms")
+        took_s = _time_s(lambda: _sweep_until_filled(sweeper))
+        order = "in order" if _is_in_order(dispatcher, valkey) else "OUT OF ORDER"
+        _print(f"flush       {jobs:,} waiting jobs: all queued again in {took_s:.1f} s, {order}")
+        idle_ms = _time_s(sweeper.sweep) * 1000
+        _print(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
+        _print(f"            a reconcile that finds nothing to do: {_time_s(sweeper.reconcile) * 1000:.0f} ms")
 
 
 def _sweep_until_filled(sweeper: Sweeper) -> None:
@@ -138,14 +138,14 @@ def _sweep_until_filled(sweeper: Sweeper) -> None:
         sweeper.sweep()
 
 
-def _timed(act: Callable[[], object]) -> float:
+def _time_s(operation: Callable[[], object]) -> float:
     began = time.monotonic()
-    act()
+    operation()
     return time.monotonic() - began
 
 
 def reap(jobs: int = 1000) -> None:
-    with _record(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
+    with _database_of(jobs) as database, _dispatcher(database, jobs) as (dispatcher, valkey):
         Sweeper(dispatcher).sweep()
         while offers := [lease for lease, _ in dispatcher.leases.list_all(["zimg"])["zimg"] if not lease.owner]:
             for lease in offers:
@@ -155,8 +155,8 @@ def reap(jobs: int = 1000) -> None:
         with valkey.client() as redis:
             names = redis.zrange("bench:{zimg}:leases", 0, -1)
             redis.zadd("bench:{zimg}:leases", dict.fromkeys(names, 1))
-        took_s = _timed(lambda: _reap_all(dispatcher, jobs))
-        _say(f"reap        {jobs:,} leases that expired at once: taken back in {took_s:.2f} s")
+        took_s = _time_s(lambda: _reap_all(dispatcher, jobs))
+        _print(f"reap        {jobs:,} leases that expired at once: all jobs queued again in {took_s:.2f} s")
 
 
 def _reap_all(dispatcher: Dispatcher, jobs: int) -> None:
@@ -166,10 +166,10 @@ def _reap_all(dispatcher: Dispatcher, jobs: int) -> None:
 
 
 def ledger(jobs: int = 1_000_000) -> None:
-    with _record(jobs, queued_every=10) as database:
-        assert books.read(database).balanced
-        took = [_timed(lambda: books.read(database)) * 1000 for _ in range(5)]
-        _say(f"ledger      {jobs:,} jobs: {statistics.median(took):.0f} ms")
+    with _database_of(jobs, queued_every=10) as database:
+        assert job_ledger.read(database).balanced
+        took = [_time_s(lambda: job_ledger.read(database)) * 1000 for _ in range(5)]
+        _print(f"ledger      {jobs:,} jobs: {statistics.median(took):.0f} ms")
 
 
 def kill() -> None:
@@ -184,23 +184,23 @@ def kill() -> None:
         job = {"model": "bench", "payload": {"seconds": 30}}
         job_id = requests.post(f"{stack.url}/queue/submit", json=job, timeout=10).json()["job_id"]
         store = JobStore(Database(f"sqlite:///{home}/record.db"))
-        eventually(lambda: _starts(store, job_id) == 1, "it runs", 60)
+        eventually(lambda: _count_starts(store, job_id) == 1, "it runs", 60)
         second = stack.worker("second")
         eventually(lambda: " ready." in second.log, "another worker is ready", 60)
         first.stop(signal.SIGKILL)
-        took_s = _timed(lambda: eventually(lambda: _starts(store, job_id) == 2, "it runs again", 60, 0.01))
-        _say(f"kill        a worker, default settings: its job is started again after {took_s:.1f} s")
+        took_s = _time_s(lambda: eventually(lambda: _count_starts(store, job_id) == 2, "it runs again", 60, 0.01))
+        _print(f"kill        a worker, default settings: its job is started again after {took_s:.1f} s")
         store.database.close()
 
 
-def _starts(store: JobStore, job_id: str) -> int:
+def _count_starts(store: JobStore, job_id: str) -> int:
     return len([event for event in store.list_events(job_id) if event.type == "job.started"])
 
 
-def main(words: list[str]) -> None:
-    jobs = int(next((word.replace(",", "") for word in words if word[0].isdigit()), "100000"))
+def main(arguments: list[str]) -> None:
+    jobs = int(next((argument.replace(",", "") for argument in arguments if argument[0].isdigit()), "100000"))
     parts: dict[str, Callable[[], None]] = {"flush": lambda: flush(jobs), "reap": reap, "ledger": ledger, "kill": kill}
-    for name in [word for word in words if word in parts] or parts:
+    for name in [argument for argument in arguments if argument in parts] or parts:
         parts[name]()
 
 

@@ -1,6 +1,7 @@
-"""Feed or read an installation: python -m tools.benchmarks.stack_calls NAME [ARGUMENT ...], with its settings.
+"""Submit jobs to an installation, or read it: python -m tools.benchmarks.stack_calls NAME [ARGUMENT ...].
 
-NAME is a function of this module; the benchmarks call them by `call`, with `Stack.run`.
+The process has the settings of the installation.  NAME is a function of this module.  Benchmarks use `call`, which
+runs such a process with `Stack.run`.
 """
 
 import json
@@ -21,12 +22,12 @@ _AT_ONCE = 500
 
 def call(stack: Stack, name: str, *arguments: object) -> Any:
     """Call a function of this module in a new process, with the settings of `stack`; return its result."""
-    words = [json.dumps(argument) for argument in arguments]
-    return json.loads(stack.run([sys.executable, "-m", "tools.benchmarks.stack_calls", name, *words]))
+    arguments_json = [json.dumps(argument) for argument in arguments]
+    return json.loads(stack.run([sys.executable, "-m", "tools.benchmarks.stack_calls", name, *arguments_json]))
 
 
 def queue_then_serve(model: str, jobs: int, seconds: float, url: str, slots: int) -> None:
-    """Submit jobs of so many seconds each, and register a server for them after that."""
+    """Submit jobs of `seconds` each, and then register a server for them."""
     catalog().configure(model, {}, now_ms())
     _submit([JobRequest(model=model, payload={"seconds": seconds}) for _ in range(jobs)])
     catalog().register(model, model, url, slots, now_ms())
@@ -34,7 +35,7 @@ def queue_then_serve(model: str, jobs: int, seconds: float, url: str, slots: int
 
 
 def serve_polled(model: str, jobs: int, poll_interval_s: int, url: str) -> None:
-    """Register a server with a slot for each job, and submit jobs which it is polled for."""
+    """Register a server with a slot for each job, and submit jobs that are polled."""
     catalog().configure(model, {"poll_interval": poll_interval_s, "max_poll_time": 36_000}, now_ms())
     catalog().register(model, model, url, jobs, now_ms())
     refresh_fleet(dispatcher(), model)
@@ -48,8 +49,8 @@ def _submit(requests: list[JobRequest]) -> None:
 
 def read_leases() -> tuple[int, int, int]:
     """Return how many leases there are, the age of the oldest (ms), and how long a lease lasts (ms)."""
-    found = leases().list_all(dispatcher().catalog.get().fleets())
-    ages = [age for held in found.values() for _, age in held]
+    leases_by_fleet = leases().list_all(dispatcher().catalog.get().fleets())
+    ages = [age for held in leases_by_fleet.values() for _, age in held]
     return len(ages), max(ages, default=0), dispatcher().settings.lease_ms
 
 
@@ -62,6 +63,6 @@ def count_states() -> dict[str, int]:
 _FUNCTIONS = {function.__name__: function for function in (queue_then_serve, serve_polled, read_leases, count_states)}
 
 if __name__ == "__main__":
-    logs.configure()  # to stderr: the result is what stands in stdout
-    name, *words = sys.argv[1:]
-    json.dump(_FUNCTIONS[name](*map(json.loads, words)), sys.stdout)
+    logs.configure()  # to stderr: stdout has the result
+    name, *arguments_json = sys.argv[1:]
+    json.dump(_FUNCTIONS[name](*map(json.loads, arguments_json)), sys.stdout)

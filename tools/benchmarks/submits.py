@@ -1,4 +1,4 @@
-"""Submits one by one over HTTP, by clients in processes of their own so that they do not share a lock with us."""
+"""Submit jobs one by one over HTTP, from clients in separate processes: they do not share an interpreter lock."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ _PROCESSES = 2
 
 
 def measure_submits(url: str, clients: int, seconds: float) -> float:
-    """Accepted submits per second by `clients` clients with kept connections."""
+    """Return the accepted submits per second of `clients` clients with keep-alive connections."""
     requests.put(url + "/admin/model-configs/bench", json={}, timeout=10).raise_for_status()
     counts: multiprocessing.Queue[int] = multiprocessing.Queue()
     workers = [

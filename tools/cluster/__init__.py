@@ -1,1 +1,1 @@
-"""Start a whole Slotkeeper of real processes, and break it."""
+"""Start a whole Slotkeeper of real processes, and inject faults into it."""

@@ -1,4 +1,4 @@
-"""Claims and starts for tests, by the commands and writes with which a worker claims and starts."""
+"""Claim offers and start jobs in tests, with the commands and writes that a worker uses."""
 
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher
 from routing.dispatch.run_steps import blocking_steps, run_blocking
@@ -10,7 +10,7 @@ from slotkeeper.jobs.values import Run
 
 
 def claim_offer(leases: Leases, offer: Offer, owner: str) -> Offer | None:
-    """Make an open offer `owner`'s own; None: it is gone, another's, or its own already."""
+    """Claim an open offer for `owner`; None: it is gone, or claimed already."""
     return leases.scripts.run(leases.claim_command(offer, owner))
 
 
@@ -33,9 +33,9 @@ def store_start(
     sent_to: str | None = None,
     fleet: str | None = None,
 ) -> Run | None:
-    """Give a queued job to the caller; None: it is not queued, or its lease is of an older queue of the fleet.
+    """Store the start of a queued job; None: it is not queued, or the lease is from an older epoch of the queue.
 
-    fleet: None: zimg, or, for a lease without an epoch, one that never had a queue.
+    fleet: None: zimg, or for a lease without an epoch a fleet that never had a queue.
     """
     if fleet is None:
         fleet = "zimg" if epoch_of_lease(lease) else ""

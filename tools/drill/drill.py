@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 _STALLED_S = 90.0
 _AGREE_S = 30.0
-_CALM_S = 30.0  # so long after the last fault nothing may stand still any more
-_HOOKS_S = 180.0  # a message that failed a few times is tried again minutes later
-_MASSES_SHARE = 4  # of the jobs, in each mass of deadlines: one in so many
-_MASS_SIZE = (20, 300)
+_CALM_S = 30.0  # so long after the last fault no job may be stuck
+_WEBHOOKS_S = 180.0  # A message that failed a few times is tried again minutes later.
+_BURST_SHARE = 4  # A burst of deadlines has one in so many of the jobs.
+_BURST_SIZE = (20, 300)  # The least and the most jobs of a burst.
 _OFFER_S = 5.0
-# How long after its mending a fault can still make a job late: an offer stands 10 s and is looked for every 5 s.
+# How long after its end a fault can still make a job late: an offer is open for 10 s and is checked every 5 s.
 _AFTERMATH_NS = 20_000_000_000
-# An enqueue can fail under these, if they happen to the Redis of the queue.
+# An enqueue can fail during these, if they happen to the Redis of the queues.
 _REFUSES_ENQUEUES = {
     *(Kind.REDIS, Kind.FULL, Kind.SILENCE, Kind.CUTS, Kind.DELAYS, Kind.STALE, Kind.FAILOVER, Kind.REFUSAL),
 }
-_PAUSE_NS = 1_000_000_000  # So long after a failure a process calls no Redis (routing/queue/queues.py).
+_PAUSE_NS = 1_000_000_000  # For so long after a failure a process does not call Redis (routing/queue/queues.py).
 
 
 @dataclass(frozen=True, slots=True)
 class DrillOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     jobs: int
     seconds: float
@@ -68,29 +68,29 @@ class DrillOptions:
     burst: float = 0.5
     keep: bool = False
     kills: int | None = None
-    """So many faults instead of those that `seconds` has room for."""
+    """The number of faults; None: as many as fit into `seconds`."""
     workers: int = 2
     slots: int = 8
     database: str = "sqlite"
     command: str = ""
-    """Repeats this drill."""
+    """The command that repeats this drill."""
 
 
-def drill(wishes: DrillOptions, console: "Console") -> ScoreCard:
-    """Run it, and answer what came of it.  Raises UpError, Stopped; no process of it is left in any case."""
+def drill(options: DrillOptions, console: "Console") -> ScoreCard:
+    """Run a drill, and return its card.  No process of it is left in any case.  Raises UpError, Stopped."""
     home = Path(tempfile.mkdtemp(prefix="slotkeeper-drill-"))
     keep = True
     try:
-        setting = DrillSetup(wishes.workers, wishes.slots, wishes.database, wishes.kinds, wishes.seed)
-        with _interruptible(), Guardian() as guardian, Proxy(wishes.seed) as proxy, Receiver() as receiver:
+        setting = DrillSetup(options.workers, options.slots, options.database, options.kinds, options.seed)
+        with _interruptible(), Guardian() as guardian, Proxy(options.seed) as proxy, Receiver() as receiver:
             port = receiver.port if setting.has_receivers else None
             cluster = Cluster(home, guardian, proxy, setting, port)
             cluster.refuse_deliveries = receiver.refuse
-            card = _Drill(wishes, cluster, receiver, console).run()
-        keep = wishes.keep or not card.passed
+            card = _Drill(options, cluster, receiver, console).run()
+        keep = options.keep or not card.passed
         return card
     except Stopped:
-        keep = wishes.keep
+        keep = options.keep
         raise
     finally:
         if keep:
@@ -100,32 +100,33 @@ def drill(wishes: DrillOptions, console: "Console") -> ScoreCard:
 
 
 class _Drill:
-    """One drill, from the start of the processes to the card."""
+    """A drill, from the start of its processes to the card."""
 
-    def __init__(self, wishes: DrillOptions, stack: Cluster, receiver: Receiver, console: "Console") -> None:
-        self._wishes, self._stack, self._receiver, self._console = wishes, stack, receiver, console
+    def __init__(self, options: DrillOptions, stack: Cluster, receiver: Receiver, console: "Console") -> None:
+        self._options, self._stack, self._receiver, self._console = options, stack, receiver, console
         self._slots = {server.name: server.slots for server in stack.servers}
         self._faults = schedule(
-            wishes.seed, wishes.kinds, stack.targets(), wishes.seconds, wishes.every_s, wishes.kills
+            options.seed, options.kinds, stack.targets(), options.seconds, options.every_s, options.kills
         )
-        self._seconds = wishes.seconds if wishes.kills is None else self._faults[-1].at_s
-        self._orders = self._ordered()
-        self._clients = Clients(stack.url, self._orders, wishes.clients, stack.receiver_url)
-        self._saboteur = FaultInjector(stack, self._faults, self._say_fault)
+        self._seconds = options.seconds if options.kills is None else self._faults[-1].at_s
+        self._planned_jobs = self._plan_jobs()
+        self._clients = Clients(stack.url, self._planned_jobs, options.clients, stack.receiver_url)
+        self._injector = FaultInjector(stack, self._faults, self._print_fault)
         self._agreed_s: float | None = None
-        self._left: list[str] = []
+        self._left_over: list[str] = []
         self._stuck = StuckWatch()
 
-    def _ordered(self) -> list[PlannedJob]:
-        wishes, hooks = self._wishes, self._stack.setting.has_receivers
+    def _plan_jobs(self) -> list[PlannedJob]:
+        options, hooks = self._options, self._stack.setting.has_receivers
         models = [server.model for server in self._stack.servers for _ in range(server.slots)]
         plain = plan_jobs(
-            wishes.seed, wishes.jobs, models, sum(self._slots.values()), self._seconds, wishes.burst, hooks=hooks
+            options.seed, options.jobs, models, sum(self._slots.values()), self._seconds, options.burst, hooks=hooks
         )
-        moments = [(it.at_s, it.at_s + it.lasts_s) for it in self._faults if it.kind is Kind.DEADLINES]
-        size = min(max(wishes.jobs // _MASSES_SHARE, _MASS_SIZE[0]), _MASS_SIZE[1])
+        moments = [(fault.at_s, fault.at_s + fault.lasts_s) for fault in self._faults if fault.kind is Kind.DEADLINES]
+        size = min(max(options.jobs // _BURST_SHARE, _BURST_SIZE[0]), _BURST_SIZE[1])
         return sorted(
-            plain + plan_deadline_bursts(wishes.seed, wishes.jobs, moments, size, models, hooks), key=lambda it: it.at_s
+            plain + plan_deadline_bursts(options.seed, options.jobs, moments, size, models, hooks),
+            key=lambda job: job.at_s,
         )
 
     def run(self) -> ScoreCard:
@@ -133,33 +134,33 @@ class _Drill:
             left.callback(self._end)
             with self._console.status("Starting Valkey, workers, beat, the API and four inference servers ..."):
                 self._stack.start()
-            self._truth = LeaseComparison(self._stack.redis_url, self._stack.servers)
+            self._comparison = LeaseComparison(self._stack.redis_url, self._stack.servers)
             self._console.print(
-                f"seed {self._wishes.seed}: {len(self._orders)} jobs, {len(self._faults)} faults in "
-                f"{self._seconds:.0f} s (the same seed brings the same)"
+                f"seed {self._options.seed}: {len(self._planned_jobs)} jobs, {len(self._faults)} faults in "
+                f"{self._seconds:.0f} s (the same seed gives the same jobs and faults)"
             )
             database = Database(self._stack.database_url)
             left.callback(database.close)
-            stalled = self._follow(database)
-            self._saboteur.stop()
-            self._saboteur.join()
+            stalled = self._wait_for_jobs(database)
+            self._injector.stop()
+            self._injector.join()
             if not stalled:
                 self._wait_for_webhooks(database)
-            self._left = self._at_rest()
-            with self._console.status("Reading what was written down ..."):
-                evidence = _Read(database)
+            self._left_over = self._find_left_over()
+            with self._console.status("Reading journals and the database ..."):
+                records = _Records(database)
             with self._console.status("Stopping everything ..."):
                 slow = self._stack.stop()
-            return self._card(evidence, stalled, slow)
+            return self._card(records, stalled, slow)
 
-    # -- while it goes on ----------------------------------------------------------------------------------
+    # -- during the drill ----------------------------------------------------------------------------------
 
-    def _follow(self, database: Database) -> bool:
-        """Watch until every accepted job has ended; True: they have stopped ending."""
+    def _wait_for_jobs(self, database: Database) -> bool:
+        """Wait until every accepted job has ended.  Return whether the drill stalled: jobs are left and none ends."""
         self._clients.start()
-        self._saboteur.start()
+        self._injector.start()
         store = JobStore(database)
-        with self._bars() as show:
+        with self._progress_bars() as show:
             moved_at, before = time.monotonic(), -1
             while True:
                 time.sleep(_LOOK_S)
@@ -168,11 +169,11 @@ class _Drill:
                 try:
                     counts = ledger.read(store.database).by_state
                     self._look_for_stuck(database)
-                except DatabaseUnavailable:  # It has been killed, and comes back.
+                except DatabaseUnavailable:  # It was killed, and starts again.
                     continue
                 ended, accepted = sum(counts[state] for state in FINAL_STATES), len(self._clients.receipts)
                 show(accepted, ended)
-                if ended != before or self._saboteur.is_alive():
+                if ended != before or self._injector.is_alive():
                     moved_at, before = now, ended
                 if over and ended >= sum(counts.values()):
                     return False
@@ -181,24 +182,27 @@ class _Drill:
                     return True
 
     def _is_over(self) -> bool:
-        """No more submits, no more faults.  Meanwhile, look after the processes and compare the two truths."""
-        if self._saboteur.is_alive():
+        """Return whether all submits and faults are over.
+
+        After the faults, also start ended processes again, and compare leases with servers.
+        """
+        if self._injector.is_alive():
             return False
-        if self._saboteur.error is not None:
-            raise self._saboteur.error
+        if self._injector.error is not None:
+            raise self._injector.error
         self._stack.restart_ended()
-        if self._agreed_s is None and self._truth.differs() == set():
-            self._agreed_s = self._since_faults()
-        waits_still = self._agreed_s is None and self._since_faults() < _AGREE_S
+        if self._agreed_s is None and self._comparison.lasting_difference() == set():
+            self._agreed_s = self._seconds_since_faults()
+        waits_still = self._agreed_s is None and self._seconds_since_faults() < _AGREE_S
         return self._clients.join(0) and not waits_still
 
     def _look_for_stuck(self, database: Database) -> None:
-        if self._saboteur.is_alive() or self._since_faults() < _CALM_S:
+        if self._injector.is_alive() or self._seconds_since_faults() < _CALM_S:
             return
         model_of = {server.name: server.model for server in self._stack.servers}
         try:
-            running = self._truth.running()
-        except Exception:  # A server that does not answer now is asked again.
+            running = self._comparison.running()
+        except Exception:  # The next look asks the server again.
             return
         at_servers: dict[str, set[str]] = defaultdict(set)
         slots: Counter[str] = Counter()
@@ -206,46 +210,49 @@ class _Drill:
             slots[server.model] += server.slots
         for name, job in running:
             at_servers[model_of[name]].add(job)
-        waiting, said = evidence.active_jobs(database)
-        self._stuck.see(Snapshot(waiting, said, at_servers, slots), time.monotonic())
+        waiting, started = evidence.active_jobs(database)
+        self._stuck.observe(Snapshot(waiting, started, at_servers, slots), time.monotonic())
 
     def _wait_for_webhooks(self, database: Database) -> None:
-        """Until none is pending any more, but not for ever."""
-        until = time.monotonic() + _HOOKS_S
+        """Wait until no message is pending, for at most _WEBHOOKS_S."""
+        until = time.monotonic() + _WEBHOOKS_S
         with self._console.status("Waiting for the last webhooks ..."):
             while time.monotonic() < until:
                 if not any(
-                    one.state == "pending" and not one.put_off for one in evidence.pending_messages(database, now_ms())
+                    message.state == "pending" and not message.put_off
+                    for message in evidence.pending_messages(database, now_ms())
                 ):
                     return
                 self._stack.restart_ended()
                 time.sleep(_LOOK_S)
 
-    def _since_faults(self) -> float:
-        last = max((one.mended_ns for one in self._saboteur.injected), default=time.monotonic_ns())
+    def _seconds_since_faults(self) -> float:
+        last = max((injection.undone_ns for injection in self._injector.injected), default=time.monotonic_ns())
         return (time.monotonic_ns() - last) / 1e9
 
-    def _at_rest(self) -> list[str]:
-        """Leases and runs that are left over although every job has ended."""
+    def _find_left_over(self) -> list[str]:
+        """Return the leases and runs that are left although every job has ended."""
         until = time.monotonic() + _AGREE_S
         left: set[tuple[str, str]] | None = None
         while time.monotonic() < until:
             try:
-                left = self._truth.leases() | self._truth.running()
+                left = self._comparison.leases() | self._comparison.running()
             except Exception:
                 left = None
             if left == set():
                 return []
             time.sleep(_LOOK_S)
-        return ["nobody answered"] if left is None else sorted(f"{server}: {job}" for server, job in left)
+        return (
+            ["Redis or a server did not answer"] if left is None else sorted(f"{server}: {job}" for server, job in left)
+        )
 
     @contextmanager
-    def _bars(self) -> Iterator[Callable[[int, int], None]]:
+    def _progress_bars(self) -> Iterator[Callable[[int, int], None]]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
-            tasks = [progress.add_task(name, total=len(self._orders)) for name in ("accepted", "ended   ")]
+            tasks = [progress.add_task(name, total=len(self._planned_jobs)) for name in ("accepted", "ended   ")]
 
             def show(*done: int) -> None:
                 for task, count in zip(tasks, done, strict=True):
@@ -253,77 +260,81 @@ class _Drill:
 
             yield show
 
-    def _say_fault(self, fault: Fault) -> None:
+    def _print_fault(self, fault: Fault) -> None:
         lasts = f" for {fault.lasts_s:.1f} s" if fault.lasts_s else ""
         how = f", {fault.how}," if fault.how and lasts else f", {fault.how}" if fault.how else ""
         self._console.print(f"  {fault.at_s:6.1f} s  {fault.kind} {fault.target}{how}{lasts}")
 
     def _end(self) -> None:
-        """Whatever happens: no thread of ours goes on, no process is left."""
-        with _undisturbed():
-            self._saboteur.stop()
+        """Stop all threads and kill all processes, also after an error."""
+        with _signals_ignored():
+            self._injector.stop()
             self._clients.stop()
             try:
-                if self._saboteur.ident is not None:
-                    self._saboteur.join()
+                if self._injector.ident is not None:
+                    self._injector.join()
             finally:
                 self._stack.end()
 
     # -- afterwards ----------------------------------------------------------------------------------------
 
-    def _card(self, seen: "_Read", stalled: bool, slow: Sequence[str]) -> ScoreCard:
-        struck, receipts, runs = self._saboteur.injected, self._clients.receipts, self._runs()
-        record = evidence.recorded(seen.states, seen.trails)
+    def _card(self, records: "_Records", stalled: bool, slow: Sequence[str]) -> ScoreCard:
+        injected, receipts, runs = self._injector.injected, self._clients.receipts, self._runs()
+        jobs = evidence.recorded(records.states, records.events_by_job)
         evidence.write_receipts(self._stack.home / "clients.journal", receipts)
-        findings = check(Evidence(receipts, runs, record, self._slots))
+        findings = check(Evidence(receipts, runs, jobs, self._slots))
         idle = recovery_times.slot_recovery(
-            struck, runs, recovery_times.placed(seen.trails), receipts, self._stack.servers
+            injected, runs, recovery_times.assigned_slots(records.events_by_job), receipts, self._stack.servers
         )
-        rerun = [] if self._clocks_were_wrong() else recovery_times.rerun_after(struck, seen.trails)
+        rerun = [] if self._clocks_were_wrong() else recovery_times.rerun_after(injected, records.events_by_job)
         return ScoreCard(
-            seed=self._wishes.seed,
-            command=self._wishes.command,
+            seed=self._options.seed,
+            command=self._options.command,
             findings=findings,
-            conduct=self._conduct(seen, runs),
-            disordered=unexplained(findings.overtaken, [self._disturbance(one) for one in struck]),
-            faults=[one.fault for one in struck],
+            conduct=self._conduct(records, runs),
+            disordered=unexplained(findings.overtaken, [self._disturbance(injection) for injection in injected]),
+            faults=[injection.fault for injection in injected],
             stalled=stalled,
             answers=dict(self._clients.answers),
             refusals=self._clients.refusals,
             gave_up=len(self._clients.gave_up),
-            doubled=self._clients.doubled,
-            unheard=seen.balance.accepted - findings.accepted,
-            balanced=seen.balance.balanced,
+            doubled_ids=self._clients.doubled_ids,
+            unheard=records.balance.accepted - findings.accepted,
+            balanced=records.balance.balanced,
             submits_per_s=self._burst_rate(),
             recovery=recovery_times.summary((str(kind), seconds) for kind, seconds in idle),
             rerun=recovery_times.summary(("rerun", seconds) for seconds in rerun).get("rerun"),
             agreed_s=self._agreed_s,
-            left=self._left,
+            left_over=self._left_over,
             crashes=self._stack.crashes,
             slow=list(slow),
-            states={job_id: record[job_id].state if job_id in record else None for job_id in findings.lost},
+            states={job_id: jobs[job_id].state if job_id in jobs else None for job_id in findings.lost},
             lost_commits=self._stack.commits.lost,
-            twisted=self._stack.broker_messages.injected,
+            disturbed_messages=self._stack.broker_messages.injected,
         )
 
-    def _conduct(self, seen: "_Read", runs: Sequence[Run]) -> ConductReport:
-        struck, clients = self._saboteur.injected, self._clients
-        deaths = [(one.at_ns, one.mended_ns or time.monotonic_ns()) for one in struck if _takes_runs_along(one)]
+    def _conduct(self, records: "_Records", runs: Sequence[Run]) -> ConductReport:
+        injected, clients = self._injector.injected, self._clients
+        deaths = [
+            (injection.at_ns, injection.undone_ns or time.monotonic_ns())
+            for injection in injected
+            if _may_cost_crash(injection)
+        ]
         wall_ns = None if self._clocks_were_wrong() else time.time_ns() - time.monotonic_ns()
-        hooked = {job_id: seen.states.get(job_id) for job_id, order in clients.orders_of.items() if order.hooked}
-        mortal = {job_id for job_id, order in clients.orders_of.items() if order.expires_s is not None}
+        hooked = {job_id: records.states.get(job_id) for job_id, job in clients.planned_by_id.items() if job.hooked}
+        with_deadline = {job_id for job_id, job in clients.planned_by_id.items() if job.expires_s is not None}
         return ConductReport(
             {
-                "two at once": self._crowded(),
-                "stuck": [f"{job_id} {what}" for job_id, what in self._stuck.stuck.items()],
-                "doubled accepts": conduct_checks.doubled(seen.numbers),
-                "lies": clients.lies,
+                "two at once": self._overfull_servers(),
+                "stuck": [f"{job_id} {problem}" for job_id, problem in self._stuck.stuck.items()],
+                "doubled accepts": conduct_checks.duplicate_accepts(records.numbers),
+                "lies": clients.false_denials,
                 "late answers": clients.late,
-                "undue retries": conduct_checks.undue_retries(seen.trails, runs),
-                "undue crashes": conduct_checks.undue_crashes(seen.trails, runs, deaths, wall_ns),
-                "undeserved ends": conduct_checks.unexpected_ends(seen.states, self._stack.revoked, mortal),
-                "over limits": conduct_checks.over_limits(runs, limits_in_force(struck, self._stack.servers)),
-                **conduct_checks.webhook_faults(hooked, self._receiver.deliveries, seen.owed),
+                "undue retries": conduct_checks.undue_retries(records.events_by_job, runs),
+                "undue crashes": conduct_checks.undue_crashes(records.events_by_job, runs, deaths, wall_ns),
+                "undeserved ends": conduct_checks.unexpected_ends(records.states, self._stack.revoked, with_deadline),
+                "over limits": conduct_checks.over_limits(runs, limits_in_force(injected, self._stack.servers)),
+                **conduct_checks.webhook_faults(hooked, self._receiver.deliveries, records.pending_messages),
             }
         )
 
@@ -336,16 +347,16 @@ class _Drill:
                 self._stack.journal(server.name),
                 self._stack.starts(server.name),
                 [
-                    one.at_ns
-                    for one in self._saboteur.injected
-                    if one.fault.kind is Kind.SERVER and one.fault.target == server.name
+                    injection.at_ns
+                    for injection in self._injector.injected
+                    if injection.fault.kind is Kind.SERVER and injection.fault.target == server.name
                 ],
                 time.monotonic_ns(),
             )
         ]
 
-    def _crowded(self) -> list[str]:
-        """Runs that servers began beyond their slots, as those servers counted."""
+    def _overfull_servers(self) -> list[str]:
+        """Return a line for each run that a server began while it had no free slot, by the server's own count."""
         return [
             line
             for server in self._stack.servers
@@ -353,10 +364,10 @@ class _Drill:
         ]
 
     def _clocks_were_wrong(self) -> bool:
-        return any(one.fault.kind in (Kind.CLOCK, Kind.STEP) for one in self._saboteur.injected)
+        return any(injection.fault.kind in (Kind.CLOCK, Kind.STEP) for injection in self._injector.injected)
 
-    def _disturbance(self, one: InjectedFault) -> Disturbance:
-        fault, all_slots, clients = one.fault, sum(self._slots.values()), self._wishes.clients
+    def _disturbance(self, injection: InjectedFault) -> Disturbance:
+        fault, all_slots, clients = injection.fault, sum(self._slots.values()), self._options.clients
         most = {
             Kind.WORKER: all_slots,
             Kind.STOP: all_slots,
@@ -372,48 +383,50 @@ class _Drill:
             Kind.REVOKES: all_slots,
         }.get(fault.kind, all_slots + clients)
         if fault.kind in OUTSIDE | {Kind.FULL, Kind.REFUSAL}:
-            # It goes on, and offers that come to nothing are made again.
+            # While the fault lasts, offers that were not claimed are made again.
             most *= 1 + round(fault.lasts_s / _OFFER_S)
-        ended_ns = max(one.mended_ns, one.at_ns)
-        keeps_jobs_out = fault.target == "redis" and fault.kind in _REFUSES_ENQUEUES
-        return Disturbance(one.at_ns, ended_ns + _AFTERMATH_NS, most, ended_ns + _PAUSE_NS if keeps_jobs_out else None)
+        ended_ns = max(injection.undone_ns, injection.at_ns)
+        refuses_enqueues = fault.target == "redis" and fault.kind in _REFUSES_ENQUEUES
+        return Disturbance(
+            injection.at_ns, ended_ns + _AFTERMATH_NS, most, ended_ns + _PAUSE_NS if refuses_enqueues else None
+        )
 
     def _burst_rate(self) -> float | None:
         answered = sorted(receipt.answered_ns for receipt in self._clients.receipts)
-        at_once = sum(order.at_s == 0 for order in self._orders)
+        at_once = sum(job.at_s == 0 for job in self._planned_jobs)
         if not 1 < at_once <= len(answered):
             return None
         return at_once / (answered[at_once - 1] / 1e9 - self._clients.began_s)
 
 
-class _Read:
-    """The record in the end, once and for all."""
+class _Records:
+    """What the database has at the end of the drill, read once."""
 
     def __init__(self, database: Database) -> None:
-        self.trails: dict[str, list[Event]] = evidence.job_events(database)
+        self.events_by_job: dict[str, list[Event]] = evidence.job_events(database)
         self.states = evidence.states(database)
         self.numbers = evidence.job_numbers(database)
-        self.owed = evidence.pending_messages(database, now_ms())
+        self.pending_messages = evidence.pending_messages(database, now_ms())
         self.balance = ledger.read(database)
 
 
-def _takes_runs_along(one: InjectedFault) -> bool:
-    """Whether it may cost a crash: a process died, or stood still for longer than a lease.
+def _may_cost_crash(injection: InjectedFault) -> bool:
+    """Return whether the fault may cost a crash: a process died, or was stopped for longer than a lease.
 
-    An orderly restart costs nothing, also if the process is killed before it has ended.
+    SIGTERM costs nothing, even if the process is killed before it has ended.
     """
-    return one.fault.kind in (Kind.WORKER, Kind.STOP, Kind.SERVER)
+    return injection.fault.kind in (Kind.WORKER, Kind.STOP, Kind.SERVER)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it as Ctrl-C does, in order.  Raises Stopped."""
+    """Let SIGTERM and SIGHUP end the drill as Ctrl-C does.  Raises Stopped."""
 
     def stop(*_: object) -> None:
         raise Stopped
 
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in heard}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield
     finally:
@@ -422,10 +435,10 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not leave processes behind; this takes a second or two."""
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in heard}
+def _signals_ignored() -> Iterator[None]:
+    """Ignore signals: a second Ctrl-C must not leave processes behind.  The block takes a second or two."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     try:
         yield
     finally:

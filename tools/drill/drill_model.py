@@ -1,7 +1,7 @@
-"""What the drill's inference servers run: it takes its time, and tells of each start before it does.
+"""The function that the drill's inference servers run: it notes its start in a file, then sleeps.
 
-The server's own journal has a line for a run that has ended; a run under which the server was killed is known from
-the start alone.
+The server's own journal has a line for each run that has ended.  The file of starts also shows the runs that ended
+because their server was killed.
 """
 
 import os
@@ -15,11 +15,11 @@ import orjson
 from slotkeeper.serve.served_function import Context
 
 STARTS = "SLOTKEEPER_DRILL_STARTS"
-"""Environment: the file that gets one JSON line per start."""
+"""The environment variable with the path of the file that gets one JSON line for each start."""
 
 
-class _Running:
-    """Counts the runs that are under way in this process."""
+class _RunCounter:
+    """Counts the active runs of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,15 +34,18 @@ class _Running:
             self.count -= 1
 
 
-_running = _Running()
+_running = _RunCounter()
 
 
 def work(payload: dict[str, Any], context: Context) -> dict[str, Any]:
-    """`seconds`: how long it takes.  `fails`: how many attempts answer with an error that a retry may cure."""
+    """Note the start, sleep, and return the job's number.
+
+    Payload: `seconds`: how long to sleep.  `fails`: the first so many attempts raise RuntimeError.
+    """
     with _running:
         note = {"job_id": context.job_id, "attempt": context.attempt, "slot": context.slot, "at_once": _running.count}
         note["at_ns"] = time.monotonic_ns()
-        os.write(_starts(), orjson.dumps(note, option=orjson.OPT_APPEND_NEWLINE))
+        os.write(_starts_file(), orjson.dumps(note, option=orjson.OPT_APPEND_NEWLINE))
         context.sleep(float(payload["seconds"]))
     if (context.attempt or 0) <= payload.get("fails", 0):
         raise RuntimeError("this attempt was to fail")
@@ -50,5 +53,5 @@ def work(payload: dict[str, Any], context: Context) -> dict[str, Any]:
 
 
 @cache
-def _starts() -> int:
+def _starts_file() -> int:
     return os.open(os.environ[STARTS], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

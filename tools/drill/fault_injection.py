@@ -1,6 +1,6 @@
-"""What each kind of fault does, and how it is mended.
+"""Inject each kind of fault, and undo it.
 
-An act strikes and answers what mends it.  To add one: its function and its line in ACTS.
+An act injects a fault and returns the function that undoes it.  To add one: write its function, and add it to ACTS.
 """
 
 import random
@@ -29,20 +29,20 @@ Act = Callable[[Cluster, Fault], Undo]
 
 _SHARE = 0.5  # of messages, or of COMMITs
 _REFUSED_SHARE = 0.2  # of webhook messages
-_LATE_S = 8.0  # a message, at most: longer than an offer stands
+_LATE_S = 8.0  # the longest delay of a message: longer than an offer is open
 _DELAY_S = 0.3
 _SLOW_S = 3.0  # for each piece of a receiver's answer
 _REVOKED_AT_ONCE = 4
 _OPERATOR_S = 10.0
-_MENDING_S = 60.0
+_UNDO_TIMEOUT_S = 60.0
 
 
 class NotApplicable(Exception):
-    """It cannot happen as things are, and has not."""
+    """The fault cannot happen in the present state of the cluster, and nothing was changed."""
 
 
-def _nothing() -> None:
-    """It is over as soon as it has happened."""
+def _undo_nothing() -> None:
+    """Undo nothing: the fault is over at once."""
 
 
 # -- processes ---------------------------------------------------------------------------------------------
@@ -83,12 +83,12 @@ def _step(stack: Cluster, fault: Fault) -> Undo:
 def _flush(stack: Cluster, fault: Fault) -> Undo:
     try:
         stack.flush(fault.target)
-    except RedisError as error:  # It is still loading its file.
+    except RedisError as error:  # Redis is still loading its file.
         raise NotApplicable from error
-    return _nothing
+    return _undo_nothing
 
 
-def _fill(stack: Cluster, fault: Fault) -> Undo:
+def _fill_memory(stack: Cluster, fault: Fault) -> Undo:
     try:
         stack.bound_memory(fault.target, 1)
     except RedisError as error:
@@ -96,7 +96,7 @@ def _fill(stack: Cluster, fault: Fault) -> Undo:
     return lambda: stack.bound_memory(fault.target, 0)
 
 
-def _stale(stack: Cluster, fault: Fault) -> Undo:
+def _fall_behind(stack: Cluster, fault: Fault) -> Undo:
     try:
         if not stack.fall_behind():
             raise NotApplicable
@@ -114,7 +114,7 @@ def _promote(stack: Cluster, fault: Fault) -> Undo:
     return stack.demote_old_primary
 
 
-def _refuse(stack: Cluster, fault: Fault) -> Undo:
+def _refuse_writes(stack: Cluster, fault: Fault) -> Undo:
     try:
         stack.refuse_writes(fault.target, refuse=True)
     except (RedisError, psycopg.Error) as error:
@@ -126,35 +126,35 @@ def _refuse(stack: Cluster, fault: Fault) -> Undo:
 
 
 def _silence(stack: Cluster, fault: Fault) -> Undo:
-    door = stack.proxy_ports[fault.target]
-    door.blackhole(*(() if fault.how == BOTH else (Direction(fault.how),)))
-    return door.restore
+    proxy_port = stack.proxy_ports[fault.target]
+    proxy_port.blackhole(*(() if fault.how == BOTH else (Direction(fault.how),)))
+    return proxy_port.restore
 
 
 def _cut(stack: Cluster, fault: Fault) -> Undo:
     stack.proxy_ports[fault.target].reset()
-    return _nothing
+    return _undo_nothing
 
 
 def _delay(stack: Cluster, fault: Fault) -> Undo:
-    door = stack.proxy_ports[fault.target]
-    door.delay(_DELAY_S)
-    return door.restore
+    proxy_port = stack.proxy_ports[fault.target]
+    proxy_port.delay(_DELAY_S)
+    return proxy_port.restore
 
 
 def _receivers(stack: Cluster, fault: Fault) -> Undo:
     if fault.how == REFUSING:
         stack.refuse_deliveries(_REFUSED_SHARE)
         return lambda: stack.refuse_deliveries(0.0)
-    door = stack.proxy_ports["receivers"]
+    proxy_port = stack.proxy_ports["receivers"]
     if fault.how == DEAD:
-        door.blackhole()
+        proxy_port.blackhole()
     else:
-        door.delay(_SLOW_S)
-    return door.restore
+        proxy_port.delay(_SLOW_S)
+    return proxy_port.restore
 
 
-def _twist_messages(stack: Cluster, fault: Fault) -> Undo:
+def _disturb_messages(stack: Cluster, fault: Fault) -> Undo:
     stack.broker_messages.inject(MessageFault(fault.how), _SHARE, _LATE_S)
     return stack.broker_messages.stop
 
@@ -164,11 +164,11 @@ def _lose_commits(stack: Cluster, fault: Fault) -> Undo:
     return stack.commits.stop
 
 
-# -- people ------------------------------------------------------------------------------------------------
+# -- operators and clients ---------------------------------------------------------------------------------
 
 
 def _revoke(stack: Cluster, fault: Fault) -> Undo:
-    chosen = random.Random(repr(fault)).sample(among := _going_on(stack), min(_REVOKED_AT_ONCE, len(among)))
+    chosen = random.Random(repr(fault)).sample(active := _active_job_ids(stack), min(_REVOKED_AT_ONCE, len(active)))
     if not chosen:
         raise NotApplicable
     try:
@@ -177,11 +177,11 @@ def _revoke(stack: Cluster, fault: Fault) -> Undo:
     except (OSError, OperationalError, RedisError) as error:
         raise NotApplicable from error
     stack.revoked.update(chosen)
-    return _nothing
+    return _undo_nothing
 
 
-def _going_on(stack: Cluster) -> list[str]:
-    """Jobs that wait or run.  Raises NotApplicable."""
+def _active_job_ids(stack: Cluster) -> list[str]:
+    """Return the ids of the queued and running jobs.  Raises NotApplicable: the database cannot be reached."""
     database = Database(stack.database_url)
     try:
         waiting, running = evidence.active_jobs(database)
@@ -192,22 +192,22 @@ def _going_on(stack: Cluster) -> list[str]:
         database.close()
 
 
-def _no_act(_: Cluster, __: Fault) -> Undo:
-    """The clients submit the jobs that this is about, or the cluster is started so."""
-    return _nothing
+def _inject_nothing(_: Cluster, __: Fault) -> Undo:
+    """Inject nothing: clients submit the jobs of this fault, or the cluster was started with it."""
+    return _undo_nothing
 
 
-def _operate(stack: Cluster, fault: Fault) -> Undo:
-    client, chance = Client(stack.url), random.Random(repr(fault))
+def _change_as_operator(stack: Cluster, fault: Fault) -> Undo:
+    client, rng = Client(stack.url), random.Random(repr(fault))
     try:
-        undo = _change(stack, client, operated(fault, stack.servers), Change(fault.how), chance)
+        undo = _make_change(stack, client, operated(fault, stack.servers), Change(fault.how), rng)
     except (ClientError, UpError) as error:
         raise NotApplicable from error
-    return lambda: _patiently(undo)
+    return lambda: _undo_with_retries(undo)
 
 
-def _change(stack: Cluster, client: Client, server: ServerSpec, change: Change, chance: random.Random) -> Undo:
-    """Raises ClientError, UpError."""
+def _make_change(stack: Cluster, client: Client, server: ServerSpec, change: Change, rng: random.Random) -> Undo:
+    """Make an operator's change, and return what undoes it.  Raises ClientError, UpError."""
     model, config = f"/admin/models/{server.model}", f"/admin/model-configs/{server.model}"
 
     def call(method: str, path: str, body: object = None) -> None:
@@ -219,7 +219,7 @@ def _change(stack: Cluster, client: Client, server: ServerSpec, change: Change, 
             return lambda: stack.register(server)
         case Change.REMOVAL:
             call("DELETE", f"/admin/servers/{server.name}?drain=true")
-            return lambda: _bring_back(stack, call, server)
+            return lambda: _register_again(stack, call, server)
         case Change.DRAIN:
             call("PATCH", f"/admin/servers/{server.name}", {"state": "draining"})
             return lambda: call("PATCH", f"/admin/servers/{server.name}", {"state": "online"})
@@ -227,15 +227,15 @@ def _change(stack: Cluster, client: Client, server: ServerSpec, change: Change, 
             call("PATCH", model, {"state": "paused"})
             return lambda: call("PATCH", model, {"state": "online"})
         case Change.POLICY:
-            call("PUT", config, {**server.config, "policy": chance.choice(list(POLICIES))})
+            call("PUT", config, {**server.config, "policy": rng.choice(list(POLICIES))})
             return lambda: call("PUT", config, server.config)
         case Change.LIMIT:
             call("PUT", config, {**server.config, "tenant_slots": 1})
             return lambda: call("PUT", config, server.config)
 
 
-def _bring_back(stack: Cluster, call: Callable[[str, str], None], server: ServerSpec) -> None:
-    """Whether it is gone by now or not."""
+def _register_again(stack: Cluster, call: Callable[[str, str], None], server: ServerSpec) -> None:
+    """Register a removed server again, whether its removal is complete or not."""
     try:
         call("DELETE", f"/admin/servers/{server.name}/removal")
     except ApiError as refused:
@@ -244,9 +244,9 @@ def _bring_back(stack: Cluster, call: Callable[[str, str], None], server: Server
     stack.register(server)
 
 
-def _patiently(undo: Undo) -> None:
-    """What an operator has changed is put right again, even if the API is away just now.  Raises the last error."""
-    until = time.monotonic() + _MENDING_S
+def _undo_with_retries(undo: Undo) -> None:
+    """Undo an operator's change, and try again while the API is away.  Raises the last error after _UNDO_TIMEOUT_S."""
+    until = time.monotonic() + _UNDO_TIMEOUT_S
     while True:
         try:
             undo()
@@ -267,22 +267,22 @@ ACTS: Mapping[Kind, Act] = {
     Kind.WEB: _kill,
     Kind.REDIS: _kill,
     Kind.FLUSH: _flush,
-    Kind.FULL: _fill,
+    Kind.FULL: _fill_memory,
     Kind.DATABASE: _kill,
     Kind.SERVER: _kill,
-    Kind.MESSAGES: _twist_messages,
+    Kind.MESSAGES: _disturb_messages,
     Kind.SILENCE: _silence,
     Kind.CUTS: _cut,
     Kind.DELAYS: _delay,
-    Kind.STALE: _stale,
+    Kind.STALE: _fall_behind,
     Kind.FAILOVER: _promote,
-    Kind.REFUSAL: _refuse,
+    Kind.REFUSAL: _refuse_writes,
     Kind.COMMITS: _lose_commits,
     Kind.REVOKES: _revoke,
     Kind.CLOCK: _clock,
     Kind.STEP: _step,
     Kind.RECEIVERS: _receivers,
-    Kind.DEADLINES: _no_act,
-    Kind.OPERATOR: _operate,
-    Kind.UNREAD: _no_act,
+    Kind.DEADLINES: _inject_nothing,
+    Kind.OPERATOR: _change_as_operator,
+    Kind.UNREAD: _inject_nothing,
 }

@@ -1,7 +1,6 @@
-"""Which fault comes when: a pure function of the seed.
+"""Choose which faults happen and when: a pure function of the seed.
 
-To add a kind of fault: a member of Kind, its line in _LASTS_S and in `targets`, and how it begins and ends in
-fault_injection.py.
+To add a kind of fault: a member of Kind, its line in _LASTS_S and in `targets`, and its act in fault_injection.py.
 """
 
 import random
@@ -14,35 +13,35 @@ from tools.cluster.tcp_proxy import Direction
 
 
 class Kind(StrEnum):
-    """What can be done to a Slotkeeper."""
+    """A kind of fault that a drill can inject."""
 
     WORKER = "worker"  # SIGKILL
-    STOP = "stop"  # SIGSTOP for longer than a lease, then SIGCONT: a zombie that wakes must change nothing
-    RESTARTS = "restarts"  # SIGTERM of any process, which has the time to end in order, and a start
+    STOP = "stop"  # SIGSTOP for longer than a lease, then SIGCONT: the old worker must change nothing
+    RESTARTS = "restarts"  # SIGTERM of any process, which has enough time to shut down, and a start
     IMPATIENT = "impatient"  # SIGTERM, SIGKILL before its grace time is over, and a start
     MAINTENANCE = "maintenance"  # SIGKILL
     BEAT = "beat"  # SIGKILL
     WEB = "web"  # SIGKILL
-    REDIS = "redis"  # SIGKILL; it comes back with its file
+    REDIS = "redis"  # SIGKILL; it starts again with its file
     FLUSH = "flush"  # FLUSHALL
-    FULL = "full"  # it has reached its maxmemory
+    FULL = "full"  # a Redis has reached its maxmemory
     DATABASE = "database"  # SIGKILL of PostgreSQL
-    SERVER = "server"  # SIGKILL of an inference server; it comes back and knows nothing
+    SERVER = "server"  # SIGKILL of an inference server; it starts again without its jobs
     MESSAGES = "messages"  # a share of the broker's messages is doubled, delayed, or lost
-    SILENCE = "silence"  # connections stay and carry nothing any more, in one way or in both
-    CUTS = "cuts"  # all connections to something are reset
-    DELAYS = "delays"  # whatever passes is late
+    SILENCE = "silence"  # connections stay open and carry nothing, in one direction or in both
+    CUTS = "cuts"  # all connections to one target are reset
+    DELAYS = "delays"  # everything that passes is late
     STALE = "stale"  # Redis is replaced by a replica that lacks the latest writes
-    FAILOVER = "failover"  # a replica that lacks nothing is promoted; those who are connected stay with the old primary
+    FAILOVER = "failover"  # a replica that lacks nothing is promoted; connections stay with the old primary
     REFUSAL = "refusal"  # Redis or PostgreSQL answers and takes no writes
     COMMITS = "commits"  # a share of COMMITs is lost, or their answers are
     REVOKES = "revokes"  # Celery's revoke of jobs that wait or run
     CLOCK = "clock"  # a process's clock is wrong
-    STEP = "step"  # the clock of all processes is set, for so long that it is followed
+    STEP = "step"  # the clock of all processes is wrong, for so long that it is followed
     RECEIVERS = "receivers"  # webhook receivers are slow, or dead, or refuse a share
     DEADLINES = "deadlines"  # many jobs with the same deadline
-    OPERATOR = "operator"  # somebody changes slots, servers, policies, limits
-    UNREAD = "unread"  # nobody reads the log of maintenance, from its start on
+    OPERATOR = "operator"  # an operator changes slots, servers, policies, limits
+    UNREAD = "unread"  # the log of maintenance goes into a pipe that is not read, from its start on
 
 
 OUTSIDE = frozenset(
@@ -57,12 +56,12 @@ OUTSIDE = frozenset(
         Kind.RECEIVERS,
     }
 )
-"""Those for which a proxy stands between the processes and what they reach."""
+"""Kinds of faults that need a proxy between the processes and their servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At `at_s` it happens to `target`, in the manner `how`; `lasts_s` later that is mended."""
+    """A fault of `target` that begins at `at_s` and is undone `lasts_s` later.  `how`: its variant, or empty."""
 
     at_s: float
     kind: Kind
@@ -71,12 +70,12 @@ class Fault:
     how: str = ""
 
 
-# Seconds from the fault to the mending, at least and at most.
+# Seconds until the fault is undone, at least and at most.
 _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.WORKER: (0.2, 1.0),
     Kind.STOP: (9.0, 14.0),  # a lease is 4 s
-    Kind.RESTARTS: (9.0, 9.0),  # the grace time, 7 s, and a little
-    Kind.IMPATIENT: (5.0, 5.0),  # as honcho's patience
+    Kind.RESTARTS: (9.0, 9.0),  # a little more than the grace time of 7 s
+    Kind.IMPATIENT: (5.0, 5.0),  # as long as honcho waits
     Kind.MAINTENANCE: (0.2, 2.0),
     Kind.BEAT: (0.2, 5.0),
     Kind.WEB: (0.2, 1.5),
@@ -89,7 +88,7 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.SILENCE: (4.0, 15.0),  # shorter and longer than the time-outs
     Kind.CUTS: (0.0, 0.0),
     Kind.DELAYS: (3.0, 8.0),
-    Kind.STALE: (0.3, 2.0),  # so much is lost
+    Kind.STALE: (0.3, 2.0),  # the writes of this time are lost
     Kind.FAILOVER: (2.0, 10.0),  # Sentinel corrects the old primary after 10 s
     Kind.REFUSAL: (3.0, 8.0),
     Kind.COMMITS: (1.0, 4.0),
@@ -103,15 +102,15 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
 }
 
 BOTH = "both"
-_WAYS = (BOTH, *map(str, Direction))
+_DIRECTIONS = (BOTH, *map(str, Direction))
 DEAD, SLOW, REFUSING = "dead", "slow", "refusing"
 
 
 class Change(StrEnum):
-    """What an operator does, and undoes."""
+    """A change that an operator makes, and reverts."""
 
     SLOTS = "slots"  # a server gets half of its slots
-    REMOVAL = "removal"  # a server is forgotten, and registered again
+    REMOVAL = "removal"  # a server is removed, and registered again
     DRAIN = "drain"  # a server
     PAUSE = "pause"  # a model
     POLICY = "policy"  # of a model
@@ -120,7 +119,7 @@ class Change(StrEnum):
 
 _HOW: Mapping[Kind, Sequence[str]] = {
     Kind.MESSAGES: tuple(MessageFault),
-    Kind.SILENCE: _WAYS,
+    Kind.SILENCE: _DIRECTIONS,
     Kind.COMMITS: tuple(Direction),
     Kind.CLOCK: ("+30", "-30", "+3600", "-3600"),
     Kind.STEP: ("+7200", "-7200", "+315360000"),
@@ -135,13 +134,13 @@ def targets(
     models: Sequence[str],
     helpers: Sequence[str] = ("maintenance",),
     valkeys: Sequence[str] = ("redis",),
-    doors: Sequence[str] = (),
+    proxy_ports: Sequence[str] = (),
     databases: Sequence[str] = (),
 ) -> dict[Kind, Sequence[str]]:
-    """What each kind of fault can happen to; a kind without a target lasts for the whole drill.
+    """Return the possible targets of each kind of fault; a kind without a target lasts for the whole drill.
 
-    `helpers`: the processes beside workers, web and beat.  `valkeys`: the room's and the broker's.  `doors`: of the
-    proxy.  `databases`: those that can refuse writes.
+    helpers: the processes beside workers, web and beat.  valkeys: those of the queues and of the broker.
+    proxy_ports: the names of the proxy's ports.  databases: those that can refuse writes.
     """
     return {
         Kind.WORKER: workers,
@@ -157,9 +156,9 @@ def targets(
         Kind.DATABASE: ("database",),
         Kind.SERVER: servers,
         Kind.MESSAGES: ("broker",),
-        Kind.SILENCE: doors,
-        Kind.CUTS: doors,
-        Kind.DELAYS: doors,
+        Kind.SILENCE: proxy_ports,
+        Kind.CUTS: proxy_ports,
+        Kind.DELAYS: proxy_ports,
         Kind.STALE: ("redis",),
         Kind.FAILOVER: ("redis",),
         Kind.REFUSAL: (*valkeys, *databases),
@@ -182,40 +181,41 @@ def schedule(
     every_s: float,
     count: int | None = None,
 ) -> list[Fault]:
-    """Faults from the first `every_s` on until `seconds`, about `every_s` apart, each kind about equally often.
+    """Return faults until `seconds`, about `every_s` seconds apart, each kind about equally often.
 
-    `count`: exactly so many, however long that takes.  Nothing happens to what has not been mended yet.
+    among: the possible targets of each kind.  count: exactly so many faults, however long they take.  A target has no
+    second fault before its first is undone.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     kinds = [kind for kind in kinds if among[kind]]
     faults: list[Fault] = []
-    up_again: dict[str, float] = {}
+    undone_at: dict[str, float] = {}
     deck: list[Kind] = []
-    at = every_s * chance.uniform(0.5, 1.0)
+    at = every_s * rng.uniform(0.5, 1.0)
     while kinds and (at < seconds if count is None else len(faults) < count):
         if not deck:
-            deck = chance.sample(list(dict.fromkeys(kinds)), len(set(kinds)))
-        fault = _next(chance, deck, among, up_again, at)
+            deck = rng.sample(list(dict.fromkeys(kinds)), len(set(kinds)))
+        fault = _next_fault(rng, deck, among, undone_at, at)
         if fault is not None:
             deck.remove(fault.kind)
-            up_again[fault.target] = fault.at_s + fault.lasts_s
+            undone_at[fault.target] = fault.at_s + fault.lasts_s
             faults.append(fault)
-        at += every_s * chance.uniform(0.5, 1.5)
+        at += every_s * rng.uniform(0.5, 1.5)
     return faults
 
 
-def _next(
-    chance: random.Random,
+def _next_fault(
+    rng: random.Random,
     deck: Sequence[Kind],
     among: Mapping[Kind, Sequence[str]],
-    up_again: Mapping[str, float],
+    undone_at: Mapping[str, float],
     at: float,
 ) -> Fault | None:
-    """The first of the deck that can happen now."""
+    """Return a fault of the first kind in the deck that can happen now; None: none can."""
     at = round(at, 3)
     for kind in deck:
-        up = [name for name in among[kind] if up_again.get(name, -1.0) < at]
-        if up:
-            target, lasts_s = chance.choice(up), round(chance.uniform(*_LASTS_S[kind]), 3)
-            return Fault(at, kind, target, lasts_s, chance.choice(_HOW[kind]) if kind in _HOW else "")
+        available = [name for name in among[kind] if undone_at.get(name, -1.0) < at]
+        if available:
+            target, lasts_s = rng.choice(available), round(rng.uniform(*_LASTS_S[kind]), 3)
+            return Fault(at, kind, target, lasts_s, rng.choice(_HOW[kind]) if kind in _HOW else "")
     return None

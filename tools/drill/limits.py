@@ -1,4 +1,4 @@
-"""Which runs an operator's changes forbid, from their faults.  Pure."""
+"""Derive the limits on runs from the changes that an operator made.  Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,21 +8,22 @@ from tools.drill.fault_schedule import Change, Kind
 from tools.drill.faults import InjectedFault
 
 
-def limits_in_force(struck: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
-    """What may not be exceeded, and when; a change of policy forbids nothing."""
-    found = []
-    for one in struck:
-        if one.fault.kind is Kind.OPERATOR and one.mending_ns:
-            server = operated(one.fault, servers)
-            most, whose = _limit(Change(one.fault.how), server, servers)
+def limits_in_force(injected: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
+    """Return the limits that runs must keep, and when they hold; a change of policy limits nothing."""
+    limits = []
+    for injection in injected:
+        if injection.fault.kind is Kind.OPERATOR and injection.undo_began_ns:
+            server = operated(injection.fault, servers)
+            most, limited = _limit(Change(injection.fault.how), server, servers)
             if most is not None:
-                what = f"{one.fault.how} of {server.name}"
-                found.append(Limit(what, frozenset(whose), most, one.effect_ns, one.mending_ns))
-    return found
+                what = f"{injection.fault.how} of {server.name}"
+                limits.append(Limit(what, frozenset(limited), most, injection.effect_ns, injection.undo_began_ns))
+    return limits
 
 
 def _limit(change: Change, server: ServerSpec, servers: Sequence[ServerSpec]) -> tuple[int | None, list[str]]:
-    of_model = [it.name for it in servers if it.model == server.model]
+    """Return how many runs may be active at once (None: any number), and on which servers."""
+    of_model = [other.name for other in servers if other.model == server.model]
     match change:
         case Change.SLOTS:
             return max(server.slots // 2, 1), [server.name]

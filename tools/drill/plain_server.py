@@ -1,13 +1,13 @@
-"""An inference server that knows no keys: it runs whatever it is sent, at once, and counts what it runs.
+"""An inference server that ignores idempotency keys: it runs each request at once, and counts its runs.
 
     python -m tools.drill.plain_server PORT JOURNAL STARTS
 
-It answers a POST with the result, and `GET /health` with the number of its runs and with their jobs.  A run goes on
-when its client has gone, as in most servers that users write.  The files are those of the drill's other servers
-(drill_model.py, slotkeeper/serve/journal.py); a start also says how many runs were under way with it: `at_once`.
+It answers a POST with the result, and `GET /health` with the number of its active runs and with their jobs.  A run
+continues when its client disconnects, as in most servers that users write.  The files have the format of the drill's
+other servers (drill_model.py, slotkeeper/serve/journal.py); a start also has the number of active runs: `at_once`.
 
-Payload: `seconds` and `fails` as in drill_model.py; `garbles`: how many attempts are answered with JSON that has a
-fault.
+Payload: `seconds` and `fails` as in drill_model.py; `garbles`: the first so many attempts are answered with faulty
+JSON.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-_NOT_JSON = b'{"status": "completed", "result": {"score": NaN}}'
+_FAULTY_JSON = b'{"status": "completed", "result": {"score": NaN}}'
 
 
 class _Server(ThreadingHTTPServer):
@@ -73,9 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _answer(attempt: int, payload: dict[str, Any]) -> tuple[int, bytes, str]:
-    """Return the status, the body, and what the journal calls it."""
+    """Return the status, the body, and the outcome for the journal."""
     if attempt <= payload.get("garbles", 0):
-        return 200, _NOT_JSON, "error"
+        return 200, _FAULTY_JSON, "error"
     if attempt <= payload.get("fails", 0):
         return 500, b'{"error": "this attempt was to fail"}', "error"
     return 200, orjson.dumps({"status": "completed", "result": {"number": payload["number"]}}), "completed"

@@ -1,4 +1,4 @@
-"""What a drill is played on, and which faults that allows."""
+"""The cluster that a drill runs on, and which faults it allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ SQLITE, POSTGRESQL = "sqlite", "postgresql"
 
 @dataclass(frozen=True, slots=True)
 class DrillSetup:
-    """What stands there."""
+    """The processes of a drill's cluster, and the faults that it must be ready for."""
 
     workers: int = 2
     slots: int = 8
     database: str = SQLITE
-    """SQLITE, POSTGRESQL for one of our own, or the URL of an empty database of PostgreSQL."""
+    """SQLITE; POSTGRESQL: the drill starts a server; or the URL of an empty PostgreSQL database."""
     kinds: Sequence[Kind] = ()
     seed: int = 0
 
@@ -30,7 +30,10 @@ class DrillSetup:
 
     @property
     def has_proxy(self) -> bool:
-        """Then the broker has a Valkey of its own, too, so that it can fail without the waiting room."""
+        """Whether processes reach their servers through a proxy.
+
+        The broker then has a separate Valkey too, so that it can fail without the queues.
+        """
         return bool(OUTSIDE & set(self.kinds))
 
     @property
@@ -51,14 +54,14 @@ class DrillSetup:
 
 
 def unavailable_reason(kind: Kind, database: str) -> str | None:
-    """Why this kind of fault cannot happen here; None: it can."""
+    """Return why this kind of fault cannot happen here; None: it can."""
     match kind:
         case Kind.COMMITS if database == SQLITE:
-            return "SQLite has no connection on which the answer to a COMMIT could be lost: --database postgresql"
+            return "SQLite has no connection that could lose the answer to a COMMIT; use --database postgresql"
         case Kind.DATABASE if database == SQLITE:
-            return "SQLite has no process that could be killed: --database postgresql"
+            return "SQLite has no process that could be killed; use --database postgresql"
         case Kind.DATABASE if database != POSTGRESQL:
-            return "a database that the drill has not started is not killed"
+            return "the drill kills only a database that it has started itself"
         case Kind.CLOCK | Kind.STEP if process_clocks.library() is None:
             return "libfaketime is not installed (Debian: apt-get install faketime)"
     return None

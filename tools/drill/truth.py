@@ -1,4 +1,4 @@
-"""Whether Redis' leases and the servers' own reports tell the same story."""
+"""Compare the leases in Redis with the jobs that servers report as running."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ HeldSlots = set[tuple[str, str]]  # (server, job)
 
 
 class LeaseComparison:
-    """Looks at both sides."""
+    """Reads the leases and the servers' reports, and remembers the last difference."""
 
     def __init__(self, redis_url: str, servers: Sequence[ServerSpec]) -> None:
         self._redis = Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
@@ -27,33 +27,33 @@ class LeaseComparison:
         self._before: HeldSlots | None = None
 
     def leases(self) -> HeldSlots:
-        """Raises redis errors."""
-        found: HeldSlots = set()
+        """Return the slots that have a lease.  Raises redis errors."""
+        leases: HeldSlots = set()
         for fleet in {server.model for server in self._servers}:
             held: dict[str, str] = self._redis.hgetall(self._keys.fleet_keys(fleet)[_SLOTS_KEY])  # type: ignore[assignment]
-            found |= {(slot.rsplit("-slot", 1)[0], job) for slot, job in held.items()}
-        return found
+            leases |= {(slot.rsplit("-slot", 1)[0], job) for slot, job in held.items()}
+        return leases
 
     def running(self) -> HeldSlots:
-        """Raises requests errors."""
+        """Return what the servers run.  Raises requests errors."""
         with ThreadPoolExecutor(len(self._servers)) as pool:
-            reports = list(pool.map(_report, self._servers))
+            reports = list(pool.map(_running_jobs, self._servers))
         return {(server.name, job) for server, jobs in zip(self._servers, reports, strict=True) for job in jobs}
 
-    def differs(self) -> HeldSlots | None:
-        """What only one side knows, now and at the last look; None: somebody did not answer.
+    def lasting_difference(self) -> HeldSlots | None:
+        """Return what only one side had in both this and the last comparison; None: one of them failed.
 
-        What differs once may be on its way.
+        A difference in one comparison alone can be a run that starts or ends at this moment.
         """
         try:
-            now = self.leases() ^ self.running()
+            difference = self.leases() ^ self.running()
         except (RedisError, requests.RequestException, ValueError, KeyError):
             self._before = None
             return None
-        before, self._before = self._before, now
-        return None if before is None else now & before
+        before, self._before = self._before, difference
+        return None if before is None else difference & before
 
 
-def _report(server: ServerSpec) -> list[str]:
+def _running_jobs(server: ServerSpec) -> list[str]:
     jobs: list[str] = requests.get(f"{server.url}/health", timeout=_TIMEOUT_S).json()["job_ids"]
     return jobs

@@ -1,4 +1,4 @@
-"""A receiver of webhooks that notes what it gets.  How slow or dead it is is the proxy's part."""
+"""A receiver of webhooks that keeps what it gets.  Delays and outages are injected by the proxy."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One message that came in.  `id`: the header webhook-id."""
+    """A webhook that was received.  `id`: its header webhook-id; `at_ns`: when, on the monotonic clock."""
 
     id: str
     job_id: str
@@ -23,7 +23,7 @@ class Delivery:
 
 
 class Receiver:
-    """While entered: listens on a free port of the loopback address."""
+    """Listens on a free port of the loopback address while its context is active."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
@@ -32,7 +32,7 @@ class Receiver:
         self.port = int(self._server.server_address[1])
 
     def refuse(self, share: float) -> None:
-        """From now on answer 500 to this share of the messages, to one message each time it comes."""
+        """Answer 500 to this share of the messages from now on: to the same messages at each of their attempts."""
         self._refused_share = share
 
     def _refuses(self, message_id: str) -> bool:
@@ -54,7 +54,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, *_: object) -> None:
-        """A connection that was cut is no news."""
+        """Ignore the error: the drill cuts connections."""
 
 
 def _handler(deliveries: list[Delivery], refuses: Callable[[str], bool]) -> type[BaseHTTPRequestHandler]:
@@ -72,6 +72,6 @@ def _handler(deliveries: list[Delivery], refuses: Callable[[str], bool]) -> type
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """There is a journal."""
+            """Log nothing: `deliveries` has everything."""
 
     return Handler

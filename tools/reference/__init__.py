@@ -1,4 +1,4 @@
-"""Reference pages that are written from the code: `python -m tools.reference` writes all of them anew."""
+"""Reference pages that are generated from the code: `python -m tools.reference` writes all of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +16,11 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def write_pages() -> None:
+    """Write all generated pages."""
     for name, page in PAGES.items():
         (REPO / name).write_text(page(), "utf-8")
 
 
 def outdated_pages() -> list[str]:
-    """Return the pages that the code would write differently."""
+    """Return the paths of the pages that differ from what the code generates."""
     return [name for name, page in PAGES.items() if (REPO / name).read_text("utf-8") != page()]

@@ -1,4 +1,4 @@
-"""`python -m tools.reference` writes the reference pages; with --check it names those that are out of date."""
+"""Write the reference pages: `python -m tools.reference`; with --check, print the pages that are out of date."""
 
 import sys
 

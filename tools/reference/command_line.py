@@ -1,4 +1,4 @@
-"""The page of commands, written from the command line's own help."""
+"""Generate the page of commands from the output of `--help`."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,7 @@ prints.
 
 
 def page() -> str:
+    """Return the Markdown of the page."""
     root = click.Context(main, info_name="slotkeeper", **main.context_settings)
     return _TOP + "".join(_sections(main, root))
 

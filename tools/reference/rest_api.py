@@ -1,4 +1,4 @@
-"""The page of the REST API, written from its OpenAPI document, and the page of errors, from the classes of errors."""
+"""Generate the page of the REST API from its OpenAPI document, and the page of errors from the error classes."""
 
 import ast
 from collections import defaultdict
@@ -44,6 +44,7 @@ Celery clients get the same codes in `JobFailed`; processes that import Slotkeep
 
 
 def rest_page() -> str:
+    """Return the Markdown of the page of the REST API."""
     app = create_routes()
     app.extensions["slotkeeper_settings"] = AppSettings(require_keys=True)
     document = openapi_document(app)
@@ -57,6 +58,7 @@ def rest_page() -> str:
 
 
 def _operation(document: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+    """Yield the parts of the section of one operation."""
     yield f"### `{method.upper()} {path}`\n\n"
     yield operation.get("summary", "")
     if operation.get("description"):
@@ -69,12 +71,15 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
     rows += list(_body_rows(document, operation))
     if rows:
         yield "\n| field | in | type | |\n|---|---|---|---|\n"
-        yield from (f"| {name} | {place} | {kind} | {_one_line(about)} |\n" for name, place, kind, about in rows)
+        yield from (
+            f"| {name} | {place} | {kind} | {_one_line(description)} |\n" for name, place, kind, description in rows
+        )
     statuses = [f"{status}" for status in sorted(operation["responses"])]
     yield f"\nResponses: {', '.join(statuses)}.\n"
 
 
 def _body_rows(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (field, place, type, description) of each field of the request body."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content.get("schema", {})
         name = schema.get("$ref", "").rpartition("/")[2]
@@ -102,20 +107,21 @@ def _one_line(text: str) -> str:
 
 
 def errors_page() -> str:
-    found = {*_classes(SlotkeeperError), *_problems()}
-    return _ERRORS_TOP + "".join(f"| {status} | `{code}` | {title} |\n" for status, code, title in sorted(found))
+    """Return the Markdown of the page of errors."""
+    rows = {*_error_classes(SlotkeeperError), *_problems()}
+    return _ERRORS_TOP + "".join(f"| {status} | `{code}` | {title} |\n" for status, code, title in sorted(rows))
 
 
-def _classes(base: type[SlotkeeperError]) -> Iterator[tuple[int, str, str]]:
-    """Yield what the errors of the use cases look like at the API."""
+def _error_classes(base: type[SlotkeeperError]) -> Iterator[tuple[int, str, str]]:
+    """Yield (status, code, title) of the error classes below `base`."""
     for kind in base.__subclasses__():
         if kind.__module__.startswith(("slotkeeper.", "routing.", "tasks.", "app.")) and "code" in vars(kind):
             yield status_of(kind), kind.code, error_title(kind)
-        yield from _classes(kind)
+        yield from _error_classes(kind)
 
 
 def _problems() -> Iterable[tuple[int, str, str]]:
-    """Yield the refusals that views make themselves: ProblemError(status, code, title, ...)."""
+    """Yield (status, code, title) of the errors that views raise themselves: ProblemError(status, code, title, ...)."""
     for path in sorted((Path(__file__).resolve().parents[2] / "app").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ProblemError", "problem_response"):

@@ -1,4 +1,4 @@
-"""The page of settings, written from the classes of settings and the sentence below each field."""
+"""Generate the page of settings from the settings classes and the sentence below each of their fields."""
 
 import ast
 import inspect
@@ -36,7 +36,7 @@ _COMMANDS = """
 
 
 def explained(kind: type[BaseSettings]) -> dict[str, str]:
-    """Return the string below each field."""
+    """Return field -> the string below it."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     sentences = {}
@@ -47,6 +47,7 @@ def explained(kind: type[BaseSettings]) -> dict[str, str]:
 
 
 def page() -> str:
+    """Return the Markdown of the page."""
     return _TOP + "".join(_chapter(title, kind) for title, kind in CHAPTERS.items()) + _COMMANDS
 
 
@@ -55,7 +56,7 @@ def _chapter(title: str, kind: type[BaseSettings]) -> str:
     rows = [
         f"| `{(prefix + name).upper()}` | {_default(field.default)} | {_unit(name)} | {sentences[name]} |\n"
         for name, field in kind.model_fields.items()
-        if (kind, name) != (TaskSettings, "port")  # The API's.
+        if (kind, name) != (TaskSettings, "port")  # It is in the chapter of the API.
     ]
     return f"\n## {title}\n\n| variable | default | unit | |\n|---|---|---|---|\n" + "".join(rows)
 

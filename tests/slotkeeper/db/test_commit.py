@@ -303,7 +303,7 @@ def test_connections_that_the_server_closed_while_idle_are_replaced_unseen(postg
     database = Database(postgres_url)
     store = JobStore(database)
     store.submit([a_job()], T0)
-    postgres.put_out(postgres_url)
+    postgres.disconnect_clients(postgres_url)
     assert len(store.submit([a_job()], T0)) == 1
     assert ledger.read(store.database).by_state["queued"] == 2
     database.close()

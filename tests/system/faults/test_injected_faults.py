@@ -16,7 +16,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from werkzeug import Request, Response
 
 from app.up.guardian import Guardian
-from tests.tools.cluster.sockets import Listener, hears_nothing
+from tests.tools.cluster.sockets import Listener, receives_nothing
 from tools.cluster.cluster import Cluster, ServerSpec
 from tools.cluster.tcp_proxy import Proxy
 from tools.cluster.valkey_process import Valkey
@@ -65,10 +65,10 @@ def doors(proxy: Proxy, listener: Listener) -> Cluster:
     ],
 )
 def test_silence_lasts_until_it_is_mended(doors: Cluster, listener: Listener, one: Fault) -> None:
-    talk = listener.reached_by(doors.proxy_ports[one.target].port)
+    talk = listener.connect_through(doors.proxy_ports[one.target].port)
     mend = ACTS[one.kind](doors, one)
     talk.client.sendall(b"hello")
-    assert hears_nothing(talk.server)
+    assert receives_nothing(talk.server)
     mend()
     assert talk.server.recv(4096) == b"hello"
 
@@ -79,24 +79,24 @@ def test_delays_end_when_they_are_mended(
 ) -> None:
     monkeypatch.setattr(fault_injection, "_DELAY_S", 0.05)
     monkeypatch.setattr(fault_injection, "_SLOW_S", 0.05)
-    talk = listener.reached_by(doors.proxy_ports[one.target].port)
+    talk = listener.connect_through(doors.proxy_ports[one.target].port)
     mend = ACTS[one.kind](doors, one)
     began = time.monotonic()
     for _ in range(10):
-        talk.says(b"hello")
+        talk.send_request(b"hello")
     assert time.monotonic() - began > 0.1
     mend()
-    assert talk.says(b"again") == b"again"
+    assert talk.send_request(b"again") == b"again"
 
 
 def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
     door = doors.proxy_ports["redis"]
-    talk = listener.reached_by(door.port)
-    talk.says(b"hello")
+    talk = listener.connect_through(door.port)
+    talk.send_request(b"hello")
     ACTS[Kind.CUTS](doors, fault(Kind.CUTS, "redis"))()
     with pytest.raises(ConnectionResetError):
         talk.client.recv(1)
-    assert listener.reached_by(door.port).says(b"hello") == b"hello"
+    assert listener.connect_through(door.port).send_request(b"hello") == b"hello"
 
 
 # -- Redis -------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Cluster) -> Non
 
 
 def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_injection, "_going_on", lambda _: ["j1", "j2"])
+    monkeypatch.setattr(fault_injection, "_active_job_ids", lambda _: ["j1", "j2"])
     with Valkey(tmp_path) as broker, broker.client() as client:
         stack = SimpleNamespace(broker_url=broker.url, revoked=set())
         with client.pubsub() as worker:
@@ -187,7 +187,7 @@ def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_nobody_is_revoked_when_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_injection, "_going_on", lambda _: [])
+    monkeypatch.setattr(fault_injection, "_active_job_ids", lambda _: [])
     with pytest.raises(NotApplicable):
         ACTS[Kind.REVOKES](cast(Cluster, SimpleNamespace()), fault(Kind.REVOKES, "jobs"))
 
@@ -282,14 +282,14 @@ def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Cluster, api
 )
 def test_a_change_limits_runs_for_as_long_as_it_lasts(change: Change, most: int) -> None:
     struck = InjectedFault(
-        fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S, mended_ns=10 * S
+        fault(Kind.OPERATOR, "zimg", change), 1 * S, 1, effect_ns=2 * S, undo_began_ns=9 * S, undone_ns=10 * S
     )
     (limit,) = limits_in_force([struck], [SERVER])
     assert (limit.most, limit.from_ns, limit.until_ns, limit.servers) == (most, 2 * S, 9 * S, {"a"})
 
 
 def test_a_change_of_policy_limits_nothing() -> None:
-    struck = InjectedFault(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, mending_ns=9 * S)
+    struck = InjectedFault(fault(Kind.OPERATOR, "zimg", Change.POLICY), 1 * S, 1, effect_ns=2 * S, undo_began_ns=9 * S)
     assert limits_in_force([struck], [SERVER]) == []
 
 
@@ -313,4 +313,4 @@ def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pyte
     assert saboteur.error is None
     assert [one.fault.target for one in saboteur.injected] == mended == ["beat"]
     (one,) = saboteur.injected
-    assert one.at_ns <= one.effect_ns <= one.mending_ns <= one.mended_ns
+    assert one.at_ns <= one.effect_ns <= one.undo_began_ns <= one.undone_ns

@@ -180,6 +180,6 @@ def test_postgresql_answers_and_refuses(postgres: Postgres, tmp_path: Path, refu
 
                 _play(town, refusal, "database", names)
         finally:
-            postgres.put_out(url)
+            postgres.disconnect_clients(url)
             admin.execute(f"DROP DATABASE {make_url(url).database}")
             admin.execute(f"DROP ROLE {role}")

@@ -1,28 +1,29 @@
-"""Plain sockets on both sides of a proxy, in the hands of a test."""
+"""Plain sockets on both sides of a proxy, for tests to control."""
 
 import socket
 
-_A_MOMENT_S = 0.2
+_SILENCE_S = 0.2
 
 
-class Conversation:
-    """A client and the server that it reached: two plain sockets."""
+class Connection:
+    """The client's and the server's socket of one connection."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
 
-    def says(self, data: bytes) -> bytes:
-        """What the server hears when the client sends this."""
+    def send_request(self, data: bytes) -> bytes:
+        """Send data from the client, and return what the server receives."""
         self.client.sendall(data)
         return self.server.recv(4096)
 
-    def hears(self, data: bytes) -> bytes:
+    def send_response(self, data: bytes) -> bytes:
+        """Send data from the server, and return what the client receives."""
         self.server.sendall(data)
         return self.client.recv(4096)
 
 
 class Listener:
-    """A server whose conversations a test holds in its hands."""
+    """A server whose connections a test controls."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -36,20 +37,20 @@ class Listener:
         self._open.append(connection)
         return connection
 
-    def reached_by(self, port: int) -> Conversation:
-        """A client that has come in by this port of the loopback address."""
+    def connect_through(self, port: int) -> Connection:
+        """Connect a client to this port of the loopback address, and accept its connection at the server."""
         client = socket.create_connection(("127.0.0.1", port), 5)
         self._open.append(client)
-        return Conversation(client, self.accept())
+        return Connection(client, self.accept())
 
     def close(self) -> None:
         for connection in (*self._open, self._socket):
             connection.close()
 
 
-def hears_nothing(connection: socket.socket) -> bool:
-    """That nothing comes is seen by waiting for it, and by nothing else."""
-    connection.settimeout(_A_MOMENT_S)
+def receives_nothing(connection: socket.socket) -> bool:
+    """Return whether the socket receives nothing for a moment."""
+    connection.settimeout(_SILENCE_S)
     try:
         return connection.recv(4096) is None
     except TimeoutError:

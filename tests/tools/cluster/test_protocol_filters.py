@@ -1,4 +1,4 @@
-"""COMMITs that are lost for certain, and messages that are doubled, late, or lost."""
+"""COMMITs that are lost, and messages that are doubled, delayed or lost."""
 
 import os
 import random
@@ -39,62 +39,63 @@ COMMITTED = message(b"1", b"") + message(b"C", b"COMMIT\0") + message(b"Z", b"I"
 
 
 @pytest.fixture
-def plan() -> LostCommits:
+def commits() -> LostCommits:
     return LostCommits(random.Random(1))
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_the_answer_to_a_commit_is_lost_however_it_is_cut_up(plan: LostCommits, size: int) -> None:
-    plan.lose(Direction.ANSWERS, 1.0)
-    sieve = plan.make_filter(lambda *_: None)
-    sent, told = startup() + COMMIT, message(b"C", b"INSERT 0 1\0") + COMMITTED
-    assert b"".join(sieve.requests(sent[n : n + size]) for n in range(0, len(sent), size)) == sent
+def test_the_answer_to_a_commit_is_lost_in_pieces_of_any_size(commits: LostCommits, size: int) -> None:
+    commits.lose(Direction.ANSWERS, 1.0)
+    stream_filter = commits.make_filter(lambda *_: None)
+    sent, answered = startup() + COMMIT, message(b"C", b"INSERT 0 1\0") + COMMITTED
+    assert b"".join(stream_filter.requests(sent[n : n + size]) for n in range(0, len(sent), size)) == sent
     with pytest.raises(Cut):
-        for n in range(0, len(told), size):
-            sieve.answers(told[n : n + size])
-    assert plan.lost == 1
+        for n in range(0, len(answered), size):
+            stream_filter.answers(answered[n : n + size])
+    assert commits.lost == 1
 
 
-def test_a_commit_can_be_lost_on_its_way_in(plan: LostCommits) -> None:
-    plan.lose(Direction.REQUESTS, 1.0)
+def test_a_commit_can_be_lost_before_the_database(commits: LostCommits) -> None:
+    commits.lose(Direction.REQUESTS, 1.0)
     for commit in (COMMIT, message(b"Q", b"COMMIT\0"), message(b"Q", b"commit\0")):
-        sieve = plan.make_filter(lambda *_: None)
-        assert sieve.requests(startup()) == startup()
-        assert sieve.requests(message(b"Q", b"SELECT 'COMMIT'\0"))
+        stream_filter = commits.make_filter(lambda *_: None)
+        assert stream_filter.requests(startup()) == startup()
+        assert stream_filter.requests(message(b"Q", b"SELECT 'COMMIT'\0"))
         with pytest.raises(Cut):
-            sieve.requests(commit)
+            stream_filter.requests(commit)
 
 
-def test_other_answers_pass_and_all_do_when_it_is_over(plan: LostCommits) -> None:
-    plan.lose(Direction.ANSWERS, 1.0)
+def test_other_answers_pass_and_all_pass_after_the_fault(commits: LostCommits) -> None:
+    commits.lose(Direction.ANSWERS, 1.0)
     other = message(b"C", b"ROLLBACK\0")
-    assert plan.make_filter(lambda *_: None).answers(other) == other
-    plan.stop()
-    assert plan.make_filter(lambda *_: None).answers(COMMITTED) == COMMITTED
+    assert commits.make_filter(lambda *_: None).answers(other) == other
+    commits.stop()
+    assert commits.make_filter(lambda *_: None).answers(COMMITTED) == COMMITTED
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize(("way", "stored"), [(Direction.ANSWERS, 1), (Direction.REQUESTS, 0)])
-def test_what_a_lost_commit_wrote_is_there_if_only_its_answer_was_lost(
-    a_postgres: int, proxy: Proxy, plan: LostCommits, way: Direction, stored: int
+@pytest.mark.parametrize(("direction", "stored"), [(Direction.ANSWERS, 1), (Direction.REQUESTS, 0)])
+def test_a_transaction_is_stored_if_only_the_answer_to_its_commit_was_lost(
+    a_postgres: int, proxy: Proxy, commits: LostCommits, direction: Direction, stored: int
 ) -> None:
-    door = proxy.open("database", ("127.0.0.1", a_postgres)).filter_streams(plan.make_filter)
-    direct, by_door = create_engine(postgres_server.url(a_postgres)), create_engine(postgres_server.url(door.port))
+    proxy_port = proxy.open("database", ("127.0.0.1", a_postgres)).filter_streams(commits.make_filter)
+    direct = create_engine(postgres_server.url(a_postgres))
+    proxied = create_engine(postgres_server.url(proxy_port.port))
     with direct.begin() as connection:
         connection.execute(text("CREATE TABLE IF NOT EXISTS t (n INTEGER)"))
         connection.execute(text("DELETE FROM t"))
-    plan.lose(way, 1.0)
-    with pytest.raises(OperationalError), by_door.begin() as connection:
+    commits.lose(direction, 1.0)
+    with pytest.raises(OperationalError), proxied.begin() as connection:
         connection.execute(text("INSERT INTO t VALUES (1)"))
-    plan.stop()
-    with by_door.begin() as connection:
+    commits.stop()
+    with proxied.begin() as connection:
         assert connection.execute(text("SELECT count(*) FROM t")).scalar() == stored
     direct.dispose()
-    by_door.dispose()
+    proxied.dispose()
 
 
 class Database:
-    """A PostgreSQL that the drill has prepared, and can kill."""
+    """A PostgreSQL that is prepared as for the drill, and can be killed."""
 
     def __init__(self, home: Path) -> None:
         self.port = ports.free_port()
@@ -124,7 +125,8 @@ class Database:
 
 @pytest.fixture(scope="module")
 def a_database() -> Iterator[Database]:
-    with tempfile.TemporaryDirectory(prefix="slotkeeper-drill-") as home:  # `nobody` cannot enter pytest's own folder
+    # The user `nobody` cannot enter pytest's folder.
+    with tempfile.TemporaryDirectory(prefix="slotkeeper-drill-") as home:
         Path(home).chmod(0o711)
         try:
             database = Database(Path(home))
@@ -139,27 +141,27 @@ def a_database() -> Iterator[Database]:
 
 @pytest.fixture
 def a_postgres(a_database: Database) -> int:
-    """Its port."""
+    """Return the port of a running PostgreSQL."""
     return a_database.port
 
 
 @pytest.mark.postgres
-def test_what_was_committed_survives_the_death_of_the_database(a_database: Database) -> None:
-    """Or a drill that kills it would find losses that it has made itself."""
+def test_committed_data_survives_a_kill_of_the_database(a_database: Database) -> None:
+    """Otherwise a drill would find losses that its own kills have caused."""
     with closing(
         psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres_server.USER} dbname=postgres")
-    ) as it:
-        it.execute("CREATE TABLE kept (n INTEGER)")
-        it.commit()
+    ) as connection:
+        connection.execute("CREATE TABLE kept (n INTEGER)")
+        connection.commit()
         for n in range(20):
-            it.execute("INSERT INTO kept VALUES (%s)", [n])
-            it.commit()
+            connection.execute("INSERT INTO kept VALUES (%s)", [n])
+            connection.commit()
         a_database.kill()
     a_database.start()
     with closing(
         psycopg.connect(f"host=127.0.0.1 port={a_database.port} user={postgres_server.USER} dbname=postgres")
-    ) as it:
-        assert it.execute("SELECT count(*) FROM kept").fetchone() == (20,)
+    ) as connection:
+        assert connection.execute("SELECT count(*) FROM kept").fetchone() == (20,)
 
 
 # -- the broker --------------------------------------------------------------------------------------------
@@ -172,60 +174,60 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 
 @pytest.fixture
-def mail() -> BrokerMessages:
+def broker_messages() -> BrokerMessages:
     return BrokerMessages(random.Random(1))
 
 
 @pytest.fixture
-def client(broker: Valkey, proxy: Proxy, mail: BrokerMessages) -> Iterator[Redis]:
+def client(broker: Valkey, proxy: Proxy, broker_messages: BrokerMessages) -> Iterator[Redis]:
     broker.flush()
-    door = proxy.open("broker", ("127.0.0.1", broker.port)).filter_streams(mail.make_filter)
-    with Redis(port=door.port, socket_timeout=5) as client:
+    proxy_port = proxy.open("broker", ("127.0.0.1", broker.port)).filter_streams(broker_messages.make_filter)
+    with Redis(port=proxy_port.port, socket_timeout=5) as client:
         yield client
 
 
-def waits_until(condition: object, within_s: float = 5) -> None:
+def wait_until(condition: object, within_s: float = 5) -> None:
     until = time.monotonic() + within_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def test_mail_passes_as_it_is_while_nothing_is_twisted(client: Redis) -> None:
+def test_messages_pass_unchanged_without_a_fault(client: Redis) -> None:
     assert client.lpush("gpu.zimg", b"m" * 100_000) == 1
     assert client.lrange("gpu.zimg", 0, -1) == [b"m" * 100_000]
 
 
-def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, mail: BrokerMessages) -> None:
-    mail.inject(MessageFault.LOST, 1.0, 0.0)
+def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, broker_messages: BrokerMessages) -> None:
+    broker_messages.inject(MessageFault.LOST, 1.0, 0.0)
     with client.pipeline() as pipe:
         assert pipe.set("a", 1).lpush("gpu.zimg", "m").get("a").execute() == [True, 0, b"1"]
     assert client.llen("gpu.zimg") == 0
-    assert mail.injected == 1
+    assert broker_messages.injected == 1
 
 
-def test_a_doubled_message_comes_twice(client: Redis, mail: BrokerMessages) -> None:
-    mail.inject(MessageFault.DOUBLED, 1.0, 0.1)
+def test_a_doubled_message_arrives_twice(client: Redis, broker_messages: BrokerMessages) -> None:
+    broker_messages.inject(MessageFault.DOUBLED, 1.0, 0.1)
     client.lpush("gpu.zimg", "m")
-    waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m", b"m"])
+    wait_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m", b"m"])
 
 
-def test_a_delayed_message_comes_later_even_when_the_fault_is_over(client: Redis, mail: BrokerMessages) -> None:
-    mail.inject(MessageFault.DELAYED, 1.0, 0.4)
+def test_a_delayed_message_arrives_even_after_the_fault(client: Redis, broker_messages: BrokerMessages) -> None:
+    broker_messages.inject(MessageFault.DELAYED, 1.0, 0.4)
     assert client.lpush("gpu.zimg", "m") == 0
-    mail.stop()
-    waits_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m"])
+    broker_messages.stop()
+    wait_until(lambda: client.lrange("gpu.zimg", 0, -1) == [b"m"])
 
 
-def test_what_is_no_message_passes(client: Redis, mail: BrokerMessages) -> None:
-    mail.inject(MessageFault.LOST, 1.0, 0.0)
+def test_commands_that_send_no_message_pass(client: Redis, broker_messages: BrokerMessages) -> None:
+    broker_messages.inject(MessageFault.LOST, 1.0, 0.0)
     assert client.lpush("something-else", "m") == 1
     assert client.rpush("gpu.zimg", "m") == 1
-    assert mail.injected == 0
+    assert broker_messages.injected == 0
 
 
-def test_about_the_share_that_was_asked_for_is_lost(client: Redis, mail: BrokerMessages) -> None:
-    mail.inject(MessageFault.LOST, 0.5, 0.0)
+def test_about_the_requested_share_is_lost(client: Redis, broker_messages: BrokerMessages) -> None:
+    broker_messages.inject(MessageFault.LOST, 0.5, 0.0)
     for _ in range(200):
         client.lpush("webhooks", "m")
     assert 70 < client.llen("webhooks") < 130

@@ -1,4 +1,4 @@
-"""What must not be is planted once, alone, and found; and its innocent neighbour is not."""
+"""Each violation alone is found, and the allowed case next to it is not."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from tools.drill.conduct_checks import (
     PendingMessage,
     Snapshot,
     StuckWatch,
-    doubled,
+    duplicate_accepts,
     over_limits,
     undue_crashes,
     undue_retries,
@@ -31,8 +31,8 @@ def run(
     return Run(job_id, attempt, server, 0, round(start_s * S), round(end_s * S), outcome)
 
 
-def trail(why: Reason, start_s: float = 10, end_s: float = 20) -> Mapping[str, list[Event]]:
-    """Of a job j: its first attempt ended in this way."""
+def failed_attempt(why: Reason, start_s: float = 10, end_s: float = 20) -> Mapping[str, list[Event]]:
+    """Return the events of a job j whose first attempt ended for this reason."""
     return {
         "j": [
             Event(1, "j", "job.enqueued", 0, 0, {"why": "submitted"}),
@@ -46,70 +46,74 @@ def trail(why: Reason, start_s: float = 10, end_s: float = 20) -> Mapping[str, l
 
 
 def test_a_retry_is_due_when_the_server_answered_with_an_error() -> None:
-    assert undue_retries(trail(Reason.SERVER_ERROR), [run("j", 10, 20, "error")]) == []
+    assert undue_retries(failed_attempt(Reason.SERVER_ERROR), [run("j", 10, 20, "error")]) == []
 
 
 @pytest.mark.parametrize("outcome", ["completed", "cut", "canceled"])
 @pytest.mark.parametrize("why", [Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED])
 def test_a_retry_without_an_error_of_the_server_is_undue(why: Reason, outcome: str) -> None:
-    assert len(undue_retries(trail(why), [run("j", 10, 20, outcome)])) == 1
-    assert len(undue_retries(trail(why), [])) == 1
+    assert len(undue_retries(failed_attempt(why), [run("j", 10, 20, outcome)])) == 1
+    assert len(undue_retries(failed_attempt(why), [])) == 1
 
 
 def test_what_costs_nothing_is_no_retry() -> None:
-    assert undue_retries(trail(Reason.SERVER_BUSY), []) == undue_retries(trail(Reason.HANDED_BACK), []) == []
+    assert (
+        undue_retries(failed_attempt(Reason.SERVER_BUSY), [])
+        == undue_retries(failed_attempt(Reason.HANDED_BACK), [])
+        == []
+    )
 
 
 @pytest.mark.parametrize("why", [Reason.LEASE_EXPIRED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED])
-def test_a_crash_is_due_only_if_something_died_under_the_run(why: Reason) -> None:
+def test_a_crash_is_due_only_if_a_process_died_during_the_run(why: Reason) -> None:
     runs = [run("j", 10, 20)]
-    assert undue_crashes(trail(why), runs, [(15 * S, 16 * S)], 0) == []
-    assert len(undue_crashes(trail(why), runs, [(40 * S, 41 * S)], 0)) == 1
-    assert len(undue_crashes(trail(why), runs, [], 0)) == 1
+    assert undue_crashes(failed_attempt(why), runs, [(15 * S, 16 * S)], 0) == []
+    assert len(undue_crashes(failed_attempt(why), runs, [(40 * S, 41 * S)], 0)) == 1
+    assert len(undue_crashes(failed_attempt(why), runs, [], 0)) == 1
 
 
-def test_a_crash_of_a_run_that_no_server_saw_is_judged_by_the_record_s_times() -> None:
-    assert undue_crashes(trail(Reason.LEASE_EXPIRED), [], [(115 * S, 116 * S)], -100 * S) == []
-    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED), [], [(15 * S, 16 * S)], -100 * S)) == 1
+def test_a_crash_of_a_run_that_no_server_saw_is_judged_by_the_times_of_the_database() -> None:
+    assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), [], [(115 * S, 116 * S)], -100 * S) == []
+    assert len(undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), [], [(15 * S, 16 * S)], -100 * S)) == 1
 
 
-def test_a_run_whose_answer_is_on_its_way_dies_with_its_worker() -> None:
+def test_a_run_lasts_until_its_end_is_stored() -> None:
     runs = [run("j", 10, 10.1)]
-    assert undue_crashes(trail(Reason.LEASE_EXPIRED, 10, 30), runs, [(24 * S, 25 * S)], 0) == []
-    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
+    assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED, 10, 30), runs, [(24 * S, 25 * S)], 0) == []
+    assert len(undue_crashes(failed_attempt(Reason.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
 
 
-def test_under_a_wrong_clock_a_run_ends_at_the_latest_where_the_next_one_begins() -> None:
+def test_with_a_wrong_clock_a_run_ends_when_the_next_one_begins_at_the_latest() -> None:
     runs = [run("j", 10, 10.1), run("j", 30, 31, attempt=2)]
-    assert undue_crashes(trail(Reason.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
-    assert len(undue_crashes(trail(Reason.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
+    assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
+    assert len(undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
 
 
-def test_times_of_a_wrong_clock_prove_nothing() -> None:
-    assert undue_crashes(trail(Reason.LEASE_EXPIRED), [], [], None) == []
+def test_without_a_trusted_clock_a_run_that_no_server_saw_is_skipped() -> None:
+    assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), [], [], None) == []
 
 
-def test_an_end_that_is_no_crash_needs_no_death() -> None:
-    assert undue_crashes(trail(Reason.SERVER_UNREACHABLE), [run("j", 10, 20)], [], 0) == []
+def test_an_end_that_is_no_crash_needs_no_killed_process() -> None:
+    assert undue_crashes(failed_attempt(Reason.SERVER_UNREACHABLE), [run("j", 10, 20)], [], 0) == []
 
 
 # -- ends --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.DEAD])
-def test_no_job_of_the_drill_deserves_to_fail(state: State) -> None:
+def test_a_job_of_the_drill_must_not_fail(state: State) -> None:
     assert unexpected_ends({"j": state}, {"j"}, {"j"}) == [f"j is {state}"]
 
 
-def test_only_a_revoked_job_is_canceled_and_only_a_mortal_one_expires() -> None:
+def test_only_revoked_jobs_are_canceled_and_only_jobs_with_a_deadline_expire() -> None:
     states = {"canceled": State.CANCELED, "expired": State.EXPIRED, "completed": State.COMPLETED, "on": State.RUNNING}
     assert unexpected_ends(states, {"canceled"}, {"expired"}) == []
     assert unexpected_ends(states, {"expired"}, {"canceled"}) == ["canceled is canceled", "expired is expired"]
 
 
-def test_an_order_that_became_two_jobs_is_doubled() -> None:
-    assert doubled({"j1": 1, "j2": 2}) == []
-    assert doubled({"j1": 1, "j2": 2, "j3": 1}) == ["order 1: j1, j3"]
+def test_a_planned_job_that_became_two_jobs_is_a_duplicate() -> None:
+    assert duplicate_accepts({"j1": 1, "j2": 2}) == []
+    assert duplicate_accepts({"j1": 1, "j2": 2, "j3": 1}) == ["planned job 1: j1, j3"]
 
 
 # -- limits ------------------------------------------------------------------------------------------------
@@ -123,9 +127,9 @@ def test_a_run_beside_more_than_the_limit_is_over_it() -> None:
 
 
 def test_a_limit_binds_only_what_starts_while_it_holds_and_where_it_does() -> None:
-    before, as_it_comes, after = run("1", 90, 190), run("2", 101, 150), run("3", 201, 210)
+    before, at_first, after = run("1", 90, 190), run("2", 101, 150), run("3", 201, 210)
     elsewhere = run("4", 120, 130, server="b")
-    assert over_limits([before, as_it_comes, after, elsewhere], [HALF]) == []
+    assert over_limits([before, at_first, after, elsewhere], [HALF]) == []
 
 
 def test_where_nothing_may_start_a_single_run_is_over_the_limit() -> None:
@@ -135,101 +139,103 @@ def test_where_nothing_may_start_a_single_run_is_over_the_limit() -> None:
 # -- webhooks ----------------------------------------------------------------------------------------------
 
 
-def told(job_id: str = "j", id_: str = "w", status: str = "completed") -> Delivery:
+def delivery(job_id: str = "j", id_: str = "w", status: str = "completed") -> Delivery:
     return Delivery(id_, job_id, status, 0)
 
 
 DELIVERED = PendingMessage("w", "j", "delivered")
 
 
-def wrong(deliveries: list[Delivery], *rows: PendingMessage, state: State | None = State.COMPLETED) -> set[str]:
-    return {name for name, those in webhook_faults({"j": state}, deliveries, rows).items() if those}
+def wrong_webhooks(
+    deliveries: list[Delivery], *messages: PendingMessage, state: State | None = State.COMPLETED
+) -> set[str]:
+    return {name for name, findings in webhook_faults({"j": state}, deliveries, messages).items() if findings}
 
 
-def test_a_webhook_may_come_twice_under_one_id() -> None:
-    assert wrong([told(), told()], DELIVERED) == set()
+def test_a_webhook_may_be_delivered_twice_under_one_id() -> None:
+    assert wrong_webhooks([delivery(), delivery()], DELIVERED) == set()
 
 
-def test_a_webhook_under_two_ids_is_two() -> None:
-    assert wrong([told(), told(id_="other")], DELIVERED) == {"webhooks with two ids"}
+def test_a_webhook_under_two_ids_is_wrong() -> None:
+    assert wrong_webhooks([delivery(), delivery(id_="other")], DELIVERED) == {"webhooks with two ids"}
 
 
-def test_an_ended_job_is_told_whatever_the_record_says() -> None:
-    assert wrong([], DELIVERED) == wrong([]) == {"webhooks not told"}
+def test_the_webhook_of_an_ended_job_is_missing_whatever_the_database_has() -> None:
+    assert wrong_webhooks([], DELIVERED) == wrong_webhooks([]) == {"webhooks not told"}
 
 
-def test_a_webhook_that_is_still_to_be_tried_again_is_not_missing_unless_it_is_overdue() -> None:
-    assert wrong([], PendingMessage("w", "j", "pending")) == set()
-    assert wrong([], PendingMessage("w", "j", "pending", overdue=True)) == {"webhooks not told"}
+def test_a_pending_webhook_is_missing_only_if_it_is_overdue() -> None:
+    assert wrong_webhooks([], PendingMessage("w", "j", "pending")) == set()
+    assert wrong_webhooks([], PendingMessage("w", "j", "pending", overdue=True)) == {"webhooks not told"}
 
 
-def test_a_webhook_that_waits_for_longer_than_it_may_is_put_off() -> None:
-    assert wrong([], PendingMessage("w", "j", "pending", put_off=True)) == {"webhooks put off"}
+def test_a_webhook_that_waits_too_long_is_put_off() -> None:
+    assert wrong_webhooks([], PendingMessage("w", "j", "pending", put_off=True)) == {"webhooks put off"}
 
 
-def test_a_webhook_that_was_given_up_is_a_fault_of_ours() -> None:
-    assert wrong([told()], PendingMessage("w", "j", "given_up")) == {"webhooks given up"}
+def test_a_webhook_that_was_given_up_is_wrong() -> None:
+    assert wrong_webhooks([delivery()], PendingMessage("w", "j", "given_up")) == {"webhooks given up"}
 
 
-def test_a_webhook_tells_the_state_in_which_the_job_ended() -> None:
-    assert wrong([told(status="failed")], DELIVERED) == {"webhooks that are wrong"}
+def test_a_webhook_has_the_final_state_of_the_job() -> None:
+    assert wrong_webhooks([delivery(status="failed")], DELIVERED) == {"webhooks that are wrong"}
 
 
-def test_nothing_is_told_of_a_job_that_goes_on() -> None:
-    assert wrong([], state=State.RUNNING) == set()
-    assert wrong([told()], state=State.RUNNING) == {"webhooks that are wrong"}
+def test_a_job_that_has_not_ended_has_no_webhook() -> None:
+    assert wrong_webhooks([], state=State.RUNNING) == set()
+    assert wrong_webhooks([delivery()], state=State.RUNNING) == {"webhooks that are wrong"}
 
 
 # -- stuck -------------------------------------------------------------------------------------------------
 
 
-def watched(*sights: Snapshot) -> dict[str, str]:
+def find_stuck(*snapshots: Snapshot) -> dict[str, str]:
     watch = StuckWatch(patience_s=5)
-    for n, sight in enumerate(sights):
-        watch.see(sight, n * 2.5)
+    for n, snapshot in enumerate(snapshots):
+        watch.observe(snapshot, n * 2.5)
     return watch.stuck
 
 
 WAITS = Snapshot({"j": "m"}, {}, {"m": {"other"}}, {"m": 2})
-GOES_ON = Snapshot({}, {"j": "m"}, {"m": {"j"}}, {"m": 2})
+RUNS = Snapshot({}, {"j": "m"}, {"m": {"j"}}, {"m": 2})
 
 
 def test_a_job_that_waits_beside_a_free_slot_for_long_is_stuck() -> None:
-    assert watched(WAITS, WAITS) == {}
-    assert watched(WAITS, WAITS, WAITS) == {"j": "waits beside a free slot"}
+    assert find_stuck(WAITS, WAITS) == {}
+    assert find_stuck(WAITS, WAITS, WAITS) == {"j": "waits beside a free slot"}
 
 
 def test_a_job_that_moves_in_between_is_not_stuck() -> None:
-    assert watched(WAITS, WAITS, GOES_ON, WAITS, WAITS) == {}
+    assert find_stuck(WAITS, WAITS, RUNS, WAITS, WAITS) == {}
 
 
 def test_a_job_that_waits_while_others_of_its_model_are_started_is_not_stuck() -> None:
-    """Far behind them, and a slot is free whenever one of them has just ended."""
-    looks = [Snapshot({"j": "m"}, {}, {"m": {f"other{n}"}}, {"m": 2}) for n in range(5)]
-    assert watched(*looks) == {}
-    assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {"j": "waits beside a free slot"}
+    """It is far behind them in the queue, and a slot is free for a moment whenever one of them ends."""
+    snapshots = [Snapshot({"j": "m"}, {}, {"m": {f"other{n}"}}, {"m": 2}) for n in range(5)]
+    assert find_stuck(*snapshots) == {}
+    assert find_stuck(*snapshots, snapshots[-1], snapshots[-1], snapshots[-1]) == {"j": "waits beside a free slot"}
 
 
 def test_a_job_is_not_stuck_while_runs_are_too_short_to_be_seen_at_their_server() -> None:
-    looks = [Snapshot({"j": "m"} | {f"k{n}": "m" for n in range(left)}, {}, {}, {"m": 2}) for left in (4, 3, 2, 1)]
-    assert watched(*looks) == {}
-    assert watched(*looks, looks[-1], looks[-1], looks[-1]) == {
+    snapshots = [Snapshot({"j": "m"} | {f"k{n}": "m" for n in range(left)}, {}, {}, {"m": 2}) for left in (4, 3, 2, 1)]
+    assert find_stuck(*snapshots) == {}
+    assert find_stuck(*snapshots, snapshots[-1], snapshots[-1], snapshots[-1]) == {
         "j": "waits beside a free slot",
         "k0": "waits beside a free slot",
     }
     elsewhere = [Snapshot({"j": "m"} | {f"k{n}": "o" for n in range(left)}, {}, {}, {"m": 2}) for left in (3, 2, 1)]
-    assert watched(*elsewhere) == {"j": "waits beside a free slot"}
+    assert find_stuck(*elsewhere) == {"j": "waits beside a free slot"}
 
 
 def test_a_job_that_waits_for_a_taken_slot_is_not_stuck() -> None:
     full = Snapshot({"j": "m"}, {}, {"m": {"one", "other"}}, {"m": 2})
-    assert watched(full, full, full) == {}
+    assert find_stuck(full, full, full) == {}
 
 
-def test_a_job_that_is_said_to_run_where_no_server_knows_it_is_stuck() -> None:
+def test_a_running_job_that_no_server_runs_is_stuck() -> None:
     ghost = Snapshot({}, {"j": "m"}, {"m": set()}, {"m": 2})
-    assert watched(ghost, ghost, ghost) == {"j": "is said to run, and no server knows it"}
-    assert watched(GOES_ON, GOES_ON, GOES_ON) == {}
+    assert find_stuck(ghost, ghost, ghost) == {"j": "is running in the database, and no server runs it"}
+    assert find_stuck(RUNS, RUNS, RUNS) == {}
 
 
 def test_conduct_is_clean_only_without_any_finding() -> None:

@@ -20,7 +20,7 @@ def write(path: Path, *lines: dict[str, object], torn: bytes = b"") -> Path:
     return path
 
 
-def ended(job_id: str, started_ns: int, ended_ns: int, slot: int = 0) -> dict[str, object]:
+def ended_run(job_id: str, started_ns: int, ended_ns: int, slot: int = 0) -> dict[str, object]:
     times = {"started_ns": started_ns, "ended_ns": ended_ns}
     return {"job_id": job_id, "attempt": 1, "slot": slot, "outcome": "completed", **times}
 
@@ -29,21 +29,21 @@ def start(job_id: str, at_ns: int, slot: int = 0) -> dict[str, object]:
     return {"job_id": job_id, "attempt": 1, "slot": slot, "at_ns": at_ns}
 
 
-def test_what_an_audit_said_of_a_job_is_no_part_of_its_trail(store: JobStore) -> None:
+def test_findings_of_an_audit_are_no_events_of_a_job(store: JobStore) -> None:
     job = an_ended_job(store).id
     ledger.store_findings(store.database, {"lease_without_run": 1}, [(job, "lease_without_run")], 99_000)
     assert [event.type for event in store.list_events(job)][-1] == "invariant.broken"
     assert [event.type for event in job_events(store.database)[job]][-1] == "job.completed"
 
 
-def test_a_run_that_ended_is_told_once(tmp_path: Path) -> None:
-    journal = write(tmp_path / "journal", ended("j1", 100, 200))
+def test_a_run_that_ended_is_listed_once(tmp_path: Path) -> None:
+    journal = write(tmp_path / "journal", ended_run("j1", 100, 200))
     starts = write(tmp_path / "starts", start("j1", 101))
     assert server_runs("a", journal, starts, [], 900) == [Run("j1", 1, "a", 0, 100, 200)]
 
 
 def test_a_start_without_an_end_lasted_until_its_server_was_killed(tmp_path: Path) -> None:
-    journal = write(tmp_path / "journal", ended("j1", 400, 500))
+    journal = write(tmp_path / "journal", ended_run("j1", 400, 500))
     starts = write(tmp_path / "starts", start("j1", 101), start("j1", 401))
     assert server_runs("a", journal, starts, [50, 300, 700], 900) == [
         Run("j1", 1, "a", 0, 400, 500),
@@ -51,26 +51,26 @@ def test_a_start_without_an_end_lasted_until_its_server_was_killed(tmp_path: Pat
     ]
 
 
-def test_a_start_without_an_end_or_a_kill_lasts_still(tmp_path: Path) -> None:
+def test_a_start_without_an_end_or_a_kill_is_still_active(tmp_path: Path) -> None:
     starts = write(tmp_path / "starts", start("j1", 101))
     assert server_runs("a", tmp_path / "none", starts, [50], 900) == [Run("j1", 1, "a", 0, 101, 900, "cut")]
 
 
-def test_a_line_that_a_kill_has_torn_is_passed_over(tmp_path: Path) -> None:
-    journal = write(tmp_path / "journal", ended("j1", 100, 200), torn=b'{"job_id": "j2", "att')
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
+    journal = write(tmp_path / "journal", ended_run("j1", 100, 200), torn=b'{"job_id": "j2", "att')
     assert [run.job_id for run in server_runs("a", journal, tmp_path / "none", [], 900)] == ["j1"]
 
 
-def test_each_epoch_of_a_queue_numbers_its_turns_anew_however_late_a_job_of_the_one_before_starts() -> None:
-    def trail(event: int, **placed: int) -> list[Event]:
-        return [Event(1, "j", "job.enqueued", 1, 0), Event(event, "j", "job.started", 1, 1, placed)]
+def test_a_turn_has_the_epoch_of_its_queue_before_the_number_of_the_offer() -> None:
+    def job_with_offer(event: int, **offer: int) -> list[Event]:
+        return [Event(1, "j", "job.enqueued", 1, 0), Event(event, "j", "job.started", 1, 1, offer)]
 
-    found = recorded(
+    jobs = recorded(
         {"j1": State.COMPLETED, "j2": State.COMPLETED, "j3": State.QUEUED},
-        {"j1": trail(70, epoch=1, offer=40), "j2": trail(50, epoch=2, offer=3), "j3": []},
+        {"j1": job_with_offer(70, epoch=1, offer=40), "j2": job_with_offer(50, epoch=2, offer=3), "j3": []},
     )
-    assert {job_id: job.turn for job_id, job in found.items()} == {"j1": (1, 40), "j2": (2, 3), "j3": None}
-    assert found["j1"].trail == ("job.enqueued", "job.started")
+    assert {job_id: job.turn for job_id, job in jobs.items()} == {"j1": (1, 40), "j2": (2, 3), "j3": None}
+    assert jobs["j1"].events == ("job.enqueued", "job.started")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_each_epoch_of_a_queue_numbers_its_turns_anew_however_late_a_job_of_the_
         (1, -70, True, False),
     ],
 )
-def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is_too_late(
+def test_a_webhook_is_overdue_after_a_minute_and_put_off_if_its_next_attempt_is_too_late(
     database: Database, tries: int, next_in_s: int, overdue: bool, put_off: bool
 ) -> None:
     row = {"receiver": "j", "event": 11, "job_id": "j", "type": "job.completed", "at_ms": 0, "owed_ms": 0}
@@ -95,7 +95,7 @@ def test_a_webhook_is_overdue_a_minute_after_its_time_and_put_off_if_its_time_is
     ]
 
 
-def test_runs_beyond_the_slots_are_named_as_their_server_counted(tmp_path: Path) -> None:
+def test_runs_beyond_the_slots_are_listed_by_their_server_s_count(tmp_path: Path) -> None:
     lines = [start("j1", 101) | {"at_once": 1}, start("j2", 102) | {"at_once": 2}]
     starts = write(tmp_path / "starts", *lines)
     assert crowded_starts("a", starts, 1) == ["j2 attempt 1 on a: 2 runs, 1 slots"]

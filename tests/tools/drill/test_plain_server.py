@@ -1,4 +1,4 @@
-"""The drill's server that knows no keys."""
+"""The drill's server that ignores idempotency keys."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def _post(url: str, job_id: str, attempt: int = 1, **payload: object) -> request
     return requests.post(url, json={"number": 7, "seconds": 0, **payload}, headers=headers, timeout=30)
 
 
-def test_it_runs_what_it_is_sent_and_counts_what_runs_at_once(url: str, tmp_path: Path) -> None:
+def test_it_runs_each_request_and_counts_concurrent_runs(url: str, tmp_path: Path) -> None:
     with requests.Session() as session, pytest.raises(requests.ReadTimeout):
         session.post(url, json={"seconds": 60}, headers={"X-Job-Id": "j1", "X-Attempt": "1"}, timeout=1)
     assert requests.get(f"{url}/health", timeout=5).json() == {"active_jobs": 1, "job_ids": ["j1"]}

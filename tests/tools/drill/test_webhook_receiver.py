@@ -4,20 +4,22 @@ from tools.cluster.tcp_proxy import Proxy
 from tools.drill.webhook_receiver import Receiver
 
 
-def test_a_receiver_notes_what_it_is_told(proxy: Proxy) -> None:
+def test_a_receiver_keeps_its_deliveries(proxy: Proxy) -> None:
     with Receiver() as receiver:
-        door = proxy.open("receivers", ("127.0.0.1", receiver.port))
+        proxy_port = proxy.open("receivers", ("127.0.0.1", receiver.port))
         answer = requests.post(
-            f"http://127.0.0.1:{door.port}/7",
+            f"http://127.0.0.1:{proxy_port.port}/7",
             json={"job_id": "j", "status": "completed"},
             headers={"webhook-id": "w"},
             timeout=5,
         )
         assert answer.status_code == 204
-        assert [(it.id, it.job_id, it.status) for it in receiver.deliveries] == [("w", "j", "completed")]
+        assert [(delivery.id, delivery.job_id, delivery.status) for delivery in receiver.deliveries] == [
+            ("w", "j", "completed")
+        ]
 
 
-def test_a_share_of_the_messages_is_refused_each_time_it_comes_until_that_ends() -> None:
+def test_the_same_share_of_the_messages_is_refused_until_that_ends() -> None:
     names = [f"w{n}" for n in range(200)]
     with Receiver() as receiver, requests.Session() as session:
 
@@ -32,4 +34,4 @@ def test_a_share_of_the_messages_is_refused_each_time_it_comes_until_that_ends()
         assert {send(name) for name in refused} == {500}
         receiver.refuse(0.0)
         assert {send(name) for name in refused} == {204}
-        assert sorted(one.id for one in receiver.deliveries) == sorted(names)
+        assert sorted(delivery.id for delivery in receiver.deliveries) == sorted(names)

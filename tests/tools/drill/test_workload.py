@@ -1,4 +1,4 @@
-"""What a client notes of the answers to its submits."""
+"""What a client records of the answers to its submits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +12,9 @@ from tools.drill import workload
 from tools.drill.jobs import PlannedJob
 from tools.drill.workload import Clients
 
-ORDER = PlannedJob(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
-GONE = {"title": "The database cannot be reached", "detail": "Nothing was stored, try again."}
-OPEN = {"title": "The database cannot be reached", "detail": "Whether the job was stored is not known."}
+PLANNED = PlannedJob(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
+NOT_STORED = {"title": "The database cannot be reached", "detail": "Nothing was stored, try again."}
+UNKNOWN = {"title": "The database cannot be reached", "detail": "Whether the job was stored is not known."}
 
 
 @pytest.fixture
@@ -24,74 +24,76 @@ def api() -> Iterator[HTTPServer]:
 
 
 def accepted(deduplicated: bool = False, job_id: str = "j") -> Response:
-    return said(202, {"job_id": job_id, "deduplicated": deduplicated})
+    return answer_with(202, {"job_id": job_id, "deduplicated": deduplicated})
 
 
-def said(status: int, body: dict[str, Any], **headers: str) -> Response:
+def answer_with(status: int, body: dict[str, Any], **headers: str) -> Response:
     return Response(orjson.dumps(body), status, headers or {"Retry-After": "0"}, content_type="application/json")
 
 
-def submitted(api: HTTPServer, *answers: Response, orders: tuple[PlannedJob, ...] = (ORDER,)) -> Clients:
-    """A client that has got these answers, one after the other."""
+def submit_all(api: HTTPServer, *answers: Response, planned_jobs: tuple[PlannedJob, ...] = (PLANNED,)) -> Clients:
+    """Return clients that have got these answers, one after the other."""
     for answer in answers:
         api.expect_ordered_request("/queue/submit", "POST").respond_with_response(answer)
-    done = Clients(api.url_for("").rstrip("/"), orders, 1, lambda number: f"http://hook/{number}")
-    done.start()
-    assert done.join(10)
-    return done
+    clients = Clients(api.url_for("").rstrip("/"), planned_jobs, 1, lambda number: f"http://hook/{number}")
+    clients.start()
+    assert clients.join(10)
+    return clients
 
 
 def test_an_accepted_job_has_a_receipt(api: HTTPServer) -> None:
-    done = submitted(api, accepted())
-    assert [receipt.job_id for receipt in done.receipts] == ["j"]
-    assert done.orders_of == {"j": ORDER}
-    assert (done.lies, done.late, done.doubled, done.refusals) == ([], [], [], {})
+    clients = submit_all(api, accepted())
+    assert [receipt.job_id for receipt in clients.receipts] == ["j"]
+    assert clients.planned_by_id == {"j": PLANNED}
+    assert (clients.false_denials, clients.late, clients.doubled_ids, clients.refusals) == ([], [], [], {})
 
 
-def test_not_stored_is_a_lie_if_the_same_key_is_known_afterwards(api: HTTPServer) -> None:
-    assert len(submitted(api, said(503, GONE), accepted(deduplicated=True)).lies) == 1
+def test_not_stored_is_false_if_the_same_key_is_known_afterwards(api: HTTPServer) -> None:
+    assert len(submit_all(api, answer_with(503, NOT_STORED), accepted(deduplicated=True)).false_denials) == 1
 
 
-def test_not_stored_is_no_lie_if_the_job_is_new_afterwards(api: HTTPServer) -> None:
-    assert submitted(api, said(503, GONE), accepted()).lies == []
+def test_not_stored_is_true_if_the_job_is_new_afterwards(api: HTTPServer) -> None:
+    assert submit_all(api, answer_with(503, NOT_STORED), accepted()).false_denials == []
 
 
-@pytest.mark.parametrize("others", [(said(503, OPEN),), (said(503, GONE), said(503, OPEN))])
-def test_who_says_that_it_is_not_known_does_not_lie(api: HTTPServer, others: tuple[Response, ...]) -> None:
-    assert submitted(api, *others, accepted(deduplicated=True)).lies == []
+@pytest.mark.parametrize(
+    "others", [(answer_with(503, UNKNOWN),), (answer_with(503, NOT_STORED), answer_with(503, UNKNOWN))]
+)
+def test_an_answer_that_leaves_it_open_is_no_false_denial(api: HTTPServer, others: tuple[Response, ...]) -> None:
+    assert submit_all(api, *others, accepted(deduplicated=True)).false_denials == []
 
 
-def test_an_id_for_two_orders_is_noted(api: HTTPServer) -> None:
+def test_an_id_for_two_planned_jobs_is_recorded(api: HTTPServer) -> None:
     second = PlannedJob(1, 0.0, "zimg", 5, {"number": 1, "seconds": 0.1})
-    assert submitted(api, accepted(), accepted(), orders=(ORDER, second)).doubled == ["j"]
+    assert submit_all(api, accepted(), accepted(), planned_jobs=(PLANNED, second)).doubled_ids == ["j"]
 
 
-def test_an_answer_that_takes_too_long_is_noted(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_is_recorded(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "_LATE_S", 0.0)
-    assert len(submitted(api, accepted()).late) == 1
+    assert len(submit_all(api, accepted()).late) == 1
 
 
-def test_an_answer_that_nobody_can_use_is_a_refusal(api: HTTPServer) -> None:
-    assert submitted(api, said(500, {"title": "oh"}), accepted()).refusals == {"500": 1}
+def test_an_unexpected_answer_is_a_refusal(api: HTTPServer) -> None:
+    assert submit_all(api, answer_with(500, {"title": "oh"}), accepted()).refusals == {"500": 1}
 
 
-def test_all_tries_of_a_job_with_a_deadline_and_a_receiver_say_the_same(api: HTTPServer) -> None:
+def test_all_attempts_of_a_job_with_a_deadline_and_a_receiver_send_the_same_body(api: HTTPServer) -> None:
     bodies = []
 
-    def look(request: Request) -> Response:
+    def respond(request: Request) -> Response:
         bodies.append(orjson.loads(request.data))
-        return accepted() if len(bodies) > 1 else said(503, GONE)
+        return accepted() if len(bodies) > 1 else answer_with(503, NOT_STORED)
 
-    api.expect_request("/queue/submit").respond_with_handler(look)
-    mortal = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, hooked=True, expires_s=5.0)
-    submitted(api, orders=(mortal,))
+    api.expect_request("/queue/submit").respond_with_handler(respond)
+    with_deadline = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, hooked=True, expires_s=5.0)
+    submit_all(api, planned_jobs=(with_deadline,))
     assert bodies[0] == bodies[1]
     assert bodies[0]["callback_url"] == "http://hook/3"
     assert 4 < bodies[0]["ttl"] <= 5
 
 
 def test_a_deadline_may_be_refused_as_hopeless_and_nothing_else_may(api: HTTPServer) -> None:
-    mortal = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, expires_s=5.0)
-    done = submitted(api, said(422, {}), said(422, {}), orders=(mortal, ORDER))
-    assert done.answers == {"422 hopeless": 1, "422": 1}
-    assert (done.refusals, done.gave_up) == ({"422": 1}, [0])
+    with_deadline = PlannedJob(3, 0.0, "zimg", 9, {"number": 3, "seconds": 0.1}, expires_s=5.0)
+    clients = submit_all(api, answer_with(422, {}), answer_with(422, {}), planned_jobs=(with_deadline, PLANNED))
+    assert clients.answers == {"422 hopeless": 1, "422": 1}
+    assert (clients.refusals, clients.gave_up) == ({"422": 1}, [0])

@@ -1,7 +1,7 @@
 """Python imports this at the start of a process whose clock the drill sets (process_clocks.py).
 
-libfaketime mistakes a sleep until a moment of the monotonic clock, which is how time.sleep sleeps, for one until a
-moment of the clock that it changes: "Invalid argument".  select waits for so and so long instead.
+time.sleep sleeps until a time of the monotonic clock.  libfaketime takes that time for one of the clock that it
+changes, and the sleep fails with "Invalid argument".  select takes a duration instead.
 """
 
 import select

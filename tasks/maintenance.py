@@ -32,8 +32,7 @@ from tasks.periods import PERIODS_S
 from tasks.relay.sinks.sink import SinkUnavailable
 from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end
-from tasks.security.keyring import sealing_keys
-from tasks.security.vault import _NO_LIMIT, _open_with, _receiver_seal_name, _seal, seal, unseal
+from tasks.security.vault import reseal, reseal_signing_secret
 from tasks.services import (
     catalog,
     database,
@@ -49,8 +48,8 @@ log = structlog.get_logger(__name__)
 
 # A response that is on its way to the worker when the server is asked arrives within this time.
 _RECHECK_DELAY_S = 1.0
-# How long deadlines and due jobs are worked on before the next second's turn.
-_KEEP_TIME_LIMIT_S = 0.8
+_NO_LIMIT = 1_000_000
+_KEEP_TIME_LIMIT_S = 0.8  # of one pass of `keep_time`
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
 _MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted by its age
 _COUNT_LIMIT_S = 4.0
@@ -115,7 +114,7 @@ def _periodic_task(name: str) -> Callable[[Callable[[], None]], PeriodicTask]:
 
 @celery.task(name="maintenance.run", ignore_result=True, send_events=False)
 def run(names: Sequence[str]) -> None:
-    """Run these tasks one after another; the error of one is no other's."""
+    """Run these tasks one after another; an error in one does not stop the others."""
     for name in names:
         try:
             _periodic[name].run_if_due()
@@ -308,22 +307,20 @@ def reseal_secrets() -> int:
     """Seal secrets again that were sealed under a former secret of the installation; return how many."""
     changed = 0
     for secret in dispatcher().catalog.get().secrets.values():
-        value = unseal(secret.name, secret.sealed)
-        if value is not None and _open_with(next(sealing_keys()), secret.name, secret.sealed) is None:
-            changed += catalog().reseal_secret(secret, seal(secret.name, value))
-    changed += sum(_reseal_subscription(secret) for secret in Subscriptions(database()).list_of_tenant(limit=_NO_LIMIT))
+        sealed = reseal(secret.name, secret.sealed)
+        changed += sealed is not None and catalog().reseal_secret(secret, sealed)
+    for subscription in Subscriptions(database()).list_of_tenant(limit=_NO_LIMIT):
+        changed += _reseal_subscription(subscription)
     if changed:
         log.info("secrets_resealed", secrets=changed)
     return changed
 
 
 def _reseal_subscription(subscription: Subscription) -> bool:
-    """Return False if its secret is sealed under the present one of the installation, or cannot be opened."""
-    name = _receiver_seal_name(subscription.id)
-    value = unseal(name, subscription.sealed)
-    if value is None or _open_with(next(sealing_keys()), name, subscription.sealed) is not None:
+    """Seal the secrets of a webhook again.  Return False if that is not needed, or its secret cannot be opened."""
+    sealed, former = reseal_signing_secret(subscription.id, subscription.sealed), subscription.former_sealed
+    if sealed is None:
         return False
-    former = None if subscription.former_sealed is None else unseal(name, subscription.former_sealed)
-    return Subscriptions(database()).reseal(
-        subscription, _seal(name, value), None if former is None else _seal(name, former)
-    )
+    if former is not None:
+        former = reseal_signing_secret(subscription.id, former) or former
+    return Subscriptions(database()).reseal(subscription, sealed, former)

@@ -21,7 +21,7 @@ from tasks.celery_app import celery
 from tasks.server_adapters import keeps_results
 
 _JITTER_DIVISOR = 5  # The jitter is a fifth of the wait: ±10 %.
-_RETRIED_KINDS = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})
+_RETRIED_KINDS = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})  # CANCELED: by the server, unasked
 
 
 class ServerFault(Exception):

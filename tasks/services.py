@@ -119,7 +119,7 @@ def store() -> JobStore:
 
 @singleton
 def result_notifier() -> "ResultNotifier":
-    from tasks.results import ResultNotifier  # Loads Celery (20 MiB): only for ends of jobs.
+    from tasks.results import ResultNotifier  # Here, since it loads Celery (20 MiB), which not every process needs.
 
     return ResultNotifier(ResultNotifications(database()), store())
 

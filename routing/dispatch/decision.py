@@ -33,8 +33,9 @@ _NUMBERS = re.compile(r"[0-9]+")
 class Decision(NamedTuple):
     """How a run ends: the transition of its job, and what happens to its slot.
 
-    The slot is released with a cooldown of `cooldown_ms`.  Instead, if the job is queued again and `resume_in_slot`, it
-    is offered for the same job; and if there is a `quarantine`, it stays taken, since the server may still run the job.
+    Of the slot, the first that applies: if the job is queued again and `resume_in_slot`, it is offered to the same job;
+    with a `quarantine` it stays taken, since the server may still run the job; else it is freed with a cooldown of
+    `cooldown_ms`.
     """
 
     reason: Reason

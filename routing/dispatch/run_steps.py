@@ -327,7 +327,8 @@ def blocking_steps(dispatcher: Dispatcher) -> RunSteps:
 def end_run(dispatcher: Dispatcher, active: ActiveRun, decision: Decision) -> Transition | None:
     """End a run from a thread: store its end, release its slot, notify.  None: it was over before.
 
-    The end is stored first, also for a finished run, because no retry of it follows.  Raises DatabaseUnavailable.
+    The end is stored first, also for a finished run: a write that is refused is not repeated here, as it is in a worker
+    (tasks/worker/executor.py: finish_run).  Raises DatabaseUnavailable.
     """
     steps = blocking_steps(dispatcher)
     moved = run_blocking(steps.store(active, decision))

@@ -100,13 +100,13 @@ class Reaper:
             return 0
         return self._reap_expired([fleet for fleet, span in spans.items() if span.has_expired])
 
-    def reap_dead_workers(self, workers: WorkerCapacity, lifetimes: ProcessLocks) -> int:
+    def reap_dead_workers(self, workers: WorkerCapacity, process_locks: ProcessLocks) -> int:
         """Take back at once the leases of workers whose processes have certainly ended; return how many.
 
         This needs no grace.  A queue that is not open is left to its rebuild.  A worker is forgotten by the pass that
         finds nothing of it any more: what it sent last may arrive after the first pass.
         """
-        dead = set(lifetimes.find_dead())
+        dead = set(process_locks.find_dead())
         if not dead:
             return 0
         dispatcher = self._dispatcher
@@ -120,7 +120,7 @@ class Reaper:
         theirs = [lease for leases in held.values() for lease, _ in leases if lease.owner in dead]
         if len(held) == len(fleets):
             for owner in dead - running - {lease.owner for lease in theirs}:
-                lifetimes.remove(owner)
+                process_locks.remove(owner)
                 workers.remove(owner)
         if theirs:
             log.warning("workers_killed", workers=sorted({lease.owner for lease in theirs}), leases=len(theirs))

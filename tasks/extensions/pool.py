@@ -1,8 +1,8 @@
 """The worker's pool: a wake-up message starts a run in the event loop, and other tasks run in threads.
 
 Celery's tracer is synchronous: it calls a function, and the task has ended when that returns.  A run is a coroutine
-that waits for a server, so it is not traced.  The pool passes the offer of the wake-up to the event loop, and reports
-the wake-up as done, which acknowledges its message.  The database has the state of the run.
+that waits for a server, so it is not traced.  The pool reports the wake-up as done, which acknowledges its message, and
+then passes its offer to the event loop.  If the worker dies in between, the offer expires and is made again.
 """
 
 import os

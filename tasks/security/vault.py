@@ -19,7 +19,6 @@ log = structlog.get_logger(__name__)
 
 NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 VALUE_PATTERN = r"[ -~]+"  # the characters that an HTTP header may contain
-_NO_LIMIT = 1_000_000
 # In characters.  A shorter secret would be redacted wherever a text happens to contain the same letters.
 MIN_LENGTH, MAX_LENGTH = 8, 4096
 _NONCE_BYTES, _SIGNING_SECRET_BYTES = 12, 32  # bytes
@@ -43,6 +42,19 @@ def new_signing_secret(receiver_id: str) -> tuple[str, str]:
 def signing_secret(receiver_id: str, sealed: str) -> str | None:
     """Decrypt the signing secret of a webhook.  Returns None if another installation's secret encrypted it."""
     return unseal(_receiver_seal_name(receiver_id), sealed)
+
+
+def reseal(name: str, sealed: str) -> str | None:
+    """Return a secret sealed under the present secret of the installation; None: it is, or it cannot be opened."""
+    value = unseal(name, sealed)
+    if value is None or _open_with(next(sealing_keys()), name, sealed) is not None:
+        return None
+    return _seal(name, value)
+
+
+def reseal_signing_secret(receiver_id: str, sealed: str) -> str | None:
+    """Return what `reseal` returns, for the signing secret of a webhook."""
+    return reseal(_receiver_seal_name(receiver_id), sealed)
 
 
 def _receiver_seal_name(receiver_id: str) -> str:

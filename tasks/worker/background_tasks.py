@@ -42,7 +42,7 @@ class BackgroundTasks:
         self._dispatcher, self._workers, self._owner, self._process_locks = dispatcher, workers, owner, process_locks
         self._check_database = check_database
         self.is_draining = False
-        self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to be repeated: `back` and `cooldown_ms` of each
+        self._pending: dict[Lease, tuple[bool, int]] = {}  # releases to repeat: (return_to_lane, cooldown_ms)
         self._lock = threading.Lock()
         self._capacity_task = BackgroundTask("worker-capacity", self._refresh_workers)
         self._release_task = BackgroundTask("releases", self.run)

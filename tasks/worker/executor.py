@@ -49,15 +49,16 @@ async def finish_run(
 ) -> Transition | None:
     """End a run, and return its transition; None: it had ended before.  Raises DatabaseUnavailable.
 
+    In a thread, `end_run` (routing/dispatch/run_steps.py) does the same.
     `claimant`: returns who takes the next job of the slot.  `start_next`: is given that job's offer, and when Redis was
-    asked for it (steady_s).
+    asked for it (boottime_s).
     """
     if decision.frees_slot_first:  # The response is in hand: the next job starts before the COMMIT of this end.
         requested_at_s = boottime_s()
         await start_next(await steps.release(active, decision, decision.to, claimant()), requested_at_s)
         crash_at("slot_passed_on")
         transition = await steps.store(active, decision)
-        if transition is None:
+        if transition is None:  # Another process has ended the run and quarantined its slot, which is free.
             await steps.release_quarantine(active)
     else:  # The job may come back, or its server may still run it.
         transition = await steps.store(active, decision)
@@ -101,7 +102,7 @@ class Executor:
             self._worker_loop.spawn(self.run(taken))
 
     def run_claimed_offer(self, offer: Offer | None, requested_at_s: float = _NEVER_S) -> None:
-        """Run a job whose offer this worker holds already.  `requested_at_s` (steady_s): when it asked for it."""
+        """Run a job whose offer this worker holds already.  `requested_at_s` (boottime_s): when it asked for it."""
         if offer is None:
             return
         taken = TakenOffer(offer)
@@ -181,7 +182,7 @@ class Executor:
             except Exception as error:  # A fault of the worker costs the job nothing.
                 log.exception("run_not_ended", job_id=run.job.id)
                 await self._end_run(worker_run, _outcome_of_internal_error(error))
-        except DatabaseUnavailable as error:  # The lease is gone, or this worker is: another will run it again.
+        except DatabaseUnavailable as error:  # The lease is lost, or this worker stops: another resumes the job.
             log.error("result_not_stored", job_id=run.job.id, error=str(error))
         except Exception:  # The lease expires, and its reaper sees to it.
             log.exception("result_not_stored", job_id=run.job.id)
@@ -203,9 +204,8 @@ class Executor:
             await self._start_next(lease, None, next_offer, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if (
-            worker_run.offer.is_resumption and not worker_run.watch.sent
-        ):  # Its server may be at the call of the worker before.
+        if worker_run.offer.is_resumption and not worker_run.watch.sent:
+            # The server may still be working on the request of the previous worker.
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )
@@ -234,8 +234,8 @@ class Executor:
         """Start the next run after one has ended: of the offer that its release returned, or of another fleet.
 
         A full worker reads no messages, so each fleet with work in turn gets the place that has become free.
-        `passed_on_s` (monotonic): when the slot was released, if before its run was stored.  `requested_at_s`: when
-        Redis was asked for the offer.
+        `slot_released_at_s` (monotonic): when the slot was released, if before the end was stored.  `requested_at_s`:
+        when Redis was asked for the offer.
         """
         concurrency = self._concurrency
         if offer is not None:

@@ -34,21 +34,18 @@ class LeaseWatch:
         confirmed_at_s: float = float("-inf"),
     ) -> None:
         self.lease = lease
-        self.confirmed_at_s = (
-            confirmed_at_s  # by steady_s: when Redis was asked for it, or whether it is held, the last time
-        )
+        self.confirmed_at_s = confirmed_at_s  # by boottime_s: when Redis was asked for it, or last confirmed it
         self.sent = False  # its server may have the request
         self.starting = starting  # the database does not have the run yet, and must not be asked about it
-        self.lost = False  # the run is not this worker's any more: its outcome does not count
+        self.lost = False  # the lease is not this worker's: an outcome does not count, an unsent job is handed back
         self.cancel = False  # a cancel of the job was requested
         self.drain = False  # this worker is draining: hand the job back if its run can be resumed
         self.stop = False  # its grace time is over: hand the job back
         self.is_removed = False  # the lease is not kept alive any more
         self.restored = False  # the lease was written again
         self.awaits = ""  # what its run waits for, beside its server's answer, as a sentence for people
-        self.slot_released_at_s: float | None = (
-            None  # monotonic: since when its slot is the next run's, its end being stored
-        )
+        # Monotonic: since when its slot is the next run's, while the end of this one is stored.
+        self.slot_released_at_s: float | None = None
         self._call_soon = call_soon
         self._callback: Callable[[], None] = _ignore_change
         self._sleeper: asyncio.Future[None] | None = None
@@ -56,7 +53,7 @@ class LeaseWatch:
 
     @property
     def needs_renewal(self) -> bool:
-        """Whether the lease is renewed: not in the moment in which its end is stored, its slot being passed on."""
+        """Whether the lease is renewed: not while its slot was passed on and its end is being stored."""
         return self.slot_released_at_s is None or time.monotonic() - self.slot_released_at_s > _STORE_LIMIT_S
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -108,7 +105,7 @@ def _ignore_change() -> None:
 class Heartbeat:
     """Renews the leases of one owner, and waits for nothing else.
 
-    on_unknown_leases: is given the watches on leases that Redis does not know.  after_beat: is called after each
+    on_lost_renewals: is given the watches whose renewal was answered with LOST.  after_beat: is called after each
     beat to which Redis responds, with whether Redis was away since the last such beat.  Neither may block.
     call_soon: calls a function in the event loop of the runs.
     """
@@ -120,14 +117,14 @@ class Heartbeat:
         leases: Leases,
         owner: str,
         every_ms: int,
-        on_unknown_leases: Callable[[list[LeaseWatch]], None],
+        on_lost_renewals: Callable[[list[LeaseWatch]], None],
         after_beat: Callable[[bool], None] = lambda was_away: None,
         call_soon: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
         self._leases = leases
         self._owner = owner
         self._every_s = every_ms / 1000
-        self._on_unknown_leases, self._after_beat, self._call_soon = on_unknown_leases, after_beat, call_soon
+        self._on_lost_renewals, self._after_beat, self._call_soon = on_lost_renewals, after_beat, call_soon
         self._was_away = False
         self._watches: set[LeaseWatch] = (
             set()
@@ -193,7 +190,7 @@ class Heartbeat:
         for watch, answer in zip(watches, answers, strict=True):
             if answer is Renewal.CANCEL:
                 watch.request_cancel()
-        self._on_unknown_leases(
+        self._on_lost_renewals(
             [watch for watch, answer in zip(watches, answers, strict=True) if answer is Renewal.LOST]
         )
 

@@ -70,19 +70,20 @@ class DatabaseCheck:
     def __init__(self, dispatcher: Dispatcher, on_postponed: OnPostponed) -> None:
         self._dispatcher = dispatcher
         self._steps = RunSteps(dispatcher, ThreadIo(dispatcher), on_postponed)
-        self._requests: dict[LeaseWatch, bool] = {}  # and whether Redis does not know its lease
+        self._requests: dict[LeaseWatch, bool] = {}  # and whether its renewal was answered with LOST
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._task = BackgroundTask("database-check", self._run)
 
-    def request(self, watches: Collection[LeaseWatch], *, unknown_to_redis: bool = False) -> None:
-        """Ask the database about these runs soon.  `unknown_to_redis`: Redis does not know their leases."""
+    def request(self, watches: Collection[LeaseWatch], *, renewal_lost: bool = False) -> None:
+        """Ask the database about these runs soon.  `renewal_lost`: Redis has answered that this worker does not hold
+        the leases."""
         watches = [watch for watch in watches if not watch.starting]
         if not watches:
             return
         with self._lock:
             for watch in watches:
-                self._requests[watch] = unknown_to_redis or self._requests.get(watch, False)
+                self._requests[watch] = renewal_lost or self._requests.get(watch, False)
         self._task.request()
 
     def end(self) -> None:
@@ -90,18 +91,19 @@ class DatabaseCheck:
         self._ended.set()
 
     def check(self, requests: dict[LeaseWatch, bool]) -> None:
-        """Apply what the database has of these runs; the value: whether Redis does not know the lease.
+        """Apply what the database has of these runs; the value: whether the renewal was answered
+        with LOST.
 
         Raises DatabaseUnavailable.
         """
         statuses = self._dispatcher.store.get_statuses([watch.lease.job_id for watch in requests])
-        for watch, unknown_to_redis in requests.items():
-            self._apply(watch, statuses.get(watch.lease.job_id), unknown_to_redis)
+        for watch, renewal_lost in requests.items():
+            self._apply(watch, statuses.get(watch.lease.job_id), renewal_lost)
 
     def _run(self) -> None:
         with self._lock:
             requests, self._requests = (
-                {watch: unknown_to_redis for watch, unknown_to_redis in self._requests.items() if not watch.is_removed},
+                {watch: renewal_lost for watch, renewal_lost in self._requests.items() if not watch.is_removed},
                 {},
             )
         if not requests:
@@ -112,22 +114,23 @@ class DatabaseCheck:
             log.warning("database_check_postponed", runs=len(requests), error=str(error))
             if self._ended.wait(_RETRY_S):
                 return
-            for watch, unknown_to_redis in requests.items():
-                self.request([watch], unknown_to_redis=unknown_to_redis)
+            for watch, renewal_lost in requests.items():
+                self.request([watch], renewal_lost=renewal_lost)
 
-    def _apply(self, watch: LeaseWatch, found: JobStatus | None, unknown_to_redis: bool) -> None:
+    def _apply(self, watch: LeaseWatch, found: JobStatus | None, renewal_lost: bool) -> None:
         if found is not None and _runs_under(found, watch.lease):
-            if unknown_to_redis and not watch.sent:  # No server has the run: its slot may stay the next job's.
+            if renewal_lost and not watch.sent:  # No server has the run: its slot may stay the next job's.
                 watch.end("lost")
-            elif unknown_to_redis:
+            elif renewal_lost:
                 self._restore_lease(watch, found)
             if found.cancel_requested:
                 watch.request_cancel()
             return
-        ended_for_good = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
-        if ended_for_good:
-            watch.request_cancel()  # Its server is asked to stop as well.
-        if unknown_to_redis or not ended_for_good:
+        # The server of a completed run has ended it; that of any other is asked to stop as well.
+        ended_without_result = found is not None and found.state in FINAL_STATES - {State.COMPLETED}
+        if ended_without_result:
+            watch.request_cancel()
+        if renewal_lost or not ended_without_result:
             watch.end("lost")
 
     def _restore_lease(self, watch: LeaseWatch, found: JobStatus) -> None:

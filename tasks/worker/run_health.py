@@ -73,7 +73,7 @@ class RunHealth:
             return _CONNECTION_LOST
         return Outcome(OutcomeKind.UNKNOWN, message=health.message)
 
-    async def check_push(self) -> Outcome:
+    async def check_while_awaiting_push(self) -> Outcome:
         """Return the outcome of a run whose server notifies of the end by itself; PENDING: the run goes on.
 
         The run is lost if the server is gone, or if the server is up, does not list the run, and is silent for longer
@@ -88,7 +88,7 @@ class RunHealth:
         elif self._silent_since_s is None:
             self._silent_since_s = now_s
         elif limit_s is not None and now_s - self._silent_since_s >= limit_s:
-            message = f"The server is well, and has not told the end for {limit_s:g} s."
+            message = f"The server is well, and has not pushed the end for {limit_s:g} s."
             return Outcome(OutcomeKind.LOST, code="server_silent", message=message)
         return Outcome(OutcomeKind.PENDING)
 

@@ -2,7 +2,7 @@
 
 The request of the run goes through these states:
 
-    NOT_SENT ──► SENT ──► CONFIRMED      the server has responded, or reports the run
+    NOT_SENT ──► SENT ──► CONFIRMED      what became of it is known: by a response, or since it was not sent after all
                     └───► UNCONFIRMED    no response came, and the server has not reported the run since
 
 A run that another worker submitted, and whose id at its server is stored, is CONFIRMED from the beginning.  The flags
@@ -99,9 +99,9 @@ class Cancellation:
     async def _run(self, call: "ServerCall") -> None:
         self._waits_until_s = time.monotonic() + _CANCEL_WAIT_S
         await self.send(call.remote_id)
-        if not call.has_response:
+        if not call.has_submit_ended:
             await asyncio.sleep(_CANCEL_WAIT_S)
-            if not call.has_response:
+            if not call.has_submit_ended:
                 self._session.abandon()
 
 
@@ -140,7 +140,7 @@ class ServerCall:
         """Return the outcome of the run: never PENDING or UNKNOWN.  Raises DatabaseUnavailable."""
         self._watch.on_change(self._on_watch_change)
         try:
-            outcome = await (self._check() if self._is_resumed else self._submit_when_free())
+            outcome = await (self._check() if self._is_resumed else self._submit_after_earlier_request())
             while _is_undecided(outcome):
                 if not await self._store_remote_id(outcome.remote_id):
                     return StopReason.LOST
@@ -151,7 +151,7 @@ class ServerCall:
         return outcome if isinstance(outcome, StopReason) else self._with_server_state(outcome)
 
     @property
-    def has_response(self) -> bool:
+    def has_submit_ended(self) -> bool:
         """Whether the request has come to an end, with or without a response."""
         return self._request in (RequestState.CONFIRMED, RequestState.UNCONFIRMED)
 
@@ -164,7 +164,7 @@ class ServerCall:
 
     # -- submit ----------------------------------------------------------------------------------------------
 
-    async def _submit_when_free(self) -> Outcome | StopReason:
+    async def _submit_after_earlier_request(self) -> Outcome | StopReason:
         """Submit the job, as soon as no earlier request of it can be at the server."""
         if (reason := self._stop_reason()) is not None:
             return reason
@@ -277,7 +277,7 @@ class ServerCall:
     async def _check(self) -> Outcome:
         """Ask the server how the run is."""
         if self._session.description.mode == "callback":
-            return await self._health.check_push()
+            return await self._health.check_while_awaiting_push()
         return await (self._check_health() if self.remote_id is None else self._poll(self.remote_id))
 
     async def _poll(self, remote_id: str) -> Outcome:
@@ -326,7 +326,7 @@ class ServerCall:
     @property
     def _is_resumable(self) -> bool:
         """Whether another worker can ask the server for this run, and the run outlives our connection."""
-        return self.remote_id is not None and (self.has_response or not self._calls.ends_on_disconnect)
+        return self.remote_id is not None and (self.has_submit_ended or not self._calls.ends_on_disconnect)
 
     def _on_watch_change(self) -> None:
         """React to a flag of the watch, in the loop."""

@@ -54,7 +54,7 @@ class AbandonedCalls:
             await self._steps.release_quarantine(active)
 
 
-class StoredRun:
+class DatabaseRunStore:
     """What the call of a run stores and reads: the RunStore (server_call.py) of this worker."""
 
     def __init__(self, worker_run: WorkerRun, parts: WorkerParts) -> None:
@@ -162,7 +162,7 @@ class ServerCalls:
             worker_run.watch,
             session,
             calls,
-            StoredRun(worker_run, self._parts),
+            DatabaseRunStore(worker_run, self._parts),
             has_one_slot=_has_one_slot(catalog, run.server),
             may_be_at_server=worker_run.offer.is_resumption,
         )

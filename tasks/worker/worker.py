@@ -28,7 +28,7 @@ _MAX_AWAITS = 50
 
 
 class Worker:
-    """The parts of this worker process.  There is one, made when the first job comes."""
+    """The parts of this worker process.  There is one, made when Celery's consumer starts."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Worker:
             dispatcher.leases,
             self.owner,
             dispatcher.settings.renew_every_ms,
-            on_unknown_leases=lambda watches: self.database_check.request(watches, unknown_to_redis=True),
+            on_lost_renewals=lambda watches: self.database_check.request(watches, renewal_lost=True),
             after_beat=lambda was_away: self.background_tasks.after_beat(was_away),
             call_soon=self.worker_loop.call_soon,
         )
@@ -126,7 +126,7 @@ class Worker:
         self._is_draining, self.consumer = True, None
         self.background_tasks.is_draining = True
         self.poller.end()
-        self.executor.is_draining = True  # First: a run that begins just now is notified by itself, or with the others.
+        self.executor.is_draining = True  # First: a run that starts now sees this flag, or is among the watches.
         self.heartbeat.drain_all()
         timer = threading.Timer(TaskSettings().grace_s, self.stop_runs)
         timer.daemon = True
@@ -134,7 +134,7 @@ class Worker:
 
     def stop_runs(self) -> None:
         """Let other workers resume all runs."""
-        self.executor.is_stopping = True  # First: a run that begins just now is notified by itself, or with the others.
+        self.executor.is_stopping = True  # First: a run that starts now sees this flag, or is among the watches.
         self.heartbeat.stop_all()
 
     def drain_and_close(self) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from app.config import AppSettings
 from app.up.roles import read_procfile
+from slotkeeper.errors import InvalidSetting
 from tests.house.tree import REPO
 from tools.reference.settings import CHAPTERS
 
@@ -148,7 +149,7 @@ def test_the_api_starts_with_the_settings_of_an_example(name: str, monkeypatch: 
     AppSettings().check_exposure()
     monkeypatch.delenv("SLOTKEEPER_REQUIRE_KEYS")
     monkeypatch.setenv("SLOTKEEPER_HOST", "0.0.0.0")
-    with pytest.raises(ValueError, match="REQUIRE_KEYS"):
+    with pytest.raises(InvalidSetting, match="REQUIRE_KEYS"):
         AppSettings().check_exposure()
 
 

@@ -56,8 +56,8 @@ def reap(dispatcher: Dispatcher, grace: RenewalGrace | None = None) -> int:
     return reaper.reap()
 
 
-def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, lifetimes: ProcessLocks) -> int:
-    return of(dispatcher).reaper.reap_dead_workers(workers, lifetimes)
+def reap_dead_workers(dispatcher: Dispatcher, workers: WorkerCapacity, process_locks: ProcessLocks) -> int:
+    return of(dispatcher).reaper.reap_dead_workers(workers, process_locks)
 
 
 def restore_missed(dispatcher: Dispatcher, *, may_reap: bool = True) -> int:

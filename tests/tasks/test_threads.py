@@ -74,7 +74,7 @@ def _start_poller() -> None:
 
 
 def _start_heartbeat() -> None:
-    heartbeat = Heartbeat(_Failing(), "w", every_ms=1, on_unknown_leases=_fail)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(_Failing(), "w", every_ms=1, on_lost_renewals=_fail)  # type: ignore[arg-type]
     heartbeat.add(Lease("zimg", "one", "l", "w", "gpu-slot0"))
     heartbeat.start()
 

@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "a worker that was suspended after its start sends the request",
-        "tasks.worker.server_call:ServerCall._submit_when_free",
+        "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         never("not await self._store.is_lease_held(fresh=self._may_be_at_server)"),
         kills=[
             "test_a_worker_that_was_stopped_after_its_start_sends_nothing",
@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "a lease that was lost before its run was sent is restored",
         "tasks.worker.lease_checks:DatabaseCheck._apply",
-        never("unknown_to_redis and not watch.sent"),
+        never("renewal_lost and not watch.sent"),
         kills=["test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again"],
         breaks="SLOT-1",
         still="test_a_worker_that_was_stopped_after_its_claim_starts_nothing",
@@ -136,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "an id that we give is stored after the request",
-        "tasks.worker.server_call:ServerCall._submit_when_free",
+        "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         swap("self._session.description.is_found_by_given_id", "False"),
         kills=[
             "test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent",
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run that belongs to another worker is sent",
-        "tasks.worker.server_call:ServerCall._submit_when_free",
+        "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         never("(reason := self._stop_reason()) is not None"),
         kills=["test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it"],
         breaks="SLOT-1",
@@ -294,14 +294,14 @@ MUTANTS = [
     ),
     Mutant(
         "a run that is sent again counts as sent before",
-        "tasks.worker.server_call:ServerCall._submit_when_free",
+        "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         never("not await self._store.store_sent_time()"),
         kills=["test_a_run_that_was_sent_again_counts_its_time_from_then"],
         breaks="SLOT-1",
     ),
     Mutant(
         "a request that may be at its server is sent again at once",
-        "tasks.worker.server_call:ServerCall._submit_when_free",
+        "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         never("self._may_be_at_server", within="if self._may_be_at_server:"),
         kills=[
             "test_a_request_is_not_sent_again_while_its_servers_health_names_the_job",

@@ -27,18 +27,18 @@ class Deaths:
     """Workers that have begun on this machine, and what maintenance does about their ends."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        self._stage, self.lifetimes = stage, ProcessLocks(folder)
+        self._stage, self.process_locks = stage, ProcessLocks(folder)
         self.workers = WorkerCapacity(stage.dispatcher.queues.scripts)
         for worker in (KILLED, LIVING):
-            self.lifetimes.acquire(worker)
+            self.process_locks.acquire(worker)
             self.workers.report(worker, 1)
 
     def kill(self, worker: str = KILLED) -> None:
         """As the kernel lets go of what a process has held."""
-        os.close(self.lifetimes._held.pop(worker))
+        os.close(self.process_locks._held.pop(worker))
 
     def reap(self) -> int:
-        return passes.reap_dead_workers(self._stage.dispatcher, self.workers, self.lifetimes)
+        return passes.reap_dead_workers(self._stage.dispatcher, self.workers, self.process_locks)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_kil
     job_id = stage.submit()
     for number in range(4):  # One more than the deaths that a job may pay for.
         worker = f"worker/stopped{number}"
-        deaths.lifetimes.acquire(worker)
+        deaths.process_locks.acquire(worker)
         stage.start(worker)
         deaths.workers.report_stopping(worker)
         deaths.kill(worker)
@@ -111,7 +111,7 @@ def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(sta
     job_id = stage.submit()
     deaths.kill()
     assert deaths.reap() == 0
-    assert deaths.lifetimes.find_dead() == []
+    assert deaths.process_locks.find_dead() == []
     assert stage.offered() == [job_id], "an offer that nobody has claimed is nobody's"
 
 
@@ -123,9 +123,9 @@ def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths)
     assert deaths.reap() == 1
     assert claim_offer(stage.dispatcher.leases, late, KILLED) is not None, "it was on its way"
     assert deaths.reap() == 1
-    assert deaths.lifetimes.find_dead() == [KILLED]
+    assert deaths.process_locks.find_dead() == [KILLED]
     assert deaths.reap() == 0
-    assert deaths.lifetimes.find_dead() == []
+    assert deaths.process_locks.find_dead() == []
     assert {stage.state(job_id) for job_id in (first, second)} == {State.QUEUED}
 
 
@@ -147,7 +147,7 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert deaths.reap() == 1
     assert (stage.state(job_id), stage.job(job_id).why) == (State.QUEUED, Reason.LEASE_EXPIRED)
     deaths.reap()
-    assert deaths.lifetimes.find_dead() == []
+    assert deaths.process_locks.find_dead() == []
 
 
 def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):
@@ -225,10 +225,10 @@ def test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read(stage, dea
     deaths.kill()
     assert deaths.reap() == 1, "it holds up no other"
     assert deaths.reap() == 0
-    assert deaths.lifetimes.find_dead() == [KILLED]
+    assert deaths.process_locks.find_dead() == [KILLED]
     mend()
     deaths.reap()
-    assert deaths.lifetimes.find_dead() == [] and stage.offered() == [job_id]
+    assert deaths.process_locks.find_dead() == [] and stage.offered() == [job_id]
 
 
 def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(stage, deaths, faults):
@@ -237,15 +237,15 @@ def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(st
     deaths.kill()
     with faults("UPDATE jobs"):
         assert deaths.reap() == 0
-    assert deaths.lifetimes.find_dead() == [KILLED] and stage.state(job_id) is State.RUNNING
+    assert deaths.process_locks.find_dead() == [KILLED] and stage.state(job_id) is State.RUNNING
 
 
 def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
     deaths.kill()
     away = stage.cut_off()
     with pytest.raises(RedisError):
-        passes.reap_dead_workers(away, WorkerCapacity(away.queues.scripts), deaths.lifetimes)
-    assert deaths.lifetimes.find_dead() == [KILLED]
+        passes.reap_dead_workers(away, WorkerCapacity(away.queues.scripts), deaths.process_locks)
+    assert deaths.process_locks.find_dead() == [KILLED]
 
 
 def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
@@ -254,7 +254,7 @@ def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
     deaths.kill()
     stage.lose_redis()
     assert deaths.reap() == 0
-    assert stage.state(job_id) is State.RUNNING and deaths.lifetimes.find_dead() == [KILLED]
+    assert stage.state(job_id) is State.RUNNING and deaths.process_locks.find_dead() == [KILLED]
     rebuild.rebuild_queue(stage.dispatcher, "zimg")
     assert deaths.reap() == 1
     assert stage.state(job_id) is State.QUEUED

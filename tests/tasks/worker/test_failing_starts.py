@@ -316,7 +316,7 @@ def test_the_database_check_skips_a_run_whose_start_is_being_stored(
 
     def check_and_start(*args: Any, **kwargs: Any) -> Write[Any]:
         watches.extend(worker.heartbeat.watches())
-        worker.database_check.request(worker.heartbeat.watches(), unknown_to_redis=True)
+        worker.database_check.request(worker.heartbeat.watches(), renewal_lost=True)
         return start(*args, **kwargs)
 
     monkeypatch.setattr(stage.store, "start_write", check_and_start)

@@ -1,4 +1,4 @@
-"""Reading a batch of jobs: a JSON array, or NDJSON."""
+"""Reads a batch of jobs: a JSON array, or NDJSON."""
 
 from collections.abc import Iterator
 from io import BytesIO
@@ -22,40 +22,41 @@ BATCH_BODY = RequestBody.model_validate(
             "application/json": {
                 "schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_BATCH_JOBS}
             },
-            NDJSON: {"schema": {"type": "string", "description": "One such object a line."}},
+            NDJSON: {"schema": {"type": "string", "description": "One such object per line."}},
         }
     }
 )
 
 
 def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
-    """The jobs asked for.  Raises ProblemError, which names the index.
+    """Return the jobs in the body.  Raises ProblemError with the index of the first invalid job.
 
-    They are read one by one: the first that is wrong ends it, however many follow.  Each may have `longest` bytes.
+    Jobs are parsed one by one, so that the rest is not parsed after an invalid job.  `most_bytes`: limit of the body.
+    `longest`: limit of one job, in bytes.
     """
     request.max_content_length = most_bytes
     if request.mimetype == NDJSON:
         require_known_length(request)
     body = read_body(request)
     if request.mimetype == NDJSON:
-        found = _iter_lines(body, longest)
+        values = _iter_lines(body, longest)
     elif starts_array(body):
-        found = iter_array(body, longest)
+        values = iter_array(body, longest)
     else:
         raise _invalid_batch(
             "The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson."
         )
-    items = [_parse_item(index, it) for index, it in enumerate(found)]
+    items = [_parse_item(index, value) for index, value in enumerate(values)]
     if not items:
         raise _invalid_batch(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
     return items
 
 
-def _parse_item(index: int, found: Any) -> BatchItem:
+def _parse_item(index: int, value: Any) -> BatchItem:
     if index == MAX_BATCH_JOBS:
         raise _invalid_batch(f"The batch holds more than {MAX_BATCH_JOBS} jobs; send them in several.")
     try:
-        return BatchItem.model_validate(found)
+        return BatchItem.model_validate(value)
     except ValidationError as error:
         raise validation_error(error, index=index) from None
 
@@ -63,7 +64,7 @@ def _parse_item(index: int, found: Any) -> BatchItem:
 def _iter_lines(body: bytes, longest: int) -> Iterator[Any]:
     for index, line in enumerate(line for line in BytesIO(body) if line.strip()):
         if len(line) > longest:
-            raise _invalid_batch(f"A line may have {longest} bytes.", index=index)
+            raise _invalid_batch(f"A line may have at most {longest} bytes.", index=index)
         yield parse_json(line, index=index)
 
 

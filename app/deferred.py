@@ -1,6 +1,6 @@
-"""What a view leaves to the server that called it, so that no thread is held: an answer for later, or a stream.
+"""Work that a view hands to the server that called it, so that no thread is held: waiting for a job, or a stream.
 
-The process `web` says in the WSGI environment that it takes over; any other server gets what can be said at once.
+The process `web` sets CAN_DEFER in the WSGI environment.  With any other server the view responds at once.
 """
 
 from collections.abc import MutableMapping
@@ -11,14 +11,14 @@ from routing.progress import FIRST_ENTRY, EntryId
 from slotkeeper.outbox.event_reader import OutboxEvent
 
 CAN_DEFER = "slotkeeper.takes_over"
-"""In the WSGI environment: whether the server goes on where a view leaves off."""
+"""Key of the WSGI environment: whether the server accepts deferred work."""
 DEFERRED = "slotkeeper.goes_on"
-"""There: how it goes on, a view says; an UntilEnded or a Following."""
+"""Key of the WSGI environment, set by a view: its deferred work, a WaitForJob or a FollowEvents."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForJob:
-    """Ask the view once more when this job has ended, or after so many seconds."""
+    """Call the view again when this job has ended, or after so many seconds."""
 
     job_id: str
     seconds: float
@@ -26,7 +26,7 @@ class WaitForJob:
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Whose events are told; None, or nothing named: all."""
+    """Selects the events of a stream.  A field that is None or empty selects all."""
 
     tenant: str | None = None
     models: frozenset[str] = frozenset()
@@ -46,18 +46,20 @@ class EventFilter:
 
 @dataclass(frozen=True, slots=True)
 class FollowEvents:
-    """Go on with these events behind the answer's head.  `after`: the last that the client has; None: from now on.
-    `heard`: the last that it has of what the job's server said.
+    """Send these events after the head of the response.
+
+    `after`: the last event that the client has; None: the stream begins with the next event.  `progress_after`: the
+    last progress entry that the client has.
     """
 
-    wanted: EventFilter
+    event_filter: EventFilter
     after: int | None
     progress_after: EntryId = FIRST_ENTRY
 
 
-def defer(environ: MutableMapping[str, Any], how: WaitForJob | FollowEvents) -> bool:
-    """Have the server go on.  False: it cannot."""
+def defer(environ: MutableMapping[str, Any], work: WaitForJob | FollowEvents) -> bool:
+    """Hand `work` to the server.  Return False if the server does not accept deferred work."""
     if not environ.get(CAN_DEFER):
         return False
-    environ[DEFERRED] = how
+    environ[DEFERRED] = work
     return True

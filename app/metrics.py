@@ -1,7 +1,7 @@
-"""Figures for Prometheus, read from the record and from Redis when they are asked for.
+"""Metrics for Prometheus, read from the database and from Redis at each scrape.
 
-So they are right however many processes there are, and survive all of them.  None is by tenant, of whom there may be
-any number; models and fleets beyond the first MOST_MODELS stand together as `other`.
+So they are correct for any number of processes, and survive restarts.  No metric has the label `tenant`, because there
+may be any number of tenants.  Models and fleets beyond the first MAX_MODEL_LABELS are counted as `other`.
 """
 
 from collections import Counter
@@ -38,17 +38,19 @@ _BY_PRIORITY = ("model", "priority")
 
 
 class MetricsCollector(Collector):
-    """Collects at each scrape.  Never fails: what cannot be read is left out, and `up` of it is 0."""
+    """Collects the metrics at each scrape.  Never fails: if a part cannot be read, its metrics are left
+    out, and its `slotkeeper_up` is 0.
+    """
 
     def __init__(
-        self, dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counted: ProcessCounters
+        self, dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counters: ProcessCounters
     ) -> None:
         self._dispatcher, self._scripts = dispatcher, scripts
-        self._processes, self._tallies = processes, counted
+        self._processes, self._counters = processes, counters
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("slotkeeper_up", "Whether this process reaches a part.", labels=["part"])
-        for part, reads in (("database", self._record()), ("redis", self._redis())):
+        for part, reads in (("database", self._database_metrics()), ("redis", self._redis_metrics())):
             up.add_metric([part], 1)
             try:
                 for read in reads:
@@ -60,24 +62,30 @@ class MetricsCollector(Collector):
         yield up
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry would else read everything when this is registered."""
+        """Return nothing.  Otherwise the registry would collect everything when this is registered."""
         return []
 
-    def _record(self) -> Sequence[Callable[[], Iterator[Metric]]]:
-        return self._states, self._history, self._pending
+    def _database_metrics(self) -> Sequence[Callable[[], Iterator[Metric]]]:
+        return self._state_metrics, self._job_metrics, self._pending_metrics
 
-    def _redis(self) -> Sequence[Callable[[], Iterator[Metric]]]:
-        return self._rooms, self._lanes, self._tasks, self._counts, self._living
+    def _redis_metrics(self) -> Sequence[Callable[[], Iterator[Metric]]]:
+        return (
+            self._queue_metrics,
+            self._lane_metrics,
+            self._task_metrics,
+            self._process_counters,
+            self._process_metrics,
+        )
 
-    # -- from the record ---------------------------------------------------------------------------------------
+    # -- from the database -------------------------------------------------------------------------------------
 
-    def _states(self) -> Iterator[Metric]:
+    def _state_metrics(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
         jobs = ((state.value, count) for state, count in ledger.count_by_state(database).items())
         yield _gauge("slotkeeper_jobs", "Jobs in the database by state.", ["state"], jobs)
-        found = ledger.read_findings(database)
-        difference = found.pop(ledger.DIFFERENCE, None)
-        checks = found.items()
+        findings = ledger.read_findings(database)
+        difference = findings.pop(ledger.DIFFERENCE, None)
+        checks = findings.items()
         yield _gauge(
             "slotkeeper_invariant_findings", "Differences that the latest check of invariants found.", ["check"], checks
         )
@@ -85,28 +93,28 @@ class MetricsCollector(Collector):
             help_text = "Accepted jobs without a state at the latest check; 0 is right."
             yield GaugeMetricFamily("slotkeeper_ledger_difference", help_text, difference)
 
-    def _history(self) -> Iterator[Metric]:
+    def _job_metrics(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
-        found = job_counters.read_counters(database)
-        yield from _job_counters(found)
+        totals = job_counters.read_counters(database)
+        yield from _job_counters(totals)
         yield _histogram(
             "slotkeeper_wait_seconds",
-            "From when a job came into its queue, or back, to its start.",
+            "Time from when a job entered its queue, or returned to it, to its start.",
             _BY_PRIORITY,
             job_counters.WAIT_BUCKETS_S,
-            {labels: (each.buckets, each.sum_s) for labels, each in found.waits.items()},
+            {labels: (histogram.buckets, histogram.sum_s) for labels, histogram in totals.waits.items()},
         )
         yield _histogram(
             "slotkeeper_run_seconds",
-            "From an attempt's start to its end.",
+            "Time from the start of an attempt to its end.",
             ["model"],
             job_counters.WAIT_BUCKETS_S,
-            {labels: (each.buckets, each.sum_s) for labels, each in found.runs.items()},
+            {labels: (histogram.buckets, histogram.sum_s) for labels, histogram in totals.runs.items()},
         )
         lag_s = job_counters.counting_lag_ms(database, now_ms()) / 1000
         yield GaugeMetricFamily("slotkeeper_figures_lag_seconds", "Age of the oldest event not counted yet.", lag_s)
 
-    def _pending(self) -> Iterator[Metric]:
+    def _pending_metrics(self) -> Iterator[Metric]:
         database = self._dispatcher.store.database
         webhooks = gauges.count_pending_webhooks(database, now_ms())
         yield GaugeMetricFamily("slotkeeper_webhooks_pending", "Messages that are pending.", webhooks.pending)
@@ -114,50 +122,50 @@ class MetricsCollector(Collector):
         yield GaugeMetricFamily("slotkeeper_webhook_lag_seconds", help_text, webhooks.late_ms / 1000)
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         help_text = "Age of the oldest event that a sink has not received."
-        yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((it.sink, it.seconds) for it in sinks))
+        yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((lag.sink, lag.seconds) for lag in sinks))
         quarantined = gauges.count_quarantined_slots(database)
-        named = _model_labels(self._dispatcher.catalog.get())
+        label_of = _model_labels(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
         for (model, reason), count in quarantined.items():
-            by_model[(named(model), reason)] += count
+            by_model[(label_of(model), reason)] += count
         help_text = "Slots that are quarantined, because their server may still run a job that has ended."
         yield _gauge("slotkeeper_slots_withheld", help_text, ["model", "reason"], by_model.items())
 
     # -- from Redis --------------------------------------------------------------------------------------------
 
-    def _rooms(self) -> Iterator[Metric]:
+    def _queue_metrics(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
         fleets = catalog.fleets()
-        rooms = self._dispatcher.fleets.counts(fleets)
-        yield _waiting_gauge(catalog, rooms)
-        yield _slot_gauge(catalog, rooms)
-        offers = _sum_by_fleet(catalog, gauges.read_offer_counts(self._scripts, list(rooms)).items())
+        counts = self._dispatcher.fleets.counts(fleets)
+        yield _waiting_gauge(catalog, counts)
+        yield _slot_gauge(catalog, counts)
+        offers = _sum_by_fleet(catalog, gauges.read_offer_counts(self._scripts, list(counts)).items())
         yield _counter("slotkeeper_offers", "Offers made.", ["fleet"], offers.items())
         states: Counter[tuple[str, str]] = Counter()
-        named = _fleet_labels(catalog)
-        for fleet, servers in read_servers_of_fleets(self._dispatcher.slots, list(rooms)).items():
+        label_of = _fleet_labels(catalog)
+        for fleet, servers in read_servers_of_fleets(self._dispatcher.slots, list(counts)).items():
             for state in ("closed", "open", "half_open", "probing"):
-                states[(named(fleet), state)] += sum(it.breaker == state for it in servers.values())
+                states[(label_of(fleet), state)] += sum(server.breaker == state for server in servers.values())
         yield _gauge(
             "slotkeeper_server_breakers", "Servers by state of their breaker.", ["fleet", "state"], states.items()
         )
         yield self._model_breakers(catalog)
 
     def _model_breakers(self, catalog: CatalogSnapshot) -> Metric:
-        """Of the models that have a name of their own here."""
+        """Return the breakers of the models that have their own label."""
         models = [catalog.models[name] for name in sorted(catalog.models)[:MAX_MODEL_LABELS]]
-        found = model_overview.read_breakers(self._dispatcher, models)
-        open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in found.items()}
+        breakers = model_overview.read_breakers(self._dispatcher, models)
+        open_ = {(name,): int(state not in ("", "closed")) for name, (state, _, _) in breakers.items()}
         help_text = "Whether the breaker of the model is open, so that none of its jobs starts."
         return _gauge("slotkeeper_model_breaker_open", help_text, ["model"], open_.items())
 
-    def _lanes(self) -> Iterator[Metric]:
+    def _lane_metrics(self) -> Iterator[Metric]:
         catalog = self._dispatcher.catalog.get()
-        named = _model_labels(catalog)
+        label_of = _model_labels(catalog)
         waiting: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], int] = {}
         for depth in gauges.read_lane_depths(self._scripts, catalog.fleets()):
-            labels = named(depth.model), str(depth.priority)
+            labels = label_of(depth.model), str(depth.priority)
             waiting[labels] += depth.jobs
             oldest[labels] = min(oldest.get(labels, depth.first_ms), depth.first_ms)
         yield _gauge("slotkeeper_queue_jobs", "Jobs in the queue.", _BY_PRIORITY, waiting.items())
@@ -166,91 +174,94 @@ class MetricsCollector(Collector):
         help_text = "Age of the first job in the queue; under edf, of the one with the earliest deadline."
         yield _gauge("slotkeeper_oldest_job_age_seconds", help_text, _BY_PRIORITY, ages)
 
-    def _tasks(self) -> Iterator[Metric]:
+    def _task_metrics(self) -> Iterator[Metric]:
         runs = task_runs.read_task_runs(self._scripts)
-        ended = ((name, it.ended_ms / 1000) for name, it in runs.items())
+        ended = ((name, task_run.ended_ms / 1000) for name, task_run in runs.items())
         help_text = "When a maintenance task last ended, s since the epoch."
         yield _gauge("slotkeeper_task_last_run_timestamp_seconds", help_text, ["task"], ended)
-        took = ((name, it.took_s) for name, it in runs.items())
+        took = ((name, task_run.took_s) for name, task_run in runs.items())
         yield _gauge(
             "slotkeeper_task_last_run_seconds", "Duration of the last run of a maintenance task.", ["task"], took
         )
 
-    def _counts(self) -> Iterator[Metric]:
-        refused = self._tallies.counts(REFUSED)
+    def _process_counters(self) -> Iterator[Metric]:
+        refused = self._counters.counts(REFUSED)
         help_text = "Jobs refused, by the limit that refused them."
         yield _counter("slotkeeper_jobs_refused", help_text, ["limit"], refused.items())
         yield _histogram(
             "slotkeeper_handoff_seconds",
-            "From a server's answer to the next request for its slot, where a job waited.",
+            "Time from a server's response to the next request for its slot, if a job waited.",
             [],
             process_counters.HANDOFF_BUCKETS_S,
-            {(): self._tallies.histogram(HANDED_ON)},
+            {(): self._counters.histogram(HANDED_ON)},
         )
 
-    def _living(self) -> Iterator[Metric]:
-        found = [process for process in self._processes.read_all() if process.is_alive]
-        roles = Counter(process.role for process in found)
+    def _process_metrics(self) -> Iterator[Metric]:
+        processes = [process for process in self._processes.read_all() if process.is_alive]
+        roles = Counter(process.role for process in processes)
         yield _gauge("slotkeeper_processes", "Processes that are alive, by role.", ["role"], roles.items())
         if not TaskSettings().broker_url:  # The broker is this Redis.
             help_text = "Messages that workers took and have not acknowledged for 15 s, as if they had died."
             held = count_unacknowledged(self._scripts.redis)
             yield GaugeMetricFamily("slotkeeper_broker_messages_held", help_text, held)
-        workers = [process for process in found if process.role == "worker"]
+        workers = [process for process in processes if process.role == "worker"]
         help_text = "Runs that workers have in flight."
         yield _gauge("slotkeeper_worker_runs", help_text, ["host"], _by_host(workers, "runs").items())
         help_text = "Runs that workers may have in flight."
         yield _gauge("slotkeeper_worker_capacity", help_text, ["host"], _by_host(workers, "capacity").items())
-        slowest = {it.host: 0.0 for it in workers[:MAX_MODEL_LABELS] if it.facts.get("canary_ms") is not None}
-        for it in workers:
-            if it.host in slowest:
-                slowest[it.host] = max(slowest[it.host], float(it.facts.get("canary_ms") or 0) / 1000)
+        slowest = {
+            worker.host: 0.0 for worker in workers[:MAX_MODEL_LABELS] if worker.facts.get("canary_ms") is not None
+        }
+        for worker in workers:
+            if worker.host in slowest:
+                slowest[worker.host] = max(slowest[worker.host], float(worker.facts.get("canary_ms") or 0) / 1000)
         help_text = "How long the last canary took through the slowest worker: broker, event loop, Redis, database."
         yield _gauge("slotkeeper_canary_seconds", help_text, ["host"], slowest.items())
 
 
-def _job_counters(found: JobCounters) -> Iterator[Metric]:
-    yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], found.accepted.items())
-    yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], found.ended.items())
+def _job_counters(counters: JobCounters) -> Iterator[Metric]:
+    yield _counter("slotkeeper_jobs_accepted", "Jobs accepted.", ["model"], counters.accepted.items())
+    yield _counter("slotkeeper_jobs_ended", "Jobs that have ended.", ["model", "state"], counters.ended.items())
     help_text = "Attempts that have ended, by reason."
-    yield _counter("slotkeeper_attempts_ended", help_text, ["model", "reason"], found.attempts.items())
+    yield _counter("slotkeeper_attempts_ended", help_text, ["model", "reason"], counters.attempts.items())
 
 
-def _waiting_gauge(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
-    named = _model_labels(catalog)
+def _waiting_gauge(catalog: CatalogSnapshot, counts: Mapping[str, QueueCounts]) -> Metric:
+    label_of = _model_labels(catalog)
     waiting: Counter[str] = Counter()
     for model in catalog.models.values():
-        if model.fleet in rooms:
-            waiting[named(model.name)] += rooms[model.fleet].waiting.get(model.name, 0)
+        if model.fleet in counts:
+            waiting[label_of(model.name)] += counts[model.fleet].waiting.get(model.name, 0)
     return _gauge("slotkeeper_waiting_jobs", "Jobs in the queue, by model.", ["model"], waiting.items())
 
 
-def _slot_gauge(catalog: CatalogSnapshot, rooms: Mapping[str, QueueCounts]) -> Metric:
-    named = _fleet_labels(catalog)
+def _slot_gauge(catalog: CatalogSnapshot, counts: Mapping[str, QueueCounts]) -> Metric:
+    label_of = _fleet_labels(catalog)
     slots: Counter[tuple[str, str]] = Counter()
-    for fleet, depths in rooms.items():
-        for state, count in (("free", depths.free), ("cooling", depths.cooling), ("taken", depths.taken)):
-            slots[(named(fleet), state)] += count
+    for fleet, queue in counts.items():
+        for state, count in (("free", queue.free), ("cooling", queue.cooling), ("taken", queue.taken)):
+            slots[(label_of(fleet), state)] += count
     return _gauge("slotkeeper_slots", "Slots by fleet and state.", ["fleet", "state"], slots.items())
 
 
 def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for it in workers:
-        host = it.host if it.host in found or len(found) < MAX_MODEL_LABELS else OTHER_MODELS
-        found[host] += int(it.facts.get(fact) or 0)
-    return found
+    """Return host -> sum of a fact of its workers."""
+    sums: Counter[str] = Counter()
+    for worker in workers:
+        host = worker.host if worker.host in sums or len(sums) < MAX_MODEL_LABELS else OTHER_MODELS
+        sums[host] += int(worker.facts.get(fact) or 0)
+    return sums
 
 
 def _sum_by_fleet(catalog: CatalogSnapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:
-    named, found = _fleet_labels(catalog), Counter[str]()
+    label_of, sums = _fleet_labels(catalog), Counter[str]()
     for fleet, value in values:
-        found[named(fleet)] += value
-    return found
+        sums[label_of(fleet)] += value
+    return sums
 
 
 def _model_labels(catalog: CatalogSnapshot) -> Callable[[str], str]:
-    """The label of a model."""
+    """Return a function that returns the label of a model."""
     return _limit_labels(sorted(catalog.models))
 
 
@@ -259,11 +270,12 @@ def _fleet_labels(catalog: CatalogSnapshot) -> Callable[[str], str]:
 
 
 def _limit_labels(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that returns a name if it is among the first MAX_MODEL_LABELS, otherwise OTHER_MODELS."""
     shown = frozenset(names[:MAX_MODEL_LABELS])
     return lambda name: name if name in shown else OTHER_MODELS
 
 
-# -- the form that Prometheus wants ----------------------------------------------------------------------------
+# -- metric families ---------------------------------------------------------------------------------------
 
 Labels = str | tuple[str, ...]
 
@@ -274,15 +286,15 @@ def _label_values(labels: Labels) -> list[str]:
 
 def _gauge(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
     family = GaugeMetricFamily(name, help_text, labels=labels)
-    for its, value in values:
-        family.add_metric(_label_values(its), value)
+    for label_values, value in values:
+        family.add_metric(_label_values(label_values), value)
     return family
 
 
 def _counter(name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> Metric:
     family = CounterMetricFamily(name, help_text, labels=labels)
-    for its, value in values:
-        family.add_metric(_label_values(its), value)
+    for label_values, value in values:
+        family.add_metric(_label_values(label_values), value)
     return family
 
 
@@ -295,14 +307,14 @@ def _histogram(
 ) -> Metric:
     family = HistogramMetricFamily(name, help_text, labels=labels)
     edges = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
-    for its, (parts, sum_s) in values.items():
-        family.add_metric(list(its), list(zip(edges, accumulate(parts), strict=True)), sum_s)
+    for label_values, (parts, sum_s) in values.items():
+        family.add_metric(list(label_values), list(zip(edges, accumulate(parts), strict=True)), sum_s)
     return family
 
 
 def metrics_registry(
-    dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counted: ProcessCounters
+    dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counters: ProcessCounters
 ) -> CollectorRegistry:
-    made = CollectorRegistry(auto_describe=False)
-    made.register(MetricsCollector(dispatcher, scripts, processes, counted))
-    return made
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(dispatcher, scripts, processes, counters))
+    return registry

@@ -1,8 +1,8 @@
-"""Every refusal and failure as application/problem+json (RFC 9457): what is wrong, where, and what to do.
+"""Error responses as application/problem+json (RFC 9457): the fault, its place, and what to do.
 
 type, title, status, detail, instance      as in the RFC
-code                                       a stable word for programs
-field, errors [{field, message}], index    what is wrong in the request, where it is known
+code                                       a stable code for programs
+field, errors [{field, message}], index    the invalid part of the request, if it is known
 """
 
 import math
@@ -36,7 +36,7 @@ _MAX_ERRORS = 20
 _MAX_DISCARDED, _PIECE = 32 << 20, 64 << 10  # bytes
 _MAX_TEXT_CHARS = 500
 
-# The first that fits.
+# The first matching class applies.
 _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
     (InvalidRequest, 422),
     (IdempotencyConflict, 409),
@@ -51,7 +51,7 @@ _RENAMED = {"status": "job_status", "type": "kind", "title": "name", "detail": "
 
 
 class ProblemError(Exception):
-    """A refusal that only the door knows of; those of the use cases are SlotkeeperErrors."""
+    """An error of the HTTP layer.  Use cases raise SlotkeeperErrors instead."""
 
     def __init__(self, status: int, code: str, title: str, detail: str, **facts: Any) -> None:
         super().__init__(detail)
@@ -66,7 +66,7 @@ def problem_response(
     facts: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The response for one problem; `facts` are its further members."""
+    """Return the response for a problem.  `facts`: its further members."""
     body = {
         "type": f"urn:slotkeeper:problem:{code}",
         "title": title,
@@ -82,29 +82,29 @@ def problem_response(
 
 
 def printable_text(text: str) -> str:
-    """What a stranger wrote, as JSON can carry it back: no half of a surrogate pair, and not too much."""
-    whole: str = _replace_surrogates(text[:_MAX_TEXT_CHARS])
-    return whole
+    """Return text of a client for a JSON response: shortened, and without lone surrogates."""
+    printable: str = _replace_surrogates(text[:_MAX_TEXT_CHARS])
+    return printable
 
 
 def _replace_surrogates(fact: Any) -> Any:
-    """Without halves of surrogate pairs, which JSON cannot carry."""
+    """Replace lone surrogates in a text, which UTF-8 cannot encode.  Other values are returned unchanged."""
     return fact.encode(errors="replace").decode() if isinstance(fact, str) else fact
 
 
 def register_error_handlers(app: Flask) -> None:
-    """Let every error of `app` leave as a problem."""
-    for kind, answer in _handlers().items():
-        app.register_error_handler(kind, answer)
+    """Send every error of `app` as a problem."""
+    for kind, handler in _handlers().items():
+        app.register_error_handler(kind, handler)
 
 
 def problem_for(error: Exception) -> Response | HTTPException:
-    """The problem that an error is answered with."""
-    return next(answer for kind, answer in _handlers().items() if isinstance(error, kind))(error)
+    """Return the problem response for an error."""
+    return next(handler for kind, handler in _handlers().items() if isinstance(error, kind))(error)
 
 
 def _handlers() -> dict[type[Exception], Callable[[Any], Response | HTTPException]]:
-    """By kind of error, the first that fits."""
+    """Return the handler of each class of errors; the first matching class applies."""
     return {
         ProblemError: _from_problem_error,
         SlotkeeperError: _from_slotkeeper_error,
@@ -146,24 +146,26 @@ def _retry_after(seconds: float | None) -> dict[str, str]:
 
 
 def validation_problem(error: ValidationError) -> Response:
-    """422: each field that is wrong, and why."""
+    """Return a response with status 422 that lists the invalid fields."""
     return _from_problem_error(validation_error(error))
 
 
 def validation_error(error: ValidationError, **facts: Any) -> ProblemError:
-    """The refusal of a body or query that is not as described, with `facts`."""
+    """Return the error for an invalid body or query.  `facts`: further members of the problem."""
     known = known_fields(error.title)
-    found = [_field_error(one, known) for one in error.errors(include_url=False, include_context=False)[:_MAX_ERRORS]]
-    detail = "; ".join(f"{one['field']} {one['message']}".strip() for one in found)
-    told = {"field": found[0]["field"], "errors": found, **facts}
-    return ProblemError(422, "invalid_request", "The request is not valid", detail, **told)
+    errors = [
+        _field_error(fault, known) for fault in error.errors(include_url=False, include_context=False)[:_MAX_ERRORS]
+    ]
+    detail = "; ".join(f"{fault['field']} {fault['message']}".strip() for fault in errors)
+    members = {"field": errors[0]["field"], "errors": errors, **facts}
+    return ProblemError(422, "invalid_request", "The request is not valid", detail, **members)
 
 
 _known_fields: dict[str, tuple[str, ...]] = {}
 
 
 def know_fields(title: str, fields: Iterable[str]) -> None:
-    """Name the fields of a request, so that a typo in one is answered with the nearest."""
+    """Register the fields of a request, so that the error for an unknown field suggests the closest one."""
     _known_fields[title] = tuple(fields)
 
 
@@ -173,13 +175,13 @@ def known_fields(title: str) -> tuple[str, ...]:
 
 def _field_error(error: Any, known: Iterable[str]) -> dict[str, str]:
     message = printable_text(_message(error, known))
-    named = (str(part) for part in error["loc"] if part not in ("", "[key]"))  # The latter: a key itself is wrong.
-    field = printable_text(".".join(named)) or _first_named(message, known)
+    named = (str(part) for part in error["loc"] if part not in ("", "[key]"))  # "[key]": the key itself is invalid.
+    field = printable_text(".".join(named)) or _field_named_in(message, known)
     return {"field": field, "message": message.removeprefix(f"{field} ")}
 
 
-def _first_named(message: str, known: Iterable[str]) -> str:
-    """The field that a rule between fields speaks of."""
+def _field_named_in(message: str, known: Iterable[str]) -> str:
+    """Return the field that a message begins with; `body` if it names none."""
     word = message.partition(" ")[0]
     return word if word in known else "body"
 
@@ -198,27 +200,27 @@ def _message(error: Any, known: Iterable[str]) -> str:
 
 
 def _from_http_exception(error: HTTPException) -> Response | HTTPException:
-    if error.code is None or error.code < 400:  # a redirect, or an answer that is complete already
+    if error.code is None or error.code < 400:  # a redirect, or a complete response
         return error
     if error.code == 413:
         _discard_body()
     response = error.get_response()
-    kept = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
+    headers = {name: value for name, value in response.headers if name not in ("Content-Type", "Content-Length")}
     code = error.name.lower().replace(" ", "_").replace("-", "_")
-    return problem_response(error.code, code, error.name, _detail(error), headers=kept)
+    return problem_response(error.code, code, error.name, _detail(error), headers=headers)
 
 
 def _discard_body() -> None:
-    """Take the rest of a body that is refused, up to a bound, and keep none of it.
+    """Read and discard the rest of a refused body, up to a limit.
 
-    A client that still sends when the connection is closed sees a broken pipe, and never why.
+    If the connection were closed while the client is still sending, the client would not see the response.
     """
-    left = request.content_length or _MAX_DISCARDED
-    if left > _MAX_DISCARDED:
+    remaining = request.content_length or _MAX_DISCARDED
+    if remaining > _MAX_DISCARDED:
         return
     body = request.environ["wsgi.input"]
-    while left > 0 and (piece := body.read(min(left, _PIECE))):
-        left -= len(piece)
+    while remaining > 0 and (piece := body.read(min(remaining, _PIECE))):
+        remaining -= len(piece)
 
 
 def _detail(error: HTTPException) -> str:

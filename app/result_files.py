@@ -1,6 +1,6 @@
-"""Files in a job's result, as docs/how-to/files.md describes them.
+"""Finds files in a job's result.  docs/how-to/files.md describes their format.
 
-A file is an object with `media_type` and `base64`, or a text that is a data: URL.
+A file is an object with `media_type` and `base64`, or a string that is a data: URL.
 """
 
 import base64
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_FILES = 100
-_MOST_VALUES = 10_000
-"""Of a result that are looked at, the outermost first."""
+_MAX_VALUES = 10_000
+"""Values of a result that are examined, the outermost first."""
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w.+=-]+)*;base64,")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}")
 _ENDINGS = {
@@ -35,12 +35,12 @@ _ENDINGS = {
     "video/webm": ".webm",
 }
 PICTURES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/avif"})
-"""What a browser draws and never runs: SVG may hold scripts."""
+"""Media types that a browser displays without running scripts; SVG may contain scripts."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file in a result.  `place`: where, as a JSON pointer."""
+    """A file in a result.  `place`: its location, as a JSON pointer."""
 
     place: str
     media_type: str
@@ -50,12 +50,12 @@ class File:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the decoded file, in bytes."""
         return len(self.text) * 3 // 4 - self.text[-2:].count("=")
 
     @property
     def ending(self) -> str:
-        """Of a file name, with its dot."""
+        """The extension for a file name, with its dot."""
         return _ENDINGS.get(self.media_type, ".bin")
 
     @property
@@ -63,7 +63,7 @@ class File:
         return self.media_type in PICTURES
 
     def content(self) -> bytes:
-        """Raises ValueError: the text is no base64."""
+        """Return the decoded file.  Raises ValueError if the text is not base64."""
         try:
             return base64.b64decode(self.text, validate=True)
         except binascii.Error as error:
@@ -71,26 +71,26 @@ class File:
 
 
 def may_hold_files(result: str) -> bool:
-    """Return whether it is worth parsing a result, as JSON text, for files."""
+    """Return whether a result, as JSON text, may contain files, so that it must be parsed."""
     return '"base64"' in result or ";base64," in result
 
 
 def files_in(result: Any) -> list[File]:
     """Return the first MOST_FILES files in a result, the outermost first."""
     found = list[File]()
-    waiting, seen = deque([("", result)]), 0
-    while waiting and seen < _MOST_VALUES and len(found) < MOST_FILES:
-        seen += 1
-        place, value = waiting.popleft()
+    pending, examined = deque([("", result)]), 0
+    while pending and examined < _MAX_VALUES and len(found) < MOST_FILES:
+        examined += 1
+        place, value = pending.popleft()
         if (file := _file_of(place, value)) is not None:
             found.append(file)
         else:
-            waiting.extend(_inner(place, value, _MOST_VALUES - seen - len(waiting)))
+            pending.extend(_inner_values(place, value, _MAX_VALUES - examined - len(pending)))
     return found
 
 
-def _inner(place: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield at most so many values in a list or an object, each with its place."""
+def _inner_values(place: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of at most `most` strings, lists and objects in a list or an object."""
     if not isinstance(value, dict | list):
         return
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -112,20 +112,20 @@ def _file_of(place: str, value: Any) -> File | None:
 
 
 def shortened(result: Any, files: Sequence[File] | None = None) -> Any:
-    """Return a result with the size of each file in place of its base64, for people.  Changes lists and objects.
+    """Replace the base64 of each file by its size, and return the result, for people.  Changes lists and objects.
 
-    `files`: those in it, where they have been looked for.
+    `files`: the files in the result; None: they are searched.
     """
     for file in files_in(result) if files is None else files:
-        result = _shortened(result, file, file.place.split("/")[1:])
+        result = _shorten_file(result, file, file.place.split("/")[1:])
     return result
 
 
-def _shortened(value: Any, file: File, steps: Sequence[str]) -> Any:
+def _shorten_file(value: Any, file: File, steps: Sequence[str]) -> Any:
     if steps:
         name = steps[0].replace("~1", "/").replace("~0", "~")
         key: Any = int(name) if isinstance(value, list) else name
-        value[key] = _shortened(value[key], file, steps[1:])
+        value[key] = _shorten_file(value[key], file, steps[1:])
         return value
-    short = f"({file.size} bytes)"
-    return {**value, "base64": short} if isinstance(value, dict) else f"data:{file.media_type} {short}"
+    size = f"({file.size} bytes)"
+    return {**value, "base64": size} if isinstance(value, dict) else f"data:{file.media_type} {size}"

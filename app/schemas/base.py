@@ -1,13 +1,13 @@
-"""Answers of the API, each written once: a class names the fields, says what they mean, and where each is read.
+"""Response bodies of the API.  A class declares the fields, their descriptions, and where each value is read from.
 
     class BatchView(ResponseSchema, source=Batch):
-        jobs: int                                    # read from the batch's attribute `jobs`
-        created_at: Time                             # from `created_ms`; `until` would be from `until_ms`
-        batch: Annotated[str, From("id")]            # from its attribute `id`
-        status: Annotated[str, From(_status)]        # what the function _status says of it
-        notice: Annotated[str | None, PROVIDED]         # the view says it
+        jobs: int                                    # the attribute `jobs` of the batch
+        created_at: Time                             # the attribute `created_ms`; `until` would be read from `until_ms`
+        batch: Annotated[str, From("id")]            # the attribute `id` of the batch
+        status: Annotated[str, From(_status)]        # what the function _status returns for the batch
+        notice: Annotated[str | None, PROVIDED]      # passed to `build` by the view
 
-`BatchView.build(found, notice=None)` is the answer, as a dict.  The document at /openapi.json describes the same class.
+`BatchView.build(batch, notice=None)` returns the response body as a dict.  /openapi.json describes the same class.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,85 +29,94 @@ Time = Annotated[str, _TIME]
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Where a field's value is read: from an attribute, shown as the field's type says; or by a function, as it is."""
+    """The source of a field's value: an attribute, converted to the field's type, or a function, whose result is used
+    unchanged.
+    """
 
     source: str | Reader
 
 
 @dataclass(frozen=True, slots=True)
 class _Provided:
-    """A field whose value the view gives."""
+    """Marks a field whose value the view passes to `build`."""
 
 
 PROVIDED = _Provided()
 
 
 class ResponseSchema(Schema):
-    """Base of what is answered."""
+    """Base class of response bodies."""
 
-    _shows: ClassVar[type | None] = None
+    _source: ClassVar[type | None] = None
     _readers: ClassVar[Mapping[str, Reader]] = {}
 
     def __init_subclass__(cls, source: type | None = None, **options: Any) -> None:
-        """`source`: what the fields are read from; left out: as the base says."""
+        """Set the class that the fields are read from.  `source` None: the one of the base class."""
         super().__init_subclass__(**options)
-        cls._shows = source or cls._shows
+        cls._source = source or cls._source
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Raises TypeError for a field that is nowhere read."""
+        """Build the readers of the fields.  Raises TypeError for a field without a source."""
         hints = get_type_hints(cls, include_extras=True)
         cls._readers = {name: _make_reader(cls, name, hints[name]) for name in cls.model_fields}
 
     @classmethod
-    def build(cls, it: Any = None, **given: Any) -> dict[str, Any]:
-        """What shows `it`.  What the view gives comes first, and stands as it is given."""
-        if not given.keys() <= cls._readers.keys():
-            raise TypeError(f"{cls.__name__} has no {', '.join(sorted(given.keys() - cls._readers.keys()))}")
-        return {name: given[name] if name in given else read(it) for name, read in cls._readers.items()}
+    def build(cls, source: Any = None, /, **provided: Any) -> dict[str, Any]:
+        """Return the response body for `source`.
+
+        `provided`: values that replace those read from `source`; they are used unchanged.  Raises TypeError for a name
+        that is no field, and for a PROVIDED field without a value.
+        """
+        if not provided.keys() <= cls._readers.keys():
+            raise TypeError(f"{cls.__name__} has no {', '.join(sorted(provided.keys() - cls._readers.keys()))}")
+        return {name: provided[name] if name in provided else read(source) for name, read in cls._readers.items()}
 
 
 def iso_time(at_ms: int | None) -> str | None:
-    """ISO 8601 in UTC with milliseconds."""
+    """Return the time as ISO 8601, in UTC, with milliseconds; None for None."""
     return None if at_ms is None else clock.iso_time(at_ms)
 
 
-def _make_reader(answer: type[ResponseSchema], name: str, hint: Any) -> Reader:
-    """How the field `name` comes out of what `answer` shows."""
+def _make_reader(schema: type[ResponseSchema], name: str, hint: Any) -> Reader:
+    """Return a function that reads the value of the field `name` from the source of `schema`."""
     marks = getattr(hint, "__metadata__", ())
-    source = next((it.source for it in marks if isinstance(it, From)), None)
-    if PROVIDED in marks or (source is None and answer._shows is None):
-        return _raise_missing(f"{answer.__name__}.build must be given {name}")
-    show = _converter_of(hint)
+    source = next((mark.source for mark in marks if isinstance(mark, From)), None)
+    if PROVIDED in marks or (source is None and schema._source is None):
+        return _raise_missing(f"{schema.__name__}.build must be given {name}")
+    convert = _converter_of(hint)
     if source is None:
-        source = f"{name.removesuffix('_at')}_ms" if show in (iso_time, _time_or_none) else name
+        source = f"{name.removesuffix('_at')}_ms" if convert in (iso_time, _time_or_none) else name
     if isinstance(source, str):
-        _check_attribute(answer, source)
-        return attrgetter(source) if show is None else _compose(attrgetter(source), show)
-    if not callable(source):  # In a class's body its own fields hide functions of their names.
-        raise TypeError(f"{answer.__name__}: {name} is read by something that is no function")
+        _check_attribute(schema, source)
+        return attrgetter(source) if convert is None else _compose(attrgetter(source), convert)
+    if not callable(source):  # In a class body a field hides a function of the same name.
+        raise TypeError(f"{schema.__name__}: {name} is read by something that is no function")
     return source
 
 
-def _check_attribute(answer: type[ResponseSchema], path: str) -> None:
-    known, name = answer._shows, path.partition(".")[0]
-    if known is not None and not hasattr(known, name) and name not in getattr(known, "model_fields", ()):
-        raise TypeError(f"{answer.__name__}: {known.__name__} has no attribute {name}")
+def _check_attribute(schema: type[ResponseSchema], path: str) -> None:
+    """Raise TypeError if the source class of `schema` does not have the first attribute of `path`."""
+    source, name = schema._source, path.partition(".")[0]
+    if source is not None and not hasattr(source, name) and name not in getattr(source, "model_fields", ()):
+        raise TypeError(f"{schema.__name__}: {source.__name__} has no attribute {name}")
 
 
 def _raise_missing(message: str) -> Reader:
+    """Return a reader that raises TypeError."""
+
     def read(_: Any) -> Any:
         raise TypeError(message)
 
     return read
 
 
-def _compose(source: Reader, show: Reader) -> Reader:
-    return lambda it: show(source(it))
+def _compose(source: Reader, convert: Reader) -> Reader:
+    return lambda value: convert(source(value))
 
 
 def _converter_of(hint: Any) -> Reader | None:
-    """How a value of this type is shown; None: as it is."""
+    """Return the function that converts values of this type for a response; None: no conversion."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
         return iso_time if _TIME in hint.__metadata__ else _converter_of(parts[0])
@@ -120,23 +129,23 @@ def _converter_of(hint: Any) -> Reader | None:
     return hint.build if isinstance(hint, type) and issubclass(hint, ResponseSchema) else None
 
 
-def _convert_unless_none(show: Reader | None) -> Reader | None:
-    if show is None:
+def _convert_unless_none(convert: Reader | None) -> Reader | None:
+    if convert is None:
         return None
-    return _time_or_none if show is iso_time else lambda value: None if value is None else show(value)
+    return _time_or_none if convert is iso_time else lambda value: None if value is None else convert(value)
 
 
 def _time_or_none(at_ms: int | None) -> str | None:
-    """0: at no time, too."""
+    """Return the time as `iso_time` does; None for 0 as well."""
     return iso_time(at_ms) if at_ms else None
 
 
-def _convert_each(show: Reader | None) -> Reader | None:
-    return None if show is None else lambda values: [show(value) for value in values]
+def _convert_each(convert: Reader | None) -> Reader | None:
+    return None if convert is None else lambda values: [convert(value) for value in values]
 
 
-def _convert_values(show: Reader | None) -> Reader:
-    """Names are texts, also those that are states."""
-    if show is None:
+def _convert_values(convert: Reader | None) -> Reader:
+    """Return a function that converts the values of a dict, and its keys, which may be enum members, to str."""
+    if convert is None:
         return lambda values: {str(name): value for name, value in values.items()}
-    return lambda values: {str(name): show(value) for name, value in values.items()}
+    return lambda values: {str(name): convert(value) for name, value in values.items()}

@@ -1,6 +1,6 @@
-"""What is read, as documented: requests are checked by these.  What is answered stands in the modules `…_answers`.
+"""Request bodies and queries for jobs, servers, models and tenants.  Requests are validated against them.
 
-What a field may hold beyond its type is checked once, by the use case, which names the field too.
+The schemas check types and sizes.  The use case checks further rules, and its error names the field too.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,9 @@ from tasks.servers import from_shorthand
 
 AdminStateName = Literal["online", "paused", "draining", "frozen"]
 
-_REASON: Any = Field(None, max_length=500, description="Why; shown wherever the state is.", examples=["new driver"])
+_REASON: Any = Field(
+    None, max_length=500, description="The reason for the state; shown with it.", examples=["new driver"]
+)
 MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
 _VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
@@ -41,29 +43,31 @@ _MAX_UNKNOWN_FIELDS = 20
 
 
 class BodySchema(Schema):
-    """A body: only what is listed, and nothing turned into another type."""
+    """Base class of request bodies: unknown fields are refused, and values are not converted to another type."""
 
     model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _fit_to_look_at(cls, given: Any) -> Any:
-        return _integral_floats_to_int(_drop_excess_unknown(given, cls.model_fields))
+    def _normalize_input(cls, body: Any) -> Any:
+        return _integral_floats_to_int(_drop_excess_unknown(body, cls.model_fields))
 
 
-def _integral_floats_to_int(given: Any) -> Any:
-    """JSON makes no difference between 7 and 7.0."""
-    if not isinstance(given, dict):
-        return given
-    return {name: int(it) if isinstance(it, float) and it.is_integer() else it for name, it in given.items()}
+def _integral_floats_to_int(body: Any) -> Any:
+    """Convert floats without a fraction to int: JSON does not distinguish 7 from 7.0."""
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in body.items()
+    }
 
 
-def _drop_excess_unknown(given: Any, known: Collection[str]) -> Any:
-    """Of very many fields that are not known a few are enough to refuse it; each costs a sentence."""
-    if not isinstance(given, dict) or len(given) <= len(known) + _MAX_UNKNOWN_FIELDS:
-        return given
-    unknown = islice((name for name in given if name not in known), _MAX_UNKNOWN_FIELDS)
-    return {name: given[name] for name in (*unknown, *known) if name in given}
+def _drop_excess_unknown(body: Any, known: Collection[str]) -> Any:
+    """Keep only the first unknown fields: a few are enough to refuse the body, and each lengthens the error."""
+    if not isinstance(body, dict) or len(body) <= len(known) + _MAX_UNKNOWN_FIELDS:
+        return body
+    unknown = islice((name for name in body if name not in known), _MAX_UNKNOWN_FIELDS)
+    return {name: body[name] for name in (*unknown, *known) if name in body}
 
 
 # -- jobs --------------------------------------------------------------------------------------------------
@@ -86,8 +90,8 @@ class BatchItem(SubmitBody):
 class BatchNameQuery(Schema):
     batch: str | None = Field(
         None,
-        description="The batch that the jobs belong to: a UUIDv7 of the client's own, or the `batch` of an earlier "
-        "answer.  Left out: a new one.",
+        description="The batch that the jobs belong to: a UUID that the client chooses, as 36 lowercase hexadecimal "
+        "digits and hyphens, or the `batch` of an earlier response.  If omitted, a new batch.",
         json_schema_extra={"pattern": f"^{BATCH}$"},
     )
 
@@ -97,7 +101,9 @@ class JobPath(Schema):
 
 
 class WaitQuery(Schema):
-    wait: float = Field(0, ge=0, le=60, description="Seconds to wait for the job to end before answering.")
+    wait: float = Field(
+        0, ge=0, le=60, description="Seconds to wait for the end of the job before the response is sent."
+    )
 
 
 class ListQuery(Schema):
@@ -107,12 +113,12 @@ class ListQuery(Schema):
     label: list[str] = Field(
         [],
         max_length=MAX_LABELS,
-        description="`NAME=VALUE`: only jobs with this label; again: with this one, too.",
+        description="`NAME=VALUE`: only jobs with this label.  May be repeated: only jobs with all of them.",
         examples=[["team=search"]],
     )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(
-        None, max_length=20, description="next_cursor of the page before.", json_schema_extra=_CURSOR
+        None, max_length=20, description="`next_cursor` of the previous page.", json_schema_extra=_CURSOR
     )
 
 
@@ -131,56 +137,74 @@ class RegisterBody(BodySchema):
     model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
     server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=MODEL_NAME)
     endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
-    slots: int = Field(ge=1, le=1024, description="Jobs that the server runs at once, of all its models together.")
+    slots: int = Field(
+        ge=1, le=1024, description="Number of jobs that the server runs at the same time, for all its models together."
+    )
     attributes: _Attributes | None = Field(
         None,
-        description="What jobs can ask for, each a text, a number, or a list of texts.  Left out: they stay.",
+        description="Attributes that constraints of jobs can name: each a string, a number, or a list of strings.  If "
+        "omitted, they are not changed.",
         examples=[{"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}],
     )
     weight: float | None = Field(
-        None, ge=0.001, le=1000, description="How gladly it is chosen; 1 at first.  Left out: it stays."
+        None,
+        ge=0.001,
+        le=1000,
+        description="Preference among servers: higher is chosen more often; initially 1.  If omitted, it "
+        "is not changed.",
     )
     model_version: str | None = Field(
-        None, description="Of the model there; jobs can ask for it.", examples=["2.1"], json_schema_extra=_VALUE
+        None,
+        description="Version of the model on this server; constraints of jobs can name it.",
+        examples=["2.1"],
+        json_schema_extra=_VALUE,
     )
     runtime: str | None = Field(
-        None, description="What runs the model there; jobs can ask for it.", json_schema_extra=_VALUE
+        None,
+        description="Software that runs the model on this server; constraints of jobs can name it.",
+        json_schema_extra=_VALUE,
     )
     preset: str | None = Field(
         None,
         max_length=100,
-        description="The kind of server it is, for this model, in place of what the model's configuration says.  Left "
-        "out: that stays; null: what the configuration says holds.",
+        description="The preset that describes how to call this server for this model, instead of the one in the "
+        "model's configuration.  If omitted, it is not changed; null: the model's configuration applies.",
     )
     description: dict[str, Any] | None = Field(
-        None, description="How it is spoken to for this model, as `preset`; with it: what differs from that."
+        None,
+        description="How to call this server for this model, instead of `preset`.  With `preset`: the differences "
+        "from it.",
     )
 
 
 class ReleaseSlotsBody(BodySchema):
-    """Which withheld slots of a server may be used again."""
+    """The quarantined slots of a server to release."""
 
-    slot: str | None = Field(None, description="One of them, such as `gpu1-slot0`; left out: all.")
+    slot: str | None = Field(None, description="One slot, such as `gpu1-slot0`; if omitted, all.")
 
 
 class StateBody(BodySchema):
-    """How something shall stand."""
+    """The new state of a server or a model."""
 
     state: AdminStateName
     reason: str | None = _REASON
 
 
 class TenantBody(BodySchema):
-    """How a tenant shall stand, and its limits.  What is left out stays as it is."""
+    """The new state of a tenant, and its limits.  Omitted fields are not changed."""
 
     state: AdminStateName | None = None
     reason: str | None = _REASON
-    rate_per_s: int | None = Field(None, ge=1, le=1_000_000, description="Submits a second; null: no limit.")
-    burst: int | None = Field(None, ge=1, le=1_000_000, description="Submits at once; it goes with a rate.")
+    rate_per_s: int | None = Field(
+        None, ge=1, le=1_000_000, description="Jobs that may be submitted per second; null: no limit."
+    )
+    burst: int | None = Field(
+        None, ge=1, le=1_000_000, description="Jobs that may be submitted at once; requires a rate."
+    )
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The limits that are given."""
+        """The limits in the body, by name."""
         return {name: getattr(self, name) for name in ("rate_per_s", "burst") if name in self.model_fields_set}
 
 
@@ -197,21 +221,21 @@ class TenantPath(Schema):
 
 
 class ConfigBody(ModelConfig):
-    """The overrides, all of them: what is left out goes back to its default."""
+    """All overrides of a model's configuration: an omitted field gets its default."""
 
     model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _fit_to_look_at(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            given = {name: _integral_floats_to_int(value) for name, value in given.items()}
-        return _integral_floats_to_int(_drop_excess_unknown(given, cls.model_fields))
+    def _normalize_input(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            body = {name: _integral_floats_to_int(value) for name, value in body.items()}
+        return _integral_floats_to_int(_drop_excess_unknown(body, cls.model_fields))
 
     @field_validator("poll_endpoint_template", "id_field")
     @classmethod
-    def _is_spoken_by(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """A worker must be able to make requests of it; later would be too late to say so."""
+    def _check_shorthand(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Refuse a template or field from which a worker cannot build requests, before it is stored."""
         template, id_field = (value, None) if info.field_name == "poll_endpoint_template" else (None, value)
         from_shorthand("async", template, id_field)
         return value

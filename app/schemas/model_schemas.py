@@ -1,4 +1,4 @@
-"""What is read and written about defaults of configurations; see app.schemas.job_schemas."""
+"""Request and response bodies for defaults of model configurations."""
 
 from typing import Annotated, Any
 
@@ -12,21 +12,25 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 
 
 class DefaultsBody(ConfigBody):
-    """What holds where a model says nothing, all of it: what is left out is not said here."""
+    """All defaults for models that do not set a field themselves: an omitted field has no default here."""
 
     @field_validator("kind")
     @classmethod
-    def _says_no_kind(cls, value: str | None) -> str | None:
-        raise ValueError("only a model is of a kind; leave it out")
+    def _refuse_kind(cls, value: str | None) -> str | None:
+        raise ValueError("only a model has a kind; leave it out")
 
 
 class DefaultsView(ResponseSchema, source=Defaults):
-    kind: Annotated[str | None, From(lambda it: it.name or None)] = Field(description="null: for all models.")
-    overrides: dict[str, Any] = Field(description="What was said.")
-    built_in: Annotated[dict[str, Any], From(lambda _: ModelConfig().model_dump())] = Field(
-        description="What holds where nobody says anything."
+    kind: Annotated[str | None, From(lambda defaults: defaults.name or None)] = Field(
+        description="null: for all models."
     )
-    described_by: str | None = Field(description="The version of the description that it makes.")
+    overrides: dict[str, Any] = Field(description="The fields that were set.")
+    built_in: Annotated[dict[str, Any], From(lambda _: ModelConfig().model_dump())] = Field(
+        description="The values that apply where no field is set."
+    )
+    described_by: str | None = Field(
+        description="The version of the server description that results from these defaults."
+    )
     changed_by: str | None
     changed_at: Time | None
 
@@ -43,7 +47,7 @@ class KindPath(Schema):
     kind: str = Field(json_schema_extra=MODEL_NAME)
 
 
-def kind_view(it: Defaults, catalog: CatalogSnapshot) -> dict[str, Any]:
-    """KindView."""
-    models = sorted(model.name for model in catalog.models.values() if model.overrides.get(KIND) == it.name)
-    return KindView.build(it, models=models)
+def kind_view(defaults: Defaults, catalog: CatalogSnapshot) -> dict[str, Any]:
+    """Return KindView for the defaults of a kind of models."""
+    models = sorted(model.name for model in catalog.models.values() if model.overrides.get(KIND) == defaults.name)
+    return KindView.build(defaults, models=models)

@@ -1,4 +1,4 @@
-"""What is read and written about secrets by name; see app.schemas.job_schemas."""
+"""Request and response bodies for the secrets that server descriptions name."""
 
 from typing import Annotated, Any
 
@@ -21,10 +21,10 @@ class SecretPath(Schema):
 
 
 class SecretBody(BodySchema):
-    """A secret that descriptions of servers name: {{secret/NAME}}."""
+    """A secret.  A server description refers to it as {{secret/NAME}}."""
 
     value: str = Field(
-        description="Stored encrypted, sent to servers, and never shown.",
+        description="The value.  It is stored encrypted, sent to servers, and never returned by the API.",
         json_schema_extra={
             "minLength": MIN_LENGTH,
             "maxLength": MAX_LENGTH,
@@ -33,7 +33,7 @@ class SecretBody(BodySchema):
         },
     )
     models: list[_Named] | None = Field(
-        description="Whose descriptions may name it; null: those of all models.",
+        description="Models whose descriptions may refer to it; null: all models.",
         min_length=1,
         max_length=100,
         examples=[["flux"]],
@@ -42,9 +42,9 @@ class SecretBody(BodySchema):
 
 class SecretView(ResponseSchema, source=Secret):
     secret: Annotated[str, From("name")]
-    models: Annotated[list[str] | None, From(lambda it: None if it.models is None else sorted(it.models))] = Field(
-        description="null: all."
-    )
+    models: Annotated[
+        list[str] | None, From(lambda secret: None if secret.models is None else sorted(secret.models))
+    ] = Field(description="null: all models.")
     set_by: str | None = Field(description="The tenant that set it.")
     set_at: Time
 

@@ -1,4 +1,4 @@
-"""What is read and written about webhooks and the deliveries of jobs' `callback_url`; see app.schemas.job_schemas."""
+"""Request and response bodies for webhooks and for deliveries to the `callback_url` of jobs."""
 
 import re
 from collections.abc import Sequence
@@ -39,16 +39,16 @@ _EVENTS: Any = Field(
 )
 _TEMPLATE: Any = Field(
     None,
-    description=f"The body for receivers with another format: JSON of at most {MAX_TEMPLATE_BYTES} bytes, in "
-    f"whose texts {{{{name}}}} stands for a value, {MAX_TEMPLATE_NAMES} times at most.  Names: "
-    f"{', '.join(TEMPLATE_FIELDS)}, and result.part.  null: our own form.",
+    description=f"The body for receivers that expect another format: JSON of at most {MAX_TEMPLATE_BYTES} bytes.  In "
+    f"its strings {{{{name}}}} is replaced by a value, at most {MAX_TEMPLATE_NAMES} times.  Names: "
+    f"{', '.join(TEMPLATE_FIELDS)}, and result.part.  null: the standard body.",
     examples=[{"text": "{{model}}: job {{job_id}} is {{status}} {{error.message|slack}}"}],
 )
-_DESCRIPTION: Any = Field(None, max_length=200, description="For people.")
+_DESCRIPTION: Any = Field(None, max_length=200, description="A note for people.")
 _MAX_PER_S: Any = Field(
-    None, ge=LEAST_PER_S, le=MOST_PER_S, description="Messages that it is sent in a second; null: as many as there are."
+    None, ge=LEAST_PER_S, le=MOST_PER_S, description="Messages that are sent per second at most; null: no limit."
 )
-_SHOWN_URL: Any = Field(description="Without a user, a password and the values of its query, which may be keys.")
+_SHOWN_URL: Any = Field(description="Without user, password and the values of the query, which may be keys.")
 
 
 class WebhookBody(BodySchema):
@@ -67,7 +67,7 @@ class WebhookBody(BodySchema):
 
 
 class WebhookChange(BodySchema):
-    """What shall be otherwise; what is left out stays."""
+    """Changes to a webhook; omitted fields are not changed."""
 
     url: str | None = Field(None, max_length=MAX_URL_LENGTH)
     events: list[EventType] | None = Field(None, min_length=1, max_length=50)
@@ -76,7 +76,7 @@ class WebhookChange(BodySchema):
     max_per_s: float | None = _MAX_PER_S
 
     @model_validator(mode="after")
-    def _says_something(self) -> "WebhookChange":
+    def _refuse_null(self) -> "WebhookChange":
         for name in ("url", "events"):
             if name in self.model_fields_set and getattr(self, name) is None:
                 raise ValueError(f"{name} cannot be null; leave it out to keep it")
@@ -90,47 +90,51 @@ class DisableBody(BodySchema):
 
 
 class ReplayBody(BodySchema):
-    """What shall be told once more: one of these."""
+    """The messages to send again: exactly one of these."""
 
     message: str | None = Field(None, max_length=50, description="One message, by its webhook-id.")
     since: str | None = Field(
-        None, max_length=40, description="All that it wants and that has happened since; ISO 8601 with its zone."
+        None, max_length=40, description="All messages for events since this time; ISO 8601 with a time zone."
     )
-    given_up: Literal[True] | None = Field(None, description="All that was given up.")
+    given_up: Literal[True] | None = Field(None, description="All messages that were given up.")
 
     @model_validator(mode="after")
-    def _is_one(self) -> "ReplayBody":
-        if sum(it is not None for it in (self.message, self.since, self.given_up)) != 1:
+    def _check_exactly_one(self) -> "ReplayBody":
+        if sum(value is not None for value in (self.message, self.since, self.given_up)) != 1:
             raise ValueError("body must name one of message, since and given_up")
         return self
 
 
 class CallbacksQuery(Schema):
-    tenant: str | None = Field(None, max_length=MAX_NAME_LENGTH, description="Only this tenant's; for administrators.")
+    tenant: str | None = Field(
+        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for administrators."
+    )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=441, json_schema_extra={"pattern": f"^{_CALLBACK_CURSOR.pattern}$"})
 
 
 class CallbacksReplayBody(ReplayBody):
-    """Which callbacks shall be sent once more: one of `message`, `since` and `given_up`."""
+    """The callbacks to send again: exactly one of `message`, `since` and `given_up`."""
 
     message: str | None = Field(
         None,
-        description="One callback, by its webhook-id; also one that was delivered.",
+        description="One callback, by its webhook-id, even if it was delivered.",
         json_schema_extra={"maxLength": 400, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
     since: str | None = Field(
-        None, max_length=40, description="All given up of jobs that ended since then; ISO 8601 with its zone."
+        None,
+        max_length=40,
+        description="All callbacks that were given up, of jobs that ended since this time; ISO 8601 with a time zone.",
     )
     tenant: str | None = Field(
         None,
-        description="Of several, those of this tenant's jobs; for administrators.",
+        description="With `since` or `given_up`: only callbacks of this tenant's jobs; for administrators.",
         json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
 
 class CallbackDeliveriesQuery(Schema):
-    job_id: str = Field(max_length=400, description="Whose.")
+    job_id: str = Field(max_length=400, description="The job whose callbacks are listed.")
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=60, json_schema_extra={"pattern": f"^{_LOG_CURSOR.pattern}$"})
 
@@ -140,7 +144,9 @@ class WebhookPath(Schema):
 
 
 class WebhookQuery(Schema):
-    tenant: str | None = Field(None, max_length=MAX_NAME_LENGTH, description="Only this tenant's; for administrators.")
+    tenant: str | None = Field(
+        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for administrators."
+    )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=60, json_schema_extra=_ID)
 
@@ -157,7 +163,7 @@ class GivenUpQuery(Schema):
 
 
 class RefusedMessageView(ResponseSchema, source=RefusedMessage):
-    """A message that a webhook has refused."""
+    """A message that the receiver of a webhook refused."""
 
     job_id: str
     event: Annotated[str, From("type")]
@@ -171,33 +177,43 @@ class WebhookView(ResponseSchema, source=Subscription):
 
     webhook: Annotated[str, From("id")]
     tenant: str
-    url: Annotated[str, From(lambda it: mask_url(it.url))] = _SHOWN_URL
-    events: Annotated[list[str], From(lambda it: sorted(it.types))]
-    template: Annotated[dict[str, Any] | None, From(lambda it: it.template and json_text.loads(it.template))]
+    url: Annotated[str, From(lambda webhook: mask_url(webhook.url))] = _SHOWN_URL
+    events: Annotated[list[str], From(lambda webhook: sorted(webhook.types))]
+    template: Annotated[
+        dict[str, Any] | None, From(lambda webhook: webhook.template and json_text.loads(webhook.template))
+    ]
     description: str
-    max_per_s: float | None = Field(description="Messages that it is sent in a second; null: as many as there are.")
+    max_per_s: float | None = Field(description="Messages that are sent per second at most; null: no limit.")
     state: Literal["enabled", "disabled"]
     reason: str | None = Field(description="Why it is disabled.")
-    changed_by: str | None = Field(description="The tenant that enabled or disabled it; null: it came about by itself.")
+    changed_by: str | None = Field(
+        description="The tenant that enabled or disabled it; null: Slotkeeper disabled it, or its state never changed."
+    )
     changed_at: Time | None
     created_at: Time
-    failures: int = Field(description="In a row.")
+    failures: int = Field(description="Consecutive failures.")
     failing_since: Time | None
-    next_try_at: Annotated[Time | None, PROVIDED] = Field(description="It is left alone until then.")
-    waiting: Annotated[int, PROVIDED] = Field(description="Messages that wait for it, up to 1,000 more than written.")
-    refused: Annotated[RefusedMessageView | None, PROVIDED] = Field(
-        description="The oldest message that it has refused and that is tried again; others do not wait for it."
+    next_try_at: Annotated[Time | None, PROVIDED] = Field(
+        description="No message is sent before this time; null: there is no pause."
     )
-    behind: Annotated[bool, From(lambda it: it.behind is not None)] = Field(
-        description="Some of its messages are not written yet."
+    waiting: Annotated[int, PROVIDED] = Field(
+        description="Messages that wait to be sent.  Of the events without a message yet, at most 1,000 are counted."
+    )
+    refused: Annotated[RefusedMessageView | None, PROVIDED] = Field(
+        description="The oldest refused message that will be tried again; other messages do not wait for it."
+    )
+    behind: Annotated[bool, From(lambda webhook: webhook.behind is not None)] = Field(
+        description="Some events have no message for this webhook yet."
     )
     former_until: Annotated[Time | None, PROVIDED] = Field(
-        description="Until then messages are also signed with the secret before."
+        description="Until when messages are also signed with the previous secret; null: they are not."
     )
 
 
 class NewWebhookView(WebhookView):
-    secret: Annotated[str, PROVIDED] = Field(description="With which its messages are signed; it is never shown again.")
+    secret: Annotated[str, PROVIDED] = Field(
+        description="The secret that signs its messages; it is not returned again."
+    )
 
 
 class WebhookList(ResponseSchema):
@@ -207,36 +223,41 @@ class WebhookList(ResponseSchema):
 
 class NewSecretView(ResponseSchema):
     webhook: str
-    secret: str = Field(description="It is never shown again.")
-    former_until: Time | None = Field(description="Until then messages are also signed with the secret before.")
+    secret: str = Field(description="The new secret; it is not returned again.")
+    former_until: Time | None = Field(
+        description="Until when messages are also signed with the previous secret; null: they are not."
+    )
 
 
 class WebhookTestResult(ResponseSchema):
     webhook: str
-    message: str = Field(description="The webhook-id under which it is sent; the deliveries say what came of it.")
+    message: str = Field(description="The webhook-id of the test message; the list of deliveries shows its outcome.")
 
 
 class ReplayResult(ResponseSchema):
     webhook: str
     message: str | None
     since: Time | None
-    given_up: int | None = Field(description="How many messages are tried once more.")
+    given_up: int | None = Field(description="Number of messages that will be tried again.")
 
 
 class DeliveryView(ResponseSchema, source=DeliveryAttempt):
-    """One try of a message."""
+    """One attempt to deliver a message."""
 
     message: str = Field(description="Its webhook-id.")
-    job_id: Annotated[str | None, From(lambda it: it.job_id or None)] = Field(description="null: a test.")
+    job_id: Annotated[str | None, From(lambda attempt: attempt.job_id or None)] = Field(
+        description="null: a test message."
+    )
     event: Annotated[str, From("type")]
     at: Time
-    number: int = Field(description="1: the first try.")
+    number: int = Field(description="Number of the attempt, from 1.")
     outcome: Literal["delivered", "failed", "given_up"]
-    status: int | None = Field(description="HTTP; null: there was no answer.")
+    status: int | None = Field(description="HTTP status; null: there was no response.")
     latency_ms: int
     error: str | None
     answer: Annotated[str | None, PROVIDED] = Field(
-        description="What it begins with.  From a network inside only administrators see it."
+        description="The beginning of the response.  If it came from the operator's network, only administrators see "
+        "it."
     )
 
 
@@ -252,7 +273,7 @@ class GivenUpView(ResponseSchema, source=Message):
     message: Annotated[str, From("id")]
     job_id: str
     event: Annotated[str, From("type")]
-    at: Time = Field(description="When it happened.")
+    at: Time = Field(description="When the event happened.")
     given_up_at: Annotated[Time | None, From("ended_ms")]
     tries: int
     status: Annotated[int | None, From("last_status")]
@@ -271,13 +292,13 @@ class CallbackView(ResponseSchema, source=GivenUpCallback):
     job_id: Annotated[str, From("message.job_id")]
     model: str
     tenant: str
-    url: Annotated[str, From(lambda it: mask_url(it.url))] = _SHOWN_URL
-    status: Annotated[str, From("status")] = Field(description="How its job had ended.")
+    url: Annotated[str, From(lambda callback: mask_url(callback.url))] = _SHOWN_URL
+    status: Annotated[str, From("status")] = Field(description="The final state of the job.")
     ended_at: Annotated[Time, From("message.at_ms")]
     given_up_at: Annotated[Time | None, From("message.ended_ms")]
     tries: Annotated[int, From("message.tries")]
     last_status: Annotated[int | None, From("message.last_status")] = Field(
-        description="HTTP; null: there was no answer."
+        description="HTTP status; null: there was no response."
     )
     error: Annotated[str | None, From("message.last_error")]
 
@@ -290,7 +311,7 @@ class CallbackList(ResponseSchema):
 class CallbacksReplayView(ResponseSchema):
     message: str | None
     since: Time | None
-    sent: int = Field(description="How many are sent once more.")
+    sent: int = Field(description="Number of callbacks that will be sent again.")
 
 
 def webhook_status(
@@ -313,11 +334,11 @@ def delivery_view(delivery: DeliveryAttempt, *, shows_inside: bool) -> dict[str,
 
 
 def event_id_of(message: str) -> int:
-    """The event that a message tells of.  Raises InvalidRequest for what is no id of one."""
-    found = _MESSAGE.fullmatch(message)
-    if found is None:
+    """Return the number of the event of a message.  Raises InvalidRequest if `message` is not a webhook-id."""
+    match = _MESSAGE.fullmatch(message)
+    if match is None:
         raise InvalidRequest("message", "message must be the webhook-id of a message, such as the deliveries list")
-    return bounded_int(found[1])
+    return bounded_int(match[1])
 
 
 def encode_delivery_cursor(page: Sequence[DeliveryAttempt], limit: int) -> str | None:
@@ -325,9 +346,9 @@ def encode_delivery_cursor(page: Sequence[DeliveryAttempt], limit: int) -> str |
 
 
 def decode_delivery_cursor(cursor: str | None) -> int | None:
-    """Raises InvalidRequest for what is no cursor of ours, as those below."""
-    found = match_cursor(_LOG_CURSOR, cursor)
-    return found and bounded_int(found[1])
+    """Return the id in a cursor.  This and the following functions raise InvalidRequest for an invalid cursor."""
+    match = match_cursor(_LOG_CURSOR, cursor)
+    return match and bounded_int(match[1])
 
 
 def encode_message_cursor(page: Sequence[Message], limit: int) -> str | None:
@@ -335,8 +356,8 @@ def encode_message_cursor(page: Sequence[Message], limit: int) -> str | None:
 
 
 def decode_message_cursor(cursor: str | None) -> tuple[str, int] | None:
-    found = match_cursor(_GIVEN_UP_CURSOR, cursor)
-    return found and (found[1], bounded_int(found[2]))
+    match = match_cursor(_GIVEN_UP_CURSOR, cursor)
+    return match and (match[1], bounded_int(match[2]))
 
 
 def encode_callback_cursor(page: Sequence[GivenUpCallback], limit: int) -> str | None:
@@ -347,5 +368,5 @@ def encode_callback_cursor(page: Sequence[GivenUpCallback], limit: int) -> str |
 
 
 def decode_callback_cursor(cursor: str | None) -> tuple[int, str, int] | None:
-    found = match_cursor(_CALLBACK_CURSOR, cursor)
-    return found and (bounded_int(found[1]), found[3], bounded_int(found[2]))
+    match = match_cursor(_CALLBACK_CURSOR, cursor)
+    return match and (bounded_int(match[1]), match[3], bounded_int(match[2]))

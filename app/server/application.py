@@ -1,4 +1,4 @@
-"""The ASGI application: it reads requests, has Flask answer them in threads, and keeps those that wait in the loop."""
+"""The ASGI application: reads requests, calls Flask in threads, and keeps waiting requests in the event loop."""
 
 import asyncio
 import time
@@ -27,16 +27,16 @@ log = structlog.get_logger(__name__)
 
 KEYS_EVERY_S = 5.0
 _TICK_S = 1.0
-_HEAVY = 256 << 10  # bytes of a body that takes long to parse
-_DISCARDS_S = 5.0  # for which a client whose request is refused may send the rest: else it may never read why
+_HEAVY_BYTES = 256 << 10  # bytes; a larger body takes long to parse
+_DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
 _PUSH, _PAGE = "/tasks/callback/", "/page/"
-_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)  # The log-in is a form of the page.
-_MOST_FORM_BYTES = 256 << 10
-_MOST_STRANGERS_BYTES = 2048  # The log-in has two short fields.
+_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)  # /page/ contains the log-in form.
+_MAX_FORM_BYTES = 256 << 10
+_MAX_ANONYMOUS_BYTES = 2048  # The log-in form has two short fields.
 
 
 class PlaceLimit:
-    """Places that are bounded for each owner, and for all together."""
+    """Limits places, such as open streams, for each account and in total."""
 
     def __init__(self, most: int, share: int) -> None:
         self.most, self.share = most, max(share, 1)
@@ -44,21 +44,21 @@ class PlaceLimit:
 
     @contextmanager
     def take(self, account: str) -> Iterator[bool]:
-        """Hold one; False: there is none."""
+        """Context manager: hold a place.  Yields False if there is none."""
         free = self.taken.total() < self.most and self.taken[account] < self.share
         self.taken[account] += free
         try:
             yield free
         finally:
             self.taken[account] -= free
-            self.taken += Counter()  # Owners that hold none are forgotten.
+            self.taken += Counter()  # Removes accounts without a place.
 
 
 class HttpRequest:
-    """One request, and what has come of it."""
+    """One request and its state."""
 
     owner: Owner
-    key_s: float  # how long it took to find the owner
+    key_s: float  # seconds that the lookup of the owner took
 
     def __init__(
         self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
@@ -70,43 +70,45 @@ class HttpRequest:
         self.length = int(self.environ.get("CONTENT_LENGTH") or 0)
         self.body = bytearray()
         self.complete = not self.length and "HTTP_TRANSFER_ENCODING" not in self.environ
-        self.whole = True  # False: Flask is asked without its body, to refuse it.
-        self.close = False  # the connection, after it
+        self.whole = True  # False: Flask is called without the body, and refuses the request.
+        self.close = False  # whether the connection is closed after the response
 
     async def start(self, response: Response) -> None:
+        """Send the head of the response."""
         headers = [*response.headers, (b"connection", b"close")] if self.close else response.headers
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Send more of the response, when what was sent before has left."""
+        """Send a part of the response body, after the parts before were written to the network."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def disconnected(self) -> None:
-        """Discard what comes, until the client has left."""
+        """Discard received data until the client disconnects."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
 
 class WebApplication:
-    """Called by uvicorn, in the event loop's thread only."""
+    """The application that uvicorn calls.  For the thread of the event loop only."""
 
     def __init__(
         self,
         wsgi: Wsgi,
         settings: AppSettings,
-        owners: KeyCache,
+        key_cache: KeyCache,
         most_connections: int,
         database: Database,
-        watching: ProgressFollower,
+        progress_follower: ProgressFollower,
     ) -> None:
-        """`watching`: the progress of jobs, for those who follow one."""
-        self.settings, self._wsgi, self._owners, self.watching = settings, wsgi, owners, watching
+        """`progress_follower`: delivers the progress of jobs to streams."""
+        self.settings, self._wsgi = settings, wsgi
+        self._key_cache, self.progress_follower = key_cache, progress_follower
         self.capacity = ConnectionLimits(settings, most_connections, self.stop)
         self.stopping = False
         self.feed = EventFeed(database)
         self._request_s = database.limits.request_s
-        # Without keys all clients are one owner.  With keys one tenant has a quarter of the threads, as each of them
-        # competes with the loop for the interpreter, and half of the places.
+        # Without keys all clients are one owner.  With keys one tenant gets at most a quarter of the threads, because
+        # each thread competes with the event loop for the interpreter, and at most half of the places.
         threads, waiting, streams = settings.web_threads, settings.max_waiting_requests, settings.max_streams
         has_keys = settings.require_keys
         self.waiting = PlaceLimit(waiting, waiting // 2 if has_keys else waiting)
@@ -114,10 +116,10 @@ class WebApplication:
         self.general = FairPool("web", threads, threads // 4 if has_keys else threads)
         self._history = FairPool("history", 2, 1, streams)
         self._operators = FairPool("operators", 4, 4)
-        self._heavy = FairPool("heavy", 1, 1)  # The JSON parser keeps all other threads waiting.
+        self._heavy = FairPool("heavy", 1, 1)  # The JSON parser blocks all other threads.
         self._pushes = FairPool("pushes", 8, 6)
-        self._strangers = FairPool("strangers", 2, 1)
-        self._readiness = FairPool("readiness", 1, 1)  # Of a probe, which shows no key and may not wait for strangers.
+        self._anonymous = FairPool("anonymous", 2, 1)
+        self._readiness = FairPool("readiness", 1, 1)  # Probes send no key, and must not wait for anonymous clients.
         self._open: dict[EventStream, tuple[HttpRequest, asyncio.Task[None]]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -136,29 +138,29 @@ class WebApplication:
 
     async def _answer(self, request: HttpRequest) -> None:
         began = time.monotonic()
-        request.owner = await self._owners.owner_of(request.environ)
+        request.owner = await self._key_cache.owner_of(request.environ)
         request.key_s = time.monotonic() - began
         if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
             self.capacity.mark_active(request.connection, trusted=True)
         await self._receive(request)
         request.environ[CAN_DEFER] = request.environ["REQUEST_METHOD"] == "GET"
         if request.path == "/health/live":
-            response = self._call(request)()  # It reads nothing, and waits for no thread that others keep busy.
+            response = self._flask_call(request)()  # Needs no database or Redis, and so no thread.
         else:
-            response = await self._ask(self._pool_of(request), request)
-        if isinstance(response.goes_on, FollowEvents):
-            await self._stream(request, response, response.goes_on)
-        elif isinstance(response.goes_on, WaitForJob):
-            await self._respond(request, await self._wait(request, response, response.goes_on))
+            response = await self._call_in_thread(self._pool_for(request), request)
+        if isinstance(response.deferred, FollowEvents):
+            await self._stream(request, response, response.deferred)
+        elif isinstance(response.deferred, WaitForJob):
+            await self._respond(request, await self._wait(request, response, response.deferred))
         else:
             await self._respond(request, response)
 
-    # -- with a thread ---------------------------------------------------------------------------------------------
+    # -- in a thread -----------------------------------------------------------------------------------------------
 
     async def _receive(self, request: HttpRequest) -> None:
-        """Read the body, or as much as it takes to refuse it.  Raises Refusal, and Gone."""
+        """Read the body, or as much of it as is needed to refuse it.  Raises Refusal, ClientGone."""
         settings, owner, began = self.settings, request.owner, asyncio.get_running_loop().time()
-        limit, request.close = self._limit_of(request), not request.complete
+        limit, request.close = self._body_limit(request), not request.complete
         wants_key = settings.require_keys and not request.path.startswith(_KEYLESS)
         request.whole = request.complete or not (
             (wants_key and owner.kind is OwnerKind.ANONYMOUS) or request.length > limit
@@ -176,8 +178,8 @@ class WebApplication:
                 raise ClientGone
             size, is_local = len(message["body"]), owner.kind is OwnerKind.LOCAL
             if not self.capacity.reserve_bytes(request.connection, owner.account, size, whole=is_local):
-                told = "You send too much at once; let what you have begun end first."
-                raise Refusal(429, "too_many_bytes", told, 1)
+                detail = "Your open requests hold too many bytes; wait until some of them have ended."
+                raise Refusal(429, "too_many_bytes", detail, 1)
             request.body += message["body"]
             request.complete, request.whole = not message["more_body"], len(request.body) <= limit
         if request.whole:
@@ -187,49 +189,51 @@ class WebApplication:
             request.environ.pop("HTTP_TRANSFER_ENCODING", None)
             request.body.clear()
 
-    def _limit_of(self, request: HttpRequest) -> int:
-        """Return the largest body that is taken at this address."""
-        path, is_stranger = request.path, request.owner.kind is OwnerKind.ANONYMOUS
-        if is_stranger and not path.startswith(_PUSH):
-            return min(_MOST_STRANGERS_BYTES, self.settings.max_body_bytes)
+    def _body_limit(self, request: HttpRequest) -> int:
+        """Return the size in bytes of the largest body that this address accepts."""
+        path, is_anonymous = request.path, request.owner.kind is OwnerKind.ANONYMOUS
+        if is_anonymous and not path.startswith(_PUSH):
+            return min(_MAX_ANONYMOUS_BYTES, self.settings.max_body_bytes)
         if path == "/queue/submit-batch":
             return self.settings.max_batch_bytes
         if path.startswith(_PAGE):
-            return min(_MOST_FORM_BYTES, self.settings.max_body_bytes)
+            return min(_MAX_FORM_BYTES, self.settings.max_body_bytes)
         return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
 
-    def _pool_of(self, request: HttpRequest) -> FairPool:
+    def _pool_for(self, request: HttpRequest) -> FairPool:
+        """Return the thread pool for a request."""
         if request.path.startswith(_PUSH):
             return self._pushes
         if request.path == "/health/ready":
             return self._readiness
         if request.owner.kind is OwnerKind.ANONYMOUS:
-            return self._strangers
-        if len(request.body) > _HEAVY:
+            return self._anonymous
+        if len(request.body) > _HEAVY_BYTES:
             return self._heavy
         return (
             self._operators if request.owner.kind is OwnerKind.OPERATOR and not self.general.has_room else self.general
         )
 
-    async def _ask(self, pool: FairPool, request: HttpRequest) -> Response:
-        """Have a thread call Flask.  Raises Refusal, and Gone."""
+    async def _call_in_thread(self, pool: FairPool, request: HttpRequest) -> Response:
+        """Call Flask in a thread of the pool.  Raises Refusal, ClientGone."""
         longest_s = self._request_s - request.key_s
         request.environ[ANSWER_UNTIL] = time.monotonic() + longest_s
         try:
-            asked = self._call(request)
-            # Large requests wait for one another, however long each takes.
+            call = self._flask_call(request)
+            # Large requests wait for each other, however long each takes.
             longest_wait_s = None if pool is self._heavy else longest_s
             return await pool.run(
-                request.owner.account, asked, lambda: not request.connection.has_disconnected, longest_wait_s
+                request.owner.account, call, lambda: not request.connection.has_disconnected, longest_wait_s
             )
         except QueueFull:
-            request.close = True  # Else the next that has come on this connection would be refused at once, too.
-            raise Refusal(429, "too_many_requests", "Too many of your requests wait already.", 1) from None
+            request.close = True  # Otherwise the next request on this connection would be refused at once, too.
+            raise Refusal(429, "too_many_requests", "Too many of your requests are already waiting.", 1) from None
         except TurnLate:
-            told = "No thread was free for it in time, and nothing was done; try again."
-            raise Refusal(503, "overloaded", told, 1) from None
+            detail = "No thread was free for the request in time, and nothing was done; try again."
+            raise Refusal(503, "overloaded", detail, 1) from None
 
-    def _call(self, request: HttpRequest) -> Callable[[], Response]:
+    def _flask_call(self, request: HttpRequest) -> Callable[[], Response]:
+        """Return a function that calls Flask, and release the body from the request."""
         body = bytes(request.body)
         request.body.clear()
         return partial(call_wsgi, self._wsgi, request.environ, body, whole=request.whole)
@@ -242,65 +246,69 @@ class WebApplication:
         await request.write(response.body)
         if not request.complete:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_DISCARDS_S):
+                async with asyncio.timeout(_DISCARD_S):
                     while (await request.receive()).get("more_body"):
                         pass
         await request.write(b"", more=False)
         self.capacity.release_bytes(request.connection)
 
-    # -- without -----------------------------------------------------------------------------------------------------
+    # -- without a thread ------------------------------------------------------------------------------------------
 
-    async def _wait(self, request: HttpRequest, response: Response, until: WaitForJob) -> Response:
-        """Ask Flask once more when the job has ended, or the time is over."""
+    async def _wait(self, request: HttpRequest, response: Response, waiting: WaitForJob) -> Response:
+        """Call Flask again when the job has ended or the time is over.  Return `response` if that is not possible."""
         with self.waiting.take(request.owner.account) as has_place:
             if not has_place or self.stopping:
                 return response
             request.connection.waits_for_event = True
-            either = [
-                asyncio.create_task(self.feed.wait_for_end(until.job_id)),
+            tasks = [
+                asyncio.create_task(self.feed.wait_for_end(waiting.job_id)),
                 asyncio.create_task(request.disconnected()),
             ]
-            await asyncio.wait(either, timeout=until.seconds, return_when=asyncio.FIRST_COMPLETED)
-            for task in either:
+            await asyncio.wait(tasks, timeout=waiting.seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 task.cancel()
             request.connection.waits_for_event = False
         request.environ[CAN_DEFER] = False
         try:
-            return await self._ask(self.general, request)
+            return await self._call_in_thread(self.general, request)
         except Refusal:
             return response
 
-    async def _stream(self, request: HttpRequest, response: Response, following: FollowEvents) -> None:
+    async def _stream(self, request: HttpRequest, response: Response, deferred_stream: FollowEvents) -> None:
         """Send events until the job has ended, the client has left, its key was removed, or the process stops."""
         account, connection = request.owner.account, request.connection
         with self.streams.take(account) as has_place:
             if not has_place or self.stopping:
-                told = "As many streams are open as may be; close one, or ask for the jobs themselves now and then."
-                raise Refusal(429, "too_many_streams", told, 5)
+                detail = "Too many streams are open; close one, or poll the jobs instead."
+                raise Refusal(429, "too_many_streams", detail, 5)
             if request.version == "1.0":
-                raise Refusal(505, "http_version", "HTTP/1.0 cannot tell a stream's end; ask by HTTP/1.1.")
-            response.headers = [it for it in response.headers if it[0].lower() != b"content-length"]
+                raise Refusal(505, "http_version", "HTTP/1.0 cannot mark the end of a stream; use HTTP/1.1.")
+            response.headers = [header for header in response.headers if header[0].lower() != b"content-length"]
             request.close = connection.waits_for_event = True
             await request.start(response)
             stream = EventStream(
-                following, self.feed, self.watching, partial(self._history.run, account), connection.abort
+                deferred_stream,
+                self.feed,
+                self.progress_follower,
+                partial(self._history.run, account),
+                connection.abort,
             )
             sending = asyncio.create_task(_send(request, stream))
-            left = asyncio.create_task(request.disconnected())
+            disconnected = asyncio.create_task(request.disconnected())
             self._open[stream] = request, sending
-            await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, disconnected), return_when=asyncio.FIRST_COMPLETED)
             sending.cancel()
-            left.cancel()
+            disconnected.cancel()
             del self._open[stream]
             await asyncio.wait((sending,))
             if not sending.cancelled() and (error := sending.exception()) is not None:
-                raise ClientGone if isinstance(error, SlotkeeperError) else error  # Its client comes again.
+                raise ClientGone if isinstance(error, SlotkeeperError) else error  # The client reconnects.
         await request.write(b"", more=False)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     async def run_timeouts(self) -> None:
-        """Close what takes too long, and read the keys now and then."""
+        """Close connections that take too long, and refresh the keys.  Runs until it is canceled."""
         keys_due, evicted = self.capacity.now(), 0
         while True:
             now = self.capacity.now()
@@ -317,23 +325,24 @@ class WebApplication:
             await asyncio.sleep(_TICK_S)
 
     async def _refresh_keys(self) -> None:
-        """A stream may last for days: it ends when its key is none any more."""
-        await self._owners.refresh()
+        """Read the keys again, and end streams whose key is not valid any more: a stream may last for days."""
+        await self._key_cache.refresh()
         for request, sending in self._open.values():
-            if not self._owners.is_still_valid(request.owner, request.environ):
+            if not self._key_cache.is_still_valid(request.owner, request.environ):
                 sending.cancel()
 
     def stop(self) -> None:
-        """Begin no more waiting, and end what waits; what is begun is answered."""
+        """Begin no more waiting, end streams and waits, and let started requests finish."""
         if not self.stopping:
             self.stopping = True
             self.feed.wake_waiters()
-            self.watching.stop()
+            self.progress_follower.stop()
             for _, sending in self._open.values():
                 sending.cancel()
 
 
 async def _send(request: HttpRequest, stream: EventStream) -> None:
+    """Send the chunks of a stream to the client."""
     async with aclosing(stream.chunks()) as texts:
         async for text in texts:
             await request.write(text)

@@ -1,4 +1,4 @@
-"""Events as they are committed, read from the database once for all who follow them or wait for a job's end."""
+"""Reads committed events from the database, once for all streams and for all requests that wait for a job's end."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 
 log = structlog.get_logger(__name__)
 
-# The pause between two readings: longer each time that nothing has happened.
+# The pause between two reads: longer after each read without events.
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.050, 0.200, 1.3
-_REST_FACTOR = 4  # It is at least so many times as long as the streams have kept the event loop.
+_REST_FACTOR = 4  # The pause is at least this multiple of the time that the streams used of the event loop.
 _AFTER_FAILURE_S = 1.0
 _MAX_JOBS_PER_QUERY = 500  # jobs in one query
 _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
@@ -30,7 +30,7 @@ _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 
 @dataclass(frozen=True, slots=True)
 class RenderedEvent:
-    """An event, and its text in a stream (text/event-stream)."""
+    """An event and its text in a stream (text/event-stream)."""
 
     entry: OutboxEvent
     text: bytes
@@ -41,7 +41,7 @@ class RenderedEvent:
 
     @property
     def ends(self) -> bool:
-        """Whether it ends its job."""
+        """Whether the event is the end of its job."""
         return self.entry.event.type in _ENDS
 
 
@@ -49,46 +49,51 @@ EventHandler: TypeAlias = Callable[[Sequence[RenderedEvent]], None]
 
 
 def render(entry: OutboxEvent) -> RenderedEvent:
+    """Return the event with its text."""
     event = entry.event
     text = b"id: %d\nevent: %b\ndata: %b\n\n" % (event.id, event.type.encode(), orjson.dumps(event_data(entry)))
     return RenderedEvent(entry, text)
 
 
 class EventFeed:
-    """Called in the event loop's thread only.  It reads, in a thread, while anybody follows or waits."""
+    """Delivers events to followers.  It reads in a thread, while there are followers or waiting requests.
+
+    Its methods are for the thread of the event loop only, except `_read_events`.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database, self._store = database, JobStore(database)
         self._followers: dict[EventFilter, list[EventHandler]] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}  # by job
-        self._asked: set[str] = set()  # jobs that may have ended before
+        self._unchecked: set[str] = set()  # jobs that may have ended before the first read
         self._thread = ThreadPoolExecutor(1, "feed")
         self._reading: asyncio.Task[None] | None = None
-        self._begun = asyncio.Event()
+        self._started = asyncio.Event()
         self.position = 0
-        """While it reads: all events up to this one have been given to those who want them."""
+        """While the feed reads: all events up to this one were delivered."""
 
     @property
     def is_reading(self) -> bool:
         return self._reading is not None
 
-    async def follow(self, wanted: EventFilter, take: EventHandler) -> int:
-        """Give to `take` all that is wanted of the events after the position that this returns."""
-        self._followers.setdefault(wanted, []).append(take)
+    async def follow(self, event_filter: EventFilter, handler: EventHandler) -> int:
+        """Call `handler` with the selected events after a position, and return that position."""
+        self._followers.setdefault(event_filter, []).append(handler)
         self._wake()
-        await self._begun.wait()
+        await self._started.wait()
         return self.position
 
-    def unfollow(self, wanted: EventFilter, take: EventHandler) -> None:
-        self._followers[wanted].remove(take)
-        if not self._followers[wanted]:
-            del self._followers[wanted]
+    def unfollow(self, event_filter: EventFilter, handler: EventHandler) -> None:
+        """Stop calling `handler`."""
+        self._followers[event_filter].remove(handler)
+        if not self._followers[event_filter]:
+            del self._followers[event_filter]
 
     async def wait_for_end(self, job_id: str) -> None:
-        """Wait until the job has ended, or is gone, or the process stops."""
+        """Wait until the job has ended or was removed, or the process stops."""
         ended = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(job_id, []).append(ended)
-        self._asked.add(job_id)
+        self._unchecked.add(job_id)
         self._wake()
         try:
             await ended
@@ -98,7 +103,7 @@ class EventFeed:
                 del self._waiters[job_id]
 
     def wake_waiters(self, jobs: set[str] | None = None) -> None:
-        """For these jobs, or all."""
+        """End the waits for these jobs; None: all waits."""
         for job_id in self._waiters if jobs is None else jobs & self._waiters.keys():
             for ended in self._waiters[job_id]:
                 if not ended.done():
@@ -115,37 +120,43 @@ class EventFeed:
             except Exception as error:
                 if not isinstance(error, SlotkeeperError):
                     log.error("feed_failed", exc_info=error)
-                self._asked.update(self._waiters)
+                self._unchecked.update(self._waiters)
                 await asyncio.sleep(_AFTER_FAILURE_S)
-        self._begun.clear()
+        self._started.clear()
         self._reading = None
 
     async def _read(self) -> None:
-        """Raises SlotkeeperError while the database is away."""
-        loop, tail, pause_s = asyncio.get_running_loop(), EventReader(self.database, after=self.position), _SHORTEST_S
-        if not self._begun.is_set():
-            self.position = await loop.run_in_executor(self._thread, tail.skip_to_end)
-            self._begun.set()
+        """Read and deliver events.  Raises SlotkeeperError while the database is unavailable."""
+        loop, reader, pause_s = asyncio.get_running_loop(), EventReader(self.database, after=self.position), _SHORTEST_S
+        if not self._started.is_set():
+            self.position = await loop.run_in_executor(self._thread, reader.skip_to_end)
+            self._started.set()
         while self._followers or self._waiters:
-            asked = {self._asked.pop() for _ in range(min(len(self._asked), _MAX_JOBS_PER_QUERY))}
-            ended, events = await loop.run_in_executor(self._thread, self._look, tail, asked)
-            began = loop.time()
-            self.wake_waiters(ended | {it.entry.event.job_id for it in events if it.ends})
-            self._hand_out(events)
-            self.position = tail.position
-            await asyncio.sleep(0)  # until all who were woken have sent what they got
+            unchecked = {self._unchecked.pop() for _ in range(min(len(self._unchecked), _MAX_JOBS_PER_QUERY))}
+            ended, events = await loop.run_in_executor(self._thread, self._read_events, reader, unchecked)
+            read_at = loop.time()
+            self.wake_waiters(ended | {event.entry.event.job_id for event in events if event.ends})
+            self._deliver(events)
+            self.position = reader.position
+            await asyncio.sleep(0)  # lets the woken streams send their events
             pause_s = _SHORTEST_S if events else min(pause_s * _GROWTH, _LONGEST_S)
-            await asyncio.sleep(max(pause_s, (loop.time() - began) * _REST_FACTOR))
+            await asyncio.sleep(max(pause_s, (loop.time() - read_at) * _REST_FACTOR))
 
-    def _look(self, tail: EventReader, asked: set[str]) -> tuple[set[str], list[RenderedEvent]]:
-        """Return which of the jobs have ended or are gone, and what has happened: what ends later is read there."""
-        briefs = self._store.get_statuses(sorted(asked)) if asked else {}
-        ended = {it for it in asked if it not in briefs or briefs[it].state in FINAL_STATES}
-        return ended, [render(entry) for entry in tail.read()]
+    def _read_events(self, reader: EventReader, unchecked: set[str]) -> tuple[set[str], list[RenderedEvent]]:
+        """Return which of the jobs have ended or are removed, and the new events, in a thread.
 
-    def _hand_out(self, events: Sequence[RenderedEvent]) -> None:
-        jobs = {None, *(it.entry.event.job_id for it in events)}
-        for wanted, takes in self._followers.items():
-            part = [it for it in events if wanted.matches(it.entry)] if wanted.job_id in jobs else []
-            for take in takes if part else ():
-                take(part)
+        The jobs are checked first: the end of one that ends later is among the events.
+        """
+        statuses = self._store.get_statuses(sorted(unchecked)) if unchecked else {}
+        ended = {job_id for job_id in unchecked if job_id not in statuses or statuses[job_id].state in FINAL_STATES}
+        return ended, [render(entry) for entry in reader.read()]
+
+    def _deliver(self, events: Sequence[RenderedEvent]) -> None:
+        """Call the handlers of each filter with the events that it selects."""
+        jobs = {None, *(event.entry.event.job_id for event in events)}
+        for event_filter, handlers in self._followers.items():
+            if event_filter.job_id not in jobs:
+                continue
+            selected = [event for event in events if event_filter.matches(event.entry)]
+            for handler in handlers if selected else ():
+                handler(selected)

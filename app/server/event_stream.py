@@ -1,4 +1,4 @@
-"""The events of one client: first those that it has missed, page by page, then those that happen."""
+"""The event stream of one client: first the events that it missed, page by page, then new events."""
 
 import asyncio
 import time
@@ -14,140 +14,150 @@ from routing.progress import ProgressEntry, ProgressFollower, Subscription
 from slotkeeper.outbox import event_reader
 
 HEARTBEAT_S = 15.0
-_PAGE = 200  # events that are read at once
-_MAX_BUFFERED_EVENTS = 5_000  # events that happen while the missed ones are read; then they are read, too
-_MAX_UNSENT_BYTES = 128 << 10  # bytes that a client has not read; then it is closed, and may come again
-_GAP = "Some of what happened after this event is not in the record any more: look at the jobs themselves."
+_PAGE = 200  # missed events per read
+_MAX_BUFFERED_EVENTS = 5_000  # new events while missed ones are read; more are read from the database, too
+_MAX_UNSENT_BYTES = 128 << 10  # that the client has not read; beyond it the connection is closed
+_GAP = "Some events after this one are not in the database any more: request the jobs to see their state."
 
 
 class EventStream:
-    """Called in the event loop's thread only.  `run` runs a function in a thread, `abort` closes the connection."""
+    """Collects and formats the events for one client.  For the thread of the event loop only.
+
+    `run`: runs a function in a thread.  `abort`: closes the connection.
+    """
 
     def __init__(
         self,
-        following: FollowEvents,
+        request: FollowEvents,
         feed: EventFeed,
-        watching: ProgressFollower,
+        progress_follower: ProgressFollower,
         run: Callable[[Callable[[], Any]], Awaitable[Any]],
         abort: Callable[[], None],
     ) -> None:
-        self.wanted = following.wanted
-        self._feed, self._watching, self._run, self._abort = feed, watching, run, abort
-        self._after, self._cursor = following.after, following.after or 0  # All up to the cursor has been sent.
-        self._target: int | None = 0  # up to which missed events are read; None: they have been
-        self._kept: list[RenderedEvent | ProgressEntry] = []
-        self._unsent = 0  # bytes in it
+        self.event_filter = request.event_filter
+        self._feed, self._follower, self._run, self._abort = feed, progress_follower, run, abort
+        self._after, self._cursor = request.after, request.after or 0  # All events up to the cursor were sent.
+        self._missed_until: int | None = 0  # the last missed event to read; None: all were read
+        self._buffered: list[RenderedEvent | ProgressEntry] = []
+        self._unsent = 0  # bytes in the buffer
         self._woken = asyncio.Event()
-        self._over = False  # The last event that was sent ends its job.
+        self._job_ended = False  # The last event that was sent is the end of its job.
         self._sent_at = time.monotonic()
-        job_id = self.wanted.job_id
-        self._watcher = Subscription(job_id, following.progress_after, self._keep) if job_id is not None else None
-        self._is_watched = False
+        job_id = self.event_filter.job_id
+        self._subscription = (
+            Subscription(job_id, request.progress_after, self._push_progress) if job_id is not None else None
+        )
+        self._is_subscribed = False
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield what to send, until the job has ended; without one, for ever."""
+        """Yield the chunks of the response: until the job has ended, or without end if the stream is not of one job."""
         try:
-            self._target = await self._feed.follow(self.wanted, self.push)
+            self._missed_until = await self._feed.follow(self.event_filter, self.push)
             yield b"retry: 2000\n\n"
-            if self._after is None and self._watcher is None:
-                self._cursor, self._target = self._target, None
+            if self._after is None and self._subscription is None:
+                self._cursor, self._missed_until = self._missed_until, None
                 yield b"id: %d\n\n" % self._cursor
             else:
                 async for text in self._send_missed():
                     yield text
-            while self._kept or self._watcher is None or not self._over:
-                if self._watcher is not None and not self._is_watched:
-                    self._is_watched = True
-                    self._watching.subscribe(self._watcher)
-                if not self._kept:
+            while self._buffered or self._subscription is None or not self._job_ended:
+                if self._subscription is not None and not self._is_subscribed:
+                    self._is_subscribed = True
+                    self._follower.subscribe(self._subscription)
+                if not self._buffered:
                     await self._woken.wait()
-                yield await self._kept_text() or self._heartbeat()
+                yield await self._buffered_text() or self._heartbeat()
         finally:
-            self._feed.unfollow(self.wanted, self.push)
-            if self._watcher is not None:
-                self._watching.unsubscribe(self._watcher)
+            self._feed.unfollow(self.event_filter, self.push)
+            if self._subscription is not None:
+                self._follower.unsubscribe(self._subscription)
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- new events ----------------------------------------------------------------------------------------------
 
     def push(self, events: Sequence[RenderedEvent | ProgressEntry]) -> None:
-        """These have happened."""
-        if self._target is None and self._unsent > _MAX_UNSENT_BYTES:
+        """Buffer new events and progress entries.  Closes the connection of a client that does not read."""
+        if self._missed_until is None and self._unsent > _MAX_UNSENT_BYTES:
             self._abort()
             return
-        self._kept.extend(events)
-        self._unsent += sum(len(it.text) for it in events)
+        self._buffered.extend(events)
+        self._unsent += sum(len(event.text) for event in events)
         self._woken.set()
-        if self._target is not None and len(self._kept) > _MAX_BUFFERED_EVENTS:
-            self._target = max(it.number for it in self._kept if isinstance(it, RenderedEvent))
-            self._kept.clear()
+        if self._missed_until is not None and len(self._buffered) > _MAX_BUFFERED_EVENTS:
+            self._missed_until = max(event.number for event in self._buffered if isinstance(event, RenderedEvent))
+            self._buffered.clear()
 
-    def _keep(self, said: ProgressEntry) -> None:
-        self.push([said])
+    def _push_progress(self, entry: ProgressEntry) -> None:
+        self.push([entry])
 
     def check_time(self, now_s: float) -> None:
-        """Called about every second."""
+        """Send a heartbeat if one is due.  Called about once a second."""
         if now_s - self._sent_at >= HEARTBEAT_S:
             self._woken.set()
 
     def _heartbeat(self) -> bytes:
-        if self._watcher is not None:
+        if self._subscription is not None:
             return b": still here\n\n"
         self._cursor = max(self._cursor, self._feed.position)
         return b": still here\nid: %d\n\n" % self._cursor
 
-    # -- what was missed -------------------------------------------------------------------------------------------
+    # -- missed events -------------------------------------------------------------------------------------------
 
     async def _send_missed(self) -> AsyncIterator[bytes]:
-        is_first = goes_on = True
-        while goes_on:
-            target = self._target or 0
+        """Yield the missed events, then those buffered meanwhile."""
+        is_first = has_more = True
+        while has_more:
+            last = self._missed_until or 0
             complete, page, events = await self._run(partial(self._read_missed_page, is_first))
             if not complete:
                 yield b"event: stream.gap\ndata: %b\n\n" % orjson.dumps({"after": self._cursor, "detail": _GAP})
-                self._cursor = min(self._cursor, target)
-            yield await self._text([it for it in events if it.number <= target and self.wanted.matches(it.entry)])
-            self._cursor = max(self._cursor, min(page.last, target))
-            is_first, goes_on = False, (page.has_more and page.last < target) or self._target != target
-        self._target = None
-        yield await self._kept_text()
+                self._cursor = min(self._cursor, last)
+            yield await self._text(
+                [event for event in events if event.number <= last and self.event_filter.matches(event.entry)]
+            )
+            self._cursor = max(self._cursor, min(page.last, last))
+            is_first, has_more = False, (page.has_more and page.last < last) or self._missed_until != last
+        self._missed_until = None
+        yield await self._buffered_text()
 
     def _read_missed_page(self, is_first: bool) -> tuple[bool, event_reader.EventPage, list[RenderedEvent]]:
-        """In a thread.  Raises SlotkeeperError while the database is away."""
-        database, job_id = self._feed.database, self.wanted.job_id
+        """Return whether all missed events exist, the page, and its events.  For a thread.  Raises SlotkeeperError."""
+        database, job_id = self._feed.database, self.event_filter.job_id
         complete = not is_first or job_id is not None or event_reader.has_all_since(database, self._cursor)
         page = event_reader.read_page(database, self._cursor, _PAGE, job_id)
         return complete, page, [render(entry) for entry in page.events]
 
     # -- text ------------------------------------------------------------------------------------------------------
 
-    async def _kept_text(self) -> bytes:
-        events, self._kept, self._unsent = self._kept, [], 0
+    async def _buffered_text(self) -> bytes:
+        """Empty the buffer and return its text."""
+        events, self._buffered, self._unsent = self._buffered, [], 0
         self._woken.clear()
         return await self._text(events)
 
     async def _text(self, events: Sequence[RenderedEvent | ProgressEntry]) -> bytes:
-        """Return the text of each event once; what the job's server has said stands before its end."""
+        """Return the text of the events that were not sent.  Progress entries come before the end of their job."""
         self._sent_at = time.monotonic()
         parts: list[bytes] = []
-        for it in events:
-            if isinstance(it, ProgressEntry):
-                parts.append(self._progress(it))
-            elif it.number > self._cursor:
-                if it.ends and self._watcher is not None:
-                    parts += [self._progress(said) for said in await self._remaining_progress(self._watcher)]
-                parts.append(it.text)
-                self._cursor, self._over = it.number, it.ends
+        for event in events:
+            if isinstance(event, ProgressEntry):
+                parts.append(self._progress_text(event))
+            elif event.number > self._cursor:
+                if event.ends and self._subscription is not None:
+                    remaining = await self._remaining_progress(self._subscription)
+                    parts += [self._progress_text(entry) for entry in remaining]
+                parts.append(event.text)
+                self._cursor, self._job_ended = event.number, event.ends
         return b"".join(parts)
 
-    async def _remaining_progress(self, watcher: Subscription) -> list[ProgressEntry]:
-        """Return what the job's server has said and is not sent yet."""
+    async def _remaining_progress(self, subscription: Subscription) -> list[ProgressEntry]:
+        """End the subscription, and return the progress entries that were not sent."""
         done = asyncio.Event()
-        self._watching.finish(watcher, done.set)
+        self._follower.finish(subscription, done.set)
         await done.wait()
-        self._is_watched = False
-        said = [it for it in self._kept if isinstance(it, ProgressEntry)]
-        self._kept = [it for it in self._kept if not isinstance(it, ProgressEntry)]
-        return said
+        self._is_subscribed = False
+        entries = [event for event in self._buffered if isinstance(event, ProgressEntry)]
+        self._buffered = [event for event in self._buffered if not isinstance(event, ProgressEntry)]
+        return entries
 
-    def _progress(self, said: ProgressEntry) -> bytes:
-        return b"id: %d-%d-%d\nevent: progress\ndata: %b\n\n" % (self._cursor, *said.id, said.text)
+    def _progress_text(self, entry: ProgressEntry) -> bytes:
+        return b"id: %d-%d-%d\nevent: progress\ndata: %b\n\n" % (self._cursor, *entry.id, entry.text)

@@ -1,4 +1,4 @@
-"""Threads that answer requests, and the order in which owners get them."""
+"""A thread pool that gives owners turns."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class QueueFull(Exception):
-    """As many calls of this owner wait as may."""
+    """This owner already has as many waiting calls as allowed."""
 
 
 class TurnLate(Exception):
@@ -21,16 +21,16 @@ class TurnLate(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for the result any more."""
+    """The client does not wait for the result any more."""
 
 
 class FairPool:
-    """Threads for one kind of work.  Owners get turns one after the other, and none holds more than its share."""
+    """Threads for one kind of work.  Owners take turns, and none holds more threads than its share."""
 
     def __init__(self, name: str, threads: int, share: int, most_waiting: int = 1024) -> None:
         """`share`: threads that one owner may hold.  `most_waiting`: calls of one owner that may wait."""
         self._name, self._started = name, 0
-        # Not an executor of the standard library, whose locks the event loop would wait for while threads compute.
+        # No executor of the standard library: the event loop would wait for its locks while threads compute.
         self._inbox: SimpleQueue[tuple[asyncio.AbstractEventLoop, str, Callable[[], Any], asyncio.Future[Any]]]
         self._inbox = SimpleQueue()
         self.threads, self.share, self.most_waiting = threads, max(share, 1), most_waiting
@@ -48,10 +48,10 @@ class FairPool:
         wanted: Callable[[], bool] = lambda: True,
         longest_wait_s: float | None = None,
     ) -> R:
-        """Return what `call` returns, in a thread, when its owner's turn has come.
+        """Run `call` in a thread when its owner has a turn, and return its result.
 
-        Raises QueueFull; TurnLate after `longest_wait_s`; ClientGone where it is not `wanted` any more when its turn
-        comes.
+        Raises QueueFull; TurnLate if no thread is free within `longest_wait_s`; ClientGone if `wanted` returns False
+        when the turn comes.
         """
         if self.has_room and self._held[owner] < self.share and owner not in self._waiting:
             self._held[owner] += 1
@@ -70,28 +70,30 @@ class FairPool:
                 threading.Thread(target=self._work, name=f"{self._name}-{self._started + 1}", daemon=True).start()
                 self._started += 1
         except BaseException:
-            self._give_back(owner)
+            self._release_thread(owner)
             raise
         self._inbox.put((loop, owner, call, outcome))
-        return await outcome  # A caller that is canceled leaves its thread at work.
+        return await outcome  # If the caller is canceled, the thread finishes its work.
 
     def _work(self) -> None:
-        """In a thread."""
+        """Run calls from the inbox, in a thread of the pool."""
         while True:
             loop, owner, call, outcome = self._inbox.get()
             try:
-                end = partial(outcome.set_result, call())
+                set_outcome = partial(outcome.set_result, call())
             except Exception as error:
-                end = partial(outcome.set_exception, error)
+                set_outcome = partial(outcome.set_exception, error)
             with suppress(RuntimeError):  # The loop is closed: the process ends.
-                loop.call_soon_threadsafe(self._end, owner, outcome, end)
+                loop.call_soon_threadsafe(self._finish, owner, outcome, set_outcome)
 
-    def _end(self, owner: str, outcome: "asyncio.Future[R]", end: Callable[[], None]) -> None:
+    def _finish(self, owner: str, outcome: "asyncio.Future[R]", set_outcome: Callable[[], None]) -> None:
+        """Return the thread to the pool, and set the outcome of a call unless it was canceled."""
         if not outcome.done():
-            end()
-        self._give_back(owner)
+            set_outcome()
+        self._release_thread(owner)
 
     async def _turn(self, owner: str) -> None:
+        """Wait for a thread, and take it for the owner.  Raises QueueFull."""
         if len(self._waiting.get(owner, ())) >= self.most_waiting:
             raise QueueFull
         turn = asyncio.get_running_loop().create_future()
@@ -100,24 +102,25 @@ class FairPool:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self._give_back(owner)
+                self._release_thread(owner)
             raise
 
-    def _give_back(self, owner: str) -> None:
+    def _release_thread(self, owner: str) -> None:
+        """Return the owner's thread to the pool, and start waiting calls."""
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]
-        while self.has_room and self._begin_next():
+        while self.has_room and self._start_next():
             pass
 
-    def _begin_next(self) -> bool:
-        """Give a thread to the owner whose turn it is; owners that hold their share are passed over."""
-        for owner in [it for it in self._waiting if self._held[it] < self.share]:
+    def _start_next(self) -> bool:
+        """Give a thread to the next owner in turn that holds less than its share.  Return False if there is none."""
+        for owner in [name for name in self._waiting if self._held[name] < self.share]:
             waiting = self._waiting.pop(owner)
             turn = waiting.popleft()
             if waiting:
                 self._waiting[owner] = waiting
-            if not turn.done():  # else its caller was canceled
+            if not turn.done():  # otherwise its caller was canceled
                 self._held[owner] += 1
                 turn.set_result(None)
             return True

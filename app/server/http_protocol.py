@@ -1,8 +1,9 @@
-"""uvicorn's HTTP protocol with deadlines and bounds for what a client sends, and leaves unsent and unread.
+"""uvicorn's HTTP protocol with timeouts and limits, for clients that send too much, too slowly, or do not read.
 
-Where there is no room for a connection, the one that has been silent for longest is closed; one whose request is being
-answered stays.  So a client that holds connections without using them loses them to those that do.  Half of the places
-is for connections that have shown a valid key.  Where there is no room for bytes, the owner that holds most gives way.
+If there are too many connections, the one that has been idle for the longest time is closed; connections with a
+complete request are kept if possible.  So a client that holds idle connections loses them to active clients.  Half of
+the connections are reserved for clients that have sent a valid key.  If the limit of buffered bytes is reached, a
+connection of the owner with the most bytes is closed.
 """
 
 import asyncio
@@ -18,77 +19,83 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.config import AppSettings
-from app.server.wsgi import LARGE_HEAD, LONGEST_HEAD, Refusal, validate_head
+from app.server.wsgi import LARGE_HEAD, MAX_HEAD_BYTES, Refusal, validate_head
 
 EXTENSION = "slotkeeper"
-"""In a scope's extensions: its Connection, as "connection"."""
-_SHARE = 4  # An owner may hold one fourth of all bytes.
-_PARSE_BYTES = 1 << 10  # bytes parsed at once: many requests fit into few bytes, and each holds far more
-_MAX_UNPARSED_BYTES = 64 << 10  # bytes read from the network before their turn
-_LONGEST_FRAMING = 64 << 10  # bytes of a chunked body that are no content, before it goes on
-_DISCARD_S = 5.0  # A client whose request is refused may send the rest: else it may never read why.
+"""Key of the extension in an ASGI scope that holds the LimitedHttpProtocol, as "connection"."""
+_SHARE = 4  # An owner may hold one fourth of all buffered bytes.
+_PARSE_BYTES = 1 << 10  # bytes parsed at once: few bytes may hold many requests, and each uses much more memory
+_MAX_UNPARSED_BYTES = 64 << 10  # bytes read ahead from the network
+_MAX_FRAMING_BYTES = 64 << 10  # bytes of a chunked body between two pieces of content
+_DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
 _UPGRADE_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
-_HALF_CLOSED_S = 5.0  # for which a client that sends no more may wait: that cannot be told from one that has left
+_HALF_CLOSED_S = 5.0  # how long a half-closed connection may wait: it cannot be distinguished from a disconnect
 
 
 class ConnectionLimits:
-    """The connections and the bytes that this process holds."""
+    """Limits the connections and the buffered bytes of this process."""
 
     def __init__(self, settings: AppSettings, most_connections: int, stop: Callable[[], None]) -> None:
         """`stop` is called when the process begins to stop."""
         self.settings, self.most_connections, self.stop = settings, most_connections, stop
         self.most_bytes = settings.max_buffered_bytes
         self.now: Callable[[], float] = time.monotonic
-        # In each the connection that has been silent for longest comes first.
-        self._strangers: dict[LimitedHttpProtocol, None] = {}
+        # In order of their last activity, the longest idle first.
+        self._anonymous: dict[LimitedHttpProtocol, None] = {}
         self._trusted: dict[LimitedHttpProtocol, None] = {}
         self._held: Counter[str] = Counter()
         self.evicted = 0
 
     def connections(self) -> "list[LimitedHttpProtocol]":
-        return [*self._strangers, *self._trusted]
+        return [*self._anonymous, *self._trusted]
 
-    def admit(self, new: "LimitedHttpProtocol") -> None:
-        """Take a new connection in; another gives way if there is no room."""
-        if len(self._strangers) + len(self._trusted) >= self.most_connections:
-            parts = [self._trusted, self._strangers]
-            there = list(chain(*(reversed(parts) if len(self._strangers) >= self.most_connections // 2 else parts)))
-            self._close(next((one for one in there if not one.has_complete_request), there[0]))
-        self._strangers[new] = None
+    def admit(self, connection: "LimitedHttpProtocol") -> None:
+        """Add a connection.  If there are too many, another is closed."""
+        if len(self._anonymous) + len(self._trusted) >= self.most_connections:
+            parts = [self._trusted, self._anonymous]
+            candidates = list(
+                chain(*(reversed(parts) if len(self._anonymous) >= self.most_connections // 2 else parts))
+            )
+            self._close(
+                next((candidate for candidate in candidates if not candidate.has_complete_request), candidates[0])
+            )
+        self._anonymous[connection] = None
 
     def mark_active(self, connection: "LimitedHttpProtocol", *, trusted: bool = False) -> None:
-        """Its client has just sent something, or shown a valid key."""
-        if connection in self._trusted or (trusted and connection in self._strangers):
-            self._strangers.pop(connection, None)
+        """Record that the client has just sent data.  `trusted`: it has sent a valid key."""
+        if connection in self._trusted or (trusted and connection in self._anonymous):
+            self._anonymous.pop(connection, None)
             self._trusted.pop(connection, None)
             self._trusted[connection] = None
-        elif connection in self._strangers:
-            del self._strangers[connection]
-            self._strangers[connection] = None
+        elif connection in self._anonymous:
+            del self._anonymous[connection]
+            self._anonymous[connection] = None
 
     def remove(self, connection: "LimitedHttpProtocol") -> None:
-        self._strangers.pop(connection, None)
+        self._anonymous.pop(connection, None)
         self._trusted.pop(connection, None)
         self.release_bytes(connection)
 
     def reserve_bytes(self, connection: "LimitedHttpProtocol", account: str, size: int, *, whole: bool = False) -> bool:
-        """Keep `size` bytes more for it.  Return False where its owner holds its share; `whole`: it may hold all."""
+        """Reserve `size` more bytes.  Return False if the owner would exceed its share; `whole`: no share applies."""
         if self._held[account] + size > (self.most_bytes if whole else self.most_bytes // _SHARE):
             return False
         connection.account = account
         connection.bytes_held += size
         self._held[account] += size
         while self._held.total() > self.most_bytes:
-            greediest = self._held.most_common(1)[0][0]
-            holding = [it for it in self.connections() if it.account == greediest and it is not connection]
-            holding = [it for it in holding if it.bytes_held and not it.has_complete_request]
-            if not holding:
+            largest_owner = self._held.most_common(1)[0][0]
+            candidates = [
+                other for other in self.connections() if other.account == largest_owner and other is not connection
+            ]
+            candidates = [other for other in candidates if other.bytes_held and not other.has_complete_request]
+            if not candidates:
                 break
-            self._close(max(holding, key=lambda it: it.bytes_held))
+            self._close(max(candidates, key=lambda other: other.bytes_held))
         return True
 
     def release_bytes(self, connection: "LimitedHttpProtocol") -> None:
-        """Nothing is kept for it any more."""
+        """Release all bytes that are reserved for a connection."""
         if connection.bytes_held:
             self._held[connection.account] -= connection.bytes_held
             connection.bytes_held = 0
@@ -102,10 +109,10 @@ class ConnectionLimits:
 
 
 class _Parser:
-    """httptools' parser, which reads a request to upgrade once more without that request.
+    """httptools' parser, which ignores a request to upgrade: it parses the request again without those headers.
 
-    A server may ignore it (RFC 9110, 7.8); llhttp ends such a message behind its head, and leaves out the body.  What
-    follows the message is not read: it may be no HTTP.
+    A server may ignore an upgrade (RFC 9110, 7.8), but llhttp ends such a message after its head, without the body.
+    Data after the message is not read: it may not be HTTP.
     """
 
     def __init__(self, protocol: HttpToolsProtocol, parser: HttpRequestParser) -> None:
@@ -113,7 +120,7 @@ class _Parser:
 
     @property
     def is_upgrade(self) -> bool:
-        """Whether the head that was just read is one to be read again."""
+        """Whether the head that was just parsed must be parsed again."""
         return self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
@@ -143,7 +150,7 @@ class _Parser:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Given to uvicorn by its setting `http`.  A request that is refused here never reaches the application."""
+    """uvicorn's setting `http` names this class.  A request that is refused here never reaches the application."""
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -151,17 +158,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         application: Any = config.app
         self.capacity: ConnectionLimits = application.capacity
         self.account, self.bytes_held = "", 0
-        self.waits_for_event = False  # Its request waits for something else than a thread.
-        self.half_closed: float | None = None  # since when
-        self._gone = self._served_any = False
-        self._cycles: deque[Any] = deque()  # requests without a complete response; the first is being answered
-        self._ahead = bytearray()  # what has come and is not parsed yet
-        self._missing = 0  # bytes of the body that surely are still to come
-        self._framing = 0  # bytes since the last that were content
+        self.waits_for_event = False  # The request waits for an event, not for a thread.
+        self.half_closed: float | None = None  # the time when the client closed its side
+        self._is_lost = self._served_any = False
+        self._cycles: deque[Any] = deque()  # requests without a complete response; the first is in progress
+        self._unparsed = bytearray()  # received bytes that are not parsed yet
+        self._missing = 0  # bytes of the body that are still missing, by its Content-Length
+        self._framing = 0  # bytes since the last content
         self._reads_head = self._reads_body = False
-        self._since = self.capacity.now()  # of the present phase
-        self._unsent = 0  # bytes of the response, when that was looked at last
-        self._refused: float | None = None  # since when
+        self._since = self.capacity.now()  # start of the current phase
+        self._unsent = 0  # unsent bytes of the response at the last check
+        self._refused: float | None = None  # the time of the refusal
         self._refusal: Refusal | None = None
 
     @property
@@ -171,9 +178,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def has_disconnected(self) -> bool:
-        """Whether nobody waits for the response, as far as can be told."""
+        """Whether the client has disconnected, or has half-closed the connection for longer than a limit."""
         now = self.capacity.now()
-        return self._gone or (self.half_closed is not None and now - self.half_closed > _HALF_CLOSED_S)
+        return self._is_lost or (self.half_closed is not None and now - self.half_closed > _HALF_CLOSED_S)
 
     @property
     def is_refused(self) -> bool:
@@ -183,13 +190,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1, low=0)  # The flow is paused until all is sent.
+        transport.set_write_buffer_limits(high=1, low=0)  # Writing is paused until all data is sent.
         self.capacity.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gone = True
+        self._is_lost = True
         self.capacity.remove(self)
-        for cycle in self._cycles:  # uvicorn tells only the last.
+        for cycle in self._cycles:  # uvicorn notifies only the last.
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -197,21 +204,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self.capacity.mark_active(self)
         if self._refused is None:
-            self._ahead += data
-            self._read_on()
-        if len(self._ahead) > _MAX_UNPARSED_BYTES:
+            self._unparsed += data
+            self._parse_received()
+        if len(self._unparsed) > _MAX_UNPARSED_BYTES:
             self.flow.pause_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends no more.  Keep the connection open for the response, if the request is whole."""
+        """The client has closed its side.  Keep the connection open for the response if the request is complete."""
         self.half_closed = self.capacity.now()
         self._end_if_half_closed()
         return not self.waits_for_event and not self.transport.is_closing() and self.scheme == "http"
 
     def _end_if_half_closed(self) -> None:
-        if self.half_closed is not None and not self._ahead:
+        if self.half_closed is not None and not self._unparsed:
             if self._reads_head or self._reads_body:
-                self._refuse(400, "incomplete_body", "The request broke off; nothing was done.  Send it again.")
+                self._refuse(400, "incomplete_body", "The request is incomplete; nothing was done.  Send it again.")
             elif not self._cycles:
                 self.transport.close()
 
@@ -228,17 +235,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _read_on(self) -> None:
-        """Parse what has come, but nothing behind a request that waits for its turn."""
-        while self._ahead and not self.pipeline and self._refused is None and not self.transport.is_closing():
-            piece = bytes(self._ahead[: max(_PARSE_BYTES, self._missing)])
-            del self._ahead[: len(piece)]
+    def _parse_received(self) -> None:
+        """Parse the received bytes, but not beyond a request that waits for its turn."""
+        while self._unparsed and not self.pipeline and self._refused is None and not self.transport.is_closing():
+            piece = bytes(self._unparsed[: max(_PARSE_BYTES, self._missing)])
+            del self._unparsed[: len(piece)]
             self._framing += len(piece)
             super().data_received(piece)
-            if self._reads_head and self._framing > LONGEST_HEAD:
+            if self._reads_head and self._framing > MAX_HEAD_BYTES:
                 self._refuse(*LARGE_HEAD)
-            elif self._reads_body and self._framing > _LONGEST_FRAMING:
-                self._refuse(400, "malformed_request", "Its chunks hold next to nothing.")
+            elif self._reads_body and self._framing > _MAX_FRAMING_BYTES:
+                self._refuse(400, "malformed_request", "The chunks of the body have too little content.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -246,7 +253,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._since, self._framing, self._reads_head = self.capacity.now(), 0, True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reads_head:  # Behind the body it is a trailer.
+        if self._reads_head:  # After the body it is a trailer.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -257,7 +264,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._missing = validate_head(version, self.url, self.headers)
         except Refusal as refusal:
             self._refusal = refusal
-            raise  # The parser stops here, and has `send_400_response` called.
+            raise  # The parser stops here, and uvicorn calls `send_400_response`.
         self._framing, self._reads_head, self._reads_body = 0, False, True
         self.expect_100_continue = self.expect_100_continue and version == "1.1"
         super().on_headers_complete()
@@ -278,7 +285,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._cycles.popleft()
         super().on_response_complete()
         self._since, self._served_any = self.capacity.now(), True
-        self._read_on()
+        self._parse_received()
         self._end_if_half_closed()
 
     # -- refusing --------------------------------------------------------------------------------------------------
@@ -288,21 +295,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer the request that is being read with a refusal, and read nothing more.
+        """Refuse the request that is being read, and read nothing more.
 
-        Where requests before it wait for their responses, the connection is closed after them.
+        If earlier requests wait for their responses, the connection is closed after those.
         """
         if self._refused is not None:
             return
         self._refused = self.capacity.now()
-        self._ahead.clear()
+        self._unparsed.clear()
         if self._cycles:
             if self.pipeline or self.cycle.response_started or not self._reads_body:
                 self.cycle.keep_alive = False
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        refusal = self._refusal or Refusal(400, "malformed_request", "This is no HTTP/1.1.")
+        refusal = self._refusal or Refusal(400, "malformed_request", "This is not a request of HTTP/1.1.")
         self.transport.write(refusal.as_http())
         if self.transport.can_write_eof() and self.half_closed is None:
             self.transport.write_eof()
@@ -312,7 +319,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # -- time ------------------------------------------------------------------------------------------------------
 
     def check_timeouts(self, now_s: float) -> None:
-        """Close what takes too long.  Called about every second."""
+        """Close the connection if a phase takes too long.  Called about once a second."""
         settings = self.capacity.settings
         if self.flow.write_paused:
             left = self.transport.get_write_buffer_size()

@@ -1,4 +1,4 @@
-"""Play days of load in seconds, on routing's own scripts and a private Valkey.
+"""Simulates days of load in seconds, with the scripts of routing and a private Valkey.
 
 outcome = run(Scenario(arrivals, catalog, begin_ms, end_ms))
 summarize(outcome).waits.p99

@@ -1,6 +1,6 @@
-"""A load and a fleet in few words: what the command line, or a file, asks for.
+"""The plan of a simulation: its load and its fleet, from the command line or a file.
 
-Lengths of time are seconds, or texts like "90s", "15m", "24h", "7d"; moments count from the beginning.
+Durations are seconds, or texts such as "90s", "15m", "24h", "7d".  Times are relative to the start of the simulation.
 """
 
 import re
@@ -13,22 +13,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from app.simulate.scenario import SimulationError
 
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_LONGEST_S = 366 * 86_400.0
+_MAX_DURATION_S = 366 * 86_400.0
 
 
 def parse_duration_s(value: object) -> object:
-    """A length of time in seconds.  Raises ValueError for a text that is none."""
+    """Return a duration in seconds.  Raises ValueError if the text is not a duration."""
     if not isinstance(value, str):
         return value
-    found = _SPAN.fullmatch(value.strip())
-    if found is None:
-        raise ValueError(f"{value!r} is no length of time; write seconds, or 90s, 15m, 24h, 7d")
-    return float(found[1]) * _UNITS_S[found[2] or "s"]
+    match = _DURATION.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} is not a duration; write seconds, or 90s, 15m, 24h, 7d")
+    return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
-Span = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=0, le=_LONGEST_S, allow_inf_nan=False)]
+Duration = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=0, le=_MAX_DURATION_S, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}$")]
 
@@ -42,19 +42,19 @@ class ModelPlan(_Part):
 
     name: Name
     share: Share = 1.0
-    """Of the arrivals."""
-    mean: Annotated[Span, Field(gt=0)] = 20.0
+    """Relative share of the arrivals."""
+    mean: Annotated[Duration, Field(gt=0)] = 20.0
     spread: float = Field(1.0, ge=0, le=20)
     """Standard deviation of the run times, as a multiple of their mean."""
     shape: Literal["lognormal", "exponential"] = "lognormal"
-    deadline: Span = 0.0
-    """How long after its arrival a job's deadline is; 0: it has none."""
+    deadline: Duration = 0.0
+    """Time from the arrival of a job to its deadline; 0: no deadline."""
     config: dict[str, Any] = {}
-    """As PUT /admin/model-configs takes it."""
+    """Configuration, as for PUT /admin/model-configs."""
 
 
 class ServerPlan(_Part):
-    """A server.  `models` empty: it serves all."""
+    """A server.  `models` empty: it serves all models."""
 
     name: Name
     slots: int = Field(ge=1, le=100_000)
@@ -62,113 +62,113 @@ class ServerPlan(_Part):
 
 
 class Burst(_Part):
-    """So many jobs more, within a length of time, by one tenant for one model; None: a random one."""
+    """Additional jobs of one tenant within a duration.  `tenant` None: a random one.  `model` None: random models."""
 
-    at: Span
+    at: Duration
     jobs: int = Field(ge=1, le=10_000_000)
-    lasts: Span = 300.0
+    lasts: Duration = 300.0
     tenant: str | None = None
     model: Name | None = None
 
 
 class Down(_Part):
-    """A server is gone for a while."""
+    """An outage of a server."""
 
     server: Name
-    at: Span
-    lasts: Annotated[Span, Field(gt=0)] = 600.0
+    at: Duration
+    lasts: Annotated[Duration, Field(gt=0)] = 600.0
 
 
 class Plan(_Part):
-    """Everything that a generated scenario is made from."""
+    """The parameters of a generated scenario."""
 
     seed: int = 1
-    duration: Annotated[Span, Field(gt=0)] = 86_400.0
-    """How long jobs arrive."""
+    duration: Annotated[Duration, Field(gt=0)] = 86_400.0
+    """How long jobs arrive, from the start."""
     busy: float = Field(0.9, gt=0, le=1000)
-    """Work that arrives, as a multiple of what the slots can do: above 1 the backlog grows."""
+    """Arriving work as a multiple of the capacity of the slots; above 1 the backlog grows."""
     rate: float | None = Field(None, gt=0)
     """Jobs per hour, instead of `busy`."""
     swing: float = Field(0.0, ge=0, le=1)
-    """How much the rate rises by day and falls by night, as a share of its mean."""
-    peak: Span = 14 * 3600.0
-    """When in the day it is highest."""
+    """Amplitude of the daily variation of the rate, as a share of its mean."""
+    peak: Duration = 14 * 3600.0
+    """Time of day when the rate is highest."""
     tenants: int = Field(20, ge=1, le=1_000_000)
     zipf: float = Field(1.0, ge=0, le=5)
-    """The n-th tenant asks for 1 / n^zipf of what the first asks for."""
+    """The n-th tenant submits 1 / n^zipf times as many jobs as the first."""
     shares: dict[str, Share] = {}
     """Tenant -> its share of the arrivals, instead of `tenants` and `zipf`."""
     priorities: dict[Annotated[int, Field(ge=1, le=9)], Share] = {1: 1.0, 5: 8.0, 9: 1.0}
     """Priority -> its share of the arrivals."""
     models: list[ModelPlan] = [ModelPlan(name="demo")]
     servers: list[ServerPlan] = []
-    """None: two of eight slots for each model."""
+    """Empty: two servers with eight slots for each model."""
     bursts: list[Burst] = []
     bursts_per_day: float = Field(0.0, ge=0, le=10_000)
     burst_jobs: int = Field(200, ge=1, le=10_000_000)
     outages: list[Down] = []
     outages_per_day: float = Field(0.0, ge=0, le=1000)
-    """Of each server."""
-    outage_lasts: Annotated[Span, Field(gt=0)] = 600.0
-    start_latency: Span = 0.0
-    swap: Span = 0.0
-    """What loading another model costs a server."""
+    """Random outages of each server."""
+    outage_lasts: Annotated[Duration, Field(gt=0)] = 600.0
+    start_latency: Duration = 0.0
+    swap: Duration = 0.0
+    """Time that a server needs to load another model."""
 
     @model_validator(mode="after")
-    def _relations(self) -> "Plan":
+    def _check_names(self) -> "Plan":
         if not self.models or not self.priorities:
             raise ValueError("a load needs at least one model and one priority")
         models = {model.name for model in self.models}
         servers = {server.name for server in self.fleet()}
         if len(models) < len(self.models) or len(servers) < len(self.fleet()):
             raise ValueError("two models, or two servers, have the same name")
-        asked = {name for server in self.servers for name in server.models} | {b.model for b in self.bursts if b.model}
-        if strange := sorted(asked - models):
-            raise ValueError(f"there is no model {strange[0]!r} among {', '.join(sorted(models))}")
-        if strange := sorted({down.server for down in self.outages} - servers):
-            raise ValueError(f"there is no server {strange[0]!r} among {', '.join(sorted(servers))}")
+        used = {name for server in self.servers for name in server.models} | {b.model for b in self.bursts if b.model}
+        if unknown := sorted(used - models):
+            raise ValueError(f"there is no model {unknown[0]!r} among {', '.join(sorted(models))}")
+        if unknown := sorted({down.server for down in self.outages} - servers):
+            raise ValueError(f"there is no server {unknown[0]!r} among {', '.join(sorted(servers))}")
         if idle := sorted(models - {name for server in self.fleet() for name in server.models}):
             raise ValueError(f"no server serves {idle[0]!r}")
         return self
 
     def fleet(self) -> list[ServerPlan]:
-        """The servers, each with the models that it serves."""
-        everything = [model.name for model in self.models]
+        """Return the servers, each with the models that it serves."""
+        all_models = [model.name for model in self.models]
         if self.servers:
             return [
-                server if server.models else server.model_copy(update={"models": everything}) for server in self.servers
+                server if server.models else server.model_copy(update={"models": all_models}) for server in self.servers
             ]
-        return [ServerPlan(name=f"{model}-gpu{n}", slots=8, models=[model]) for model in everything for n in (1, 2)]
+        return [ServerPlan(name=f"{model}-gpu{n}", slots=8, models=[model]) for model in all_models for n in (1, 2)]
 
 
 def read_plan(file: Path | None, changes: dict[str, Any]) -> Plan:
-    """The plan of a TOML or JSON file, or the default one, with some fields changed.  Raises Wrong."""
-    found = {} if file is None else _content(file)
+    """Return the plan in a TOML or JSON file, or the default plan, with changed fields.  Raises SimulationError."""
+    fields = {} if file is None else _read_fields(file)
     try:
-        return Plan(**{**found, **changes})
+        return Plan(**{**fields, **changes})
     except ValidationError as error:
-        raise SimulationError(f"{file or 'The load'} is not understood: {describe_first_error(error)}.") from None
+        raise SimulationError(f"{file or 'The load'} is not valid: {describe_first_error(error)}.") from None
 
 
 def describe_first_error(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """Return the first error and its field, as a text."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    what = fault["msg"].removeprefix("Value error, ")
-    return f"{where}: {what[:1].lower()}{what[1:]}" if where else what
+    field = ".".join(str(part) for part in fault["loc"])
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{field}: {message[:1].lower()}{message[1:]}" if field else message
 
 
-def _content(file: Path) -> dict[str, Any]:
+def _read_fields(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text("utf-8")
-        found = orjson.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        fields = orjson.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SimulationError(f"{file} cannot be read ({error}): name a file that exists.") from None
     except ValueError as error:
         kind = "JSON" if file.suffix == ".json" else "TOML"
         raise SimulationError(
-            f"{file} is not {kind} ({error}): correct it, or name it .toml or .json as it is."
+            f"{file} is not {kind} ({error}): correct it, or give it the suffix .toml or .json that fits."
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise SimulationError(f"{file} holds no object: write the fields that docs/how-to/simulator.md lists.")
-    return found
+    return fields

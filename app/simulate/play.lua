@@ -1,16 +1,16 @@
---[[ play: the simulator's loop.  Runs the scripts of routing, as they are, at simulated times, without a round trip
-  for each; `scripts` and NOW stand before it, see room.py.
+--[[ play: the simulator's loop.  Runs the scripts of routing unchanged, at simulated times, without a round trip for
+  each.  simulated_queue.py defines `scripts` and NOW before it.
   KEYS[1..n]    the fleet's keys
   KEYS[n+1…]    the simulator's: ends (zset job -> ms), runs (hash), lasts (hash job -> ms), loaded (hash server ->
                 model), state (hash)
   ARGV[1]       JSON: {claimant, latency_ms, swap_ms, sweep_ms, patience_ms, scripts, templates}
-                scripts: act -> name of the script that does it; templates: act -> its arguments, in which @job,
-                @lease, @owner and @slot stand for those of a run
-  ARGV[2] till  how far to go, ms; "": until everything has ended
-  ARGV[3] acts  scripts to run at most
-  ARGV[4…]      events in order of time: at, verb, name, number, count, and so many words, of each
-    arrive      name: a job; number: how long it runs, ms; words: arguments of enqueue
-    down, up    name: a server; number: slots that are online then; words: arguments of sync
+                scripts: act -> name of the script that does it; templates: act -> its arguments, in which
+                @job, @lease, @owner and @slot are replaced by those of a run
+  ARGV[2] till  the time to stop at, ms; "": when all jobs have ended
+  ARGV[3] acts  number of scripts to run at most
+  ARGV[4…]      events, sorted by time; of each: at, verb, name, number, count, and `count` words
+    arrive      name: a job; number: its run time, ms; words: arguments of enqueue
+    down, up    name: a server; number: online slots after it; words: arguments of sync
   Returns {events taken, done, job, slot, start, end, turn, "ended" | "broken"…} ]]
 
 local order = cjson.decode(ARGV[1])
@@ -18,9 +18,9 @@ local till, acts = tonumber(ARGV[2]) or math.huge, tonumber(ARGV[3])
 local ENDS, RUNS, LASTS, LOADED, STATE = unpack(KEYS, #KEYS - 4)
 local FLEET = { unpack(KEYS, 1, #KEYS - 5) }
 
-local kept = redis.call("HMGET", STATE, "running", "waiting", "slots", "sweep", "idle_since")
-local running, waiting, slots = tonumber(kept[1] or 0), tonumber(kept[2] or 0), tonumber(kept[3] or 0)
-local sweep, idle_since = tonumber(kept[4] or ""), tonumber(kept[5] or "")
+local stored = redis.call("HMGET", STATE, "running", "waiting", "slots", "sweep", "idle_since")
+local running, waiting, slots = tonumber(stored[1] or 0), tonumber(stored[2] or 0), tonumber(stored[3] or 0)
+local sweep, idle_since = tonumber(stored[4] or ""), tonumber(stored[5] or "")
 local answer = { 0, 0 }
 
 local function text(number) return string.format("%.0f", number) end
@@ -30,7 +30,7 @@ local function act(name, words)
   return scripts[order.scripts[name]](FLEET, words)
 end
 
-local function filled(name, run)
+local function fill_template(name, run)
   local words = {}
   for i, word in ipairs(order.templates[name]) do
     if string.byte(word) == 64 then word = run[string.sub(word, 2)] or word end
@@ -39,7 +39,7 @@ local function filled(name, run)
   return words
 end
 
--- How long a job holds its slot, given what its server has loaded.
+-- Returns how long a job holds its slot, which depends on the model that its server has loaded.
 local function lasts(job, server, model)
   local ms = tonumber(redis.call("HGET", LASTS, job))
   if order.swap_ms == 0 then return ms end
@@ -52,8 +52,8 @@ local function start(offers)
   for _, offer in ipairs(offers) do
     local run = { job = offer[1], lease = offer[2], slot = offer[3], owner = offer[7] }
     if run.owner == "" then
-      local claimed = act("claim", filled("claim", run))
-      if not claimed then error("the offer of " .. run.job .. " was not there to be claimed") end
+      local claimed = act("claim", fill_template("claim", run))
+      if not claimed then error("the offer of " .. run.job .. " could not be claimed") end
       run.owner = order.claimant
     end
     local starts = NOW + order.latency_ms
@@ -63,7 +63,7 @@ local function start(offers)
   end
 end
 
--- The run of `job` is over; `how`: release, or back to its place.
+-- Ends the run of `job`.  `how`: "release", or "back": return the job to its place in the queue.
 local function stop(job, how, fate)
   local run = { job = job }
   local starts, turn
@@ -74,7 +74,7 @@ local function stop(job, how, fate)
   running = running - 1
   for _, value in ipairs({ job, run.slot, starts, text(NOW), turn, fate }) do answer[#answer + 1] = value end
   if fate == "broken" then waiting = waiting + 1 else redis.call("HDEL", LASTS, job) end
-  local released = act(how, filled(how, run))[1]
+  local released = act(how, fill_template(how, run))[1]
   if released[1] == 0 then error("the lease of " .. job .. " was lost") end
   start(released[2])
 end
@@ -102,7 +102,7 @@ function event.up(_, online, words)
   start(act("offer", order.templates.offer))
 end
 
-local at = 4 -- where the next event stands in ARGV
+local at = 4 -- index of the next event in ARGV
 
 local function take_event()
   local count = tonumber(ARGV[at + 4])
@@ -129,7 +129,7 @@ while acts > 0 do
   else
     take_event()
   end
-  -- As beat's sweep would: what was not offered is tried again, for a cooldown may be over.
+  -- Like beat's sweep: offer waiting jobs again, because a cooldown may have ended.
   if waiting > 0 and running < slots then
     sweep = sweep or (math.floor(NOW / order.sweep_ms) + 1) * order.sweep_ms
     if running == 0 then idle_since = idle_since or NOW end

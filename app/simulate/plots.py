@@ -1,4 +1,4 @@
-"""The figures as drawings: SVG files that need nothing else, and suit a light page as well as a dark one."""
+"""Draws plots as self-contained SVG files, for light and dark backgrounds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 74, 46
 _COLOURS = ("#2f7ed8", "#e07b1a", "#2a9d62", "#b54ac2", "#c8a400", "#d1495b", "#1fa3a8", "#8a7157")
 _ROUND = (1, 2, 5)
-_MEDIANS = 3  # variants beside which half of the jobs can be shown without a tangle
+_MAX_VARIANTS_WITH_MEDIANS = 3  # the number of variants up to which medians are drawn, so that the plot stays legible
 _STEPS_S = (
     0.1,
     0.2,
@@ -52,7 +52,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a drawing; None breaks it.  `faint`: it accompanies another of its colour."""
+    """One line of a plot; a y of None interrupts it.  `faint`: dotted, for a line beside another of the same colour."""
 
     label: str
     xs: Sequence[float]
@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From 0, or from the first tick, to the last one; ticks are (value, label).  `log`: 0 stands at the very left."""
+    """An axis from 0 to `highest`.  `ticks`: (value, label).  `log`: logarithmic, from the first tick."""
 
     title: str
     ticks: Sequence[tuple[float, str]]
@@ -71,7 +71,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value stands, 0 to 1."""
+        """Return the place of a value on the axis, from 0 to 1."""
         if not self.log:
             return value / self.highest
         from math import log
@@ -80,68 +80,82 @@ class Axis:
         return max(log(max(value, low) / low) / log(self.highest / low), 0.0)
 
 
-def write(folder: Path, found: Sequence[Summary], outcomes: Sequence[Outcome]) -> list[Path]:
-    """Draw everything into a folder, which is made if need be; answers the files.  Raises Wrong."""
-    drawings = {
-        "waits": waits_over_time(found),
-        "waiting": waiting_over_time(found),
-        "use": use_over_time(found),
-        "distribution": waits_spread(found, outcomes),
+def write(folder: Path, summaries: Sequence[Summary], outcomes: Sequence[Outcome]) -> list[Path]:
+    """Write all plots into a folder, which is created if missing, and return the files.  Raises SimulationError."""
+    plots = {
+        "waits": waits_over_time(summaries),
+        "waiting": waiting_over_time(summaries),
+        "use": use_over_time(summaries),
+        "distribution": waits_spread(summaries, outcomes),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, drawing in drawings.items():
-            (folder / f"{name}.svg").write_text(drawing, "utf-8")
+        for name, svg in plots.items():
+            (folder / f"{name}.svg").write_text(svg, "utf-8")
     except OSError as error:
         raise SimulationError(
             f"--plots {folder}: it cannot be written ({error.strerror}); name another folder."
         ) from None
-    return [folder / f"{name}.svg" for name in drawings]
+    return [folder / f"{name}.svg" for name in plots]
 
 
-def waits_over_time(found: Sequence[Summary]) -> str:
+def waits_over_time(summaries: Sequence[Summary]) -> str:
+    """Plot the percentiles of waits over time."""
     lines = []
-    for colour, it in enumerate(found):
-        lines.append(Line(it.name, _middles(it), it.series.wait_p90, colour))
-        if len(found) <= _MEDIANS:
-            lines.append(Line(f"{it.name}, half", _middles(it), it.series.wait_p50, colour, faint=True))
-    return _drawing("Waits", "90 % of the jobs that arrive then wait less", _hours(found), _spans(lines), lines)
+    for colour, summary in enumerate(summaries):
+        lines.append(Line(summary.name, _slice_centres(summary), summary.series.wait_p90, colour))
+        if len(summaries) <= _MAX_VARIANTS_WITH_MEDIANS:
+            lines.append(
+                Line(f"{summary.name}, half", _slice_centres(summary), summary.series.wait_p50, colour, faint=True)
+            )
+    return _svg("Waits", "90 % of the jobs that arrive then wait less", _time_axis(summaries), _wait_axis(lines), lines)
 
 
-def waiting_over_time(found: Sequence[Summary]) -> str:
-    lines = [Line(it.name, it.series.hours, it.series.waiting, colour) for colour, it in enumerate(found)]
+def waiting_over_time(summaries: Sequence[Summary]) -> str:
+    """Plot the number of waiting jobs over time."""
+    lines = [
+        Line(summary.name, summary.series.hours, summary.series.waiting, colour)
+        for colour, summary in enumerate(summaries)
+    ]
     highest = max((y for line in lines for y in line.ys if y is not None), default=1) or 1
     ticks = _ticks(highest)
     axis = Axis("jobs", [(tick, f"{tick:,.0f}") for tick in ticks], ticks[-1])
-    return _drawing("Waiting jobs", "over time", _hours(found), axis, lines)
+    return _svg("Waiting jobs", "over time", _time_axis(summaries), axis, lines)
 
 
-def use_over_time(found: Sequence[Summary]) -> str:
-    lines = [Line(f"{it.name}, {it.use:.0%}", _middles(it), it.series.use, n) for n, it in enumerate(found)]
+def use_over_time(summaries: Sequence[Summary]) -> str:
+    """Plot the use of slots over time."""
+    lines = [
+        Line(f"{summary.name}, {summary.use:.0%}", _slice_centres(summary), summary.series.use, n)
+        for n, summary in enumerate(summaries)
+    ]
     axis = Axis("of the slots' time", [(tick / 100, f"{tick} %") for tick in range(0, 101, 20)], 1.0)
-    return _drawing("Slot use", "over time", _hours(found), axis, lines)
+    return _svg("Slot use", "over time", _time_axis(summaries), axis, lines)
 
 
-def waits_spread(found: Sequence[Summary], outcomes: Sequence[Outcome]) -> str:
-    longest = max((it.waits.longest for it in found), default=0.0)
+def waits_spread(summaries: Sequence[Summary], outcomes: Sequence[Outcome]) -> str:
+    """Plot the distribution of waits."""
+    longest = max((summary.waits.longest for summary in summaries), default=0.0)
     at = doubling(longest)
     ticks = [(0.1, "0.1 s"), *((value, label) for value, label in _DECADES_S if value < longest * 1.5)]
     x = Axis("wait", ticks, max(longest, ticks[-1][0], 1.0), log=True)
     y = Axis("of all jobs", [(tick / 100, f"{tick} %") for tick in range(0, 101, 20)], 1.0)
     lines = [
-        Line(it.name, at, distribution(outcome.jobs, at), n)
-        for n, (it, outcome) in enumerate(zip(found, outcomes, strict=True))
+        Line(summary.name, at, distribution(outcome.jobs, at), n)
+        for n, (summary, outcome) in enumerate(zip(summaries, outcomes, strict=True))
     ]
-    return _drawing("Waits", "share of jobs that started within", x, y, lines)
+    return _svg("Waits", "share of jobs that started within", x, y, lines)
 
 
-def _middles(figures: Summary) -> list[float]:
-    half = figures.series.hours[0] / 2
-    return [hour - half for hour in figures.series.hours]
+def _slice_centres(summary: Summary) -> list[float]:
+    """Return the centres of the slices, in hours from the start."""
+    half = summary.series.hours[0] / 2
+    return [hour - half for hour in summary.series.hours]
 
 
-def _hours(found: Sequence[Summary]) -> Axis:
-    hours = found[0].hours
+def _time_axis(summaries: Sequence[Summary]) -> Axis:
+    """Return the time axis, in minutes, hours or days."""
+    hours = summaries[0].hours
     if hours <= 2:
         ticks = _ticks(hours * 60)
         return Axis("minutes", [(tick / 60, f"{tick:g}") for tick in ticks if tick <= hours * 60], hours)
@@ -152,17 +166,17 @@ def _hours(found: Sequence[Summary]) -> Axis:
     return Axis("days", [(tick * 24.0, str(tick)) for tick in range(0, int(hours / 24) + 1, step)], hours)
 
 
-def _spans(lines: Sequence[Line]) -> Axis:
-    """An axis of waits, with steps that are whole in seconds, minutes or hours."""
+def _wait_axis(lines: Sequence[Line]) -> Axis:
+    """Return an axis of waits, with steps that are whole numbers of seconds, minutes or hours."""
     highest = max((y for line in lines for y in line.ys if y is not None), default=0.0) or 0.1
     step = next((step for step in _STEPS_S if highest / step <= 6), _STEPS_S[-1] * -(-highest // (6 * _STEPS_S[-1])))
     count = int(-(-highest // step))
-    size, unit = next((it for it in ((3600, "h"), (60, "min")) if step >= it[0]), (1, "s"))
+    size, unit = next((pair for pair in ((3600, "h"), (60, "min")) if step >= pair[0]), (1, "s"))
     return Axis("wait", [(n * step, f"{n * step / size:g} {unit}") for n in range(count + 1)], count * step)
 
 
 def _ticks(highest: float) -> list[float]:
-    """Round numbers from 0 to at least `highest`, seven at most."""
+    """Return at most seven round numbers, from 0 to at least `highest`."""
     size = 1.0
     while True:
         for first in _ROUND:
@@ -172,7 +186,7 @@ def _ticks(highest: float) -> list[float]:
         size *= 10
 
 
-# Grey that can be read on white and on black, for a viewer that does not say which it is.
+# Grey that is legible on white and on black, for viewers without prefers-color-scheme.
 _STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #7d8590 }
   .title { font-size: 15px; font-weight: 600 }
@@ -185,7 +199,8 @@ _STYLE = """
 """
 
 
-def _drawing(title: str, subtitle: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+def _svg(title: str, subtitle: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+    """Return a plot as the text of an SVG file."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def across(value: float) -> float:
@@ -219,32 +234,32 @@ def _drawing(title: str, subtitle: str, x: Axis, y: Axis, lines: Sequence[Line])
 
 
 def _path(line: Line, across: Scale, up: Scale, last: int) -> str:
-    """A line; those below others are broader, so that they are seen where all run alike."""
+    """Return a line as an SVG path.  Lines below others are wider, so that they are visible where lines coincide."""
     width = 1.3 if line.faint else 2 + 1.2 * min(last - line.colour, 4)
     steps, pen_down = [], False
     for x, y in zip(line.xs, line.ys, strict=True):
         if y is not None:
             steps.append(f"{'L' if pen_down else 'M'}{across(x):.1f} {up(y):.1f}")
         pen_down = y is not None
-    style = f'class="{_kind(line)}" stroke="{_colour(line)}" stroke-width="{width:.1f}"'
+    style = f'class="{_css_class(line)}" stroke="{_colour(line)}" stroke-width="{width:.1f}"'
     return f'<path {style} d="{"".join(steps)}"/>'
 
 
 def _legend(lines: Sequence[Line], right: float) -> list[str]:
-    """Above the field, from the right; in a second row what finds no room in the first."""
+    """Return the legend, above the plot, from the right; a second row has the labels that do not fit in the first."""
     parts: list[str] = []
     place, height = right, 54.0
     for line in reversed(lines):
         place -= 6.6 * len(line.label) + 38
         if place < _LEFT:
             place, height = right - 6.6 * len(line.label) - 38, height - 18
-        style = f'class="{_kind(line)}" stroke="{_colour(line)}" stroke-width="2.5"'
+        style = f'class="{_css_class(line)}" stroke="{_colour(line)}" stroke-width="2.5"'
         parts.append(f'<path {style} d="M{place:.0f} {height:.0f}h20"/>')
         parts.append(f'<text x="{place + 26:.0f}" y="{height + 4:.0f}">{escape(line.label)}</text>')
     return parts
 
 
-def _kind(line: Line) -> str:
+def _css_class(line: Line) -> str:
     return "line faint" if line.faint else "line"
 
 

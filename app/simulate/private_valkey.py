@@ -1,4 +1,4 @@
-"""A Valkey of the simulator's own: in memory, on a Unix socket, and gone with the simulation, however that ends."""
+"""A private Valkey for the simulator: in memory, on a Unix socket, and stopped when the simulation ends."""
 
 import signal
 import subprocess
@@ -20,25 +20,25 @@ from app.up.signals import STOPPING
 from app.up.valkey_server import find_valkey
 
 _START_S = 20.0
-_LONGEST_FOLDER = 75  # of the 103 bytes and more that a system takes for the path of a socket
+_MAX_FOLDER_LENGTH = 75  # characters; systems limit the path of a socket to 103 bytes or more
 
 
 @contextmanager
 def private_valkey() -> Iterator[Redis]:
-    """A client of a new, empty server.  Raises UpError if there is no program, Wrong if it does not start."""
+    """Start an empty server and yield a client.  Raises UpError, and SimulationError if it does not start."""
     program = find_valkey()
     with Guardian() as guardian:
-        with _in_peace():
+        with _delayed_signals():
             folder = tempfile.TemporaryDirectory(prefix="slotkeeper-", dir=_short_folder())
             process = _launch(program, Path(folder.name))
             guardian.add(process.pid)
         try:
-            with _connected(process, Path(folder.name)) as redis:
-                # One connection is all that is needed, so nothing is left on disk from here on.
+            with _connect(process, Path(folder.name)) as redis:
+                # The connection stays open, so that the socket's folder can be removed at once.
                 folder.cleanup()
                 yield redis
         finally:
-            with _in_peace():
+            with _delayed_signals():
                 process.kill()
                 process.wait()
                 guardian.drop(process.pid)
@@ -54,18 +54,18 @@ def _launch(program: str, folder: Path) -> "subprocess.Popen[bytes]":
         "save": "",
         "appendonly": "no",
     }
-    words = [program, *(word for name, value in settings.items() for word in (f"--{name}", value))]
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    command = [program, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+    devnull = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, start_new_session=True)
 
 
-def _connected(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
+def _connect(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
     until = time.monotonic() + _START_S
     while process.poll() is None and time.monotonic() < until:
         try:
             redis = Redis(
                 unix_socket_path=str(folder / "socket"),
-                socket_timeout=None,  # Nobody else is served, and a slow machine is no error.
+                socket_timeout=None,  # This is the only client, and a slow machine is not an error.
                 single_connection_client=True,
                 retry=Retry(NoBackoff(), 0),
             )
@@ -73,29 +73,32 @@ def _connected(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
             return redis
         except NotConnected:
             time.sleep(0.005)
-    raise SimulationError("The simulator's own Valkey did not start: see whether `slotkeeper up` runs on this machine.")
+    raise SimulationError(
+        "The simulator's private Valkey did not start: see whether `slotkeeper up` runs on this machine."
+    )
 
 
 def _short_folder() -> str | None:
-    """None: the usual one for temporary files."""
-    return "/tmp" if len(tempfile.gettempdir().encode()) > _LONGEST_FOLDER else None
+    """Return a folder with a path short enough for a socket; None: the default folder for temporary files."""
+    return "/tmp" if len(tempfile.gettempdir().encode()) > _MAX_FOLDER_LENGTH else None
 
 
 @contextmanager
-def _in_peace() -> Iterator[None]:
-    """A signal that asks to stop is heard when this is over, so that nothing stays half begun."""
+def _delayed_signals() -> Iterator[None]:
+    """Context manager: delay signals that stop the process until it ends, so that no step is left incomplete."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}  # by which it may come again
-    for number in before:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: heard.append(number))
+    received: list[int] = []
+    # SIGALRM: a handler may use it to repeat a signal.
+    handlers = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
+    for number in handlers:
+        if handlers[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    for late in heard[:1]:
-        signal.raise_signal(late)
+    for number_received in received[:1]:
+        signal.raise_signal(number_received)

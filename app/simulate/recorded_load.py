@@ -1,4 +1,4 @@
-"""A load that the record knows: what arrived between two moments, and how long it ran."""
+"""A recorded load: the jobs in the database that arrived in a time window, and their run times."""
 
 import random
 import re
@@ -21,23 +21,23 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import AdminState
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_UNKNOWN_MS = 10_000  # for a model of which no job has ended in the window
+_DEFAULT_RUN_MS = 10_000  # run time for a model without an ended job in the window
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What the record tells.  `drawn`: jobs whose run time is another's of their model, for they have not ended."""
+    """A recorded load.  `drawn`: jobs that have not ended, with the run time of another job of their model."""
 
     arrivals: list[Arrival]
     catalog: CatalogSnapshot
     drawn: int
     unknown: int
-    """Jobs left out, for their model is not in the catalog any more."""
+    """Number of jobs that were left out, because their model is not in the catalog."""
 
 
 @contextmanager
 def open_database(url: str) -> Iterator[Database]:
-    """The record at an SQLAlchemy URL, to be read.  Raises Wrong where there is none that this release can read."""
+    """Open the database at an SQLAlchemy URL.  Raises SimulationError if there is none that this release can read."""
     parts = make_url(url)
     if parts.drivername.startswith("sqlite") and not Path(parts.database or "").is_file():
         raise SimulationError(
@@ -53,57 +53,57 @@ def open_database(url: str) -> Iterator[Database]:
 
 
 def read_recorded_load(database: Database, since_ms: int, until_ms: int, seed: int) -> Recorded:
-    """The jobs that were accepted in the window, on the catalog as it is now, with everything in it online.
+    """Return the jobs that were accepted in the window, and the current catalog with everything online.
 
-    Jobs that never ran are left out: they never asked for a slot's time.  Raises Wrong if there are no others;
-    errors of the record pass through.
+    Jobs that never ran are left out, because they used no slot time.  Raises SimulationError if no jobs remain, and
+    errors of the database.
     """
-    catalog = _online(Catalog(database).read())
+    catalog = _all_online(Catalog(database).read())
     rows = [row for row in history.read_past_jobs(database, since_ms, until_ms) if row.started_ms is not None]
-    known = [row for row in rows if row.model in catalog.models]
-    if not known:
+    usable = [row for row in rows if row.model in catalog.models]
+    if not usable:
         raise SimulationError(
-            "The record has no jobs of that time: name another, for example --from-record 2026-01-05..2026-01-09."
+            "The database has no jobs of that time: name another, for example --from-record 2026-01-05..2026-01-09."
         )
-    chance = random.Random(f"{seed} lengths")
+    rng = random.Random(f"{seed} lengths")
     measured: Mapping[str, list[int]] = defaultdict(list)
-    for row in known:
-        if (ran := _ran_ms(row)) is not None:
-            measured[row.model].append(ran)
+    for row in usable:
+        if (run_ms := _run_ms(row)) is not None:
+            measured[row.model].append(run_ms)
     drawn = 0
-    found = []
-    for row in known:
-        ran = _ran_ms(row)
-        if ran is None:
-            ran, drawn = chance.choice(measured[row.model] or [_UNKNOWN_MS]), drawn + 1
-        found.append(
+    arrivals = []
+    for row in usable:
+        run_ms = _run_ms(row)
+        if run_ms is None:
+            run_ms, drawn = rng.choice(measured[row.model] or [_DEFAULT_RUN_MS]), drawn + 1
+        arrivals.append(
             Arrival(
                 row.created_ms,
                 row.model,
-                ran,
+                run_ms,
                 row.tenant,
                 row.priority,
                 row.constraints,
                 deadline_ms=row.deadline_ms or 0,
             )
         )
-    return Recorded(found, catalog, drawn, len(rows) - len(known))
+    return Recorded(arrivals, catalog, drawn, len(rows) - len(usable))
 
 
 def parse_window(text: str, today: datetime) -> tuple[int, int]:
-    """Two moments, in ms, from yesterday, today, a date, or FROM..TO; a date means its whole day, in UTC.
+    """Return begin and end, in ms, of yesterday, today, a date, or FROM..TO.  A date is its whole day, in UTC.
 
-    Raises Wrong.
+    Raises SimulationError.
     """
     first, dots, last = text.strip().partition("..")
-    begin, end = _moment(first, today)[0], _moment(last if dots else first, today)[1]
+    begin, end = _parse_moment(first, today)[0], _parse_moment(last if dots else first, today)[1]
     if end <= begin:
         raise SimulationError(f"--from-record {text}: it ends before it begins; write FROM..TO.")
     return begin, end
 
 
-def _moment(text: str, today: datetime) -> tuple[int, int]:
-    """Where it begins and where it ends."""
+def _parse_moment(text: str, today: datetime) -> tuple[int, int]:
+    """Return begin and end of one part of a window, in ms."""
     days = {"yesterday": -1, "today": 0}.get(text.strip().lower())
     try:
         if days is None:
@@ -120,14 +120,15 @@ def _moment(text: str, today: datetime) -> tuple[int, int]:
     return int(begin.timestamp() * 1000), int(end.timestamp() * 1000)
 
 
-def _ran_ms(row: PastJob) -> int | None:
-    """How long it held its slot; None: it has not ended."""
+def _run_ms(row: PastJob) -> int | None:
+    """Return how long the job held its slot; None: it has not ended."""
     if row.started_ms is None or row.finished_ms is None:
         return None
     return max(row.finished_ms - row.started_ms, 1)
 
 
-def _online(catalog: CatalogSnapshot) -> CatalogSnapshot:
+def _all_online(catalog: CatalogSnapshot) -> CatalogSnapshot:
+    """Return the catalog with all models, servers and tenants online."""
     return replace(
         catalog,
         models={name: replace(model, state=AdminState.ONLINE) for name, model in catalog.models.items()},

@@ -1,6 +1,6 @@
-"""What is simulated, and what came of it: plain values.
+"""The input and the outcome of a simulation, as plain values.
 
-Times are integers, milliseconds since the epoch, simulated; their names end in `_ms`.
+Times are simulated, as integers, in milliseconds since the epoch; their names end in `_ms`.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 
 
 class SimulationError(ValueError):
-    """This cannot be simulated; the text is one sentence that says why and what to do."""
+    """The input cannot be simulated.  The text is one sentence that says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1; `constraints`: in text form.
+    """A job that will be submitted.  `run_ms`: how long it holds its slot, at least 1.  `constraints`: as text.
 
-    `deadline_ms`: as `at_ms`; 0: none.  No job expires in a simulation: one that starts later is counted as late.
+    `deadline_ms`: a time; 0: none.  No job expires in a simulation; one that starts after its deadline counts as late.
     """
 
     at_ms: int
@@ -32,7 +32,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A server is gone from `from_ms` to `until_ms`: what it runs then goes back to its place and runs again."""
+    """An outage of a server.  Jobs that run there at `from_ms` return to their place in the queue and run again."""
 
     server: str
     from_ms: int
@@ -41,10 +41,10 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A load, and the fleet that it meets.
+    """A load and the fleet that runs it.
 
-    `arrivals` stand in order of time.  Use of slots is measured from `begin_ms` to `end_ms`; the simulation goes
-    on until every job has ended.
+    `arrivals`: sorted by time.  The use of slots is measured from `begin_ms` to `end_ms`; the simulation continues
+    until every job has ended.
     """
 
     arrivals: Sequence[Arrival]
@@ -53,21 +53,21 @@ class Scenario:
     end_ms: int
     outages: Sequence[Outage] = ()
     start_latency_ms: int = 0
-    """From an offer to the start of its job."""
+    """Time from an offer to the start of its job."""
     swap_ms: int = 0
-    """What it costs a server to load another model than the one it has run before."""
+    """Time that a server needs to load a model other than that of its last run."""
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job of the outcome.  `start_ms` and `end_ms` None: no slot could ever run it.
+    """One job of the outcome.  `start_ms` and `end_ms` None: no slot could run it.
 
-    `turn`: the how-manieth offer of its fleet it got.  `lost_ms`: slot time of runs that an outage broke off;
+    `turn`: the number of its offer among the offers of its fleet.  `lost_ms`: slot time of runs that an outage ended;
     `start_ms` is then the start of the last run.
     """
 
-    number: int  # of its acceptance
+    number: int  # in order of acceptance, from 1
     model: str
     tenant: str
     priority: int
@@ -81,18 +81,18 @@ class Job:
 
     @property
     def is_late(self) -> bool:
-        """Whether it started after its deadline, or never."""
+        """Whether the job started after its deadline, or never."""
         return self.deadline_ms > 0 and (self.start_ms is None or self.start_ms > self.deadline_ms)
 
     @property
     def wait_ms(self) -> int | None:
-        """From the arrival to the start of the run that finished."""
+        """Time from the arrival to the start of the run that finished; None: there was none."""
         return None if self.start_ms is None else self.start_ms - self.arrival_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a scenario: its jobs, in order of acceptance."""
+    """The outcome of a scenario: its jobs, in order of acceptance."""
 
     scenario: Scenario
     jobs: Sequence[Job]

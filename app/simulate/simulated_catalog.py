@@ -1,4 +1,4 @@
-"""The fleet of a simulation: models and servers in memory, and what a what-if changes about them."""
+"""The catalog of a simulation, in memory, and the changes of a what-if variant."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,24 +19,24 @@ _COUNT = re.compile(r"[1-9]\d{0,5}")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a what-if changes.  `slots`: "32" for the whole fleet, or "gpu1=4,gpu2=8"."""
+    """The changes of a what-if variant.  `slots`: "32" for the whole fleet, or "gpu1=4,gpu2=8"."""
 
     policy: str | None = None
     slots: str | None = None
     settings: Sequence[str] = ()
     """`model.field=value`; * for every model."""
     speed_ups: Sequence[str] = ()
-    """`2` or `model=2`: by how much run times are divided."""
+    """`2` or `model=2`: the factor by which run times are divided."""
 
     @property
     def name(self) -> str:
-        """As a heading, of what may differ from variant to variant."""
+        """The heading of the variant: the changes that may differ between variants."""
         slots = f"{self.slots} slots" if self.slots and "=" not in self.slots else self.slots
         return ", ".join(part for part in (self.policy, slots) if part) or "as configured"
 
 
 def from_plan(plan: Plan) -> CatalogSnapshot:
-    """The catalog of a plan.  Raises Wrong for a configuration that no model can have."""
+    """Return the catalog of a plan.  Raises SimulationError if a model's configuration is invalid."""
     servers, fleets = plan.fleet(), _fleets(plan.fleet())
     models = {model.name: _model(model.name, fleets[model.name], model.config) for model in plan.models}
     return CatalogSnapshot(
@@ -57,7 +57,7 @@ def from_plan(plan: Plan) -> CatalogSnapshot:
 
 
 def apply_variant(catalog: CatalogSnapshot, changes: Variant) -> CatalogSnapshot:
-    """The catalog after a what-if.  Raises Wrong."""
+    """Return the catalog with the changes of a variant.  Raises SimulationError."""
     overrides = {name: dict(model.overrides) for name, model in catalog.models.items()}
     for setting in changes.settings:
         for name, field, value in _setting(setting, overrides):
@@ -71,19 +71,19 @@ def apply_variant(catalog: CatalogSnapshot, changes: Variant) -> CatalogSnapshot
 
 
 def scale_run_times(arrivals: Sequence[Arrival], models: Iterable[str], speed_ups: Sequence[str]) -> Sequence[Arrival]:
-    """The arrivals with shorter, or longer, run times.  Raises Wrong."""
-    known = sorted(models)
-    factors = dict.fromkeys(known, 1.0)
+    """Return the arrivals with run times divided by the factors.  Raises SimulationError."""
+    names = sorted(models)
+    factors = dict.fromkeys(names, 1.0)
     for text in speed_ups:
         name, _, number = text.rpartition("=")
         factor = _factor(number, text)
         if name and name not in factors:
-            raise SimulationError(f"--speed-up {text}: there is no model {name!r} among {', '.join(known)}.")
-        for model in [name] if name else known:
+            raise SimulationError(f"--speed-up {text}: there is no model {name!r} among {', '.join(names)}.")
+        for model in [name] if name else names:
             factors[model] *= factor
     if all(factor == 1 for factor in factors.values()):
         return arrivals
-    return [replace(it, run_ms=max(round(it.run_ms / factors[it.model]), 1)) for it in arrivals]
+    return [replace(arrival, run_ms=max(round(arrival.run_ms / factors[arrival.model]), 1)) for arrival in arrivals]
 
 
 def _factor(number: str, text: str) -> float:
@@ -96,16 +96,17 @@ def _factor(number: str, text: str) -> float:
     return factor
 
 
-def _model(name: str, fleet: str, overrides: Mapping[str, Any], like: Model | None = None) -> Model:
+def _model(name: str, fleet: str, overrides: Mapping[str, Any], original: Model | None = None) -> Model:
+    """Return a model with these overrides: a changed `original`, or a new model.  Raises SimulationError."""
     try:
         config = ModelConfig(**overrides)
     except ValidationError as error:
-        raise SimulationError(f"Model {name} cannot be configured so: {describe_first_error(error)}.") from None
-    return replace(like, overrides=overrides, config=config) if like else Model(name, fleet, overrides, config)
+        raise SimulationError(f"Model {name} cannot have this configuration: {describe_first_error(error)}.") from None
+    return replace(original, overrides=overrides, config=config) if original else Model(name, fleet, overrides, config)
 
 
 def _setting(text: str, models: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """(model, field, value) of each model that `model.field=value` names."""
+    """Return (model, field, value) for each model that `model.field=value` names.  Raises SimulationError."""
     key, equals, value = text.partition("=")
     name, dot, field = key.strip().rpartition(".")
     if not (equals and dot and name):
@@ -124,28 +125,28 @@ def _setting(text: str, models: Mapping[str, Any]) -> list[tuple[str, str, Any]]
 
 
 def _with_slots(servers: Mapping[str, Server], text: str) -> dict[str, Server]:
-    """The servers with other numbers of slots."""
+    """Return the servers with changed numbers of slots.  Raises SimulationError."""
     if _COUNT.fullmatch(text.strip()):
         return _spread(servers, int(text))
-    wanted = {}
+    counts = {}
     for part in text.split(","):
         name, _, count = (word.strip() for word in part.rpartition("="))
         if not name or not _COUNT.fullmatch(count):
             raise SimulationError(f"--slots {text}: write the number of slots, or SERVER=NUMBER with commas between.")
         if name not in servers:
             raise SimulationError(f"--slots {text}: there is no server {name!r} among {', '.join(sorted(servers))}.")
-        wanted[name] = int(count)
-    return {name: replace(server, slots=wanted.get(name, server.slots)) for name, server in servers.items()}
+        counts[name] = int(count)
+    return {name: replace(server, slots=counts.get(name, server.slots)) for name, server in servers.items()}
 
 
 def _spread(servers: Mapping[str, Server], total: int) -> dict[str, Server]:
-    """So many slots in all, over the servers as they are now: by largest remainder, at least one each."""
-    now = sum(server.slots for server in servers.values())
+    """Distribute `total` slots in proportion to the current numbers: by largest remainder, at least one each."""
+    current = sum(server.slots for server in servers.values())
     if total < len(servers):
         raise SimulationError(
             f"--slots {total}: the fleet has {len(servers)} servers, and each needs at least one slot."
         )
-    exact = {name: server.slots * total / now for name, server in servers.items()}
+    exact = {name: server.slots * total / current for name, server in servers.items()}
     slots = {name: max(int(share), 1) for name, share in exact.items()}
     for name in sorted(exact, key=lambda name: (int(exact[name]) - exact[name], name)):
         if sum(slots.values()) < total:
@@ -156,13 +157,13 @@ def _spread(servers: Mapping[str, Server], total: int) -> dict[str, Server]:
 
 
 def _fleets(servers: Sequence[ServerPlan]) -> dict[str, str]:
-    """Model -> fleet: models that share a server are in one, which bears the name of the first of them."""
+    """Return model -> fleet.  Models that share a server are in one fleet, with the name of the first model."""
     fleet: dict[str, str] = {}
     for server in servers:
-        together = {fleet.get(name, name) for name in server.models}
-        first = min(together)
+        merged = {fleet.get(name, name) for name in server.models}
+        first = min(merged)
         fleet.update(dict.fromkeys(server.models, first))
-        for name, its in fleet.items():
-            if its in together:
+        for name, current in fleet.items():
+            if current in merged:
                 fleet[name] = first
     return fleet

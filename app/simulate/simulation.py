@@ -1,4 +1,4 @@
-"""Plays a scenario, fleet by fleet: fleets share no slot, so that each is a simulation of its own."""
+"""Simulates a scenario, fleet by fleet.  Fleets share no slots, so that each is a separate simulation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,84 +13,87 @@ from app.simulate.scenario import Arrival, Job, Outage, Outcome, Scenario, Simul
 from app.simulate.simulated_queue import RunRecord, SimulatedQueue, SimulationEvent
 from slotkeeper.jobs.values import QueuedJob
 
-_EVENTS = 1000  # in one round trip
-_ACTS = 4000  # in one round trip: a tenth of a second
+_MAX_EVENTS = 1000  # per round trip
+_MAX_SCRIPTS = 4000  # per round trip, which then takes about 0.1 s
 
 Progress = Callable[[int], object]
-"""Told how many more jobs have ended."""
+"""Called with the number of jobs that have ended since the last call."""
 
 
 def run(scenario: Scenario, *, progress: Progress = lambda _: None, redis: Redis | None = None) -> Outcome:
-    """Simulate.  `redis`: an empty server to play on; None: one is started, and gone afterwards.
+    """Simulate a scenario.  `redis`: an empty server to use; None: a private one is started, and stopped at the end.
 
-    Raises Wrong for a scenario that cannot be played.
+    Raises SimulationError if the scenario is invalid.
     """
     _check(scenario)
-    ran: dict[int, list[RunRecord]] = {}
+    runs_by_job: dict[int, list[RunRecord]] = {}
     with private_valkey() if redis is None else nullcontext(redis) as server:
         for fleet in scenario.catalog.fleets():
-            room = SimulatedQueue(server, fleet, scenario.catalog, scenario.start_latency_ms, scenario.swap_ms)
-            for one in _play(room, scenario, progress):
-                ran.setdefault(one.job, []).append(one)
-    jobs = (_job(number, arrival, ran.get(number, [])) for number, arrival in enumerate(scenario.arrivals, 1))
+            queue = SimulatedQueue(server, fleet, scenario.catalog, scenario.start_latency_ms, scenario.swap_ms)
+            for run_record in _play(queue, scenario, progress):
+                runs_by_job.setdefault(run_record.job, []).append(run_record)
+    jobs = (_job(number, arrival, runs_by_job.get(number, [])) for number, arrival in enumerate(scenario.arrivals, 1))
     return Outcome(scenario, tuple(jobs))
 
 
-def _play(room: SimulatedQueue, scenario: Scenario, progress: Progress) -> Iterator[RunRecord]:
-    coming = _events(room, scenario)
-    batch: list[SimulationEvent] = list(islice(coming, _EVENTS + 1))
+def _play(queue: SimulatedQueue, scenario: Scenario, progress: Progress) -> Iterator[RunRecord]:
+    """Simulate one fleet, and yield its runs."""
+    events = _events(queue, scenario)
+    batch: list[SimulationEvent] = list(islice(events, _MAX_EVENTS + 1))
     done = False
     while not done or batch:
-        # The event after the last one that is sent says how far time may go: nothing else comes before it.
-        beyond = batch[_EVENTS] if len(batch) > _EVENTS else None
-        taken, done, rows = room.play(batch[:_EVENTS], beyond.at_ms if beyond else None, _ACTS)
-        yield from rows
-        progress(sum(not row.broken for row in rows))
-        batch = [*batch[taken:], *islice(coming, taken)]
+        # The time must not pass the first event that is not sent.
+        next_event = batch[_MAX_EVENTS] if len(batch) > _MAX_EVENTS else None
+        processed, done, run_records = queue.play(
+            batch[:_MAX_EVENTS], next_event.at_ms if next_event else None, _MAX_SCRIPTS
+        )
+        yield from run_records
+        progress(sum(not run_record.broken for run_record in run_records))
+        batch = [*batch[processed:], *islice(events, processed)]
 
 
-def _events(room: SimulatedQueue, scenario: Scenario) -> Iterator[SimulationEvent]:
-    """What comes from outside, in order of time."""
-    models = set(scenario.catalog.models_of(room.fleet))
+def _events(queue: SimulatedQueue, scenario: Scenario) -> Iterator[SimulationEvent]:
+    """Yield the external events of one fleet, by time."""
+    models = set(scenario.catalog.models_of(queue.fleet))
     first = min([scenario.begin_ms, *(arrival.at_ms for arrival in scenario.arrivals[:1])])
-    yield room.opening(first)
+    yield queue.opening(first)
     arrivals = (
-        room.arrival(_waiting(number, arrival), arrival.at_ms, arrival.run_ms)
+        queue.arrival(_queued_job(number, arrival), arrival.at_ms, arrival.run_ms)
         for number, arrival in enumerate(scenario.arrivals, 1)
         if arrival.model in models
     )
-    yield from merge(_changes(room, scenario), arrivals, key=lambda event: event.at_ms)
+    yield from merge(_changes(queue, scenario), arrivals, key=lambda event: event.at_ms)
 
 
-def _changes(room: SimulatedQueue, scenario: Scenario) -> Iterator[SimulationEvent]:
-    """Servers that go down and come up again."""
+def _changes(queue: SimulatedQueue, scenario: Scenario) -> Iterator[SimulationEvent]:
+    """Yield the events in which servers of the fleet go down and come up again."""
     catalog = scenario.catalog
-    here = {server.name for server in catalog.servers_of(room.fleet)}
-    turns = [
+    servers = {server.name for server in catalog.servers_of(queue.fleet)}
+    changes = [
         (at, state, outage.server)
-        for outage in _joined(scenario.outages)
-        if outage.server in here
+        for outage in _merge_outages(scenario.outages)
+        if outage.server in servers
         for at, state in ((outage.from_ms, "paused"), (outage.until_ms, "online"))
     ]
-    for at, state, name in sorted(turns):
+    for at, state, name in sorted(changes):
         server = replace(catalog.servers[name], state=state)
         catalog = replace(catalog, servers={**catalog.servers, name: server})
-        yield room.changed(at, name if state == "paused" else "", catalog)
+        yield queue.changed(at, name if state == "paused" else "", catalog)
 
 
-def _joined(outages: Sequence[Outage]) -> list[Outage]:
-    """Outages of one server that touch are one."""
-    joined: list[Outage] = []
-    for outage in sorted(outages, key=lambda it: (it.server, it.from_ms, it.until_ms)):
-        last = joined[-1] if joined else None
+def _merge_outages(outages: Sequence[Outage]) -> list[Outage]:
+    """Merge outages of one server that overlap or touch."""
+    merged: list[Outage] = []
+    for outage in sorted(outages, key=lambda outage: (outage.server, outage.from_ms, outage.until_ms)):
+        last = merged[-1] if merged else None
         if last and last.server == outage.server and outage.from_ms <= last.until_ms:
-            joined[-1] = replace(last, until_ms=max(last.until_ms, outage.until_ms))
+            merged[-1] = replace(last, until_ms=max(last.until_ms, outage.until_ms))
         else:
-            joined.append(outage)
-    return joined
+            merged.append(outage)
+    return merged
 
 
-def _waiting(number: int, arrival: Arrival) -> QueuedJob:
+def _queued_job(number: int, arrival: Arrival) -> QueuedJob:
     return QueuedJob(
         str(number),
         number,
@@ -104,6 +107,7 @@ def _waiting(number: int, arrival: Arrival) -> QueuedJob:
 
 
 def _job(number: int, arrival: Arrival, runs: Sequence[RunRecord]) -> Job:
+    """Return the outcome of one job.  `runs`: all its runs, in order."""
     last = runs[-1] if runs and not runs[-1].broken else None
     lost = sum(run.end_ms - run.start_ms for run in runs if run.broken)
     return Job(
@@ -122,7 +126,8 @@ def _job(number: int, arrival: Arrival, runs: Sequence[RunRecord]) -> Job:
 
 
 def _check(scenario: Scenario) -> None:
-    before = None
+    """Raise SimulationError if the scenario is invalid."""
+    previous_ms = None
     for number, arrival in enumerate(scenario.arrivals, 1):
         if arrival.model not in scenario.catalog.models:
             known = ", ".join(sorted(scenario.catalog.models)) or "none"
@@ -135,14 +140,14 @@ def _check(scenario: Scenario) -> None:
             raise SimulationError(
                 f"Job {number} has priority {arrival.priority}: priorities go from 1, the most urgent, to 9."
             )
-        if before is not None and arrival.at_ms < before:
+        if previous_ms is not None and arrival.at_ms < previous_ms:
             raise SimulationError(
-                f"Job {number} arrives before the one that stands before it: sort the arrivals by time."
+                f"Job {number} arrives before the job that precedes it in the list: sort the arrivals by time."
             )
-        before = arrival.at_ms
+        previous_ms = arrival.at_ms
     for outage in scenario.outages:
         if outage.server not in scenario.catalog.servers:
             known = ", ".join(sorted(scenario.catalog.servers)) or "none"
-            raise SimulationError(f"There is no server {outage.server!r} that could fail: the fleet has {known}.")
+            raise SimulationError(f"There is no server {outage.server!r} for an outage: the fleet has {known}.")
         if outage.until_ms <= outage.from_ms:
             raise SimulationError(f"The outage of {outage.server} ends before it begins: give it a length above 0.")

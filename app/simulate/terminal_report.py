@@ -1,4 +1,4 @@
-"""The figures for people at a terminal: tables, bars and lines of blocks."""
+"""Prints the statistics of outcomes at a terminal: tables, bars and sparklines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 Fold = Callable[[Sequence[float]], float]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_LINE = 40  # characters of a line over time
+_SPARKLINE = 40  # characters of a sparkline
 _BARS = {1: 20, 2: 20}  # characters of a bar, by the number of variants
-_BAR = 8  # of more variants, so that four find room
+_NARROW_BAR = 8  # characters of a bar with more variants, so that four fit
 _WITHIN_S = ((1, "1 s"), (10, "10 s"), (60, "1 min"), (600, "10 min"), (3600, "1 h"), (86_400, "1 day"))
 
 
-def show(console: "Console", found: Sequence[Summary], outcomes: Sequence[Outcome]) -> None:
-    """Print everything: one column for each variant."""
-    for table in (_compared(found), _within(found, outcomes), _over_time(found)):
+def show(console: "Console", summaries: Sequence[Summary], outcomes: Sequence[Outcome]) -> None:
+    """Print all tables, with one column for each variant."""
+    for table in (_comparison(summaries), _wait_shares(summaries, outcomes), _over_time(summaries)):
         console.print("", table)
     console.print()
-    for line in _remarks(found):
+    for line in _notes(summaries):
         console.print(line)
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the unit that suits it, with two digits or more."""
+    """Return a duration as a text, in a suitable unit, with two or more digits."""
     number, unit = _parts(seconds)
     return f"{number} {unit}"
 
 
 def duration_pair(first: float, second: float) -> str:
-    """Two lengths of time, the unit said once if it is the same."""
-    (number, unit), (other, its) = _parts(first), _parts(second)
-    return f"{number} / {other} {unit}" if unit == its else f"{number} {unit} / {other} {its}"
+    """Return two durations as a text; a unit that both share is written once."""
+    (number, unit), (other, other_unit) = _parts(first), _parts(second)
+    return f"{number} / {other} {unit}" if unit == other_unit else f"{number} {unit} / {other} {other_unit}"
 
 
 def _parts(seconds: float) -> tuple[str, str]:
@@ -49,12 +49,12 @@ def _parts(seconds: float) -> tuple[str, str]:
     return (f"{seconds:.0f}" if seconds >= 20 or seconds == 0 else f"{seconds:.2g}"), "s"
 
 
-def sparkline(values: Sequence[float | None], highest: float, width: int = _LINE, fold: Fold = max) -> str:
-    """Values as a row of blocks, several of them in one by `fold`; a space where there is none."""
+def sparkline(values: Sequence[float | None], highest: float, width: int = _SPARKLINE, fold: Fold = max) -> str:
+    """Return values as a row of block characters.  `fold` combines the values of one block; a space: there are none."""
     step = len(values) / width
     parts = [values[int(n * step) : max(int((n + 1) * step), int(n * step) + 1)] for n in range(width)]
-    known = [[it for it in part if it is not None] for part in parts]
-    return "".join(_block(fold(part) if part else None, highest) for part in known)
+    present = [[value for value in part if value is not None] for part in parts]
+    return "".join(_block(fold(part) if part else None, highest) for part in present)
 
 
 def _block(value: float | None, highest: float) -> str:
@@ -63,44 +63,44 @@ def _block(value: float | None, highest: float) -> str:
     return _BLOCKS[1 + min(int(value / highest * 8), 7)]
 
 
-def _compared(found: Sequence[Summary]) -> "Table":
-    """One table of all figures."""
-    table = _table(("", *(figures.name for figures in found)))
+def _comparison(summaries: Sequence[Summary]) -> "Table":
+    """Return the table of all statistics."""
+    table = _table(("", *(summary.name for summary in summaries)))
     rows: dict[str, Callable[[Summary], str]] = {
-        "jobs": lambda it: f"{it.waits.jobs:,}",
-        "wait, mean": lambda it: duration(it.waits.mean),
-        "p50": lambda it: duration(it.waits.p50),
-        "p90": lambda it: duration(it.waits.p90),
-        "p99": lambda it: duration(it.waits.p99),
-        "longest": lambda it: duration(it.waits.longest),
-        "overtaken by": lambda it: duration(it.waits.overtaken),
-        "slot use": lambda it: f"{it.use:.1%}",
-        "jobs per hour": lambda it: f"{it.per_hour:,.0f}",
-        "Jain's index": lambda it: "-" if it.jain is None else f"{it.jain:.3f}",
+        "jobs": lambda summary: f"{summary.waits.jobs:,}",
+        "wait, mean": lambda summary: duration(summary.waits.mean),
+        "p50": lambda summary: duration(summary.waits.p50),
+        "p90": lambda summary: duration(summary.waits.p90),
+        "p99": lambda summary: duration(summary.waits.p99),
+        "longest": lambda summary: duration(summary.waits.longest),
+        "overtaken by": lambda summary: duration(summary.waits.overtaken),
+        "slot use": lambda summary: f"{summary.use:.1%}",
+        "jobs per hour": lambda summary: f"{summary.per_hour:,.0f}",
+        "Jain's index": lambda summary: "-" if summary.jain is None else f"{summary.jain:.3f}",
     }
-    for label, shown in rows.items():
-        table.add_row(label, *map(shown, found))
+    for label, format_value in rows.items():
+        table.add_row(label, *map(format_value, summaries))
     table.add_row()
     table.add_row("wait, p50 / p99")
-    for label, waits in _groups(found):
-        table.add_row(label, *(duration_pair(it.p50, it.p99) if it else "-" for it in waits))
+    for label, waits in _groups(summaries):
+        table.add_row(label, *(duration_pair(each.p50, each.p99) if each else "-" for each in waits))
     return table
 
 
-def _groups(found: Sequence[Summary]) -> Iterator[tuple[str, list[Waits | None]]]:
+def _groups(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[Waits | None]]]:
     for kind in ("priorities", "models", "tenants"):
-        names = sorted({name for figures in found for name in getattr(figures, kind)})
+        names = sorted({name for summary in summaries for name in getattr(summary, kind)})
         for name in names if len(names) > 1 else ():
             label = (
                 f"priority {name}" if kind == "priorities" else f"{name} tenants" if kind == "tenants" else str(name)
             )
-            yield label, [getattr(figures, kind).get(name) for figures in found]
+            yield label, [getattr(summary, kind).get(name) for summary in summaries]
 
 
-def _within(found: Sequence[Summary], outcomes: Sequence[Outcome]) -> "Table":
-    """The share of jobs that started within so much time, as bars."""
-    table = _table(("within", *(figures.name for figures in found)))
-    bar = _BARS.get(len(found), _BAR)
+def _wait_shares(summaries: Sequence[Summary], outcomes: Sequence[Outcome]) -> "Table":
+    """Return the table of the shares of jobs that started within given times, as bars."""
+    table = _table(("within", *(summary.name for summary in summaries)))
+    bar = _BARS.get(len(summaries), _NARROW_BAR)
     shares = [distribution(outcome.jobs, [limit for limit, _ in _WITHIN_S]) for outcome in outcomes]
     for n, (_, label) in enumerate(_WITHIN_S):
         if all(share[max(n - 1, 0)] == 1 for share in shares) and n:
@@ -109,32 +109,37 @@ def _within(found: Sequence[Summary], outcomes: Sequence[Outcome]) -> "Table":
     return table
 
 
-def _over_time(found: Sequence[Summary]) -> "Table":
-    hours = found[0].hours
+def _over_time(summaries: Sequence[Summary]) -> "Table":
+    """Return the table of time series, as sparklines."""
+    hours = summaries[0].hours
     table = _table(("over time", "", f"0 to {duration(hours * 3600)}", "highest"))
-    every = [figures.series for figures in found]
-    worst = max((wait for it in every for wait in it.wait_p90 if wait is not None), default=0.0)
-    longest = max((count for it in every for count in it.waiting), default=0)
-    for figures, it in zip(found, every, strict=True):
-        own = max((wait for wait in it.wait_p90 if wait is not None), default=0.0)
-        table.add_row("wait p90", figures.name, sparkline(it.wait_p90, worst), duration(own))
-    for figures, it in zip(found, every, strict=True):
-        table.add_row("waiting", figures.name, sparkline(it.waiting, longest), f"{max(it.waiting, default=0):,}")
-    for figures, it in zip(found, every, strict=True):
-        table.add_row("slot use", figures.name, sparkline(it.use, 1.0, fold=fmean), f"{max(it.use, default=0):.0%}")
+    all_series = [summary.series for summary in summaries]
+    longest_wait = max((wait for series in all_series for wait in series.wait_p90 if wait is not None), default=0.0)
+    most_waiting = max((count for series in all_series for count in series.waiting), default=0)
+    for summary, series in zip(summaries, all_series, strict=True):
+        highest_wait = max((wait for wait in series.wait_p90 if wait is not None), default=0.0)
+        table.add_row("wait p90", summary.name, sparkline(series.wait_p90, longest_wait), duration(highest_wait))
+    for summary, series in zip(summaries, all_series, strict=True):
+        table.add_row(
+            "waiting", summary.name, sparkline(series.waiting, most_waiting), f"{max(series.waiting, default=0):,}"
+        )
+    for summary, series in zip(summaries, all_series, strict=True):
+        table.add_row(
+            "slot use", summary.name, sparkline(series.use, 1.0, fold=fmean), f"{max(series.use, default=0):.0%}"
+        )
     return table
 
 
-def _remarks(found: Sequence[Summary]) -> Iterator[str]:
-    for figures in found:
-        if figures.waits.never:
-            yield f"{figures.name}: {figures.waits.never:,} jobs never ran; no slot could run them."
-        if figures.broken:
-            yield f"{figures.name}: {figures.broken:,} jobs ran again, for an outage broke off their first run."
-        if figures.swaps:
-            yield f"{figures.name}: servers changed their model {figures.swaps:,} times."
-        if figures.late:
-            yield f"{figures.name}: {figures.late:,} jobs did not start before their deadline."
+def _notes(summaries: Sequence[Summary]) -> Iterator[str]:
+    for summary in summaries:
+        if summary.waits.never:
+            yield f"{summary.name}: {summary.waits.never:,} jobs never ran; no slot could run them."
+        if summary.broken:
+            yield f"{summary.name}: {summary.broken:,} jobs ran again, for an outage broke off their first run."
+        if summary.swaps:
+            yield f"{summary.name}: servers changed their model {summary.swaps:,} times."
+        if summary.late:
+            yield f"{summary.name}: {summary.late:,} jobs did not start before their deadline."
 
 
 def _table(titles: Sequence[str]) -> "Table":

@@ -28,7 +28,7 @@ def test_no_time_is_null():
     assert iso_time(None) is None
 
 
-def test_a_cursor_comes_back_as_it_went():
+def test_a_cursor_is_decoded_to_the_encoded_value():
     class Row:
         seq = 2**63 - 1
 
@@ -38,10 +38,10 @@ def test_a_cursor_comes_back_as_it_went():
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "s", "s0", "s-1", "s1 ", "12", "ü", "s" + "1" * 20])
-def test_what_is_no_cursor_is_refused(cursor):
-    with pytest.raises(InvalidRequest) as refused:
+def test_an_invalid_cursor_is_refused(cursor):
+    with pytest.raises(InvalidRequest) as raised:
         decode_job_cursor(cursor)
-    assert refused.value.field == "cursor"
+    assert raised.value.field == "cursor"
 
 
 @pytest.mark.parametrize("given", ["A100", 80.0, "fast,testnet"])
@@ -51,13 +51,15 @@ def test_an_attribute_is_shown_as_it_was_declared(given):
 
 
 @pytest.mark.parametrize("state", sorted(State))
-def test_every_state_has_an_outlook_or_needs_none(state):
-    words = {next_step(state, place) for place in (QueuePosition(), QueuePosition(1), QueuePosition(offered=True))}
+def test_every_waiting_state_has_a_next_step(state):
+    words = {
+        next_step(state, position) for position in (QueuePosition(), QueuePosition(1), QueuePosition(offered=True))
+    }
     expected = {State.QUEUED: {"unknown", "waiting", "starting"}, State.DELAYED: {"later"}}
     assert words == expected.get(state, {None})
 
 
-def test_a_dead_job_that_crashed_and_one_that_was_retried_in_vain_have_codes_of_their_own(a_row):
+def test_dead_jobs_have_separate_codes_for_crashes_and_retries(a_row):
     dead = replace(a_row, state=State.DEAD, error_code="boom", error_message="x")
     for why, code in (
         (Reason.RETRIES_EXHAUSTED, "max_retries_exceeded"),
@@ -80,7 +82,7 @@ class ThingView(ResponseSchema, source=Thing):
     created_at: Time
     ended_at: Time | None
     counts: dict[str, int]
-    letters: Annotated[int, From(lambda it: len(it.id))]
+    letters: Annotated[int, From(lambda thing: len(thing.id))]
     notice: Annotated[str | None, PROVIDED]
 
 
@@ -91,7 +93,7 @@ class ThingList(ResponseSchema):
 THING = Thing("ab", T0, None, {State.QUEUED: 1})
 
 
-def test_an_answer_has_each_field_from_where_its_class_says():
+def test_a_response_has_the_fields_of_its_class():
     assert ThingView.build(THING, notice="x") == {
         "thing": "ab",
         "created_at": iso_time(T0),
@@ -116,19 +118,19 @@ class PairView(ResponseSchema, source=Pair):
     rest: list[PlainView]
 
 
-def test_an_answer_within_an_answer_is_shown_by_its_own_class():
+def test_a_nested_response_is_built_by_its_class():
     assert PairView.build(Pair(None, (THING,))) == {"first": None, "rest": [{"id": "ab"}]}
     assert PairView.build(Pair(THING, ())) == {"first": {"id": "ab"}, "rest": []}
 
 
-def test_what_a_view_must_give_and_does_not_is_an_error():
+def test_a_missing_provided_field_is_an_error():
     with pytest.raises(TypeError, match=r"ThingView\.build must be given notice"):
         ThingView.build(THING)
     with pytest.raises(TypeError, match="ThingList has no thing"):
         ThingList.build(things=[], thing=1)
 
 
-def test_a_field_that_is_nowhere_read_is_found_when_its_class_is_made():
+def test_a_field_without_a_source_is_an_error_of_the_class():
     with pytest.raises(TypeError, match="Thing has no attribute name"):
 
         class Wrong(ResponseSchema, source=Thing):
@@ -139,7 +141,7 @@ def a_field() -> str:
     return ""
 
 
-def test_a_field_does_not_hide_the_function_of_its_name_unnoticed():
+def test_a_field_that_hides_its_function_is_an_error():
     with pytest.raises(TypeError, match="a_field is read by something that is no function"):
 
         class Wrong(ResponseSchema, source=Thing):

@@ -1,4 +1,4 @@
-"""The client of docs/how-to/streams.md, as it stands there."""
+"""The client in docs/how-to/streams.md works as printed."""
 
 import re
 import subprocess
@@ -13,18 +13,18 @@ _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encod
 
 
 def _cut_after(event: bytes) -> bytes:
-    """A stream that breaks off behind an event, as that of a process that is killed."""
+    """Return a stream that is cut after an event, like that of a killed process."""
     return _STREAM + b"%x\r\n%s\r\n" % (len(event), event)
 
 
 @pytest.mark.timeout(60)
-def test_it_outlives_a_restart_of_the_api_and_goes_on_behind_what_it_has() -> None:
+def test_the_documented_client_reconnects_and_continues_after_its_last_event() -> None:
     code = re.search("```python\n(.*?)```", (REPO / "docs" / "how-to" / "streams.md").read_text("utf-8"), re.DOTALL)
     assert code is not None
-    said: list[Act] = [_cut_after(b"id: 7\ndata: first\n\n"), hang_up, answer(b"", 503)]
+    acts: list[Act] = [_cut_after(b"id: 7\ndata: first\n\n"), hang_up, answer(b"", 503)]
 
     def act(seen: Seen) -> Act:
-        return said.pop(0) if said else _cut_after(b"id: 8\ndata: second\n\n")
+        return acts.pop(0) if acts else _cut_after(b"id: 8\ndata: second\n\n")
 
     with Scripted(act) as server:
         script = code[1].replace("http://127.0.0.1:8000", server.url).replace("time.sleep(1)", "time.sleep(0)")

@@ -1,4 +1,4 @@
-"""Streams and waiting over real sockets: every event once, none missing, and no thread is held."""
+"""Event streams and waiting requests over real sockets: each event is sent once, and no thread is held."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ KEYS = {"REQUIRE_KEYS": "true"}
 
 @dataclass
 class Served:
-    """The API behind a server of its own."""
+    """The API behind a separate server."""
 
     api: Api
     web: Web
@@ -60,34 +60,35 @@ class Served:
         return self.api.dispatcher.store
 
     def ask(self, path: str, headers: dict[str, str] | None = None, version: str = "1.1") -> socket.socket:
-        one = socket.create_connection(self.address, 20)
-        told = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        one.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n{told}\r\n".encode())
-        return one
+        """Send a GET request and return the connection."""
+        connection = socket.create_connection(self.address, 20)
+        header_lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        connection.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n{header_lines}\r\n".encode())
+        return connection
 
 
 @contextmanager
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
-    owners = KeyCache(Tenants(api.database) if settings.require_keys else None, cast(Any, _Visits()))
-    watching = ProgressFollower(services.scripts())
-    made = WebApplication(api.client.application, settings, owners, 3000, api.database, watching)
-    with serving(made) as web:
+    key_cache = KeyCache(Tenants(api.database) if settings.require_keys else None, cast(Any, _Sessions()))
+    follower = ProgressFollower(services.scripts())
+    application = WebApplication(api.client.application, settings, key_cache, 3000, api.database, follower)
+    with serving(application) as web:
         yield Served(api, web)
 
 
 @pytest.fixture
 def served(api: Api) -> Iterator[Served]:
-    with _serve(api) as found:
-        yield found
+    with _serve(api) as served:
+        yield served
 
 
 @dataclass
-class Told:
+class StreamedEvent:
     """One event of a stream."""
 
     id: int | None = None
-    heard: str = ""
+    progress_id: str = ""
     type: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -116,35 +117,36 @@ class Reader:
         self.ended = size == 0
         return not self.ended
 
-    def events(self) -> Iterator[Told]:
-        """Until the stream ends."""
+    def events(self) -> Iterator[StreamedEvent]:
+        """Yield the events until the stream ends."""
         while True:
             while b"\n\n" in self._text:
                 block, _, self._text = self._text.partition(b"\n\n")
-                told = self._event(block.decode())
-                if told is not None:
-                    yield told
+                event = self._event(block.decode())
+                if event is not None:
+                    yield event
             if not self._more():
                 return
 
-    def _event(self, block: str) -> Told | None:
-        told = Told()
+    def _event(self, block: str) -> StreamedEvent | None:
+        event = StreamedEvent()
         for line in block.splitlines():
             name, _, value = line.partition(": ")
             if name == "id":
-                number, _, heard = value.partition("-")
-                told.id = self.last = int(number)
-                told.heard = heard
+                number, _, progress_id = value.partition("-")
+                event.id = self.last = int(number)
+                event.progress_id = progress_id
             elif name == "event":
-                told.type = value
+                event.type = value
             elif name == "data":
-                told.data = json.loads(value)
-        return told if told.type else None
+                event.data = json.loads(value)
+        return event if event.type else None
 
-    def next(self) -> Told:
+    def next(self) -> StreamedEvent:
         return next(self.events())
 
     def until_open(self) -> "Reader":
+        """Read until the stream has sent its first id."""
         while self.last is None:
             assert self._more()
             while b"\n\n" in self._text:
@@ -158,7 +160,7 @@ class Reader:
 
 
 def _types(reader: Reader) -> list[str]:
-    return [it.type for it in reader.events()]
+    return [event.type for event in reader.events()]
 
 
 def _followers(served: Served) -> int:
@@ -168,14 +170,14 @@ def _followers(served: Served) -> int:
 # -- one job -------------------------------------------------------------------------------------------------
 
 
-def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Served) -> None:
+def test_a_jobs_stream_has_all_its_events_and_ends_with_the_job(served: Served) -> None:
     run = a_running_job(served.store, tenant="local", priority=2)
     reader = Reader(served.ask(f"/queue/jobs/{run.job.id}/stream"))
     assert (reader.status, reader.headers["content-type"]) == (200, "text/event-stream")
     assert (reader.headers["cache-control"], reader.headers["x-accel-buffering"]) == ("no-store", "no")
     assert [reader.next().type, reader.next().type] == ["job.enqueued", "job.started"]
     store_end(served.store, run.job.id, 1, Reason.FINISHED, T0, result="{}")
-    told = reader.next()
+    event = reader.next()
     expected = {
         "job_id": run.job.id,
         "model": "zimg",
@@ -184,13 +186,13 @@ def test_a_jobs_stream_tells_it_from_the_beginning_and_ends_with_it(served: Serv
         "server": "gpu1",
         "attempt": 1,
     }
-    assert told.type == "job.completed"
-    assert told.data == expected | {"why": "finished", "at": "2027-01-15T08:00:00.000Z"}
+    assert event.type == "job.completed"
+    assert event.data == expected | {"why": "finished", "at": "2027-01-15T08:00:00.000Z"}
     assert list(reader.events()) == []
     assert reader.ended
 
 
-def test_a_job_that_was_revived_goes_on(served: Served) -> None:
+def test_the_stream_of_a_revived_job_continues(served: Served) -> None:
     job = an_ended_job(served.store, State.DEAD)
     served.store.revive(job.id, T0)
     reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
@@ -199,52 +201,53 @@ def test_a_job_that_was_revived_goes_on(served: Served) -> None:
     assert _types(reader) == ["job.canceled"]
 
 
-def test_who_has_seen_the_end_of_a_job_is_told_that_there_is_no_more(served: Served) -> None:
+def test_a_client_that_has_the_last_event_of_a_job_gets_204(served: Served) -> None:
     job = an_ended_job(served.store)
     reader = Reader(served.ask(f"/queue/jobs/{job.id}/stream"))
     assert _types(reader)[-1] == "job.completed"
     assert Reader(served.ask(f"/queue/jobs/{job.id}/stream?after={reader.last}")).status == 204
 
 
-def test_a_stream_is_not_for_http_1_0_which_knows_no_chunks(served: Served) -> None:
+def test_a_stream_over_http_1_0_is_refused(served: Served) -> None:
     job = an_ended_job(served.store)
-    with served.ask(f"/queue/jobs/{job.id}/stream", version="1.0") as one:
-        answer = b"".join(iter(lambda: one.recv(1 << 16), b""))
+    with served.ask(f"/queue/jobs/{job.id}/stream", version="1.0") as connection:
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 505 ") and b"HTTP/1.1" in answer.partition(b"\r\n\r\n")[2]
     assert _followers(served) == 0
 
 
-# -- what its server says --------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------------
 
 
-def _say(job_id: str, text: str, ms: int, attempt: int = 1) -> int:
-    said = json.dumps({"job_id": job_id, "attempt": attempt, "offset": 0, "text": text})
-    return services.scripts().run(services.progress_scripts().publish_command(job_id, EntryId(attempt, ms), said, 100))
+def _publish_text(job_id: str, text: str, ms: int, attempt: int = 1) -> int:
+    """Publish progress as a worker does, and return the number of subscribers."""
+    entry = json.dumps({"job_id": job_id, "attempt": attempt, "offset": 0, "text": text})
+    return services.scripts().run(services.progress_scripts().publish_command(job_id, EntryId(attempt, ms), entry, 100))
 
 
 def _texts(reader: Reader) -> list[str]:
-    """Of what is said; of other events their types."""
-    return [it.data.get("text", it.type) for it in reader.events()]
+    """Return the texts of progress events, and the types of other events."""
+    return [event.data.get("text", event.type) for event in reader.events()]
 
 
-def test_what_a_jobs_server_says_is_told_between_its_start_and_its_end(served: Served) -> None:
+def test_progress_is_sent_between_start_and_end_of_a_job(served: Served) -> None:
     run = a_running_job(served.store)
     job = run.job.id
-    _say(job, "before", 1)
+    _publish_text(job, "before", 1)
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
-    told = reader.next()
-    assert (told.type, told.data["text"], told.heard) == ("progress", "before", "1-1")
-    assert _say(job, "now", 2) == 1
+    event = reader.next()
+    assert (event.type, event.data["text"], event.progress_id) == ("progress", "before", "1-1")
+    assert _publish_text(job, "now", 2) == 1
     assert reader.next().data["text"] == "now"
     store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _types(reader) == ["job.completed"]
 
 
-def test_all_that_was_said_is_told_before_the_end(served: Served) -> None:
-    """Also where the record was quicker, or the job had ended before."""
+def test_all_progress_is_sent_before_the_end_of_the_job(served: Served) -> None:
+    """Even if the end is read from the database first, or the job had ended before."""
     job = a_running_job(served.store).job.id
-    _say(job, "all", 1)
+    _publish_text(job, "all", 1)
     store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _texts(Reader(served.ask(f"/queue/jobs/{job}/stream"))) == [
         "job.enqueued",
@@ -254,23 +257,23 @@ def test_all_that_was_said_is_told_before_the_end(served: Served) -> None:
     ]
 
 
-def test_who_comes_again_is_told_the_rest_of_a_text(served: Served) -> None:
+def test_a_client_that_reconnects_gets_the_rest_of_the_progress(served: Served) -> None:
     job = a_running_job(served.store).job.id
     for ms, text in enumerate("abc"):
-        _say(job, text, ms + 1)
+        _publish_text(job, text, ms + 1)
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     seen = [reader.next() for _ in range(4)][-1]
     assert seen.data["text"] == "b"
     reader.close()
-    again = Reader(served.ask(f"/queue/jobs/{job}/stream", {"Last-Event-ID": f"{seen.id}-{seen.heard}"}))
+    again = Reader(served.ask(f"/queue/jobs/{job}/stream", {"Last-Event-ID": f"{seen.id}-{seen.progress_id}"}))
     assert again.next().data["text"] == "c"
     store_end(served.store, job, 1, Reason.FINISHED, T0, result="{}")
     assert _types(again) == ["job.completed"]
 
 
-def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
-    watching = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
-    served.application.watching = watching
+def test_the_end_of_a_job_is_sent_while_redis_is_unavailable(served: Served) -> None:
+    progress_follower = ProgressFollower(make_scripts(connect("redis://127.0.0.1:1/0", 0.5), Keys("slotkeeper")))
+    served.application.progress_follower = progress_follower
     job = a_running_job(served.store).job.id
     reader = Reader(served.ask(f"/queue/jobs/{job}/stream"))
     assert [reader.next().type for _ in range(2)] == ["job.enqueued", "job.started"]
@@ -279,13 +282,13 @@ def test_the_end_is_told_where_redis_is_away(served: Served) -> None:
 
 
 @pytest.mark.parametrize("after", ["1-1", "1-1-", "1-1-x", "1-1-1-1", "-1-1"])
-def test_what_is_no_place_in_a_jobs_stream_is_refused(served: Served, after: str) -> None:
+def test_an_invalid_id_of_a_jobs_stream_is_refused(served: Served, after: str) -> None:
     job = a_running_job(served.store).job.id
     assert Reader(served.ask(f"/queue/jobs/{job}/stream?after={after}")).status == 422
     assert Reader(served.ask("/stream?after=1-1-1")).status == 422
 
 
-# -- all -----------------------------------------------------------------------------------------------------
+# -- all jobs ------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_begins_now_and_tells_what_is_wanted(served: Served) -> None:
@@ -294,30 +297,33 @@ def test_a_stream_begins_now_and_tells_what_is_wanted(served: Served) -> None:
     a_running_job(served.store, model="flux")
     a_queued_job(served.store, model="zimg")
     last = a_queued_job(served.store, model="sdxl")
-    told = [reader.next(), reader.next()]
-    assert [(it.type, it.data["model"]) for it in told] == [("job.enqueued", "flux"), ("job.enqueued", "sdxl")]
-    assert told[1].data["job_id"] == last.id
+    received = [reader.next(), reader.next()]
+    assert [(event.type, event.data["model"]) for event in received] == [
+        ("job.enqueued", "flux"),
+        ("job.enqueued", "sdxl"),
+    ]
+    assert received[1].data["job_id"] == last.id
 
 
 def test_a_batch_can_be_followed(served: Served) -> None:
-    one, another = str(UUID(int=1)), str(UUID(int=2))
-    reader = Reader(served.ask(f"/stream?batch={one}")).until_open()
-    a_queued_job(served.store, batch=another)
+    batch_id, other_batch_id = str(UUID(int=1)), str(UUID(int=2))
+    reader = Reader(served.ask(f"/stream?batch={batch_id}")).until_open()
+    a_queued_job(served.store, batch=other_batch_id)
     a_queued_job(served.store)
-    wanted = a_queued_job(served.store, batch=one)
-    assert reader.next().data["job_id"] == wanted.id
+    expected = a_queued_job(served.store, batch=batch_id)
+    assert reader.next().data["job_id"] == expected.id
 
 
 @pytest.mark.parametrize("settings", [KEYS])
 def test_a_tenant_follows_its_own_jobs_and_an_administrator_all(served: Served, settings: dict[str, str]) -> None:
     acme, rival, boss = (served.api.tenant(name, admin=name == "boss") for name in ("acme", "rival", "boss"))
-    of_acme, of_boss = (Reader(served.ask("/stream", key)).until_open() for key in (acme, boss))
-    theirs, own = (a_queued_job(served.store, tenant=name).id for name in ("rival", "acme"))
-    assert of_acme.next().data["job_id"] == own
-    assert [of_boss.next().data["job_id"], of_boss.next().data["job_id"]] == [theirs, own]
-    assert Reader(served.ask(f"/queue/jobs/{theirs}/stream", acme)).status == 404
-    assert Reader(served.ask(f"/queue/jobs/{theirs}/stream", rival)).status == 200
-    assert Reader(served.ask("/stream?after=0", acme)).next().data["job_id"] == own
+    acme_reader, admin_reader = (Reader(served.ask("/stream", key)).until_open() for key in (acme, boss))
+    rival_job, acme_job = (a_queued_job(served.store, tenant=name).id for name in ("rival", "acme"))
+    assert acme_reader.next().data["job_id"] == acme_job
+    assert [admin_reader.next().data["job_id"], admin_reader.next().data["job_id"]] == [rival_job, acme_job]
+    assert Reader(served.ask(f"/queue/jobs/{rival_job}/stream", acme)).status == 404
+    assert Reader(served.ask(f"/queue/jobs/{rival_job}/stream", rival)).status == 200
+    assert Reader(served.ask("/stream?after=0", acme)).next().data["job_id"] == acme_job
     assert Reader(served.ask("/stream")).status == 401
 
 
@@ -328,17 +334,17 @@ def test_what_cannot_be_followed_is_refused(served: Served, target: str) -> None
     assert Reader(served.ask(target)).status == 422
 
 
-# -- coming again ----------------------------------------------------------------------------------------------
+# -- reconnecting ----------------------------------------------------------------------------------------------
 
 
-def test_who_comes_again_goes_on_behind_what_it_has_seen(served: Served) -> None:
+def test_a_client_that_reconnects_continues_after_its_last_event(served: Served) -> None:
     reader = Reader(served.ask("/stream")).until_open()
     first = a_queued_job(served.store).id
     assert reader.next().data["job_id"] == first
     reader.close()
     second = a_queued_job(served.store).id
-    for given in ({"Last-Event-ID": str(reader.last)}, None):
-        again = Reader(served.ask("/stream" if given else f"/stream?after={reader.last}", given))
+    for headers in ({"Last-Event-ID": str(reader.last)}, None):
+        again = Reader(served.ask("/stream" if headers else f"/stream?after={reader.last}", headers))
         assert again.next().data["job_id"] == second
         again.close()
 
@@ -349,7 +355,7 @@ def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Serv
     assert EventRetention(served.store.database).delete_next(T0 + 1, 0, last=3) == 3
     job = a_queued_job(served.store).id
     reader = Reader(served.ask("/stream?after=1"))
-    assert (told := reader.next()).type == "stream.gap" and told.data["after"] == 1
+    assert (event := reader.next()).type == "stream.gap" and event.data["after"] == 1
     assert reader.next().data["job_id"] == job
 
 
@@ -362,46 +368,48 @@ def test_of_a_record_that_was_restored_a_later_id_is_a_gap(served: Served) -> No
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_that_is_cut_a_hundred_times_tells_every_event_and_its_client_knows_doubles(
+def test_a_client_that_reconnects_a_hundred_times_gets_every_event(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_PAGE", 7)
-    _cut_again_and_again(served, served.store.database)
+    _check_after_many_disconnects(served, served.store.database)
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.postgres
-def test_so_it_is_on_postgresql(api: Api, postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reconnects_gets_every_event_on_postgresql(
+    api: Api, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "_PAGE", 7)
-    record = Database(postgres_url)
-    api.dispatcher.store.database = record
+    database = Database(postgres_url)
+    api.dispatcher.store.database = database
     with _serve(api) as served:
-        _cut_again_and_again(served, record)
-    record.close()
+        _check_after_many_disconnects(served, database)
+    database.close()
 
 
 @pytest.mark.postgres
-def test_what_is_seen_before_its_turn_is_not_told_before_its_turn(api: Api, postgres_url: str) -> None:
-    """Numbers become visible out of order there; whoever was told the later one would never hear of the earlier."""
-    record = Database(postgres_url)
-    api.dispatcher.store.database = record
-    first = a_queued_job(JobStore(record)).id
-    with _serve(api) as served, record.engine.connect() as late:
-        awake = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
-        late.begin()
+def test_events_committed_out_of_order_are_sent_in_order(api: Api, postgres_url: str) -> None:
+    """PostgreSQL can commit event numbers out of order.  A later number must not be sent before an earlier one."""
+    database = Database(postgres_url)
+    api.dispatcher.store.database = database
+    first = a_queued_job(JobStore(database)).id
+    with _serve(api) as served, database.engine.connect() as late_transaction:
+        first_reader = Reader(served.ask("/stream")).until_open()  # The feed reads from now on.
+        late_transaction.begin()
         row = {"job_id": first, "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
-        late.execute(insert(events), row)
-        a_queued_job(JobStore(record))
+        late_transaction.execute(insert(events), row)
+        a_queued_job(JobStore(database))
         reader = Reader(served.ask("/stream?after=0"))
         assert reader.next().data["job_id"] == first
-        late.commit()
+        late_transaction.commit()
         assert [reader.next().type for _ in range(2)] == ["job.started", "job.enqueued"]
-        awake.close()
-    record.close()
+        first_reader.close()
+    database.close()
 
 
-def _cut_again_and_again(served: Served, database: Database) -> None:
-    chance = random.Random(7)
+def _check_after_many_disconnects(served: Served, database: Database) -> None:
+    rng = random.Random(7)
     stopping = threading.Event()
     reader = Reader(served.ask("/stream")).until_open()
     first, last = reader.last, reader.last
@@ -413,18 +421,18 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
             run = a_running_job(store)
             store_end(store, run.job.id, 1, Reason.FINISHED, T0, result="{}")
             with suppress(ZeroDivisionError):
-                database.write(_fails)
+                database.write(_add_event_and_fail)
 
     writers = [threading.Thread(target=write) for _ in range(3)]
     for writer in writers:
         writer.start()
-    found: list[int] = []
+    received: list[int] = []
     for cut in range(100):
-        for _ in range(chance.randrange(6)):
-            found.append(reader.next().id or 0)
-        last = max(found, default=first)
+        for _ in range(rng.randrange(6)):
+            received.append(reader.next().id or 0)
+        last = max(received, default=first)
         if cut % 3 == 0:
-            last = max(last - chance.randrange(5), first)  # Its client has lost some that it was sent.
+            last = max(last - rng.randrange(5), first)  # The client lost some of the events that were sent.
         reader.close()
         reader = Reader(served.ask("/stream", {"Last-Event-ID": str(last)}))
     stopping.set()
@@ -432,13 +440,13 @@ def _cut_again_and_again(served: Served, database: Database) -> None:
         writer.join()
     with database.read() as connection:
         rows = connection.exec_driver_sql(f"SELECT id FROM events WHERE id > {first} ORDER BY id").scalars().all()
-    while not found or max(found) < rows[-1]:
-        found.append(reader.next().id or 0)
+    while not received or max(received) < rows[-1]:
+        received.append(reader.next().id or 0)
     reader.close()
-    assert sorted(set(found)) == list(rows)
+    assert sorted(set(received)) == list(rows)
 
 
-def _fails(tx: Any) -> None:
+def _add_event_and_fail(tx: Any) -> None:
     add_event(tx, "none", "job.enqueued", now_ms(), {})
     tx.flush_inserts()
     raise ZeroDivisionError
@@ -448,19 +456,19 @@ def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_PAGE", 2)
-    real, gate, asked = streaming.event_reader.read_page, threading.Event(), threading.Event()
+    read_page, gate, requested = streaming.event_reader.read_page, threading.Event(), threading.Event()
 
-    def slow(*given: Any) -> Any:
-        asked.set()
+    def slow_read_page(*arguments: Any) -> Any:
+        requested.set()
         gate.wait(20)
-        return real(*given)
+        return read_page(*arguments)
 
-    reader = Reader(served.ask("/stream")).until_open()  # The feed is awake from now on.
+    reader = Reader(served.ask("/stream")).until_open()  # The feed reads from now on.
     jobs = [a_queued_job(served.store).id for _ in range(5)]
     assert [reader.next().data["job_id"] for _ in jobs] == jobs
-    monkeypatch.setattr(streaming.event_reader, "read_page", slow)
+    monkeypatch.setattr(streaming.event_reader, "read_page", slow_read_page)
     again = Reader(served.ask("/stream?after=0"))
-    assert asked.wait(20)
+    assert requested.wait(20)
     jobs += [a_queued_job(served.store).id for _ in range(3)]
     assert [reader.next().data["job_id"] for _ in range(3)] == jobs[5:]
     gate.set()
@@ -508,7 +516,9 @@ def test_who_does_not_read_is_closed_and_others_are_not_kept(
         eventually(lambda: (a_queued_job(served.store), next(more), _followers(served) == 1)[-1])
 
 
-def test_a_silent_stream_is_heard_of_and_its_id_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_without_events_sends_heartbeats_with_the_current_id(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "HEARTBEAT_S", 0.1)
     reader = Reader(served.ask("/stream?model=flux")).until_open()
     before = reader.last
@@ -522,7 +532,7 @@ def test_a_silent_stream_is_heard_of_and_its_id_goes_on(served: Served, monkeypa
     assert reader.last == before + 1
 
 
-def test_nobody_reads_the_record_when_nobody_listens(served: Served) -> None:
+def test_without_streams_the_feed_does_not_read_the_database(served: Served) -> None:
     reader = Reader(served.ask("/stream")).until_open()
     assert served.application.feed.is_reading
     reader.close()
@@ -532,7 +542,7 @@ def test_nobody_reads_the_record_when_nobody_listens(served: Served) -> None:
     assert again.next().data["job_id"] == job
 
 
-def test_a_process_that_stops_ends_its_streams(served: Served) -> None:
+def test_a_stopping_process_ends_its_streams(served: Served) -> None:
     reader = Reader(served.ask("/stream")).until_open()
     served.web.stop()
     assert list(reader.events()) == []
@@ -542,14 +552,15 @@ def test_a_process_that_stops_ends_its_streams(served: Served) -> None:
 # -- waiting ---------------------------------------------------------------------------------------------------
 
 
-def _answer(one: socket.socket) -> dict[str, Any]:
-    with one, one.makefile("rb") as file:
+def _response_body(connection: socket.socket) -> dict[str, Any]:
+    """Read the response and return its body."""
+    with connection, connection.makefile("rb") as file:
         size = 0
         while (line := file.readline().strip().lower()) != b"":
             if line.startswith(b"content-length: "):
                 size = int(line.partition(b": ")[2])
-        found: dict[str, Any] = json.loads(file.read(size))
-        return found
+        body: dict[str, Any] = json.loads(file.read(size))
+        return body
 
 
 def _waiting(served: Served) -> int:
@@ -560,28 +571,27 @@ def _waiting(served: Served) -> int:
 def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings: dict[str, str]) -> None:
     served.api.model()
     jobs = [served.api.submitted() for _ in range(20)]
-    asked = [served.ask(f"/queue/jobs/{job}?wait=30") for job in jobs]
+    connections = [served.ask(f"/queue/jobs/{job}?wait=30") for job in jobs]
     eventually(lambda: _waiting(served) == 20)
-    eventually(
-        lambda: not served.application.general._held
-    )  # A thread is given back a turn of the loop after its answer.
+    # The event loop releases a thread one turn after its response.
+    eventually(lambda: not served.application.general._held)
     assert _waiting(served) == 20
     for job in jobs:
         served.api.dispatcher.cancel(job)
-    assert [_answer(one)["status"] for one in asked] == ["canceled"] * 20
+    assert [_response_body(connection)["status"] for connection in connections] == ["canceled"] * 20
     eventually(lambda: _waiting(served) == 0)
 
 
-def test_a_job_that_ended_just_before_is_not_waited_for(served: Served) -> None:
+def test_waiting_for_an_ended_job_ends_at_once(served: Served) -> None:
     job = an_ended_job(served.store)
-    Reader(served.ask("/stream")).until_open()  # The record is being read already, from behind the job's end.
+    Reader(served.ask("/stream")).until_open()  # The feed already reads the database, from after the job's end.
     waiting = asyncio.run_coroutine_threadsafe(served.application.feed.wait_for_end(job.id), served.web.loop)
     waiting.result(10)
 
 
 def test_waiting_ends_when_its_time_is_over(served: Served) -> None:
     served.api.model()
-    assert _answer(served.ask(f"/queue/jobs/{served.api.submitted()}?wait=0.1"))["status"] == "queued"
+    assert _response_body(served.ask(f"/queue/jobs/{served.api.submitted()}?wait=0.1"))["status"] == "queued"
     assert _waiting(served) == 0
 
 
@@ -591,17 +601,17 @@ def test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room(served: Served,
     job = served.api.submitted()
     first = served.ask(f"/queue/jobs/{job}?wait=30")
     eventually(lambda: _waiting(served) == 1)
-    assert _answer(served.ask(f"/queue/jobs/{job}?wait=30"))["status"] == "queued"
+    assert _response_body(served.ask(f"/queue/jobs/{job}?wait=30"))["status"] == "queued"
     first.close()
     eventually(lambda: _waiting(served) == 0)
 
 
-def test_who_waits_when_the_process_stops_is_answered(served: Served) -> None:
+def test_a_stopping_process_responds_to_waiting_requests(served: Served) -> None:
     served.api.model()
-    one = served.ask(f"/queue/jobs/{served.api.submitted()}?wait=30")
+    connection = served.ask(f"/queue/jobs/{served.api.submitted()}?wait=30")
     eventually(lambda: _waiting(served) == 1)
     served.web.stop()
-    assert _answer(one)["status"] == "queued"
+    assert _response_body(connection)["status"] == "queued"
 
 
 @pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
@@ -609,17 +619,17 @@ def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.server.application.KEYS_EVERY_S", 0.05)
-    gone = Reader(served.ask("/stream", served.api.tenant("acme", admin=True))).until_open()
-    stays = Reader(served.ask("/stream", served.api.tenant("beta", admin=True))).until_open()
+    removed = Reader(served.ask("/stream", served.api.tenant("acme", admin=True))).until_open()
+    kept = Reader(served.ask("/stream", served.api.tenant("beta", admin=True))).until_open()
     Tenants(served.api.database).remove("acme")
-    assert list(gone.events()) == []
-    assert gone.ended
+    assert list(removed.events()) == []
+    assert removed.ended
     an_ended_job(served.store)
-    assert [stays.next().type for _ in range(3)] == ["job.enqueued", "job.started", "job.completed"]
+    assert [kept.next().type for _ in range(3)] == ["job.enqueued", "job.started", "job.completed"]
 
 
-class _Visits:
-    """Cookies that are keys."""
+class _Sessions:
+    """Sessions for tests: the cookie is the key."""
 
     def __call__(self, header: str) -> str:
         return hash_key(header)
@@ -631,13 +641,15 @@ class _Visits:
 @pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
 def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
-    owners, operator = KeyCache(Tenants(api.database), cast(Any, _Visits())), Owner("acme", OwnerKind.OPERATOR)
-    asyncio.run(owners.refresh())
-    assert owners.is_still_valid(operator, {"HTTP_AUTHORIZATION": key})
-    assert owners.is_still_valid(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a visit of the page"
-    assert not owners.is_still_valid(operator, {"HTTP_COOKIE": "over"})
-    theirs = api.tenant("beta")["Authorization"]
-    owners = KeyCache(Tenants(api.database), cast(Any, _Visits()))
-    asyncio.run(owners.refresh())
-    assert owners.is_still_valid(Owner("beta", OwnerKind.TENANT), {"HTTP_AUTHORIZATION": theirs})
-    assert not owners.is_still_valid(operator, {"HTTP_AUTHORIZATION": theirs}), "it administers no more"
+    key_cache, operator = KeyCache(Tenants(api.database), cast(Any, _Sessions())), Owner("acme", OwnerKind.OPERATOR)
+    asyncio.run(key_cache.refresh())
+    assert key_cache.is_still_valid(operator, {"HTTP_AUTHORIZATION": key})
+    assert key_cache.is_still_valid(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a session of the page"
+    assert not key_cache.is_still_valid(operator, {"HTTP_COOKIE": "over"})
+    other_key = api.tenant("beta")["Authorization"]
+    key_cache = KeyCache(Tenants(api.database), cast(Any, _Sessions()))
+    asyncio.run(key_cache.refresh())
+    assert key_cache.is_still_valid(Owner("beta", OwnerKind.TENANT), {"HTTP_AUTHORIZATION": other_key})
+    assert not key_cache.is_still_valid(operator, {"HTTP_AUTHORIZATION": other_key}), (
+        "acme is not an administrator any more"
+    )

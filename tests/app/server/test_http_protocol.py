@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what can be read in two ways is refused, and one answer is never two."""
+"""One connection, byte by byte: ambiguous requests are refused, and a response cannot contain a second one."""
 
 import json
 import re
@@ -30,7 +30,7 @@ GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
 GATE = threading.Event()
 SEEN: list[str] = []
-RECORD = Database("sqlite:///file:nobody")  # Nobody asks it.
+DATABASE = Database("sqlite:///file:nobody")  # It is never read.
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -42,46 +42,48 @@ def _echo(environ: dict[str, Any], start: Any) -> list[bytes]:
     names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_HOST", "CONTENT_LENGTH", "HTTP_X_A")
     if environ["PATH_INFO"] == "/big":
         body = "a" * int(environ["QUERY_STRING"])
-    told = json.dumps({**{name: environ.get(name) for name in names}, "body": body}).encode()
-    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(told)))]
+    content = json.dumps({**{name: environ.get(name) for name in names}, "body": body}).encode()
+    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(content)))]
     if environ["PATH_INFO"] == "/inject":
         headers.append(("X-B", "a\r\nSet-Cookie: b=\x85\u2028c"))
     if environ["PATH_INFO"] == "/euro":
         headers.append(("X-B", "\u20ac"))
     start("200 OK", headers)
-    return [told]
+    return [content]
 
 
-class _Visits:
-    """Nobody visits the page."""
+class _Sessions:
+    """No sessions of the page."""
 
     def read(self) -> None:
         pass
 
 
-class _Watching:
-    """Nobody follows a job."""
+class _Follower:
+    """A progress follower without subscriptions."""
 
     def stop(self) -> None:
         pass
 
 
 def _application(keys: Any = None, **settings: Any) -> WebApplication:
-    given = AppSettings(require_keys=keys is not None, **settings)
-    return WebApplication(_echo, given, KeyCache(keys, cast(Any, _Visits())), 100, RECORD, cast(Any, _Watching()))
+    app_settings = AppSettings(require_keys=keys is not None, **settings)
+    return WebApplication(
+        _echo, app_settings, KeyCache(keys, cast(Any, _Sessions())), 100, DATABASE, cast(Any, _Follower())
+    )
 
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    with serving(_application()) as made:
-        yield made
+    with serving(_application()) as web:
+        yield web
 
 
 @pytest.fixture
 def unused_web() -> Iterator[Web]:
-    """Has had no client: another's port may be used again before the server notices that it has left."""
-    with serving(_application()) as made:
-        yield made
+    """A server without previous clients: a port may be reused before the server notices a disconnect."""
+    with serving(_application()) as web:
+        yield web
 
 
 @pytest.fixture
@@ -89,14 +91,14 @@ def address(web: Web) -> tuple[str, int]:
     return web.address
 
 
-def _talk(address: tuple[str, int], *sent: bytes, ends: bool = True) -> bytes:
-    """All that comes back until the connection is closed."""
-    with socket.create_connection(address, 10) as one:
+def _exchange(address: tuple[str, int], *sent: bytes, half_close: bool = True) -> bytes:
+    """Send these pieces, and return the bytes that are received until the connection is closed."""
+    with socket.create_connection(address, 10) as connection:
         for piece in sent:
-            one.sendall(piece)
-        if ends:
-            one.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: one.recv(1 << 16), b""))
+            connection.sendall(piece)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def _statuses(answers: bytes) -> list[int]:
@@ -107,11 +109,11 @@ def _last_body(answers: bytes) -> dict[str, Any]:
     return json.loads(answers.rpartition(CRLF + CRLF)[2])
 
 
-def _of(web: Web, one: socket.socket) -> list[LimitedHttpProtocol]:
-    return [it for it in web.connections if it.client == one.getsockname()]
+def _protocols_of(web: Web, connection: socket.socket) -> list[LimitedHttpProtocol]:
+    return [protocol for protocol in web.connections if protocol.client == connection.getsockname()]
 
 
-TWO_WAYS = {
+AMBIGUOUS_REQUESTS = {
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 0\r\n\r\nabcde" + HIDDEN,
     "two equal lengths": POST + b"Content-Length: 0\r\nContent-Length: 0\r\n\r\n" + HIDDEN,
     "two lengths in a line": POST + b"Content-Length: 5, 5\r\n\r\nabcde" + HIDDEN,
@@ -165,49 +167,54 @@ TWO_WAYS = {
 }
 
 
-@pytest.mark.parametrize("case", TWO_WAYS)
+@pytest.mark.parametrize("case", AMBIGUOUS_REQUESTS)
 def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(
     address: tuple[str, int], case: str
 ) -> None:
-    answers = _talk(address, TWO_WAYS[case])
+    answers = _exchange(address, AMBIGUOUS_REQUESTS[case])
     assert _statuses(answers) == [400], answers
     assert b"connection: close" in answers and b"/hidden" not in answers
 
 
-@pytest.mark.parametrize("case", TWO_WAYS)
+@pytest.mark.parametrize("case", AMBIGUOUS_REQUESTS)
 def test_so_it_is_where_its_bytes_come_one_by_one(address: tuple[str, int], case: str) -> None:
-    sent = TWO_WAYS[case]
-    with socket.create_connection(address, 10) as one:
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sent = AMBIGUOUS_REQUESTS[case]
+    with socket.create_connection(address, 10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number in range(len(sent)):
             try:
-                one.sendall(sent[number : number + 1])
+                connection.sendall(sent[number : number + 1])
             except OSError:
-                break  # It is refused, and the rest not heard.
+                break  # The request is refused, and the rest is not read.
         try:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_WR)
-            answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
+                connection.shutdown(socket.SHUT_WR)
+            answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         except ConnectionError:
             return
     assert _statuses(answers) == [400], answers
 
 
-def test_chunks_are_put_together_and_what_stands_beside_them_is_left_out(address: tuple[str, int]) -> None:
+def test_chunks_are_joined_without_extensions_and_trailers(address: tuple[str, int]) -> None:
     chunks = b'1;name="v"\r\na\r\n2\r\nbc\r\n0\r\nX-A: trailer\r\nHost: y\r\n\r\n'
-    answers = _talk(address, POST + b"Transfer-Encoding: chunked\r\nX_A: no\r\n\r\n" + chunks)
-    told = _last_body(answers)
-    assert (told["body"], told["HTTP_X_A"], told["HTTP_HOST"], told["CONTENT_LENGTH"]) == ("abc", None, "x", None)
+    answers = _exchange(address, POST + b"Transfer-Encoding: chunked\r\nX_A: no\r\n\r\n" + chunks)
+    echoed = _last_body(answers)
+    assert (echoed["body"], echoed["HTTP_X_A"], echoed["HTTP_HOST"], echoed["CONTENT_LENGTH"]) == (
+        "abc",
+        None,
+        "x",
+        None,
+    )
 
 
-def test_trailers_have_an_end(address: tuple[str, int]) -> None:
+def test_the_length_of_trailers_is_limited(address: tuple[str, int]) -> None:
     sent = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"X-A: b\r\n" * 80_000
-    assert _statuses(_talk(address, sent, ends=False))[:1] == [400]
+    assert _statuses(_exchange(address, sent, half_close=False))[:1] == [400]
 
 
-def test_requests_that_come_together_are_answered_in_their_order(address: tuple[str, int]) -> None:
+def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     sent = b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % number for number in range(20))
-    answers = _talk(address, sent)
+    answers = _exchange(address, sent)
     assert _statuses(answers) == [200] * 20
     assert [f'"/{n}"'.encode() in part for n, part in enumerate(answers.split(b"HTTP/1.1 200")[1:])] == [True] * 20
 
@@ -215,14 +222,18 @@ def test_requests_that_come_together_are_answered_in_their_order(address: tuple[
 def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn(
     address: tuple[str, int], web: Web
 ) -> None:
-    """Each holds a hundred times the bytes that it takes to send."""
+    """A parsed request uses a hundred times its size on the network."""
     GATE.clear()
-    with socket.create_connection(address, 10) as one:
-        one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n" + (GET + CRLF) * 500 + GET + b"Connection: close\r\n\r\n")
-        eventually(lambda: any(it.has_complete_request for it in web.connections), "the first is being answered")
-        held = [len(it.pipeline) for it in web.connections]
+    with socket.create_connection(address, 10) as connection:
+        connection.sendall(
+            b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n" + (GET + CRLF) * 500 + GET + b"Connection: close\r\n\r\n"
+        )
+        eventually(
+            lambda: any(protocol.has_complete_request for protocol in web.connections), "the first is in progress"
+        )
+        held = [len(protocol.pipeline) for protocol in web.connections]
         GATE.set()
-        answers = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert max(held) < 50
     assert _statuses(answers) == [200] * 502
 
@@ -230,16 +241,16 @@ def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn
 def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) -> None:
     GATE.clear()
     pool = unused_web.application.general
-    ahead = [socket.create_connection(unused_web.address, 10) for _ in range(32)]
-    for one in ahead:  # Without keys one owner has all 16 threads.
-        one.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
+    earlier = [socket.create_connection(unused_web.address, 10) for _ in range(32)]
+    for connection in earlier:  # Without keys one owner gets all 16 threads.
+        connection.sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
     eventually(lambda: not pool.has_room, "all have a thread")
     with socket.create_connection(unused_web.address, 10) as last:
         last.sendall(b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n")
-        (waits,) = eventually(lambda: _of(unused_web, last), "it is connected")
-        eventually(lambda: waits.has_complete_request, "it waits")
+        (protocol,) = eventually(lambda: _protocols_of(unused_web, last), "it is connected")
+        eventually(lambda: protocol.has_complete_request, "it waits")
         last.shutdown(socket.SHUT_WR)
-        eventually(lambda: waits.half_closed is not None, "its end is seen")
+        eventually(lambda: protocol.half_closed is not None, "the half-close is received")
         unused_web.application.capacity.now = lambda: time.monotonic() + 60
         try:
             SEEN.clear()
@@ -249,25 +260,25 @@ def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) 
         finally:
             unused_web.application.capacity.now = time.monotonic
             GATE.set()
-    for one in ahead:
-        one.shutdown(socket.SHUT_WR)
-        assert _statuses(b"".join(iter(lambda one=one: one.recv(1 << 16), b""))) == [200]
+    for connection in earlier:
+        connection.shutdown(socket.SHUT_WR)
+        assert _statuses(b"".join(iter(lambda connection=connection: connection.recv(1 << 16), b""))) == [200]
     assert "/late" not in SEEN
 
 
 def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str, int], web: Web) -> None:
-    """Each refusal is a response from within the reading of the next."""
+    """Each refusal is sent while the next request is being read."""
     pool = web.application.general
     pool.most_waiting, pool.threads = 0, 0
     try:
-        answers = _talk(address, (GET + CRLF) * 1000, ends=False)
+        answers = _exchange(address, (GET + CRLF) * 1000, half_close=False)
     finally:
         pool.most_waiting, pool.threads = 1024, 16
     assert _statuses(answers) == [429]
     assert b"connection: close" in answers
 
 
-def test_a_response_that_cannot_be_written_ends_its_connection_and_no_other(
+def test_a_failure_to_send_a_response_closes_only_its_connection(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> bytes:
@@ -276,13 +287,13 @@ def test_a_response_that_cannot_be_written_ends_its_connection_and_no_other(
     with monkeypatch.context() as broken:
         broken.setattr("app.server.application.HttpRequest.start", fail)
         with suppress(ConnectionError):
-            assert _talk(address, GET + CRLF, ends=False) == b""
-    assert _statuses(_talk(address, GET + CRLF)) == [200]
+            assert _exchange(address, GET + CRLF, half_close=False) == b""
+    assert _statuses(_exchange(address, GET + CRLF)) == [200]
 
 
-def test_a_body_hides_no_request(address: tuple[str, int]) -> None:
+def test_a_request_inside_a_body_is_not_parsed(address: tuple[str, int]) -> None:
     body = HIDDEN
-    answers = _talk(address, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    answers = _exchange(address, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert _statuses(answers) == [200]
     assert _last_body(answers)["body"] == body.decode()
 
@@ -296,11 +307,11 @@ UPGRADE = (
     "body", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
 )
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_wish_to_upgrade_is_ignored_and_the_body_is_read(
+def test_an_upgrade_request_is_ignored_and_its_body_is_read(
     address: tuple[str, int], body: bytes, at_once: bool
 ) -> None:
     sent = POST + UPGRADE + body
-    answers = _talk(address, *([sent + HIDDEN] if at_once else (sent[n : n + 1] for n in range(len(sent)))))
+    answers = _exchange(address, *([sent + HIDDEN] if at_once else (sent[n : n + 1] for n in range(len(sent)))))
     assert _statuses(answers) == [200] and b"/hidden" not in answers and b"connection: close" in answers
     echoed = _last_body(answers)
     assert (echoed["REQUEST_METHOD"], echoed["PATH_INFO"], echoed["body"], echoed["HTTP_X_A"]) == (
@@ -314,43 +325,43 @@ def test_a_wish_to_upgrade_is_ignored_and_the_body_is_read(
 @pytest.mark.parametrize(
     "case", ["two lengths", "length and chunks", "two hosts", "chunks that are not the last coding"]
 )
-def test_a_wish_to_upgrade_hides_nothing_that_can_be_read_in_two_ways(address: tuple[str, int], case: str) -> None:
-    line, rest = TWO_WAYS[case].split(CRLF, 1)
-    answers = _talk(address, line + CRLF + UPGRADE + rest)
+def test_an_ambiguous_upgrade_request_is_refused(address: tuple[str, int], case: str) -> None:
+    line, rest = AMBIGUOUS_REQUESTS[case].split(CRLF, 1)
+    answers = _exchange(address, line + CRLF + UPGRADE + rest)
     assert _statuses(answers) == [400] and b"/hidden" not in answers
 
 
-def test_what_follows_an_upgrade_is_not_read(address: tuple[str, int]) -> None:
-    answers = _talk(address, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
+def test_data_after_an_upgrade_request_is_not_read(address: tuple[str, int]) -> None:
+    answers = _exchange(address, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
     assert _statuses(answers) == [200]
     assert b"/hidden" not in answers
 
 
-def test_a_client_that_sends_no_more_gets_its_answer(address: tuple[str, int]) -> None:
-    assert _statuses(_talk(address, GET + CRLF)) == [200]
-    assert _talk(address, b"") == b""
+def test_a_client_that_half_closes_gets_its_response(address: tuple[str, int]) -> None:
+    assert _statuses(_exchange(address, GET + CRLF)) == [200]
+    assert _exchange(address, b"") == b""
 
 
 @pytest.mark.parametrize("sent", [GET, POST + b"Content-Length: 5\r\n\r\nabcd", b"GE"])
-def test_a_request_that_breaks_off_is_refused(address: tuple[str, int], sent: bytes) -> None:
-    assert _statuses(_talk(address, sent)) == [400]
+def test_an_incomplete_request_is_refused(address: tuple[str, int], sent: bytes) -> None:
+    assert _statuses(_exchange(address, sent)) == [400]
 
 
 def test_an_answer_to_head_has_no_body(address: tuple[str, int]) -> None:
-    answers = _talk(address, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + GET + CRLF)
+    answers = _exchange(address, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + GET + CRLF)
     first, second = answers.split(CRLF + CRLF, 1)
     assert b"content-length: " in first and second.startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("version, asked", [(b"1.1", True), (b"1.0", False)])
-def test_who_waits_for_it_is_asked_for_the_body(address: tuple[str, int], version: bytes, asked: bool) -> None:
-    with socket.create_connection(address, 10) as one:
-        one.sendall(POST.replace(b"1.1", version) + b"Expect: 100-Continue\r\nContent-Length: 3\r\n\r\n")
-        if asked:
-            assert one.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        one.sendall(b"abc")
-        one.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: one.recv(1 << 16), b""))
+@pytest.mark.parametrize("version, is_asked", [(b"1.1", True), (b"1.0", False)])
+def test_a_client_that_expects_100_continue_gets_it(address: tuple[str, int], version: bytes, is_asked: bool) -> None:
+    with socket.create_connection(address, 10) as connection:
+        connection.sendall(POST.replace(b"1.1", version) + b"Expect: 100-Continue\r\nContent-Length: 3\r\n\r\n")
+        if is_asked:
+            assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"abc")
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert _statuses(answer) == [200]
     assert _last_body(answer)["body"] == "abc"
 
@@ -359,36 +370,36 @@ def test_who_waits_for_it_is_asked_for_the_body(address: tuple[str, int], versio
     "target, path",
     [(b"/%00%0d%0a%ff", "/\0\r\n\xff"), (b"//x/a", "//x/a"), (b"/a/../b", "/a/../b"), (b"/%2e%2E/%2f", "/..//")],
 )
-def test_a_path_is_what_it_says(address: tuple[str, int], target: bytes, path: str) -> None:
-    assert _last_body(_talk(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))["PATH_INFO"] == path
+def test_a_path_is_decoded_and_not_normalized(address: tuple[str, int], target: bytes, path: str) -> None:
+    assert _last_body(_exchange(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))["PATH_INFO"] == path
 
 
 def test_no_header_of_an_answer_begins_another(address: tuple[str, int]) -> None:
-    answers = _talk(address, b"GET /inject HTTP/1.1\r\nHost: x\r\n\r\n")
+    answers = _exchange(address, b"GET /inject HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"\r\nx-b: a  Set-Cookie: b=  c\r\n" in answers
 
 
-def test_what_latin_1_cannot_say_is_no_error(address: tuple[str, int]) -> None:
-    assert b"\r\nx-b: ?\r\n" in _talk(address, b"GET /euro HTTP/1.1\r\nHost: x\r\n\r\n")
+def test_a_header_beyond_latin_1_is_replaced(address: tuple[str, int]) -> None:
+    assert b"\r\nx-b: ?\r\n" in _exchange(address, b"GET /euro HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 @pytest.mark.parametrize("require_keys, threads, places", [(True, 8, 16), (False, 32, 32)])
 def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
     require_keys: bool, threads: int, places: int
 ) -> None:
-    made = _application(_Tenants() if require_keys else None, web_threads=32, max_waiting_requests=32)
-    assert (made.general.share, made.waiting.share) == (threads, places)
+    application = _application(_Tenants() if require_keys else None, web_threads=32, max_waiting_requests=32)
+    assert (application.general.share, application.waiting.share) == (threads, places)
 
 
 class _Tenants:
-    """Knows one key, and is slow to say so after the first time."""
+    """Tenants with one key.  Reads after the first one wait for GATE."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.reads = 0
 
     def list_by_hash(self) -> dict[str, Tenant]:
-        self.asked += 1
-        if self.asked > 1:
+        self.reads += 1
+        if self.reads > 1:
             GATE.wait(20)
         return {hash_key("sk_a"): Tenant("alice", False)}
 
@@ -397,84 +408,82 @@ def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_f
     GATE.clear()
     tenants = _Tenants()
     with serving(_application(tenants)) as keyed:
-        eventually(lambda: tenants.asked, "the keys are read")
-        held = [socket.create_connection(keyed.address, 10) for _ in range(65)]
+        eventually(lambda: tenants.reads, "the keys are read")
+        connections = [socket.create_connection(keyed.address, 10) for _ in range(65)]
         try:
-            for number, one in enumerate(held):
-                one.sendall(GET + b"Authorization: Bearer sk_%d\r\n\r\n" % number)
-            eventually(lambda: tenants.asked > 1, "they are read again")
-            assert _statuses(_talk(keyed.address, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
+            for number, connection in enumerate(connections):
+                connection.sendall(GET + b"Authorization: Bearer sk_%d\r\n\r\n" % number)
+            eventually(lambda: tenants.reads > 1, "they are read again")
+            assert _statuses(_exchange(keyed.address, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
             GATE.set()
-            for one in held:
-                one.shutdown(socket.SHUT_WR)
-                assert _statuses(b"".join(iter(lambda one=one: one.recv(1 << 16), b""))) == [200]
-            assert tenants.asked < 5
+            for connection in connections:
+                connection.shutdown(socket.SHUT_WR)
+                assert _statuses(b"".join(iter(lambda connection=connection: connection.recv(1 << 16), b""))) == [200]
+            assert tenants.reads < 5
         finally:
             GATE.set()
-            for one in held:
-                one.close()
+            for connection in connections:
+                connection.close()
 
 
-def test_a_client_trusts_an_authority_that_it_is_told_and_says_so_of_one_that_it_does_not_know(tmp_path: Path) -> None:
+def test_a_client_trusts_only_a_configured_authority(tmp_path: Path) -> None:
     file = str(self_signed(tmp_path / "own.pem"))
     with serving(_application(tls_certificate=file)) as web:
         url = "https://{}:{}".format(*web.address)
         assert Client(url, ca=file).get("/a")["PATH_INFO"] == "/a"
-        with pytest.raises(
-            ClientError, match=r"is not trusted \(self.signed certificate\): .*SLOTKEEPER_CA"
-        ) as refused:
+        with pytest.raises(ClientError, match=r"is not trusted \(self.signed certificate\): .*SLOTKEEPER_CA") as raised:
             Client(url).get("/a")
-        assert not isinstance(refused.value, ApiUnreachable), "it answers"
+        assert not isinstance(raised.value, ApiUnreachable), "it answers"
         with pytest.raises(ClientError, match=r"cannot be asked: .*nowhere\.pem"):
             Client(url, ca="nowhere.pem").get("/a")
     with (
-        serving(_application()) as plain,
+        serving(_application()) as http_web,
         pytest.raises(ClientError, match="look whether its address begins with http://"),
     ):
-        Client("https://{}:{}".format(*plain.address)).get("/a")
+        Client("https://{}:{}".format(*http_web.address)).get("/a")
 
 
-def test_strangers_that_hold_all_their_threads_hold_up_no_probe_of_readiness() -> None:
+def test_anonymous_requests_do_not_delay_a_readiness_probe() -> None:
     GATE.clear()
     with serving(_application(_Tenants())) as keyed:
-        held = []
+        connections = []
         try:
-            for n in range(2, 6):  # Each address has a turn of its own.
-                held.append(socket.create_connection(keyed.address, 10, (f"127.0.0.{n}", 0)))
-                held[-1].sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
+            for n in range(2, 6):  # Each address is a separate owner.
+                connections.append(socket.create_connection(keyed.address, 10, (f"127.0.0.{n}", 0)))
+                connections[-1].sendall(b"GET /gate HTTP/1.1\r\nHost: x\r\n\r\n")
             eventually(lambda: SEEN[-2:] == ["/gate", "/gate"], "both threads are taken")
-            assert _statuses(_talk(keyed.address, b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")) == [200]
+            assert _statuses(_exchange(keyed.address, b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")) == [200]
         finally:
             GATE.set()
-            for one in held:
-                one.close()
+            for connection in connections:
+                connection.close()
 
 
 @pytest.mark.parametrize("size, is_read", [(2048, True), (2049, False)])
-def test_of_a_stranger_no_more_is_read_than_a_log_in_has(size: int, is_read: bool) -> None:
+def test_the_body_of_an_anonymous_request_is_limited_to_a_log_in(size: int, is_read: bool) -> None:
     GATE.set()
     with serving(_application(_Tenants())) as keyed:
         head = b"POST /page/login HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
-        answers = _talk(keyed.address, head + b"a" * size)
+        answers = _exchange(keyed.address, head + b"a" * size)
         assert bool(_last_body(answers)["body"]) is is_read
 
 
 @pytest.mark.parametrize("size", range(10_000, 400_000, 60_000))
-def test_when_all_of_an_answer_is_sent_the_next_request_is_read(address: tuple[str, int], size: int) -> None:
-    """However much of it waited for the client."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.settimeout(8)
-        one.connect(address)
-        one.sendall(b"GET /big?%d HTTP/1.1\r\nHost: x\r\n\r\n" % size)
-        left = b""
-        while left.count(b"a") < size:
-            left += one.recv(1 << 16)
-        one.sendall(GET + b"Connection: close\r\n\r\n")
-        assert _statuses(b"".join(iter(lambda: one.recv(1 << 16), b""))) == [200]
+def test_the_next_request_is_read_when_a_response_is_sent(address: tuple[str, int], size: int) -> None:
+    """For any size of the unsent part."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(8)
+        connection.connect(address)
+        connection.sendall(b"GET /big?%d HTTP/1.1\r\nHost: x\r\n\r\n" % size)
+        received = b""
+        while received.count(b"a") < size:
+            received += connection.recv(1 << 16)
+        connection.sendall(GET + b"Connection: close\r\n\r\n")
+        assert _statuses(b"".join(iter(lambda: connection.recv(1 << 16), b""))) == [200]
 
 
-def test_where_there_is_a_certificate_the_server_speaks_tls(tmp_path: Path) -> None:
+def test_with_a_certificate_the_server_uses_tls(tmp_path: Path) -> None:
     file = str(self_signed(tmp_path / "web.pem"))
     with serving(_application(tls_certificate=file)) as web:
         url = f"https://127.0.0.1:{web.address[1]}/a"
@@ -483,60 +492,60 @@ def test_where_there_is_a_certificate_the_server_speaks_tls(tmp_path: Path) -> N
             requests.get(url.replace("https", "http"), timeout=10)
 
 
-def _late(web: Web) -> None:
-    for connection in web.connections:
-        connection.check_timeouts(time.monotonic() + 3600)
+def _check_much_later(web: Web) -> None:
+    for protocol in web.connections:
+        protocol.check_timeouts(time.monotonic() + 3600)
 
 
 @pytest.mark.parametrize(
     "sent, statuses", [(b"", []), (b"GET /a HTT", [408]), (GET + CRLF, [200]), (GET + CRLF + b"GET /b", [200, 408])]
 )
-def test_a_client_that_sends_nothing_more_is_closed(unused_web: Web, sent: bytes, statuses: list[int]) -> None:
-    with socket.create_connection(unused_web.address, 10) as one:
-        one.sendall(sent)
+def test_an_idle_connection_is_closed(unused_web: Web, sent: bytes, statuses: list[int]) -> None:
+    with socket.create_connection(unused_web.address, 10) as connection:
+        connection.sendall(sent)
         got = b""
-        while _statuses(got) != [it for it in statuses if it == 200]:
-            got += one.recv(1 << 16)
-        (ours,) = eventually(lambda: _of(unused_web, one), "it is connected")
-        eventually(lambda: bool(ours.scope) == bool(sent) and not ours.has_complete_request, "all is read and answered")
-        unused_web.call(_late, unused_web)
+        while _statuses(got) != [status for status in statuses if status == 200]:
+            got += connection.recv(1 << 16)
+        (protocol,) = eventually(lambda: _protocols_of(unused_web, connection), "it is connected")
+        eventually(
+            lambda: bool(protocol.scope) == bool(sent) and not protocol.has_complete_request, "all is read and answered"
+        )
+        unused_web.call(_check_much_later, unused_web)
         with suppress(ConnectionError):
-            got += b"".join(iter(lambda: one.recv(1 << 16), b""))
+            got += b"".join(iter(lambda: connection.recv(1 << 16), b""))
         assert _statuses(got) == statuses
 
 
-def test_a_body_that_hardly_moves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(_application(body_timeout_s=0.2)) as web, socket.create_connection(web.address, 10) as one:
-        one.sendall(POST + b"Content-Length: 5\r\n\r\na")
-        answer = one.recv(1 << 16)
+def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(_application(body_timeout_s=0.2)) as web, socket.create_connection(web.address, 10) as connection:
+        connection.sendall(POST + b"Content-Length: 5\r\n\r\na")
+        answer = connection.recv(1 << 16)
         assert _statuses(answer) == [408] and b"connection: close" in answer
 
 
 def test_a_client_that_does_not_read_is_closed(web: Web) -> None:
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect(web.address)
-        one.sendall(b"GET /big?20000000 HTTP/1.1\r\nHost: x\r\n\r\n")
-        eventually(lambda: any(it.flow.write_paused for it in web.connections), "it does not read")
-        web.call(_late, web)
-        web.call(_late, web)
-        web.call(lambda: [it.check_timeouts(time.monotonic() + 7200) for it in web.connections])
-        eventually(lambda: not any(it.flow.write_paused for it in web.connections), "it is closed")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(web.address)
+        connection.sendall(b"GET /big?20000000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: any(protocol.flow.write_paused for protocol in web.connections), "it does not read")
+        web.call(_check_much_later, web)
+        web.call(_check_much_later, web)
+        web.call(lambda: [protocol.check_timeouts(time.monotonic() + 7200) for protocol in web.connections])
+        eventually(lambda: not any(protocol.flow.write_paused for protocol in web.connections), "it is closed")
 
 
-def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_behind_a_request_that_waits(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """uvicorn tells the last request that its client has left, and no other."""
-    left = threading.Event()
+def test_a_disconnect_with_pipelined_requests_is_noticed(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn notifies only the last request of a disconnect."""
+    disconnected = threading.Event()
 
     async def wait(_: WebApplication, request: HttpRequest) -> None:
         await request.disconnected()
-        left.set()
+        disconnected.set()
 
     monkeypatch.setattr(WebApplication, "_answer", wait)
-    with socket.create_connection(web.address, 10) as one:
-        one.sendall((GET + CRLF) * 2)
-        eventually(lambda: any(it.pipeline for it in web.connections), "the second waits for its turn")
-    web.call(lambda: [it.abort() for it in web.connections])
-    assert left.wait(10)
+    with socket.create_connection(web.address, 10) as connection:
+        connection.sendall((GET + CRLF) * 2)
+        eventually(lambda: any(protocol.pipeline for protocol in web.connections), "the second waits for its turn")
+    web.call(lambda: [protocol.abort() for protocol in web.connections])
+    assert disconnected.wait(10)

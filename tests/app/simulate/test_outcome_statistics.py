@@ -1,4 +1,4 @@
-"""What an outcome comes to."""
+"""Statistics of outcomes, and their plots."""
 
 import xml.etree.ElementTree as xml
 from dataclasses import replace
@@ -22,7 +22,7 @@ def an_outcome(*jobs: Job, hours: float = 1, **more) -> Outcome:
     return Outcome(a_scenario([], catalog, end_ms=T0 + int(hours * 3_600_000), **more), jobs)
 
 
-def test_jains_index_tells_equal_from_unequal():
+def test_jains_index_of_equal_and_unequal_values():
     assert jain([3, 3, 3]) == pytest.approx(1)
     assert jain([1, 0, 0, 0]) == pytest.approx(0.25)
     assert jain([1, 2]) == pytest.approx(0.9)
@@ -43,12 +43,12 @@ def test_jobs_of_other_models_do_not_overtake():
     assert overtaken([a_job(1, 0, 50, turn=2), a_job(2, 7, 10, turn=1, model="flux")]) == {}
 
 
-def test_slot_seconds_are_those_between_two_moments():
+def test_slot_seconds_count_the_time_between_two_times():
     jobs = [a_job(1, 0, 0), a_job(2, 0, 10, tenant="u")]
     assert slot_seconds(jobs, T0 + 5000, T0 + 12_000) == {"t": 5, "u": 2}
 
 
-def test_a_server_that_goes_on_with_another_model_swaps():
+def test_a_change_of_model_is_a_swap():
     models = ["a", "a", "b", "a"]
     assert swaps([a_job(n, 0, n * 10, model=model) for n, model in enumerate(models, 1)]) == 2
     assert swaps([a_job(1, 0, 0, model="a"), a_job(2, 0, 10, model="b", slot="gpu2-slot0")]) == 0
@@ -68,11 +68,13 @@ def test_use_is_the_share_of_the_slots_time_without_outages():
 
 def test_entitlement_counts_tenants_with_a_backlog_by_their_weights():
     waiting = [a_job(n, 0, 20_000, tenant=tenant) for n, tenant in enumerate("abc", 1)]
-    ran = [a_job(10 + n, 0, n * 10, tenant="a" if n % 4 else "b") for n in range(360)]
+    finished = [a_job(10 + n, 0, n * 10, tenant="a" if n % 4 else "b") for n in range(360)]
     catalog = a_catalog(policy="fair", weights={"a": 3.0})
-    found = entitlement(an_outcome(*waiting[:2], *ran, catalog=catalog))
-    assert {tenant: got / due for (_, tenant), (got, due) in found.items()} == pytest.approx({"a": 1, "b": 1}, rel=0.01)
-    starved = entitlement(an_outcome(*waiting, *ran, catalog=catalog))
+    entitlements = entitlement(an_outcome(*waiting[:2], *finished, catalog=catalog))
+    assert {tenant: got / due for (_, tenant), (got, due) in entitlements.items()} == pytest.approx(
+        {"a": 1, "b": 1}, rel=0.01
+    )
+    starved = entitlement(an_outcome(*waiting, *finished, catalog=catalog))
     assert starved["zimg", "c"][0] == 0
     assert starved["zimg", "c"][1] == pytest.approx(720, rel=0.01)
 
@@ -89,24 +91,24 @@ def test_waits_are_grouped_by_priority_model_and_class_of_tenant():
         a_job(2, 0, 30, priority=9),
         a_job(3, 0, 50, priority=9, start_ms=None, end_ms=None),
     ]
-    found = summarize(an_outcome(*jobs))
-    assert (found.waits.jobs, found.waits.never, found.waits.mean, found.waits.longest) == (3, 1, 20, 30)
-    assert (found.priorities[1].p50, found.priorities[9].jobs, found.priorities[9].never) == (10, 2, 1)
+    summary = summarize(an_outcome(*jobs))
+    assert (summary.waits.jobs, summary.waits.never, summary.waits.mean, summary.waits.longest) == (3, 1, 20, 30)
+    assert (summary.priorities[1].p50, summary.priorities[9].jobs, summary.priorities[9].never) == (10, 2, 1)
 
 
-def test_what_happens_over_time_is_cut_into_slices():
+def test_time_series_have_slices():
     jobs = [a_job(n, 0, n * 36) for n in range(100)]
     series = summarize(an_outcome(*jobs)).series
-    assert {len(it) for it in (series.hours, series.use, series.waiting, series.wait_p90)} == {96}
+    assert {len(values) for values in (series.hours, series.use, series.waiting, series.wait_p90)} == {96}
     assert series.hours[-1] == 1
     assert series.waiting[0] == 98 and series.waiting[-1] == 0
     assert series.wait_p90[1] is None
     assert sum(series.use) / 96 == pytest.approx(1000 / 3600)
 
 
-def test_figures_of_nothing_are_zero():
-    found = summarize(an_outcome())
-    assert (found.waits.jobs, found.waits.longest, found.use, found.jain) == (0, 0, 0, None)
+def test_statistics_without_jobs_are_zero():
+    summary = summarize(an_outcome())
+    assert (summary.waits.jobs, summary.waits.longest, summary.use, summary.jain) == (0, 0, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -122,44 +124,44 @@ def test_figures_of_nothing_are_zero():
         (864_000, "10 d"),
     ],
 )
-def test_lengths_of_time_are_shown_in_a_unit_that_suits_them(seconds, text):
+def test_a_duration_is_shown_in_a_suitable_unit(seconds, text):
     assert duration(seconds) == text
 
 
-def test_two_lengths_of_time_share_their_unit():
+def test_two_durations_share_their_unit():
     assert (duration_pair(0.5, 12), duration_pair(30, 600)) == ("0.5 / 12 s", "30 s / 10 min")
 
 
-def test_a_line_of_blocks_shows_the_highest_of_what_it_puts_together():
+def test_a_sparkline_shows_the_maximum_of_each_block():
     assert sparkline([0, 8, 1, None, None, None], 8, width=3) == "█▂ "
     assert sparkline([0.0, 0.0], 0, width=2) == "▁▁"
 
 
-# -- drawings --------------------------------------------------------------------------------------------------
+# -- plots -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hours", [0.5, 6, 24, 24 * 7, 24 * 90])
-def test_drawings_are_svg_with_an_axis_and_a_line_for_each_variant(tmp_path, hours):
+def test_plots_are_svg_with_axes_and_a_line_for_each_variant(tmp_path, hours):
     jobs = [a_job(n, n * hours * 36, n * hours * 37) for n in range(100)]
     outcomes = [an_outcome(*jobs, hours=hours, name=name) for name in ("fifo", "<b>&")]
-    written = plots.write(tmp_path / "new", [summarize(it) for it in outcomes], outcomes)
+    written = plots.write(tmp_path / "new", [summarize(outcome) for outcome in outcomes], outcomes)
     assert [path.name for path in written] == ["waits.svg", "waiting.svg", "use.svg", "distribution.svg"]
     for path in written:
-        drawing = xml.fromstring(path.read_text())
-        texts = [it.text for it in drawing.iter("{http://www.w3.org/2000/svg}text")]
+        svg = xml.fromstring(path.read_text())
+        texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
         assert any("<b>&" in (text or "") for text in texts)
         assert {"hours", "minutes", "days", "wait"} & set(texts)
-        places = [float(it.get("y")) for it in drawing.iter("{http://www.w3.org/2000/svg}text")]
+        places = [float(element.get("y")) for element in svg.iter("{http://www.w3.org/2000/svg}text")]
         assert all(0 <= place <= 300 for place in places)
 
 
-def test_drawings_of_nothing_are_drawn(tmp_path):
+def test_plots_without_jobs_are_valid(tmp_path):
     outcome = an_outcome()
     for path in plots.write(tmp_path, [summarize(outcome)], [outcome]):
         xml.fromstring(path.read_text())
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_an_unwritable_folder_for_plots_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SimulationError, match="cannot be written"):
         plots.write(tmp_path / "file", [summarize(an_outcome())], [an_outcome()])
@@ -167,7 +169,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 def test_a_real_outcome_adds_up(play):
     outcome = play(a_scenario(poisson(8, 2000, 0.5, 10, tenants=5, priorities=3), a_catalog(6)))
-    found = summarize(outcome)
-    assert sum(it.jobs for it in found.priorities.values()) == sum(it.jobs for it in found.tenants.values()) == 2000
-    assert found.use == pytest.approx(sum(found.series.use) / 96, rel=0.01)
-    assert found.waits.p50 <= found.waits.p90 <= found.waits.p99 <= found.waits.longest
+    summary = summarize(outcome)
+    assert (
+        sum(waits.jobs for waits in summary.priorities.values())
+        == sum(waits.jobs for waits in summary.tenants.values())
+        == 2000
+    )
+    assert summary.use == pytest.approx(sum(summary.series.use) / 96, rel=0.01)
+    assert summary.waits.p50 <= summary.waits.p90 <= summary.waits.p99 <= summary.waits.longest

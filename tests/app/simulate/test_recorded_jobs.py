@@ -1,4 +1,4 @@
-"""What the record tells a simulation of a span of time: the jobs that came in it, as they came."""
+"""The past jobs of a time window, as a simulation reads them from the database."""
 
 import random
 from itertools import pairwise
@@ -17,25 +17,25 @@ STARTED_OR_ENDED = sorted(set(State) - {State.QUEUED, State.DELAYED})
 
 
 @pytest.mark.parametrize("state", STARTED_OR_ENDED)
-def test_history_tells_what_a_simulation_needs_of_a_job(store, state):
+def test_a_past_job_has_the_fields_for_a_simulation(store, state):
     job = a_job_in(store, state, model="flux", priority=2, tenant="acme", constraints="gpu=A100")
     finished_ms = None if state is State.RUNNING else T0
-    told = PastJob("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, None, state)
-    assert list(history.read_past_jobs(store.database, T0, T0 + 1)) == [told]
+    past_job = PastJob("flux", 2, "acme", "gpu=A100", T0, T0, finished_ms, None, state)
+    assert list(history.read_past_jobs(store.database, T0, T0 + 1)) == [past_job]
     assert job.state is state
 
 
-def test_history_tells_of_a_job_that_ended_without_a_start_and_not_of_one_that_only_waits(store):
+def test_past_jobs_include_jobs_that_ended_without_a_start_and_no_waiting_jobs(store):
     job = a_queued_job(store, now_ms=T0)
     a_queued_job(store, now_ms=T0)
     a_delayed_job(store, now_ms=T0)
     assert list(history.read_past_jobs(store.database, T0, T0 + 1)) == []
     store.cancel_waiting(job.id, T0 + SECOND)
-    (told,) = history.read_past_jobs(store.database, T0, T0 + 1)
-    assert (told.started_ms, told.finished_ms, told.state) == (None, T0 + SECOND, State.CANCELED)
+    (past_job,) = history.read_past_jobs(store.database, T0, T0 + 1)
+    assert (past_job.started_ms, past_job.finished_ms, past_job.state) == (None, T0 + SECOND, State.CANCELED)
 
 
-def test_history_begins_at_its_first_moment_and_ends_before_its_last(store):
+def test_past_jobs_are_read_from_the_first_time_to_before_the_last(store):
     for n in range(5):
         a_running_job(store, now_ms=T0 + n)
     assert [past.created_ms for past in history.read_past_jobs(store.database, T0 + 1, T0 + 3)] == [T0 + 1, T0 + 2]
@@ -43,14 +43,14 @@ def test_history_begins_at_its_first_moment_and_ends_before_its_last(store):
     assert list(history.read_past_jobs(store.database, T0 + 3, T0 + 1)) == []
 
 
-def test_the_history_of_an_empty_record_is_empty(store):
+def test_an_empty_database_has_no_past_jobs(store):
     assert list(history.read_past_jobs(store.database, 0, T0)) == []
 
 
-def test_history_goes_by_the_time_of_acceptance_even_where_the_clocks_disagree(store):
-    """Two that accept jobs may be an hour apart; their numbers then do not go with the time."""
-    draw = random.Random(4)
-    times = [T0 + n * 600 * SECOND + draw.randrange(HOUR // 2) for n in range(60)]
+def test_past_jobs_are_sorted_by_acceptance_even_if_clocks_differ(store):
+    """The clocks of two processes that accept jobs may differ by an hour; `seq` then does not follow the time."""
+    rng = random.Random(4)
+    times = [T0 + n * 600 * SECOND + rng.randrange(HOUR // 2) for n in range(60)]
     for at in times:
         a_running_job(store, now_ms=at)
     assert any(one > other for one, other in pairwise(times))
@@ -60,13 +60,13 @@ def test_history_goes_by_the_time_of_acceptance_even_where_the_clocks_disagree(s
         assert [past.created_ms for past in history.read_past_jobs(store.database, since, until)] == expected
 
 
-def test_jobs_of_one_moment_are_told_as_they_were_accepted(store):
+def test_past_jobs_of_the_same_time_are_in_order_of_acceptance(store):
     for priority in (3, 1, 2):
         a_running_job(store, priority=priority)
     assert [past.priority for past in history.read_past_jobs(store.database, T0, T0 + 1)] == [3, 1, 2]
 
 
-def test_history_closes_the_gaps_that_removed_jobs_have_left(store):
+def test_past_jobs_are_found_despite_removed_jobs(store):
     for n in range(20):
         (a_running_job if n % 5 == 0 else an_ended_job)(store, now_ms=T0 + n)
     assert retention.delete_ended_jobs(store.database, T0 + 20) == 16
@@ -74,7 +74,7 @@ def test_history_closes_the_gaps_that_removed_jobs_have_left(store):
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, 100])
-def test_the_pages_of_history_miss_and_double_nothing(store, size):
+def test_pages_of_past_jobs_are_complete_without_duplicates(store, size):
     for n in range(20):
         a_running_job(store, now_ms=T0 + n)
     assert [past.created_ms - T0 for past in history.read_past_jobs(store.database, T0, T0 + 20, size)] == list(
@@ -82,25 +82,25 @@ def test_the_pages_of_history_miss_and_double_nothing(store, size):
     )
 
 
-def test_history_holds_one_page_at_a_time_and_nobody_waits_for_its_reader(database, store):
+def test_reading_past_jobs_holds_one_page_and_blocks_no_writer(database, store):
     for n in range(20):
         a_running_job(store, now_ms=T0 + n)
     cursors = []
     event.listen(database.engine, "before_cursor_execute", lambda c, cursor, *_: cursors.append(cursor))
-    told = history.read_past_jobs(store.database, T0, T0 + 20, 2)
-    assert next(told).created_ms == T0
+    past_jobs = history.read_past_jobs(store.database, T0, T0 + 20, 2)
+    assert next(past_jobs).created_ms == T0
     if database.engine.dialect.name == "postgresql":
-        assert cursors[-1].name  # the rows stay at the server until they are fetched
-    a_running_job(store, now_ms=T0 + 19)  # what comes meanwhile is accepted, and not told
-    assert len(list(told)) == 19
+        assert cursors[-1].name  # a server-side cursor: rows stay at the server until they are fetched
+    a_running_job(store, now_ms=T0 + 19)  # a job that is submitted meanwhile is accepted, and not read
+    assert len(list(past_jobs)) == 19
 
 
-def test_a_history_that_is_left_half_read_gives_its_connection_back(database, store):
+def test_closing_an_iterator_of_past_jobs_releases_its_connection(database, store):
     for n in range(5):
         a_running_job(store, now_ms=T0 + n)
-    taken = database.engine.pool.checkedout()
+    before = database.engine.pool.checkedout()
     for _ in range(40):  # more than there are connections
-        told = history.read_past_jobs(store.database, T0, T0 + 5, 1)
-        next(told)
-        told.close()  # type: ignore[attr-defined]
-    assert database.engine.pool.checkedout() == taken
+        past_jobs = history.read_past_jobs(store.database, T0, T0 + 5, 1)
+        next(past_jobs)
+        past_jobs.close()  # type: ignore[attr-defined]
+    assert database.engine.pool.checkedout() == before

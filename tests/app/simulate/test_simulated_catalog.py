@@ -1,4 +1,4 @@
-"""The fleet of a simulation, and what a what-if changes about it."""
+"""The catalog of a simulation, and the changes of a what-if variant."""
 
 import pytest
 
@@ -13,22 +13,22 @@ def slots(catalog) -> dict[str, int]:
     return {server.name: server.slots for server in catalog.servers.values()}
 
 
-def test_by_default_each_model_has_two_servers_and_a_fleet_of_its_own():
-    found = simulated_catalog.from_plan(Plan(models=[{"name": "a"}, {"name": "b"}]))
-    assert slots(found) == {"a-gpu1": 8, "a-gpu2": 8, "b-gpu1": 8, "b-gpu2": 8}
-    assert found.fleets() == ["a", "b"]
+def test_by_default_each_model_has_two_servers_and_a_separate_fleet():
+    catalog = simulated_catalog.from_plan(Plan(models=[{"name": "a"}, {"name": "b"}]))
+    assert slots(catalog) == {"a-gpu1": 8, "a-gpu2": 8, "b-gpu1": 8, "b-gpu2": 8}
+    assert catalog.fleets() == ["a", "b"]
 
 
-def test_models_that_share_a_server_are_one_fleet_by_whatever_way():
+def test_models_that_share_a_server_directly_or_indirectly_are_one_fleet():
     servers = [
         {"name": "s1", "slots": 1, "models": ["a", "b"]},
         {"name": "s2", "slots": 1, "models": ["c", "d"]},
         {"name": "s3", "slots": 1, "models": ["d", "b"]},
         {"name": "s4", "slots": 1, "models": ["e"]},
     ]
-    found = simulated_catalog.from_plan(Plan(models=[{"name": name} for name in "abcde"], servers=servers))
-    assert found.fleets() == ["a", "e"]
-    assert found.models_of("a") == ["a", "b", "c", "d"]
+    catalog = simulated_catalog.from_plan(Plan(models=[{"name": name} for name in "abcde"], servers=servers))
+    assert catalog.fleets() == ["a", "e"]
+    assert catalog.models_of("a") == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -52,23 +52,26 @@ def test_slots_are_spread_in_proportion():
 
 def test_a_policy_and_settings_change_the_models():
     catalog = a_catalog(models=("a", "b"), policy="fifo", max_retries=2)
-    found = simulated_catalog.apply_variant(
+    changed = simulated_catalog.apply_variant(
         catalog, Variant(policy="aging", settings=["*.tier_head_start=30", 'a.weights={"x": 2}'])
     )
-    assert [model.config.policy for model in found.models.values()] == ["aging", "aging"]
-    assert [model.config.tier_head_start for model in found.models.values()] == [30, 30]
-    assert [model.config.weights for model in found.models.values()] == [{"x": 2}, {}]
-    assert {model.config.max_retries for model in found.models.values()} == {2}
+    assert [model.config.policy for model in changed.models.values()] == ["aging", "aging"]
+    assert [model.config.tier_head_start for model in changed.models.values()] == [30, 30]
+    assert [model.config.weights for model in changed.models.values()] == [{"x": 2}, {}]
+    assert {model.config.max_retries for model in changed.models.values()} == {2}
     assert catalog.models["a"].config.policy == "fifo"
 
 
 def test_a_speed_up_shortens_run_times_of_all_or_of_one_model():
     arrivals = [at(0, 10, model="a"), at(0, 10, model="b")]
-    assert [it.run_ms for it in simulated_catalog.scale_run_times(arrivals, ("a", "b"), ["2", "b=2.5"])] == [5000, 2000]
+    assert [arrival.run_ms for arrival in simulated_catalog.scale_run_times(arrivals, ("a", "b"), ["2", "b=2.5"])] == [
+        5000,
+        2000,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (Variant(slots="none"), "write the number of slots"),
         (Variant(slots="0"), "write the number of slots"),
@@ -82,13 +85,13 @@ def test_a_speed_up_shortens_run_times_of_all_or_of_one_model():
         (Variant(settings=['zimg.weights={"a": 0}']), "weights.a"),
     ],
 )
-def test_a_what_if_that_cannot_be_is_refused_in_one_sentence(changes, says):
-    with pytest.raises(SimulationError) as refused:
+def test_an_invalid_variant_is_refused_in_one_sentence(changes, message):
+    with pytest.raises(SimulationError) as raised:
         simulated_catalog.apply_variant(a_catalog(servers=2), changes)
-    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "gone=2", "nan", "inf"])
-def test_a_speed_up_that_is_none_is_refused(text):
+def test_an_invalid_speed_up_is_refused(text):
     with pytest.raises(SimulationError, match="--speed-up"):
         simulated_catalog.scale_run_times([at(0)], ["zimg"], [text])

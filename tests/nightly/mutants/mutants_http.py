@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         "events that occur while the database is read are lost",
         "app.server.event_stream:EventStream._send_missed",
-        swap("yield await self._kept_text()", "self._kept = []"),
+        swap("yield await self._buffered_text()", "self._buffered = []"),
         kills=["test_what_happens_while_the_record_is_read_is_told_once_and_in_order"],
         breaks="no lost event",
         still="test_a_stream_begins_now_and_tells_what_is_wanted",
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "a stream outlives its key",
         "app.server.application:WebApplication._refresh_keys",
-        never("self._owners.is_still_valid"),
+        never("self._key_cache.is_still_valid"),
         kills=["test_a_stream_ends_when_its_key_is_removed_and_no_other_does"],
         breaks="authorization",
         still="test_a_tenant_follows_its_own_jobs_and_an_administrator_all",

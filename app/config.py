@@ -1,4 +1,4 @@
-"""Settings of the API."""
+"""Settings of the API and of `slotkeeper up`, and the list of all settings."""
 
 import ssl
 from functools import cached_property, lru_cache
@@ -7,9 +7,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from slotkeeper.config import Settings
+from routing.config import RoutingSettings
+from slotkeeper.config import DatabaseTimeouts, Settings, StorageSettings
 from slotkeeper.errors import InvalidSetting
-from tasks.config import TaskSettings
+from tasks.config import EventSettings, TaskSettings
 
 _MIN_METRICS_KEY = 12  # characters
 
@@ -112,6 +113,34 @@ class AppSettings(Settings):
                 f"SLOTKEEPER_TLS_CERTIFICATE={self.tls_certificate} and its key cannot be used "
                 f"({error.reason or error}): both must be PEM, and the key must be that of the first certificate."
             ) from None
+
+
+class UpSettings(Settings):
+    """Environment: SLOTKEEPER_FLOWER_PORT, SLOTKEEPER_DEMO_PORT."""
+
+    flower_port: int = Field(5555, ge=1, le=65535)
+    """Port of Flower's page."""
+    demo_port: int | None = Field(None, ge=1, le=65533)
+    """Port of the first demo server; the others have the next ports.  Empty: any free ports."""
+
+
+SETTINGS: dict[str, type[Settings]] = {
+    "Database and state folder": StorageSettings,
+    "Time limits of the database": DatabaseTimeouts,
+    "Redis, queues and slots": RoutingSettings,
+    "Workers, messages and webhooks": TaskSettings,
+    "The API and the page": AppSettings,
+    "Sinks of events": EventSettings,
+    "`slotkeeper up`": UpSettings,
+}
+"""All classes of settings, by the titles of their chapters."""
+
+
+def local_api_url(settings: AppSettings) -> str:
+    """Return the URL at which this machine reaches the API."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""What is answered about jobs."""
+"""Response bodies for jobs."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,74 +20,77 @@ NextStep = Literal["starting", "waiting", "later", "unknown"]
 
 _ESTIMATE: Any = Field(
     description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
-    "slots of its model.  null: no run was measured, or it cannot start as things stand."
+    "slots of its model.  null: no run was measured, or it cannot start at present."
 )
 _NEXT_STEP: Any = Field(
-    description="What comes next: `starting`: it has a slot and is being started; `waiting`: in line, at `position`; "
-    "`later`: it is delayed; `unknown`: the waiting room cannot be reached, or has not taken it in yet.  null: it has "
-    "started or ended, as `status` says."
+    description="What the job does next.  `starting`: it has a slot and is being started.  `waiting`: it is in the "
+    "queue, at `position`.  `later`: it is delayed.  `unknown`: Redis is unavailable, or the job is not in the queue "
+    "yet.  null: it has started or ended; see `status`."
 )
-_POSITION: Any = Field(description="1: next.  null: it does not wait in line, or that is not known now.")
-_NOTICE: Any = Field(description="What keeps it from starting for now, such as constraints that no known server meets.")
+_POSITION: Any = Field(
+    description="Position in the queue; 1: next.  null: it is not in the queue, or the position is not known now."
+)
+_NOTICE: Any = Field(description="Why it cannot start at present, such as constraints that no registered server meets.")
 
-# The two ways to be dead, as clients know them from elsewhere; the last attempt's own code stands beside it.
+# The codes of dead jobs; `last_code` is the code of the last attempt.
 _DEAD_CODES = {Reason.RETRIES_EXHAUSTED: "max_retries_exceeded", Reason.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
 
 
 def seconds(ms: int) -> float:
+    """Convert milliseconds to seconds, rounded to 0.1 s."""
     return round(ms / 1000, 1)
 
 
 def estimated_start_s(estimate: StartEstimate | None) -> float | None:
-    """When a job should start, seconds from now."""
+    """Return when a job should start, in seconds from now; None: there is no estimate."""
     return None if estimate is None else seconds(estimate.start_ms)
 
 
-def next_step(state: State, where: QueuePosition) -> str | None:
-    """What comes next for a job, in one word; None: it has started or ended, as its status says."""
+def next_step(state: State, position: QueuePosition) -> str | None:
+    """Return what a job does next, in one word; None: it has started or ended."""
     match state:
         case State.DELAYED:
             return "later"
-        case State.QUEUED if where.offered:
+        case State.QUEUED if position.offered:
             return "starting"
         case State.QUEUED:
-            return "unknown" if where.position is None else "waiting"
+            return "unknown" if position.position is None else "waiting"
         case _:
             return None
 
 
-def queue_position(state: State, where: QueuePosition) -> dict[str, Any]:
-    """Where a job stands, and when it should start."""
+def queue_position(state: State, position: QueuePosition) -> dict[str, Any]:
+    """Return the next step of a job, its position and its estimated start, as fields of JobDetail and SubmitReceipt."""
     return {
-        "next_step": next_step(state, where),
-        "position": where.position,
-        "estimated_start_s": estimated_start_s(where.estimate),
+        "next_step": next_step(state, position),
+        "position": position.position,
+        "estimated_start_s": estimated_start_s(position.estimate),
     }
 
 
-def job_error(it: Job) -> dict[str, Any] | None:
-    """Of a job, or of its last attempt."""
-    if it.error_code is None:
+def job_error(job: Job) -> dict[str, Any] | None:
+    """Return JobError of a job or of its last attempt; None: there was no error."""
+    if job.error_code is None:
         return None
-    code = _DEAD_CODES.get(it.why) if it.state is State.DEAD else None
+    code = _DEAD_CODES.get(job.why) if job.state is State.DEAD else None
     if code is None:
-        return JobError.build(code=it.error_code, message=it.error_message, last_code=None)
-    return JobError.build(code=code, message=it.error_message, last_code=it.error_code)
+        return JobError.build(code=job.error_code, message=job.error_message, last_code=None)
+    return JobError.build(code=code, message=job.error_message, last_code=job.error_code)
 
 
-def _server_or_slot(it: Job, name: str | None) -> str | None:
-    """A server or slot that a job has, or had at its end."""
-    return name if it.state is State.RUNNING or it.state in FINAL_STATES else None
+def _server_or_slot(job: Job, name: str | None) -> str | None:
+    """Return `name`, a server or slot, if the job has it or had it at its end."""
+    return name if job.state is State.RUNNING or job.state in FINAL_STATES else None
 
 
 class SubmitReceipt(ResponseSchema, source=AcceptedJob):
-    """A job that was accepted: it is in the record."""
+    """An accepted job: it is in the database."""
 
     job_id: Annotated[str, From("id")]
     status: Annotated[State, From("state")]
     next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
     position: Annotated[int | None, PROVIDED] = _POSITION
-    deduplicated: bool = Field(description="It had been accepted before, under the same Idempotency-Key.")
+    deduplicated: bool = Field(description="Whether it was already accepted, with the same Idempotency-Key.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
     notice: Annotated[str | None, PROVIDED] = _NOTICE
     links: Annotated[dict[str, str], PROVIDED]
@@ -101,107 +104,110 @@ class BatchReceiptItem(ResponseSchema, source=AcceptedJob):
 
 
 class BatchReceipt(ResponseSchema):
-    """All jobs of a batch were accepted, in this order."""
+    """The accepted jobs of a batch, in the order of the request."""
 
     batch: str | None = Field(
-        description="Where /queue/batches shows them; if all had been accepted before, that of the first."
+        description="Name of the batch, for /queue/batches.  If all jobs were already accepted: the batch of the first."
     )
-    accepted: int = Field(description="Jobs that had not been accepted before.")
+    accepted: int = Field(description="Number of jobs that were not already accepted.")
     jobs: list[BatchReceiptItem]
 
 
 class JobError(ResponseSchema):
     code: str
     message: str | None
-    last_code: str | None = Field(None, description="Of the last attempt, where `code` says why there is no further.")
+    last_code: str | None = Field(
+        None, description="Code of the last attempt, if `code` says why there is no further attempt."
+    )
 
 
 class JobView(ResponseSchema, source=Job):
-    """A job as it stands."""
+    """The current state of a job."""
 
     job_id: Annotated[str, From("id")]
     model: str
     status: Annotated[State, From("state")]
-    why: str = Field(description="Of its last transition.")
+    why: str = Field(description="Reason of its last transition.")
     priority: int
-    constraints: Annotated[dict[str, Any], From(lambda it: decode_constraints(it.constraints))]
+    constraints: Annotated[dict[str, Any], From(lambda job: decode_constraints(job.constraints))]
     labels: Annotated[dict[str, str], From(lambda job: decode_labels(job.labels))]
     tenant: str
-    batch: str | None = Field(description="The batch that it came in; null: it came alone.")
-    attempts: int = Field(description="Runs that a server took up.")
-    failures: int = Field(description="Counts against max_retries.")
-    crashes: int = Field(description="Counts against max_crashes.")
-    server: Annotated[str | None, From(lambda it: _server_or_slot(it, it.server))]
-    slot: Annotated[str | None, From(lambda it: _server_or_slot(it, it.slot))]
-    error: Annotated[JobError | None, From(lambda it: job_error(it) if it.state in FINAL_STATES else None)] = Field(
+    batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")
+    attempts: int = Field(description="Number of runs that were started on a server.")
+    failures: int = Field(description="Failed attempts, which count towards `max_retries`.")
+    crashes: int = Field(description="Attempts that ended by a crash, which count towards `max_crashes`.")
+    server: Annotated[str | None, From(lambda job: _server_or_slot(job, job.server))]
+    slot: Annotated[str | None, From(lambda job: _server_or_slot(job, job.slot))]
+    error: Annotated[JobError | None, From(lambda job: job_error(job) if job.state in FINAL_STATES else None)] = Field(
         description="Why it ended without a result."
     )
-    last_error: Annotated[JobError | None, From(lambda it: None if it.state in FINAL_STATES else job_error(it))] = (
-        Field(description="Of the last attempt of a job that has not ended.")
+    last_error: Annotated[JobError | None, From(lambda job: None if job.state in FINAL_STATES else job_error(job))] = (
+        Field(description="Error of the last attempt, if the job has not ended.")
     )
-    cancel_requested: Annotated[bool, From(lambda it: it.cancel_requested_ms is not None)]
-    callback_url: Annotated[str | None, From(lambda it: it.callback_url and mask_url(it.callback_url))] = Field(
-        description="Without a user, a password and the values of its query, which may be keys."
+    cancel_requested: Annotated[bool, From(lambda job: job.cancel_requested_ms is not None)]
+    callback_url: Annotated[str | None, From(lambda job: job.callback_url and mask_url(job.callback_url))] = Field(
+        description="Without user, password and the values of the query, which may be keys."
     )
     created_at: Time
     started_at: Time | None
     completed_at: Annotated[Time | None, From("finished_ms")]
-    not_before: Annotated[Time | None, From("due_ms")] = Field(description="delayed: when it is queued.")
+    not_before: Annotated[Time | None, From("due_ms")] = Field(description="When a delayed job is queued.")
     deadline: Time | None
 
 
 class JobDetail(JobView):
-    """A job with its place or its result."""
+    """A job with its position in the queue or its result."""
 
     next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
     position: Annotated[int | None, PROVIDED] = _POSITION
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
-    # It is handed on as the text that it is.
-    result: Annotated[Any, From(lambda it: None if it.result is None else orjson.Fragment(it.result))]
+    # Copied as JSON text, without parsing.
+    result: Annotated[Any, From(lambda job: None if job.result is None else orjson.Fragment(job.result))]
 
 
 class BlockerView(ResponseSchema, source=explain.Blocker):
-    """One thing that a job waits for."""
+    """One reason why a job waits."""
 
-    code: str = Field(description="A stable word for programs.")
+    code: str = Field(description="Stable code for programs.")
     sentence: str
-    subject: str | None = Field(description="The server, model or tenant that it is about.")
-    until: Time | None = Field(description="When it may be over.")
+    subject: str | None = Field(description="The server, model or tenant that causes it.")
+    until: Time | None = Field(description="When it may end.")
 
 
 class EstimateBasis(ResponseSchema, source=StartEstimate):
-    """What an estimated start was computed from."""
+    """The values that an estimated start was computed from."""
 
-    jobs_before: int = Field(description="Jobs of its model that come before it.")
+    jobs_before: int = Field(description="Number of jobs of its model before it in the queue.")
     mean_run_s: Annotated[float, From(lambda estimate: seconds(estimate.run_ms))] = Field(
         description="Mean slot time of its model's latest runs."
     )
-    slots: int = Field(description="Slots of its model.")
+    slots: int = Field(description="Number of slots of its model.")
 
 
 def estimate_basis(estimate: StartEstimate | None) -> dict[str, Any] | None:
-    """Return what an estimate was computed from; None: nothing was computed."""
+    """Return EstimateBasis; None: nothing was computed."""
     return None if estimate is None or estimate.run_ms is None else EstimateBasis.build(estimate)
 
 
 class ExplanationView(ResponseSchema, source=explain.Explanation):
-    """What a job waits for."""
+    """Why a job waits."""
 
     job_id: Annotated[str, PROVIDED]
     status: Annotated[State, PROVIDED]
-    sentence: str = Field(description="All of it in one sentence.")
+    sentence: str = Field(description="All reasons in one sentence.")
     waits_for: list[BlockerView]
-    ahead: int | None = Field(description="Jobs of its model that come first; null: it does not wait in line.")
+    ahead: int | None = Field(description="Number of jobs of its model before it; null: it is not in the queue.")
     before: list[str] = Field(
-        description="Up to five jobs of its tenant and priority that come just before it; the last is the nearest."
+        description="Up to five jobs of its tenant and priority directly before it, the nearest last."
     )
     policy: str | None
     longest_overtaking_s: float | None = Field(
-        description="Jobs accepted up to so many seconds after it may come before it; null: there is no bound."
+        description="It may be overtaken by jobs accepted at most so many seconds later; null: no bound."
     )
     servers: Annotated[
-        dict[str, str | None], From(lambda it: {name: why or None for name, why in it.servers.items()})
-    ] = Field(description="Each server of its model, and what keeps it from taking this job now; null: nothing does.")
+        dict[str, str | None],
+        From(lambda explanation: {name: why or None for name, why in explanation.servers.items()}),
+    ] = Field(description="Server of its model -> why the server cannot take the job now; null: it can.")
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
     estimate_basis: Annotated[EstimateBasis | None, PROVIDED] = Field(
         description="null: the job has a slot, or there is no estimate."
@@ -210,7 +216,7 @@ class ExplanationView(ResponseSchema, source=explain.Explanation):
 
 class JobList(ResponseSchema):
     jobs: list[JobView]
-    next_cursor: str | None = Field(description="null: this was the last page.")
+    next_cursor: str | None = Field(description="null: this is the last page.")
 
 
 class AttemptView(ResponseSchema, source=job_timeline.Attempt):
@@ -219,8 +225,10 @@ class AttemptView(ResponseSchema, source=job_timeline.Attempt):
     slot: str | None
     started_at: Time
     ended_at: Time | None
-    outcome: str | None = Field(description="The reason of the transition that ended it; null: it is running.")
-    error: Annotated[JobError | None, From(lambda it: it.error and JobError.build(**it.error, last_code=None))]
+    outcome: str | None = Field(description="Reason of the transition that ended the attempt; null: it is running.")
+    error: Annotated[
+        JobError | None, From(lambda attempt: attempt.error and JobError.build(**attempt.error, last_code=None))
+    ]
 
 
 class AttemptList(ResponseSchema):
@@ -234,20 +242,19 @@ class CancelResult(ResponseSchema):
 
 
 class PushResult(ResponseSchema):
-    status: str = Field(description="The job's state now; `ignored`: the push does not tell the end of the run.")
-
-
-class RetryAllResult(ResponseSchema):
-    retried: int
-    more: bool = Field(description="There are dead jobs left: ask again.")
+    status: str = Field(
+        description="The current state of the job; `ignored`: the push does not report the end of the run."
+    )
 
 
 class LedgerView(ResponseSchema, source=ledger.Ledger):
-    """Every accepted job, in the state in which it stands or in which it was removed."""
+    """The number of accepted jobs, by current state, and by final state for removed jobs."""
 
     accepted: int
     by_state: dict[str, int]
-    purged: Annotated[dict[str, int], From(lambda it: {str(name): count for name, count in it.purged.items() if count})]
+    purged: Annotated[
+        dict[str, int], From(lambda ledger: {str(name): count for name, count in ledger.purged.items() if count})
+    ]
     balanced: bool
 
 
@@ -270,18 +277,20 @@ class JobEvent(ResponseSchema, source=OutboxEvent):
     model: str
     tenant: str
     priority: int
-    server: str | None = Field(description="Of that attempt; null before the first.")
-    attempt: Annotated[int, From("event.attempt")] = Field(description="Starts so far.")
-    why: Annotated[str, From(lambda it: it.event.data.get("why"))] = Field(description="As of a job.")
+    server: str | None = Field(description="Server of that attempt; null before the first.")
+    attempt: Annotated[int, From("event.attempt")] = Field(description="Number of attempts so far.")
+    why: Annotated[str, From(lambda entry: entry.event.data.get("why"))] = Field(
+        description="Reason of the transition."
+    )
     at: Annotated[Time, From("event.at_ms")]
-    retry_in_ms: Annotated[int | None, From(lambda it: it.event.data.get("retry_in_ms"))] = Field(
-        None, description="Only of a job that waits for its next attempt."
+    retry_in_ms: Annotated[int | None, From(lambda entry: entry.event.data.get("retry_in_ms"))] = Field(
+        None, description="Only if the job waits for its next attempt: the time until then, in ms."
     )
 
 
-def event_data(it: OutboxEvent) -> dict[str, Any]:
-    """StreamEvent, without what it has nothing to say of."""
-    told = JobEvent.build(it)
-    if told["retry_in_ms"] is None:
-        del told["retry_in_ms"]
-    return told
+def event_data(entry: OutboxEvent) -> dict[str, Any]:
+    """Return JobEvent, without `retry_in_ms` if it is None."""
+    data = JobEvent.build(entry)
+    if data["retry_in_ms"] is None:
+        del data["retry_in_ms"]
+    return data

@@ -7,9 +7,10 @@ a submit carries an Idempotency-Key.  docs/how-to/python-client.md has examples.
 import json
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 from urllib.parse import quote
 
 import requests
@@ -70,15 +71,18 @@ class Client:
     """Calls one Slotkeeper.  Every method raises ClientError: ApiError, ApiUnreachable or OutcomeUnknown.
 
     url: the API's address, such as "http://127.0.0.1:8000".  key: a tenant's key, if the API requires one.
-    ca: the file with the certificates, as PEM, of the authority that signed the API's; None: those that requests has.
+    ca: the file with the certificates, as PEM, of the authority that signed the API's; None: those that requests has;
+    False: the certificate is not checked, which is for addresses of this machine alone.
     Not thread-safe: make one client for each thread.
     """
 
-    def __init__(self, url: str, key: str | None = None, ca: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, ca: str | Literal[False] | None = None) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
-        self._session.verify = ca or True
+        self._session.verify = True if ca is None else ca
+        if ca is False:
+            warnings.filterwarnings("ignore", message="Unverified HTTPS request")
         self._session.headers["User-Agent"] = "slotkeeper-client"
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"

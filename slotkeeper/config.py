@@ -1,12 +1,14 @@
 """How settings are read, and the settings of the database: its location and its time limits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from slotkeeper.errors import InvalidSetting
+from slotkeeper.errors import InvalidSetting, SlotkeeperError
 
 
 class Settings(BaseSettings):
@@ -19,6 +21,11 @@ class Settings(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise _invalid_setting(type(self), error) from None
+        except SettingsError as error:  # It quotes the name of the field, and not its value.
+            field = str(error).partition('"')[2].partition('"')[0]
+            variable = f"{self.model_config.get('env_prefix', '')}{field}".upper()
+            faults = [(variable, "it is not JSON")]
+            raise InvalidSetting(f"{variable} is wrong: it is not JSON.", faults=faults) from None
 
 
 def _invalid_setting(settings: type[BaseSettings], error: ValidationError) -> InvalidSetting:
@@ -40,6 +47,15 @@ def _invalid_setting(settings: type[BaseSettings], error: ValidationError) -> In
         sentences.append(f"{variable}{value} is wrong: {message}.")
         faults.append((variable, message))
     return InvalidSetting(" ".join(sentences), faults=faults)
+
+
+@contextmanager
+def exit_if_refused() -> Iterator[None]:
+    """End the process with status 1 and one line, if a setting, the state folder, Redis or the secret is refused."""
+    try:
+        yield
+    except (SlotkeeperError, OSError) as error:
+        raise SystemExit(f"Error: {error}") from error
 
 
 class DatabaseTimeouts(Settings):

@@ -12,7 +12,7 @@ import click
 from celery.bin.base import CLIContext
 
 from slotkeeper import logs
-from tasks import startup
+from slotkeeper.config import exit_if_refused
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 
@@ -29,7 +29,7 @@ def program(name: str) -> click.Command:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the program that the arguments name.  This process ends with it."""
-    with startup.exit_if_refused():
+    with exit_if_refused():
         settings = TaskSettings()
         logs.configure(settings.log_level, settings.log_format)  # Celery logs before it sends `setup_logging`.
         _ = celery.conf.broker_url  # Loads celeryconfig.py, which reads the settings.

@@ -4,9 +4,6 @@ It configures the logs, makes the state folder private, and checks its secret an
 Celery's processes do this by a signal handler (tasks/extensions/signal_handlers.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import structlog
 from redis import Redis
 from redis.exceptions import RedisError
@@ -14,7 +11,6 @@ from redis.exceptions import RedisError
 from routing.config import RoutingSettings
 from slotkeeper import logs
 from slotkeeper.config import StorageSettings
-from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.connections import (
     UnsuitableRedis,
     connect,
@@ -104,12 +100,3 @@ def prepare() -> None:
     restrict_state_folder(StorageSettings())
     check_redis()
     check_secret()
-
-
-@contextmanager
-def exit_if_refused() -> Iterator[None]:
-    """End the process with status 1 and one line, if a setting, the state folder, Redis or the secret is refused."""
-    try:
-        yield
-    except (SlotkeeperError, OSError) as error:
-        raise SystemExit(f"Error: {error}") from error

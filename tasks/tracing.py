@@ -1,5 +1,6 @@
 """The trace context of a job, which its inference server and the receivers of its webhooks get."""
 
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.process import singleton
 from slotkeeper.trace_context import make_traceparent
 from tasks.config import EventSettings
@@ -13,7 +14,7 @@ def exports_spans() -> bool:
     """
     try:
         return "otlp" in EventSettings().sinks
-    except ValueError:
+    except InvalidSetting:
         return False
 
 

@@ -64,6 +64,15 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
 
     With `Accept: application/x-ndjson` they come one a line, and the cursor of the next page in the header Next-Cursor.
     """
+    entries, cursor = find_acts(query)
+    if request.accept_mimetypes.best_match(["application/json", _LINES]) != _LINES:
+        return AuditList.build(acts=entries, next_cursor=cursor)
+    lines = b"".join(orjson.dumps(entry) + b"\n" for entry in entries)
+    return Response(lines, content_type=_LINES, headers={_NEXT: cursor} if cursor else {})
+
+
+def find_acts(query: AuditQuery) -> tuple[list[dict[str, Any]], str | None]:
+    """Return a page of acts, the newest first, and the cursor of the next page."""
     wanted = AuditFilter(
         query.actor,
         query.act,
@@ -76,7 +85,4 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
     )
     found = audit.find_entries(dispatcher().store.database, wanted, decode_job_cursor(query.cursor), query.limit)
     cursor = f"s{found[-1].id}" if len(found) == query.limit else None
-    if request.accept_mimetypes.best_match(["application/json", _LINES]) != _LINES:
-        return AuditList.build(acts=[AuditEntry.build(it) for it in found], next_cursor=cursor)
-    lines = b"".join(orjson.dumps(AuditEntry.build(it)) + b"\n" for it in found)
-    return Response(lines, content_type=_LINES, headers={_NEXT: cursor} if cursor else {})
+    return [AuditEntry.build(act) for act in found], cursor

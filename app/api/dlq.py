@@ -8,8 +8,9 @@ from app.api.catalog_changes import admin_blueprint
 from app.api.job_views import visible_job
 from app.api.openapi import Schema, problem_responses
 from app.context import dispatcher
-from app.job_answers import JobList, JobView, RetryAllResult
+from app.job_answers import JobList, JobView
 from app.request_deadline import answered_in_time
+from app.schemas.base import ResponseSchema
 from app.schemas.cursors import decode_job_cursor, encode_job_cursor, model_filter
 from app.schemas.job_schemas import MODEL_NAME, DlqQuery, JobPath
 from routing.queries import job_list
@@ -22,6 +23,12 @@ api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
 
 class RetryAllQuery(Schema):
     model: str | None = Field(None, description="Only its jobs.", json_schema_extra=MODEL_NAME)
+
+
+class RetryAllResult(ResponseSchema):
+    retried: int
+    more: bool = Field(description="There are dead jobs left that can be queued again: repeat the request.")
+    left_out: int = Field(description="Dead jobs that stay, because their models were removed; 1,000 at most.")
 
 
 # What one request takes on; it says when there is more.
@@ -52,14 +59,16 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
 
 @api.post("/retry-all", responses={200: RetryAllResult, **problem_responses(415, 422)})
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
-    """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again."""
-    found = job_list.find_jobs(
-        dispatcher().store.database, state=State.DEAD, model=model_filter(query.model), limit=_MAX_RETRIED + 1
+    """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again.
+
+    Jobs of models that were removed stay dead, and are counted in `left_out`.
+    """
+    found, left_out = job_list.find_retryable(
+        dispatcher().store.database, model_filter(query.model), limit=_MAX_RETRIED + 1
     )
     oldest_first = found[:_MAX_RETRIED][::-1]
-    return RetryAllResult.build(
-        retried=sum(_try_revive(job.id) for job in oldest_first), more=len(found) > _MAX_RETRIED
-    )
+    retried = sum(_try_revive(job.id) for job in oldest_first)
+    return RetryAllResult.build(retried=retried, more=len(found) > _MAX_RETRIED, left_out=left_out)
 
 
 @api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
@@ -72,7 +81,7 @@ def delete_dead(path: JobPath) -> tuple[str, int]:
 
 
 def _try_revive(job_id: str) -> bool:
-    """False: somebody else was quicker."""
+    """Return False if another operator has retried or deleted it meanwhile, or its model was removed."""
     try:
         dispatcher().revive(job_id)
     except (Conflict, JobNotFound):

@@ -175,8 +175,9 @@ def authorize() -> Response | None:
 
 def _has_metrics_key() -> bool:
     key = _settings().metrics_key.encode()
-    shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
-    return bool(key) and keys() is not None and compare_digest(shown, key)
+    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    is_bearer = scheme.lower() == "bearer"
+    return bool(key) and keys() is not None and is_bearer and compare_digest(shown.encode(errors="replace"), key)
 
 
 @_scheme.login_required

@@ -169,13 +169,9 @@ def settings() -> Iterator[Finding]:
 
 
 def _settings_classes() -> list[type[BaseSettings]]:
-    from app.config import AppSettings
-    from app.up.roles import UpSettings
-    from routing.config import RoutingSettings
-    from slotkeeper.config import DatabaseTimeouts, StorageSettings
-    from tasks.config import EventSettings, TaskSettings
+    from app.config import SETTINGS
 
-    return [AppSettings, DatabaseTimeouts, StorageSettings, UpSettings, RoutingSettings, EventSettings, TaskSettings]
+    return list(SETTINGS.values())
 
 
 def _variable(kind: type[BaseSettings], field: str) -> str:

@@ -200,10 +200,14 @@ def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int
         print_json({"name": name, "key": key})
         return
     echo(key)
-    echo(
-        "Save this key now: it cannot be read again.  SLOTKEEPER_REQUIRE_KEYS=true makes the API require keys.",
-        err=True,
+    from app.config import AppSettings
+
+    use = (
+        "Commands use it as SLOTKEEPER_KEY, requests as `Authorization: Bearer KEY`."
+        if AppSettings().require_keys
+        else "The API does not require keys before it is started with SLOTKEEPER_REQUIRE_KEYS=true."
     )
+    echo(f"Save this key now: it cannot be read again.  {use}", err=True)
 
 
 @tenants.command("change")

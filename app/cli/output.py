@@ -25,20 +25,24 @@ def api_client() -> "Client":
     """A client of the API that the environment names."""
     from slotkeeper.client import Client
 
-    environ = os.environ
-    return Client(
-        environ.get("SLOTKEEPER_URL") or _local_url(), environ.get("SLOTKEEPER_KEY"), environ.get("SLOTKEEPER_CA")
-    )
+    environ, ca = os.environ, os.environ.get("SLOTKEEPER_CA") or None
+    if url := environ.get("SLOTKEEPER_URL"):
+        return Client(url, environ.get("SLOTKEEPER_KEY"), ca)
+    url = _local_url()
+    # The certificate of an API on this machine names its public address.
+    return Client(url, environ.get("SLOTKEEPER_KEY"), ca or (False if _LOOPBACK.fullmatch(url) else None))
 
 
 def _local_url() -> str:
-    """Return where this machine's API listens: by its port, or as `slotkeeper up` has noted in the state folder.
+    """Return where this machine's API listens: by its settings, or as `slotkeeper up` has noted in the state folder.
 
     Anybody may have made the folder `var` of the present folder, and the key is sent to the address that it names.
     Raises ClickException.
     """
-    if port := os.environ.get("SLOTKEEPER_PORT"):
-        return f"http://127.0.0.1:{port}"
+    if os.environ.get("SLOTKEEPER_PORT"):
+        from app.config import AppSettings, local_api_url
+
+        return local_api_url(AppSettings())
     home = os.environ.get("SLOTKEEPER_HOME")
     note = Path(home or "var", "url")
     try:

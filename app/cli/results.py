@@ -16,12 +16,20 @@ output_option = click.option(
 )
 
 
-def save_result(job: dict[str, Any], output: Path) -> None:
-    """Write the files in a job's result, or the result as JSON, and say where.  Raises ClickException."""
+def no_result(job: dict[str, Any], output: Path | None) -> click.ClickException:
+    """Return the error of a command that was asked to save the result of a job without one."""
+    return click.ClickException(f"{output} was not written: the job is {job['status']}, and has no result.")
+
+
+def save_result(job: dict[str, Any], output: Path) -> bool:
+    """Write the files in a job's result, or the result as JSON, and say where.  False: the job has not completed.
+
+    Raises ClickException.
+    """
     from app.result_files import files_in
 
     if job["status"] != "completed":
-        return
+        return False
     files = files_in(job.get("result"))
     if not files:
         _write(output, json.dumps(job.get("result")).encode())
@@ -31,6 +39,7 @@ def save_result(job: dict[str, Any], output: Path) -> None:
             _write(place, file.content())
         except ValueError as error:
             raise click.ClickException(str(error)) from error
+    return True
 
 
 def _write(place: Path, content: bytes) -> None:

@@ -76,13 +76,16 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
     """Queue all dead jobs again."""
     if not yes:
         click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
-    api, retried, more = api_client(), 0, True
+    api, retried, left_out, more = api_client(), 0, 0, True
     with console(stderr=True).status("") as status:
         while more:
             answer = api.request("POST", "/admin/dlq/retry-all", params={"model": model})
-            retried, more = retried + answer["retried"], answer["more"]
+            retried, more, left_out = retried + answer["retried"], answer["more"], answer["left_out"]
             status.update(f"{retried} jobs ...")
     echo(f"{retried} jobs are queued again.")
+    if left_out:
+        count = f"{left_out} or more" if left_out >= 1000 else left_out
+        echo(f"Of removed models, and still dead: {count}.  Register the model again, or delete them.")
 
 
 @dlq.command("delete")
@@ -430,9 +433,11 @@ def ledger(as_json: bool) -> None:
         print_json(answer)
     else:
         rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
-        print_table(("state", "jobs", "deleted after retention"), rows, "")
+        print_table(("state", "jobs", "deleted"), rows, "")
         verdict = "each has a state" if answer["balanced"] else "BUT THE COUNTS OF THE STATES DO NOT ADD UP TO THIS"
         echo(f"{answer['accepted']} jobs were accepted; {verdict}.")
+        if any(answer["purged"].values()):
+            echo("Deleted: after their retention, or dead jobs that an operator has deleted.")
     if not answer["balanced"]:
         sys.exit(1)
 

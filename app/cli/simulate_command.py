@@ -196,7 +196,8 @@ def _plan_fields(wishes: dict[str, Any]) -> dict[str, Any]:
     if not (shape or makes_fleet):
         return fields
     if wishes["file"]:
-        name = next(name for name in ("mean", "spread", "models", "servers", "shared") if wishes[name])
+        given = {**shape, **{name: wishes[name] for name in ("models", "servers", "shared") if wishes[name]}}
+        name = next(iter(given))
         raise click.UsageError(f"--{name} does not go with --load: write it into the file.")
     names = [f"model{n}" for n in range(1, wishes["models"] + 1)] if (wishes["models"] or 1) > 1 else ["demo"]
     fields["models"] = [{"name": name, **shape} for name in names]

@@ -28,7 +28,7 @@ from app.cli.output import (
     read_json,
 )
 from app.cli.request_options import RequestCommand, read_request
-from app.cli.results import output_option, save_result, without_files
+from app.cli.results import no_result, output_option, save_result, without_files
 from app.terminal import INTERRUPTED, console, echo, escape_line
 from slotkeeper import trace_context
 from slotkeeper.client_errors import ApiError, ClientError
@@ -77,13 +77,14 @@ def submit(
         jobs = _wait(api_client(), jobs)
     from slotkeeper.client import is_final
 
-    if output is not None:
-        save_result(jobs[0], output)
+    is_saved = output is None or save_result(jobs[0], output)
     if as_json:
         print_json(jobs if count > 1 else jobs[0])
     else:
         for job in jobs:
             _print_submitted(job)
+    if not is_saved:
+        raise no_result(jobs[0], output)
     if any(is_final(job) and job["status"] != "completed" for job in jobs):
         sys.exit(1)
 
@@ -387,12 +388,13 @@ def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> Non
     job = dict(api.get_job(job_id, patience_s=0))
     if wait:
         (job,) = _wait(api, [job])
-    if output is not None:
-        save_result(job, output)
+    is_saved = output is None or save_result(job, output)
     if as_json:
         print_json(job)
     else:
         print_job(job)
+    if not is_saved:
+        raise no_result(job, output)
     if wait and job["status"] != "completed":
         sys.exit(1)
 

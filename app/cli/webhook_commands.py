@@ -30,6 +30,7 @@ _events = click.option(
 _template = click.option(
     "--template", metavar="JSON", help="Template of the body; @FILE reads a file, - standard input."
 )
+_NO_LIMIT = 1_000_000
 _description = click.option("--description", help="A note for people.")
 _max_per_s = click.option("--max-per-s", type=float, help="Messages per second.  [default: no limit]")
 
@@ -44,13 +45,13 @@ def webhooks() -> None:
 @json_option
 def list_webhooks(tenant: str | None, as_json: bool) -> None:
     """List webhooks and their state."""
-    answer = api_client().get("/webhooks", tenant=tenant, limit=200)
+    found = list(api_client().iter_pages("/webhooks", "webhooks", _NO_LIMIT, tenant=tenant))
     if as_json:
-        print_json(answer)
+        print_json({"webhooks": found})
         return
     rows = [
         (webhook["webhook"], webhook["tenant"], webhook["url"], _state_of(webhook), webhook["waiting"])
-        for webhook in answer["webhooks"]
+        for webhook in found
     ]
     titles = ("webhook", "tenant", "URL", "state", "waiting")
     print_table(titles, rows, "There are no webhooks.  Add one with: slotkeeper webhooks add URL")
@@ -235,19 +236,21 @@ def list_deliveries(
         raise click.UsageError("Give a WEBHOOK, or --job, or --given-up.")
     _refuse_tenant(tenant)
     if given_up:
-        answer = api_client().get("/webhooks/given-up", webhook=webhook, limit=min(limit, 200))
+        name = "messages"
+        found = list(api_client().iter_pages("/webhooks/given-up", name, limit, webhook=webhook))
         rows: list[tuple[Any, ...]] = [
             (message["message"], message["event"], message["job_id"], message["tries"], message["error"])
-            for message in answer["messages"]
+            for message in found
         ]
         titles: tuple[str, ...] = ("message", "event", "job", "tries", "error")
     else:
         path = "callbacks" if webhook is None else path_segment(webhook)
-        answer = api_client().get(f"/webhooks/{path}/deliveries", job_id=job, limit=min(limit, 200))
-        rows = [_delivery_row(delivery) for delivery in answer["deliveries"]]
+        name = "deliveries"
+        found = list(api_client().iter_pages(f"/webhooks/{path}/deliveries", name, limit, job_id=job))
+        rows = [_delivery_row(delivery) for delivery in found]
         titles = ("message", "event", "ago", "try", "outcome", "status", "ms", "response or error")
     if as_json:
-        print_json(answer)
+        print_json({name: found})
     else:
         print_table(titles, rows, "There are no such messages.")
 

@@ -18,4 +18,6 @@ def audit() -> Any:
     wanted = {name: request.args.get(name, "").strip() for name in _FILTERS}
     asked = {name: value for name, value in wanted.items() if value}
     query = AuditQuery(**asked, limit=100, cursor=request.args.get("cursor") or None)
-    return render_page("audit.html", found=audit_api.list_acts(query), wanted=wanted, acts=sorted(ACTIONS))
+    entries, cursor = audit_api.find_acts(query)
+    found = {"acts": entries, "next_cursor": cursor}
+    return render_page("audit.html", found=found, wanted=wanted, acts=sorted(ACTIONS))

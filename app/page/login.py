@@ -7,8 +7,9 @@ forms alone.
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
+from urllib.parse import quote
 
-from flask import Blueprint, Flask, Response, current_app, g, redirect, request
+from flask import Blueprint, Flask, Request, Response, current_app, g, redirect, request
 from werkzeug.exceptions import HTTPException
 
 from app import problems
@@ -57,7 +58,7 @@ def page_view(
         @wraps(view)
         def guarded(**path: Any) -> Any:
             if not open_to_all and not is_logged_in():
-                return redirect(LOG_IN, 303)
+                return redirect(_log_in_before(request), 303)
             if admin and not current_tenant().admin:
                 raise PageError(403, "Not allowed", "Log in with the key of a tenant that may administer.")
             if audit and not may_audit():
@@ -68,6 +69,12 @@ def page_view(
         return view
 
     return register
+
+
+def _log_in_before(wanted: Request) -> str:
+    """Return the address of the log-in, which leads on to the wanted screen."""
+    path = wanted.full_path.rstrip("?")
+    return LOG_IN if wanted.method != "GET" or path == "/" else f"{LOG_IN}?next={quote(path)}"
 
 
 def register(app: Flask) -> None:
@@ -144,9 +151,10 @@ def _settings() -> AppSettings:
 
 @page_view(LOG_IN, open_to_all=True)
 def log_in_form() -> Any:
+    next_path = own_path(request.args.get("next", "/"))
     if is_logged_in():
-        return redirect("/", 303)
-    return render_page("log_in.html", wrong="")
+        return redirect(next_path, 303)
+    return render_page("log_in.html", wrong="", next=next_path)
 
 
 @page_view(LOG_IN, method="POST", open_to_all=True)
@@ -158,15 +166,16 @@ def log_in() -> Any:
     if keys.of_hashed(hashed) is None:
         return _refuse_key()
     g.visit, g.is_new_visit = session_cookie.new_session(hashed, _settings().session_s), True
-    return redirect("/", 303)
+    return redirect(own_path(form().get("next", "/")), 303)
 
 
 def _refuse_key() -> Any:
     attempts: Attempts = current_app.extensions[_ATTEMPTS]
+    next_path = own_path(form().get("next", "/"))
     if wait_s := attempts.wrong(request.environ.get("REMOTE_ADDR", "")):
         wrong = "No tenant has this key, and there were too many wrong keys; try again in a minute."
-        return render_page("log_in.html", 429, wrong=wrong), 429, {"Retry-After": str(int(wait_s) + 1)}
-    return render_page("log_in.html", 401, wrong="No tenant has this key."), 401
+        return render_page("log_in.html", 429, wrong=wrong, next=next_path), 429, {"Retry-After": str(int(wait_s) + 1)}
+    return render_page("log_in.html", 401, wrong="No tenant has this key.", next=next_path), 401
 
 
 @page_view("/page/log-out", method="POST", open_to_all=True)

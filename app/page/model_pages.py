@@ -34,7 +34,7 @@ def model(model: str) -> Any:
         "model.html",
         model=answer,
         now=at_present,
-        plot=plots.slot_use_plot(at_present.use, at_present.ended),
+        plot=plots.slot_use_plot(at_present.use, at_present.ended, answer["slots"]),
         servers=[(server, slots.get(server["server"], [])) for server in servers],
         lanes=lanes,
         all_of_them=all_of_them,

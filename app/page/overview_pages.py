@@ -79,7 +79,7 @@ def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[M
                 for name in model["servers"]
                 if name in by_name
             ],
-            plots.slot_use_plot(found[model["model"]].use, found[model["model"]].ended),
+            plots.slot_use_plot(found[model["model"]].use, found[model["model"]].ended, model["slots"]),
         )
         for model in shown
         if model["model"] in found

@@ -17,8 +17,10 @@ class Plot:
     height: int = HEIGHT
 
 
-def slot_use_plot(use: Sequence[float], ended: Sequence[int]) -> Plot:
-    """Share of slots in use, minute by minute, the newest at the right."""
+def slot_use_plot(use: Sequence[float], ended: Sequence[int], slots: int) -> Plot:
+    """Share of slots in use, minute by minute, the newest at the right.  slots: of servers that are online."""
+    if not slots:
+        return Plot("", "", f"No server is online. {sum(ended)} jobs ended in the last hour.")
     if not any(use):
         return Plot("", "", f"Slot use over the last hour: none. {sum(ended)} jobs ended.")
     step = WIDTH / (len(use) - 1)

@@ -8,20 +8,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from app.api import ledger as ledger_api
-from app.config import AppSettings
+from app.config import SETTINGS
 from app.page.login import page_view
 from app.page.rendering import render_page
-from routing.config import RoutingSettings
-from slotkeeper.config import DatabaseTimeouts, StorageSettings
-from tasks.config import TaskSettings
 
-CHAPTERS: dict[str, type[BaseSettings]] = {
-    "Database and state folder": StorageSettings,
-    "Time limits of the database": DatabaseTimeouts,
-    "Redis, queues and slots": RoutingSettings,
-    "Workers, messages and webhooks": TaskSettings,
-    "The API and the page": AppSettings,
-}
 _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"
 
@@ -29,15 +19,17 @@ _HIDDEN = "set, not shown"
 @page_view("/page/settings", admin=True)
 def settings() -> Any:
     chapters = [
-        (title, [_setting_row(kind(), kind, name) for name in kind.model_fields]) for title, kind in CHAPTERS.items()
+        (title.replace("`", ""), [_setting_row(kind(), kind, name) for name in kind.model_fields])
+        for title, kind in SETTINGS.items()
     ]
     return render_page("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
 
 
 def _setting_row(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
     value, prefix = getattr(now, name), str(kind.model_config.get("env_prefix", ""))
-    default = kind.model_fields[name].default
-    return {"name": f"{prefix}{name}".upper(), "value": display_setting(name, value), "is_default": value == default}
+    field = kind.model_fields[name]
+    shown = display_setting(name, value) if field.repr or "://" in str(value) or not value else _HIDDEN
+    return {"name": f"{prefix}{name}".upper(), "value": shown, "is_default": value == field.default}
 
 
 def display_setting(name: str, value: Any) -> str:

@@ -1,1 +1,1 @@
-"""The process `web`: an ASGI application on uvicorn, which has Flask answer requests in threads."""
+"""The process `web`: an ASGI application on uvicorn that calls Flask in threads."""

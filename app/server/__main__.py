@@ -21,46 +21,50 @@ from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from routing.progress import ProgressFollower
 from slotkeeper import logs
+from slotkeeper.config import exit_if_refused
 from slotkeeper.errors import InvalidSetting
 from slotkeeper.process import tune_garbage_collection
 from slotkeeper.registry.tenants import RevokedSessions, Tenants
-from tasks import liveness, services, startup
+from tasks import liveness, services
 
 log = structlog.get_logger(__name__)
 
-_SPARE_FILES = 1024  # for the database, Redis, and what the process has open besides connections
+_SPARE_FILES = 1024  # file descriptors for the database, Redis, and other open files besides connections
 _STOP_S = 8
-_TURN_S = 0.001
+_SWITCH_INTERVAL_S = 0.001
 
 
 def main() -> NoReturn:
-    with startup.exit_if_refused():
+    with exit_if_refused():
         settings = AppSettings()
         settings.check_tls()
         flask = create_app(settings)
         sockets = listen(settings.host, settings.port)
-    sys.setswitchinterval(_TURN_S)  # No thread that parses a large body keeps the others waiting.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)  # So that a thread that parses a large body does not delay the others.
     tune_garbage_collection()
-    living = liveness.start_reporting("web", services.processes())
-    record = services.database()
-    owners = KeyCache(
-        Tenants(record) if settings.require_keys else None,
-        SessionKeys(settings.port, RevokedSessions(record)),
+    process_report = liveness.start_reporting("web", services.processes())
+    database = services.database()
+    key_cache = KeyCache(
+        Tenants(database) if settings.require_keys else None,
+        SessionKeys(settings.port, RevokedSessions(database)),
         settings.metrics_key,
     )
-    watching = ProgressFollower(services.scripts())
-    web = WebApplication(flask, settings, owners, _most_connections(settings.max_connections), record, watching)
+    progress_follower = ProgressFollower(services.scripts())
+    web = WebApplication(
+        flask, settings, key_cache, _connection_limit(settings.max_connections), database, progress_follower
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn has its own, and sends the signal again when it has stopped.
+        signal.signal(number, lambda *_: None)  # uvicorn has its own handlers, and raises the signal again at the end.
     uvloop.run(serve(web, uvicorn.Server(configuration(web, settings)), sockets))
-    living.end()
-    # Threads that are still at work would be waited for; the database is consistent whenever this ends.
+    process_report.end()
+    # A normal exit would wait for running threads.  The database is consistent at any time.
     logs.flush()
     sys.stdout.flush()
     os._exit(0)
 
 
 def configuration(web: WebApplication, settings: AppSettings) -> uvicorn.Config:
+    """Return uvicorn's configuration."""
     return uvicorn.Config(
         web,
         settings.host,
@@ -95,24 +99,24 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 async def serve(web: WebApplication, server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-    """Serve until a signal says to stop."""
-    keeping_time = asyncio.create_task(web.run_timeouts())
-    keeping_time.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it nothing has an end.
+    """Serve until a signal stops the process."""
+    timeouts = asyncio.create_task(web.run_timeouts())
+    timeouts.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))  # Without it no timeout applies.
     log.info("web_listens", host=server.config.host, port=server.config.port)
     await server.serve(sockets)
-    keeping_time.cancel()
+    timeouts.cancel()
     with suppress(asyncio.CancelledError):
-        await keeping_time
+        await timeouts
 
 
-def _most_connections(wanted: int) -> int:
-    """Connections that there are files for."""
+def _connection_limit(requested: int) -> int:
+    """Raise the limit of open files as needed, and return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = wanted + _SPARE_FILES
-    if soft < enough:
-        soft = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    needed = requested + _SPARE_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return min(wanted, max(soft - _SPARE_FILES, soft // 2))
+    return min(requested, max(soft - _SPARE_FILES, soft // 2))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
@@ -36,11 +36,12 @@ _SCENES = (
 )
 
 
-def mixed_jobs(count: int) -> list[Job]:
-    """Jobs for all three models with several priorities; one of them fails at its first attempt."""
+def mixed_jobs(count: int, models: Collection[str] = ("zimg", "flux", "trellis")) -> list[Job]:
+    """Jobs for these models with several priorities; one of them fails at its first attempt."""
     jobs = []
+    turns = [model for model in ("zimg", "flux", "zimg", "trellis", "zimg") if model in models]
     for n in range(count):
-        model = ("zimg", "flux", "zimg", "trellis", "zimg")[n % 5]
+        model = turns[n % len(turns)]
         payload: Job = {"prompt": _SCENES[n % len(_SCENES)]}
         if n == min(2, count - 1):
             payload |= {"fail": "error", "fail_attempts": 1}
@@ -73,13 +74,26 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
         forget()
 
 
-def register(client: Client, servers: Sequence[DemoServer]) -> None:
-    """Raises ClientError."""
+def register(client: Client, servers: Sequence[DemoServer]) -> set[str]:
+    """Register the demo servers, and return their models.  Raises ClientError.
+
+    A model of the same name that has other servers is left alone: its jobs must not be run by a demo server.  Only a
+    model that is new is configured.
+    """
+    known = {model["model"]: model for model in client.get("/admin/models")["models"]}
+    own_names = {server.name for server in servers}
+    registered = set()
     for server in servers:
+        model = known.get(server.model)
+        if model is not None and not own_names.issuperset(model["servers"]):
+            continue
+        if model is None and server.model in _POLLED:
+            config = {"model_type": "async", **_POLLED[server.model]}
+            client.request("PUT", f"/admin/model-configs/{server.model}", body=config)
         body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
         client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
-    for model, config in _POLLED.items():
-        client.request("PUT", f"/admin/model-configs/{model}", body={"model_type": "async", **config})
+        registered.add(server.model)
+    return registered
 
 
 def run_first_job(client: Client, command: str, say: Callable[[str], None], stop: threading.Event) -> int:
@@ -105,7 +119,7 @@ def run_first_job(client: Client, command: str, say: Callable[[str], None], stop
     return 0
 
 
-def run_jobs(client: Client, count: int, stop: threading.Event) -> int:
+def run_jobs(client: Client, count: int, models: Collection[str], stop: threading.Event) -> int:
     """Submit mixed jobs, show how they come along, print what became of them; 0: all have completed.
 
     Raises ClientError.
@@ -118,7 +132,7 @@ def run_jobs(client: Client, count: int, stop: threading.Event) -> int:
     with Progress(*columns, console=screen) as progress:
         ids = [
             client.submit(**body, patience_s=60)["job_id"]
-            for body in progress.track(mixed_jobs(count), description="submitted")
+            for body in progress.track(mixed_jobs(count, models), description="submitted")
         ]
         for job in progress.track(_follow(client, ids, stop), total=count, description="ended    "):
             ended.append(job)

@@ -8,26 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
-from app.config import AppSettings
+from app.config import AppSettings, UpSettings, local_api_url
 from app.up.managed_process import Role
 from app.up.ports import Port, free_port
 from migrations.revisions import is_current
 from routing.config import RoutingSettings
-from slotkeeper.config import Settings, StorageSettings
+from slotkeeper.config import StorageSettings
 from tasks.config import TaskSettings
 
 _ENDS_AFTER_GRACE_S = 4.0
-
-
-class UpSettings(Settings):
-    """Environment: SLOTKEEPER_FLOWER_PORT, SLOTKEEPER_DEMO_PORT."""
-
-    flower_port: int = Field(5555, ge=1, le=65535)
-    """Port of Flower's page."""
-    demo_port: int | None = Field(None, ge=1, le=65533)
-    """Port of the first demo server; the others have the next ports.  Empty: any free ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +56,8 @@ class UpPlan:
 
     @property
     def url(self) -> str:
-        """Where this machine reaches the API."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.app.host, self.app.host)
-        scheme = "https" if self.app.tls_certificate else "http"
-        return f"{scheme}://[{host}]:{self.app.port}" if ":" in host else f"{scheme}://{host}:{self.app.port}"
+        """Return the URL at which this machine reaches the API."""
+        return local_api_url(self.app)
 
     @property
     def flower_url(self) -> str:

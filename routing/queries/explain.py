@@ -23,11 +23,12 @@ from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.jobs.states import State
+from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from slotkeeper.jobs.values import Job
 from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.policies import longest_overtaking_s
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
+from slotkeeper.registry.tenants import LOCAL_TENANT
 from slotkeeper.registry.values import STOPPED_STATES, Server, TenantState
 
 NO_WORKER = "no worker reports that it is alive; start one (`slotkeeper up`, `python -m tasks`)"
@@ -132,7 +133,7 @@ def _describe_state(job: Job) -> str:
     if job.state is State.RUNNING:
         canceling = ", and a cancel is requested" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
-    ended = f"It has ended: {job.state}, because of {job.why}."
+    ended = f"It has ended: {job.state}.  {END_SENTENCES[Reason(job.why)]}"
     return f"{ended}  {NULL_RESULT}" if job.result == "null" else ended
 
 
@@ -440,7 +441,8 @@ def _stopped(kind: str, name: str, entry: Server | Model | TenantState | None) -
     """Return a sentence with the state of a server, model or tenant, the operator who set it, and the reason."""
     if entry is None:
         return f"{kind} {name!r} is paused"
-    by = f" by {entry.changed_by}" if entry.changed_by else ""
+    # Without keys all requests are those of one tenant, whose name says nothing.
+    by = f" by tenant {entry.changed_by!r}" if entry.changed_by not in (None, "", LOCAL_TENANT.name) else ""
     reason = f" ({entry.reason})" if entry.reason else ""
     return f"{kind} {name!r} is {entry.state}{by}{reason}"
 

@@ -15,7 +15,7 @@ from slotkeeper.db import Database
 from slotkeeper.jobs.rows import job_from_row
 from slotkeeper.jobs.statements import JOB_LIST, key_range, seq_range, unindexed
 from slotkeeper.jobs.states import FINAL_STATES, State
-from slotkeeper.jobs.tables import ACTIVE_CONDITION, job_labels, jobs
+from slotkeeper.jobs.tables import ACTIVE_CONDITION, closed_models, job_labels, jobs
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox.tables import receivers
 
@@ -118,6 +118,22 @@ def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
     with database.read() as connection:
         by_state = {State(row.state): row.jobs for row in connection.execute(active.group_by(jobs.c.state))}
         return Holdings(by_state, connection.execute(webhooks).scalar_one())
+
+
+def find_retryable(database: Database, model: str | None, limit: int) -> tuple[list[Job], int]:
+    """Return dead jobs that can be queued again, the newest first, and how many others there are, 1,000 at most.
+
+    The others are of models that were removed or are being removed.  model: None: of all models.
+    Raises DatabaseUnavailable.
+    """
+    given = {jobs.c.state: State.DEAD.value} | ({} if model is None else {jobs.c.model: model})
+    query = _newest_by_column(jobs.c.state, given, None)
+    is_closed = jobs.c.model.in_(select(closed_models.c.name))
+    closed = query.with_only_columns(jobs.c.seq).where(is_closed).limit(_MOST_COUNTED).subquery()
+    with database.read() as connection:
+        rows = connection.execute(query.where(~is_closed).limit(limit)).all()
+        count = connection.execute(select(func.count()).select_from(closed)).scalar_one()
+    return [job_from_row(row) for row in rows], count
 
 
 def _newest_by_column(

@@ -1,8 +1,10 @@
 """Show models side by side: waiting and running jobs, throughput, slot use of the last hour, breakers.
 
-A minute that is over does not change.  So each process reads a minute from the database once and keeps the sums.
+A minute that is over does not change.  So each process reads a minute from the database once and keeps the sums; the
+present minute is read again, once a second at most.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -29,6 +31,7 @@ MINUTES = 60
 MINUTE_MS = 60_000
 _THROUGHPUT_MINUTES = 5
 _BUDGET_S = 0.25  # for reading minutes, in one call
+_PRESENT_READ_EVERY_S = 1.0
 _STARTED = jobs.c.started_ms - jobs.c.started_ms % MINUTE_MS
 _FAILED = case((jobs.c.state == State.FAILED.value, 1), (jobs.c.state == State.DEAD.value, 1), else_=0)
 _ENDED = (
@@ -44,7 +47,13 @@ _ENDED = (
     .group_by(jobs.c.model, _STARTED)
 )
 _DELAYED = (
-    select(jobs.c.model, func.count().label("jobs")).where(jobs.c.state == State.DELAYED.value).group_by(jobs.c.model)
+    select(
+        jobs.c.model,
+        func.sum(case((jobs.c.failures > 0, 1), else_=0)).label("to_retry"),
+        func.sum(case((jobs.c.failures > 0, 0), else_=1)).label("for_later"),
+    )
+    .where(jobs.c.state == State.DELAYED.value)
+    .group_by(jobs.c.model)
 )
 
 
@@ -76,7 +85,7 @@ class ModelOverview:
     `breaker`, `breaker_until_ms`, `breaker_why`: the fields of Breaker.
     `use`: share of its slots that was in use, for each minute of the last hour.  `ended`: jobs that ended, by minute.
     `per_minute`: the mean of the last five minutes.  `failed`: jobs that failed or died within the last hour.
-    `delayed`: jobs that wait for a retry or for their time.
+    `to_retry`: jobs that have failed and wait for their next try.  `for_later`: jobs that wait for their time.
     """
 
     running: int
@@ -88,7 +97,8 @@ class ModelOverview:
     ended: Sequence[int]
     per_minute: float
     failed: int
-    delayed: int
+    to_retry: int
+    for_later: int
 
 
 @dataclass(slots=True)
@@ -98,6 +108,9 @@ class MinuteUsage:
     ended: int = 0
     failed: int = 0
     busy_ms: int = 0
+
+    def __add__(self, other: "MinuteUsage") -> "MinuteUsage":
+        return MinuteUsage(self.ended + other.ended, self.failed + other.failed, self.busy_ms + other.busy_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +137,15 @@ class LastHourUsage:
         self._lock = threading.Lock()
         self._read: set[int] = set()  # beginnings of the minutes that were read
         self._minutes: dict[str, dict[int, MinuteUsage]] = defaultdict(dict)  # model -> beginning -> sums
+        self._present_begins = 0  # of the minute to which `_present` belongs
+        self._present: dict[str, dict[int, MinuteUsage]] = {}  # by the jobs that have ended in it; as `_minutes`
+        self._present_read_s = -math.inf  # by `clock`
 
     def of(self, model: str, now_ms: int) -> list[MinuteUsage]:
-        """Return the last sixty minutes that are over, the oldest first."""
-        minutes = self._minutes.get(model, {})
-        return [minutes.get(begins) or MinuteUsage() for begins in _last_minutes(now_ms)]
+        """Return the last sixty minutes that are over, the oldest first, and the present one, as far as it is over."""
+        over, present = self._minutes.get(model, {}), self._present.get(model, {})
+        begins = [*_last_minutes(now_ms), now_ms - now_ms % MINUTE_MS]
+        return [over.get(begin, MinuteUsage()) + present.get(begin, MinuteUsage()) for begin in begins]
 
     def is_complete(self, now_ms: int) -> bool:
         return self._read.issuperset(_last_minutes(now_ms))
@@ -143,13 +160,24 @@ class LastHourUsage:
         try:
             began = self._clock()
             self._remove_old(now_ms)
+            self._read_present(now_ms, began)
             for begins in reversed(_last_minutes(now_ms)):
                 if begins not in self._read:
-                    self._add(begins, _read_minute(self._database, begins))
+                    _add(self._minutes, begins, _read_minute(self._database, begins))
+                    self._read.add(begins)
+                    if begins == self._present_begins:
+                        self._present = {}
                     if self._clock() - began > _BUDGET_S:
                         return
         finally:
             self._lock.release()
+
+    def _read_present(self, now_ms: int, now_s: float) -> None:
+        if now_s - self._present_read_s < _PRESENT_READ_EVERY_S:
+            return
+        begins, minutes = now_ms - now_ms % MINUTE_MS, defaultdict[str, dict[int, MinuteUsage]](dict)
+        _add(minutes, begins, _read_minute(self._database, begins))
+        self._present_begins, self._present, self._present_read_s = begins, minutes, now_s
 
     def _remove_old(self, now_ms: int) -> None:
         oldest = _last_minutes(now_ms)[0]
@@ -161,16 +189,17 @@ class LastHourUsage:
             else:
                 del self._minutes[model]
 
-    def _add(self, begins: int, ended: Iterable[_EndedJobs]) -> None:
-        oldest = begins - MINUTES * MINUTE_MS
-        for group in ended:
-            minutes = self._minutes[group.model]
-            usage = minutes.setdefault(begins, MinuteUsage())
-            usage.ended += group.jobs
-            usage.failed += group.failed
-            for minute, busy_ms in _busy_by_minute(group, begins, oldest):
-                minutes.setdefault(minute, MinuteUsage()).busy_ms += busy_ms
-        self._read.add(begins)
+
+def _add(minutes_by_model: dict[str, dict[int, MinuteUsage]], begins: int, ended: Iterable[_EndedJobs]) -> None:
+    """Add the jobs that ended in the minute `begins` to the sums of that minute and of those before it."""
+    oldest = begins - MINUTES * MINUTE_MS
+    for group in ended:
+        minutes = minutes_by_model[group.model]
+        usage = minutes.setdefault(begins, MinuteUsage())
+        usage.ended += group.jobs
+        usage.failed += group.failed
+        for minute, busy_ms in _busy_by_minute(group, begins, oldest):
+            minutes.setdefault(minute, MinuteUsage()).busy_ms += busy_ms
 
 
 def read_overview(
@@ -191,6 +220,7 @@ def read_overview(
     for name in (model.name for model in models):
         minutes, own = last_hour.of(name, now_ms), running_by_model[name]
         breaker = breakers.get(name, Breaker())
+        to_retry, for_later = delayed.get(name, (0, 0))
         overviews[name] = ModelOverview(
             running=len(own),
             oldest_ms=oldest.get(name),
@@ -199,9 +229,10 @@ def read_overview(
             breaker_why=breaker.open_why,
             use=_slot_use(minutes, own, catalog.count_slots(name), now_ms),
             ended=[minute.ended for minute in minutes],
-            per_minute=sum(minute.ended for minute in minutes[-_THROUGHPUT_MINUTES:]) / _THROUGHPUT_MINUTES,
+            per_minute=_throughput(minutes, now_ms),
             failed=sum(minute.failed for minute in minutes),
-            delayed=delayed.get(name, 0),
+            to_retry=to_retry,
+            for_later=for_later,
         )
     return overviews
 
@@ -243,9 +274,10 @@ def _read_oldest_queued(database: Database, models: Sequence[str]) -> dict[str, 
         return {row.model: row.created_ms for row in rows}
 
 
-def _count_delayed(database: Database) -> dict[str, int]:
+def _count_delayed(database: Database) -> dict[str, tuple[int, int]]:
+    """Return model -> (jobs to be retried, jobs for later)."""
     with database.read() as connection:
-        return {row.model: row.jobs for row in connection.execute(_DELAYED)}
+        return {row.model: (int(row.to_retry), int(row.for_later)) for row in connection.execute(_DELAYED)}
 
 
 def _read_minute(database: Database, begins_ms: int) -> list[_EndedJobs]:
@@ -280,14 +312,24 @@ def _busy_by_minute(group: _EndedJobs, ended: int, oldest: int) -> Iterator[tupl
         yield between, group.jobs * MINUTE_MS
 
 
+def _throughput(minutes: Sequence[MinuteUsage], now_ms: int) -> float:
+    """Return how many jobs have ended a minute, in the last minutes that are over and in the present one."""
+    counted = _THROUGHPUT_MINUTES + now_ms % MINUTE_MS / MINUTE_MS
+    return sum(minute.ended for minute in minutes[-_THROUGHPUT_MINUTES - 1 :]) / counted
+
+
 def _slot_use(minutes: Sequence[MinuteUsage], running: Sequence[Job], slots: int, now_ms: int) -> list[float]:
-    """Return the share of the slots that was in use in each minute, by ended and running jobs."""
+    """Return the share of the slots that was in use in each minute; the last one is the present minute."""
     if not slots:
         return [0.0] * len(minutes)
     busy = [minute.busy_ms for minute in minutes]
-    first = now_ms - now_ms % MINUTE_MS - len(minutes) * MINUTE_MS
+    first = now_ms - now_ms % MINUTE_MS - (len(minutes) - 1) * MINUTE_MS
+    ends = [min(first + (n + 1) * MINUTE_MS, now_ms) for n in range(len(minutes))]
+    lengths = [end - (first + n * MINUTE_MS) for n, end in enumerate(ends)]
     for job in running:
         started_ms = job.started_ms or now_ms
         for n in range(max(0, (started_ms - first) // MINUTE_MS), len(busy)):
-            busy[n] += min(MINUTE_MS, first + (n + 1) * MINUTE_MS - started_ms)
-    return [min(1.0, busy_ms / (slots * MINUTE_MS)) for busy_ms in busy]
+            busy[n] += max(0, min(lengths[n], ends[n] - started_ms))
+    return [
+        min(1.0, busy_ms / (slots * length)) if length else 0.0 for busy_ms, length in zip(busy, lengths, strict=True)
+    ]

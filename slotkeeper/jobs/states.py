@@ -97,6 +97,17 @@ TRANSITIONS: dict[tuple[State | None, Reason], Edge] = {
 }
 
 
+END_SENTENCES: dict[Reason, str] = {
+    Reason.FINISHED: "Its server returned a result.",
+    Reason.INVALID_REQUEST: "Its server refused the request: the same request would be refused again.",
+    Reason.RETRIES_EXHAUSTED: "Its last retry failed as well.",
+    Reason.CRASHES_EXHAUSTED: "Its server or its worker was lost during the run, again and again.",
+    Reason.DEADLINE_PASSED: "Its deadline (ttl) passed.",
+    Reason.CANCEL_REQUESTED: "It was canceled on request.",
+}
+"""Why a job has ended, for people, by the reason of its last transition."""
+
+
 def find_edge(state: State | None, why: Reason) -> Edge:
     """Return the transition out of `state` for this reason.  Raises KeyError if there is none."""
     return TRANSITIONS[(state, why)]

@@ -8,6 +8,7 @@ import threading
 from celery.signals import beat_init, setup_logging, worker_init, worker_ready
 
 from slotkeeper import logs
+from slotkeeper.config import exit_if_refused
 from tasks.config import TaskSettings
 
 
@@ -44,7 +45,7 @@ def _prepare(**_: object) -> None:
     from tasks.extensions.transport import limit_decompression
 
     limit_decompression()
-    with startup.exit_if_refused():  # Celery only logs another exception of a signal handler.
+    with exit_if_refused():  # Celery only logs another exception of a signal handler.
         startup.prepare()
 
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 
-from slotkeeper.config import StorageSettings
+from slotkeeper.config import StorageSettings, exit_if_refused
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from tasks import startup
@@ -16,7 +16,7 @@ def main() -> None:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with startup.exit_if_refused():
+    with exit_if_refused():
         startup.prepare()
         database = Database(StorageSettings().sqlalchemy_url)
         relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))

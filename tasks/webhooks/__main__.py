@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from slotkeeper.config import StorageSettings
+from slotkeeper.config import StorageSettings, exit_if_refused
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from tasks import liveness, startup
@@ -18,7 +18,7 @@ def main() -> None:
 
     `--embedded-relay` runs the relay in threads of this process, which saves the memory of a second process.
     """
-    with startup.exit_if_refused():
+    with exit_if_refused():
         startup.prepare()
         database = Database(StorageSettings().sqlalchemy_url)
         listener = ChangeListener(database)

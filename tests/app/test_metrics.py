@@ -64,6 +64,12 @@ def test_where_there_is_no_metrics_key_an_empty_one_is_none(api: Api, settings: 
     assert api.client.get("/metrics", headers={"Authorization": shown}).status_code == 401
 
 
+@KEYED
+def test_the_scheme_of_the_metrics_key_may_be_in_small_letters(api: Api) -> None:
+    assert api.client.get("/metrics", headers={"Authorization": "bearer mk_only_figures"}).status_code == 200
+    assert api.client.get("/metrics", headers={"Authorization": "mk_only_figures"}).status_code == 401
+
+
 @pytest.mark.parametrize("settings", [{"METRICS_KEY": "mk_only_figures"}])
 def test_without_keys_the_metrics_key_brings_no_stranger_in(api: Api, settings: dict[str, str]) -> None:
     stranger = {"REMOTE_ADDR": "192.0.2.7"}

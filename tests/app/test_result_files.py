@@ -156,6 +156,17 @@ def test_only_the_result_of_one_job_that_has_ended_is_saved(
     assert run(httpserver, monkeypatch, None, "submit", "zimg", "{}", *words).exit_code == 2
 
 
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_job_without_a_result_saves_no_file_and_fails(
+    status: str, httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLOTKEEPER_URL", httpserver.url_for("").rstrip("/"))
+    job = {"job_id": "j1", "model": "zimg", "status": status}
+    httpserver.expect_request("/queue/jobs/j1", "GET").respond_with_json(job)
+    ran = CliRunner().invoke(main, ["job", "j1", "--output", str(tmp_path / "a")])
+    assert ran.exit_code == 1 and f"the job is {status}" in ran.output and not list(tmp_path.iterdir())
+
+
 def test_a_file_that_is_no_base64_is_named(
     httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

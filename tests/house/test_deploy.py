@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import AppSettings
+from app.config import SETTINGS, AppSettings
 from app.up.roles import read_procfile
 from slotkeeper.errors import InvalidSetting
 from tests.house.tree import REPO
-from tools.reference.settings import CHAPTERS
 
 DEPLOY = REPO / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -122,7 +121,7 @@ def test_kubernetes_starts_what_the_procfile_starts_but_for_flower() -> None:
 
 def test_supervisors_wait_longer_than_a_worker_needs_to_hand_its_runs_over() -> None:
     default_s = next(
-        kind.model_fields["grace_s"].default for kind in CHAPTERS.values() if "grace_s" in kind.model_fields
+        kind.model_fields["grace_s"].default for kind in SETTINGS.values() if "grace_s" in kind.model_fields
     )
     common = (DEPLOY / "systemd/slotkeeper-.service.d/common.conf").read_text("utf-8")
     waits = [int(re.findall(r"^TimeoutStopSec=(\d+)$", common, re.MULTILINE)[0])]
@@ -155,7 +154,7 @@ def test_the_api_starts_with_the_settings_of_an_example(name: str, monkeypatch: 
 
 def test_every_setting_in_an_example_exists() -> None:
     known = {
-        f"{kind.model_config['env_prefix']}{name}".upper() for kind in CHAPTERS.values() for name in kind.model_fields
+        f"{kind.model_config['env_prefix']}{name}".upper() for kind in SETTINGS.values() for name in kind.model_fields
     }
     known |= {"SLOTKEEPER_KEY", "SLOTKEEPER_URL", "SLOTKEEPER_LOG_LEVEL"}
     for file in (path for path in DEPLOY.rglob("*") if path.is_file()):

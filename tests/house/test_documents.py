@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slotkeeper.jobs.states import END_SENTENCES
 from tasks.periods import PERIODS_S
 from tasks.servers import Call, ServerAdapter
 from tests.house.tree import PACKAGES, REPO, name_of
@@ -133,6 +134,12 @@ def test_the_page_of_maintenance_has_every_task_with_its_period() -> None:
     page = (REPO / "docs/reference/maintenance.md").read_text("utf-8")
     rows = re.findall(r"^\| ([\d.]+) s \| `(\w+)` \|", page, re.MULTILINE)
     assert {name: float(period_s) for period_s, name in rows} == PERIODS_S
+
+
+def test_the_page_of_jobs_has_the_sentence_of_each_end() -> None:
+    page = (REPO / "docs/reference/jobs.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([A-Z][^|]+\.) \|$", page, re.MULTILINE)
+    assert rows == [(reason.value, sentence) for reason, sentence in END_SENTENCES.items()]
 
 
 _ARCHITECTURE = (REPO / "ARCHITECTURE.md").read_text("utf-8")

@@ -4,12 +4,13 @@ import re
 
 from pydantic_settings import BaseSettings
 
+from app.config import SETTINGS
 from tests.house.rule import for_each
 from tests.house.tree import REPO, python_files
-from tools.reference.settings import CHAPTERS, explained
+from tools.reference.settings import explained
 
 _PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
-_CLASSES = tuple(CHAPTERS.values())
+_CLASSES = tuple(SETTINGS.values())
 _OF_TESTS = {"SLOTKEEPER_CRASH_AT", "SLOTKEEPER_STOP_AT"}
 
 

@@ -9,6 +9,7 @@ from slotkeeper.config import StorageSettings
 from slotkeeper.errors import InvalidSetting
 from slotkeeper.registry.model_config import ModelConfig, parse_overrides
 from slotkeeper.registry.policies import POLICIES
+from tasks.config import EventSettings
 from tests.support.builders import one_of
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -178,3 +179,9 @@ def test_a_span_of_time_is_positive(monkeypatch, name):
     monkeypatch.setenv(name, "0")
     with pytest.raises(InvalidSetting):
         StorageSettings()
+
+
+def test_a_setting_that_is_not_json_is_refused_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_EVENTS_KAFKA_OPTIONS", "{s3cret")
+    with pytest.raises(InvalidSetting, match=r"^SLOTKEEPER_EVENTS_KAFKA_OPTIONS is wrong: it is not JSON\.$"):
+        EventSettings()

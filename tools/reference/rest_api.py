@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from app.api.openapi import openapi_document
 from app.config import AppSettings
 from app.factory import create_routes
 from app.problems import error_title, status_of
+from app.server.wsgi import LARGE_HEAD
 from slotkeeper.errors import SlotkeeperError
 
+_APP = Path(__file__).resolve().parents[2] / "app"
 _METHODS = ("get", "post", "put", "patch", "delete")
 _TOP = """# REST API
 
@@ -109,6 +112,8 @@ def _one_line(text: str) -> str:
 def errors_page() -> str:
     """Return the Markdown of the page of errors."""
     rows = {*_error_classes(SlotkeeperError), *_problems()}
+    known = {(status, code) for status, code, _ in rows}
+    rows |= {row for row in _refusals() if row[:2] not in known}
     return _ERRORS_TOP + "".join(f"| {status} | `{code}` | {title} |\n" for status, code, title in sorted(rows))
 
 
@@ -120,9 +125,25 @@ def _error_classes(base: type[SlotkeeperError]) -> Iterator[tuple[int, str, str]
         yield from _error_classes(kind)
 
 
+def _refusals() -> Iterator[tuple[int, str, str]]:
+    """Yield (status, code, title) of what the server refuses itself, before a view: Refusal(status, code, ...)."""
+    yield LARGE_HEAD[0], LARGE_HEAD[1], HTTPStatus(LARGE_HEAD[0]).phrase
+    for path in sorted((_APP / "server").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and _name_of(node.func) in ("Refusal", "_refuse"):
+                match [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]:
+                    case [int() as status, str() as code]:
+                        yield status, code, HTTPStatus(status).phrase
+
+
+def _name_of(function: ast.expr) -> str:
+    """Return the name of a function or method that is called."""
+    return str(getattr(function, "id", getattr(function, "attr", "")))
+
+
 def _problems() -> Iterable[tuple[int, str, str]]:
     """Yield (status, code, title) of the errors that views raise themselves: ProblemError(status, code, title, ...)."""
-    for path in sorted((Path(__file__).resolve().parents[2] / "app").rglob("*.py")):
+    for path in sorted(_APP.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ProblemError", "problem_response"):
                 values = [argument.value for argument in node.args[:3] if isinstance(argument, ast.Constant)]

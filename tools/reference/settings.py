@@ -6,15 +6,9 @@ import textwrap
 
 from pydantic_settings import BaseSettings
 
-from app.page import settings
-from app.up.roles import UpSettings
-from tasks.config import EventSettings, TaskSettings
+from app.config import SETTINGS
+from tasks.config import TaskSettings
 
-CHAPTERS: dict[str, type[BaseSettings]] = {
-    **settings.CHAPTERS,
-    "Sinks of events": EventSettings,
-    "`slotkeeper up`": UpSettings,
-}
 _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_min_rate": "bytes a second"}
 _TOP = """# Settings
 
@@ -48,7 +42,7 @@ def explained(kind: type[BaseSettings]) -> dict[str, str]:
 
 def page() -> str:
     """Return the Markdown of the page."""
-    return _TOP + "".join(_chapter(title, kind) for title, kind in CHAPTERS.items()) + _COMMANDS
+    return _TOP + "".join(_chapter(title, kind) for title, kind in SETTINGS.items()) + _COMMANDS
 
 
 def _chapter(title: str, kind: type[BaseSettings]) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from app.config import AppSettings
 from app.factory import create_app
+from slotkeeper.errors import InvalidSetting
 from slotkeeper.registry.tenants import Tenants
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
@@ -196,6 +197,6 @@ def test_the_name_in_the_settings_is_ours_too(api: Api, settings: dict[str, str]
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "", "gpu-box"])
 def test_the_network_is_not_served_without_keys(api: Api, host: str) -> None:
-    with pytest.raises(ValueError, match="SLOTKEEPER_REQUIRE_KEYS"):
+    with pytest.raises(InvalidSetting, match="SLOTKEEPER_REQUIRE_KEYS"):
         create_app(AppSettings(host=host))
     create_app(AppSettings(host=host, require_keys=True))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slotkeeper.jobs.states import Reason, State
+from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from tests.support import passes
 from tests.support.api import Api, TimedApi
 from tests.support.builders import T0, a_job_in, a_queued_job, a_running_job
@@ -125,7 +125,7 @@ def test_a_paused_server_is_named_with_who_and_why(timed_api: TimedApi) -> None:
     found = api.explain(api.submitted())
     assert _codes(found) == ["server_unavailable"]
     assert found["waits_for"][0]["subject"] == "gpu1"
-    assert found["sentence"] == "It waits: server 'gpu1' is paused by default (new driver)."
+    assert found["sentence"] == "It waits: server 'gpu1' is paused (new driver)."
 
 
 @pytest.mark.parametrize("settings", [{"BREAKER_FAILURES": "3", "BREAKER_OPEN_MS": "5000"}])
@@ -180,7 +180,7 @@ def test_a_stopped_tenant_by_whom_and_why(timed_api: TimedApi, state: str) -> No
     _stop(api, "tenants/default", state, "unpaid")
     found = api.explain(job_id)
     assert _codes(found)[0] == "tenant_paused"
-    assert f"tenant 'default' is {state} by default (unpaid)" in found["sentence"]
+    assert f"tenant 'default' is {state} (unpaid)" in found["sentence"]
     assert found["estimated_start_s"] is None
     assert api.client.get(f"/queue/jobs/{job_id}").json["estimated_start_s"] is None
 
@@ -204,7 +204,7 @@ def test_a_stopped_model_by_whom_and_why(timed_api: TimedApi, state: str) -> Non
     api.register()
     found = api.explain(job_id)
     assert _codes(found) == ["model_paused"]
-    assert found["sentence"] == f"It waits: model 'zimg' is {state} by default (new driver)."
+    assert found["sentence"] == f"It waits: model 'zimg' is {state} (new driver)."
 
 
 def test_an_open_breaker_of_a_model_and_until_when(timed_api: TimedApi) -> None:
@@ -265,7 +265,7 @@ def test_an_ended_job_says_how(timed_api: TimedApi, state: State) -> None:
     job = a_job_in(timed_api.dispatcher.store, state)
     found = timed_api.explain(job.id)
     assert (found["status"], found["waits_for"]) == (state, [])
-    assert found["sentence"] == f"It has ended: {state}, because of {job.why}."
+    assert found["sentence"] == f"It has ended: {state}.  {END_SENTENCES[Reason(job.why)]}"
 
 
 def test_a_completed_job_without_a_result_says_where_the_result_was_looked_for(timed_api: TimedApi) -> None:

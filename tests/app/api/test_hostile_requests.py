@@ -4,7 +4,7 @@ import pytest
 
 from app.config import AppSettings
 from slotkeeper.clock import now_ms
-from slotkeeper.errors import Conflict, InvalidRequest
+from slotkeeper.errors import Conflict, InvalidRequest, InvalidSetting
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 
@@ -57,7 +57,7 @@ def test_with_keys_a_proxy_may_stand_before_it(api: Api, settings: dict[str, str
 
 
 def test_a_setting_that_names_no_proxy_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match="SLOTKEEPER_TRUSTED_PROXIES"):
+    with pytest.raises(InvalidSetting, match="SLOTKEEPER_TRUSTED_PROXIES"):
         AppSettings(trusted_proxies="nginx").check_exposure()
 
 

@@ -45,3 +45,10 @@ def test_a_folder_that_the_operator_has_named_is_trusted(note: Path, monkeypatch
     note.write_text("http://gpu-host:8000")
     monkeypatch.setenv("SLOTKEEPER_HOME", "var")
     assert api_client().url == "http://gpu-host:8000"
+
+
+def test_the_settings_of_the_api_name_its_address(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_PORT", "8443")
+    monkeypatch.setenv("SLOTKEEPER_HOST", "::")
+    monkeypatch.setenv("SLOTKEEPER_TLS_CERTIFICATE", "certificate.pem")
+    assert api_client().url == "https://[::1]:8443"

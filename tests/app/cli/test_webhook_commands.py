@@ -10,40 +10,21 @@ from werkzeug import Response
 
 from app.cli import webhook_commands as commands
 from app.cli.__main__ import main
-from slotkeeper.client import Client
 from slotkeeper.clock import now_ms
+from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
 from tasks.webhooks import delivery_loop
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
+from tests.support.direct_client import DirectClient
 from tools.cluster.stack import eventually
 
 URL = "https://hooks.example.com/slotkeeper"
 
 
-class _Direct:
-    """The command line's client, without a network."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
-    iter_pages = Client.iter_pages
-
-    def get(self, path: str, **params: Any) -> Any:
-        return self.request("GET", path, params={name: it for name, it in params.items() if it is not None})
-
-    def post(self, path: str, body: Any = None) -> Any:
-        return self.request("POST", path, body=body)
-
-    def request(self, method: str, path: str, *, body: Any = None, params: Any = None) -> Any:
-        answer = self._api.client.open(path, method=method, json=body, query_string=params)
-        assert answer.status_code < 300, answer.text
-        return answer.json if answer.data else None
-
-
 @pytest.fixture
 def run(api: Api, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(commands, "api_client", lambda: _Direct(api))
+    monkeypatch.setattr(commands, "api_client", lambda: DirectClient(api))
 
     def command(*words: str, status: int = 0) -> Result:
         done = CliRunner().invoke(main, ["webhooks", *words])
@@ -70,6 +51,13 @@ def test_a_webhook_is_added_shown_changed_disabled_enabled_and_removed(run: Any)
     run("enable", webhook)
     run("remove", webhook)
     assert "There are no webhooks." in run("list").stdout
+
+
+def test_all_webhooks_are_listed_however_many_there_are(run: Any, api: Api) -> None:
+    subscriptions, types = Subscriptions(api.database), frozenset({"job.canceled"})
+    for n in range(201):
+        subscriptions.add(Subscription(new_id(), "default", f"{URL}/{n}", types, "sealed", now_ms()), 1000)
+    assert len(json.loads(run("list", "--json").stdout)["webhooks"]) == 201
 
 
 def test_a_rotation_shows_the_new_secret_of_a_webhook_or_of_a_tenants_callbacks(run: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -55,7 +56,29 @@ def test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere(api: Api, se
     stranger = visitor(api)
     for method, path in _screens(api):
         answer = _ask(stranger, method, path)
-        assert (answer.status_code, answer.headers.get("Location")) == (303, "/page/log-in"), path
+        place = f"/page/log-in?next={quote(path)}" if method == "GET" and path != "/" else "/page/log-in"
+        assert (answer.status_code, answer.headers.get("Location")) == (303, place), path
+
+
+@KEYED
+@pytest.mark.parametrize(
+    ("link", "place"),
+    [("/page/jobs?state=dead&model=zimg", "/page/jobs?state=dead&model=zimg"), ("//evil.example/", "/"), ("x", "/")],
+)
+def test_a_log_in_leads_on_to_the_screen_that_was_asked_for(
+    api: Api, settings: dict[str, str], link: str, place: str
+) -> None:
+    somebody, key = visitor(api), key_of(api, "root", admin=True)
+    form = somebody.get(f"/page/log-in?next={quote(link)}").text
+    assert f'name="next" value="{escape(place)}"' in form
+    assert somebody.post("/page/log-in", key=key, next=link).headers["Location"] == place
+    assert somebody.get(f"/page/log-in?next={quote(link)}").headers["Location"] == place
+
+
+@KEYED
+def test_a_link_is_kept_through_the_log_in(api: Api, settings: dict[str, str]) -> None:
+    answer = visitor(api).get("/page/jobs?model=zimg")
+    assert answer.headers["Location"] == f"/page/log-in?next={quote('/page/jobs?model=zimg')}"
 
 
 @KEYED
@@ -248,6 +271,7 @@ def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_i
     auditor, acme = visitor(api), visitor(api)
     auditor.log_in(Tenants(api.database).add(Tenant("auditor", False, audits=True), now_ms()))
     acme.log_in(key_of(api, "acme"))
+    assert auditor.get("/page/audit", headers={"Accept": "application/x-ndjson"}).status_code == 200
     shown = auditor.get("/page/audit").text
     assert all(word in shown for word in ("tenant.pause", "has not paid", "root", "page"))
     assert "/page/audit" in auditor.get("/page/jobs").text and "/page/audit" not in acme.get("/page/jobs").text

@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         "the page is shown without a log-in",
         "app.page.login:page_view",
-        swap("return redirect(LOG_IN, 303)", "come_in(LOCAL_TENANT)"),
+        never("not open_to_all and not is_logged_in()"),
         kills=["test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere"],
         breaks="authentication",
         still="test_a_form_leads_to_no_other_site",

@@ -23,7 +23,7 @@ def _run(store: JobStore, begins_ms: int, ends_ms: int) -> None:
 
 def _minutes(last_hour: LastHourUsage, now_ms: int) -> Mapping[int, tuple[int, int]]:
     """Return minute, counted from FIRST -> (jobs that ended, slot time in seconds), of the minutes with either."""
-    begins = [now_ms - now_ms % MINUTE_MS - n * MINUTE_MS for n in range(MINUTES, 0, -1)]
+    begins = [now_ms - now_ms % MINUTE_MS - n * MINUTE_MS for n in range(MINUTES, -1, -1)]
     return {
         (at - FIRST) // MINUTE_MS: (usage.ended, usage.busy_ms // 1000)
         for at, usage in zip(begins, last_hour.of("zimg", now_ms), strict=True)
@@ -46,9 +46,35 @@ def test_a_minute_is_read_once_and_removed_after_an_hour(store: JobStore, monkey
     last_hour = LastHourUsage(store.database, lambda: 0.0)
     last_hour.read_missing(FIRST)
     last_hour.read_missing(FIRST + 1)
-    assert len(read) == len(set(read)) == 60 and last_hour.is_complete(FIRST)
+    assert len(read) == len(set(read)) == 61 and last_hour.is_complete(FIRST)
     last_hour.read_missing(FIRST + MINUTE_MS)
-    assert read[60:] == [FIRST]
+    assert read[61:] == [FIRST]
+
+
+def test_the_present_minute_is_counted_and_read_again_after_a_second(store: JobStore) -> None:
+    now_s = [0.0]
+    last_hour = LastHourUsage(store.database, lambda: now_s[0])
+    _run(store, FIRST - 10 * SECOND, FIRST + 5 * SECOND)
+    last_hour.read_missing(FIRST + 6 * SECOND)
+    assert _minutes(last_hour, FIRST + 6 * SECOND) == {-1: (0, 10), 0: (1, 5)}
+    _run(store, FIRST + 6 * SECOND, FIRST + 7 * SECOND)
+    last_hour.read_missing(FIRST + 7 * SECOND)
+    assert _minutes(last_hour, FIRST + 7 * SECOND)[0] == (1, 5), "it was read less than a second ago"
+    now_s[0] = 1.0
+    last_hour.read_missing(FIRST + 8 * SECOND)
+    assert _minutes(last_hour, FIRST + 8 * SECOND) == {-1: (0, 10), 0: (2, 6)}
+    last_hour.read_missing(FIRST + MINUTE_MS)
+    assert _minutes(last_hour, FIRST + MINUTE_MS) == {-1: (0, 10), 0: (2, 6)}, "now it is over, and counted once"
+
+
+def test_the_throughput_counts_the_jobs_of_the_present_minute() -> None:
+    minutes = [model_overview.MinuteUsage() for _ in range(MINUTES)] + [model_overview.MinuteUsage(ended=11)]
+    assert model_overview._throughput(minutes, FIRST + 30 * SECOND) == 2.0
+
+
+def test_the_use_of_the_present_minute_is_that_of_the_seconds_that_are_over() -> None:
+    minutes = [model_overview.MinuteUsage() for _ in range(MINUTES)] + [model_overview.MinuteUsage(busy_ms=5 * SECOND)]
+    assert model_overview._slot_use(minutes, [], 1, FIRST + 10 * SECOND)[-1] == 0.5
 
 
 def test_reading_stops_after_its_budget_and_continues_with_the_next_call(store: JobStore) -> None:

@@ -4,7 +4,16 @@ import pytest
 
 from slotkeeper.jobs import states
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, TRANSITIONS, Budget, Reason, State, find_edge
+from slotkeeper.jobs.states import (
+    ACTIVE_STATES,
+    END_SENTENCES,
+    FINAL_STATES,
+    TRANSITIONS,
+    Budget,
+    Reason,
+    State,
+    find_edge,
+)
 from slotkeeper.jobs.tables import jobs
 
 
@@ -84,3 +93,9 @@ def test_every_state_has_an_event_of_its_own():
     assert set(EVENT_TYPES) == set(State)
     assert len(set(EVENT_TYPES.values())) == len(State)
     assert all(name.startswith("job.") for name in EVENT_TYPES.values())
+
+
+def test_each_reason_for_which_a_job_ends_has_a_sentence() -> None:
+    reasons = {why for (_, why), edge in TRANSITIONS.items() if edge.to in FINAL_STATES}
+    assert END_SENTENCES.keys() == reasons
+    assert all(sentence.endswith(".") for sentence in END_SENTENCES.values())

@@ -260,7 +260,7 @@ def test_why_a_job_was_slow_is_said_three_clicks_away(
 
 def test_what_a_job_waits_for_now_is_said_too(operator: Page, installation: Installation) -> None:
     operator.goto(f"/page/jobs/{installation.jobs['waiting']}")
-    expect(operator.locator(".story .lead")).to_contain_text("model 'idle' is paused by root")
+    expect(operator.locator(".story .lead")).to_contain_text("model 'idle' is paused by tenant 'root'")
 
 
 # -- everybody ---------------------------------------------------------------------------------------------------

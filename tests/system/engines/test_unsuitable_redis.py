@@ -15,6 +15,7 @@ from redis import Redis, RedisError
 from app.up.errors import UpError
 from app.up.ports import free_port
 from app.up.valkey_server import check_remote
+from slotkeeper.config import exit_if_refused
 from slotkeeper.redis.connections import UnsuitableRedis, connect, explain_unsuitable
 from tasks import startup
 from tests.support.api import clear_wiring
@@ -97,7 +98,7 @@ def test_every_process_refuses_it_at_start_with_one_sentence(
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", servers[kind])
     clear_wiring()
     try:
-        with pytest.raises(SystemExit) as ended, startup.exit_if_refused():
+        with pytest.raises(SystemExit) as ended, exit_if_refused():
             startup.prepare()
     finally:
         monkeypatch.undo()
@@ -169,7 +170,7 @@ def test_a_redis_that_is_away_is_not_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", f"redis://127.0.0.1:{free_port()}/0")
     clear_wiring()
     try:
-        with startup.exit_if_refused():
+        with exit_if_refused():
             startup.prepare()
     finally:
         monkeypatch.undo()

@@ -1,6 +1,7 @@
 """Inference servers: registering, pausing, removing.  Takes effect everywhere within two seconds."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -58,8 +59,8 @@ def register_server(body: RegisterBody) -> tuple[dict[str, Any], int]:
     servers may have one endpoint: each gives it as many jobs as its own slots, and neither takes the other's for
     foreign ones.
 
-    Attributes, weight, version, runtime, preset and description that are left out stay as they are.  A server of one
-    fleet cannot take over a model of another that has servers or unfinished jobs: 409.
+    Slots, attributes, weight, version, runtime, preset and description that are left out stay as they are.  A server of
+    one fleet cannot take over a model of another that has servers or unfinished jobs: 409.
     """
     check_name(body.model)
     check_name(body.server, "server")
@@ -104,6 +105,16 @@ def list_servers() -> dict[str, Any]:
     return ServerList.build(
         servers=[_server_detail(server, statuses, quarantined) for server in servers], fleets=fleets
     )
+
+
+@api.get("/servers/<path:server>", responses={200: ServerDetail, **problem_responses(404)})
+def get_server(path: ServerPath) -> dict[str, Any]:
+    """Show a server, its status in Redis, and its quarantined slots."""
+    known = known_server(path.server)
+    statuses: Mapping[str, server_status.ServerStatus] = {}
+    with suppress(RedisError):
+        statuses = read_server_status([known.fleet])
+    return _server_detail(known, statuses, quarantine.list_by_server(database()))
 
 
 @api.patch("/servers/<path:server>", responses={200: ServerView, **problem_responses(400, 404, 413, 415, 422)})

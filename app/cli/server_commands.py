@@ -175,9 +175,7 @@ def show_server(server: str, as_json: bool) -> None:
 
     Of the servers with a free slot, the one with the lowest total score runs the next job.
     """
-    found = next((one for one in api_client().get("/admin/servers")["servers"] if one["server"] == server), None)
-    if found is None:
-        raise click.ClickException(f"There is no server {server!r}; `slotkeeper servers list` shows all servers.")
+    found = api_client().get(f"/admin/servers/{path_segment(server)}")
     if as_json:
         print_json(found)
         return
@@ -240,10 +238,8 @@ def reset_server(server: str, as_json: bool) -> None:
 @click.argument("endpoint")
 @click.option(
     "--slots",
-    default=1,
-    show_default=True,
     type=click.IntRange(1, 1024),
-    help="Jobs that the server runs at the same time.",
+    help="Jobs that the server runs at the same time.  [default: 1, for a new server]",
 )
 @click.option(
     "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="For constraints of jobs; repeat it."
@@ -262,7 +258,6 @@ def register_server(
     model: str,
     server: str,
     endpoint: str,
-    slots: int,
     attributes: tuple[str, ...],
     description: str | None,
     as_json: bool,
@@ -270,13 +265,13 @@ def register_server(
 ) -> None:
     """Add a server, or add a model to a server.
 
-    Attributes, weight and other options that you leave out stay as they are.
+    Slots, attributes, weight and other options that you leave out stay as they are.
 
     \b
     slotkeeper servers register zimg zimg-api4 http://10.0.0.4:9001/generate --slots 2
     slotkeeper servers register ... --attribute gpu=A100 --attribute memory=80 --weight 2
     """
-    body = {"model": model, "server": server, "endpoint": endpoint, "slots": slots}
+    body: dict[str, Any] = {"model": model, "server": server, "endpoint": endpoint}
     body |= {name: value for name, value in more.items() if value is not None}
     if description is not None:
         body["description"] = read_json(description, "--description")
@@ -286,7 +281,8 @@ def register_server(
     if as_json:
         print_json(answer)
     else:
-        echo(f"{server} serves {model} on {slots} slots.")
+        slots = answer["slots"]
+        echo(escape_line(f"{server} serves {model} on {slots} slot{'s' * (slots != 1)}."))
 
 
 @servers.command("remove")

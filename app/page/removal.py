@@ -53,7 +53,7 @@ def keep_model(model: str) -> Any:
 def ask_to_remove_server(server: str, wrong: str = "") -> Any:
     catalog = dispatcher().catalog.get()
     others = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
-    found = _find_server(server)
+    found = servers_api.get_server(ServerPath(server=server))
     bereft = set(found["models"]) - others
     return render_page("remove_server.html", server=found, runs=_runs(server), bereft=bereft, wrong=wrong)
 
@@ -73,14 +73,6 @@ def remove_server(server: str) -> Any:
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
     return redirect(f"{_server_path(server)}?done=kept", 303)
-
-
-def _find_server(name: str) -> Any:
-    """Return the server as the API lists it.  Raises NotFound."""
-    found = next((row for row in servers_api.list_servers()["servers"] if row["server"] == name), None)
-    if found is None:
-        raise NotFound("There is no such server; GET /admin/servers lists them.", server=name)
-    return found
 
 
 def _runs(server: str) -> list[Job]:

@@ -12,7 +12,6 @@ from app.page.visitor import state_body
 from app.schemas.job_schemas import ServerPath
 from routing.queries.explain import explain_idle_server
 from routing.queries.model_overview import read_slots
-from slotkeeper.errors import NotFound
 from tasks.services import workers
 
 _MOST_TILES = 256
@@ -27,11 +26,7 @@ def servers() -> Any:
 @page_view("/page/servers/<path:server>", admin=True)
 def server(server: str) -> Any:
     """Show a server; with `?ask` also request its health, which may take until the time limit."""
-    listed = servers_api.list_servers()["servers"]
-    answer = next((row for row in listed if row["server"] == server), None)
-    known = dispatcher().catalog.get().servers.get(server)
-    if answer is None or known is None:
-        raise NotFound("There is no such server.", server=server)
+    answer, known = servers_api.get_server(ServerPath(server=server)), servers_api.known_server(server)
     slots = read_slots(dispatcher(), [known], dispatcher().store.list_running())[server]
     asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
     return render_page(

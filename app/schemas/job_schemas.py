@@ -137,8 +137,12 @@ class RegisterBody(BodySchema):
     model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
     server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=MODEL_NAME)
     endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
-    slots: int = Field(
-        ge=1, le=1024, description="Number of jobs that the server runs at the same time, for all its models together."
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Number of jobs that the server runs at the same time, for all its models together; initially 1.  "
+        "If omitted, it is not changed.",
     )
     attributes: _Attributes | None = Field(
         None,

@@ -47,7 +47,10 @@ def upsert(
     new: further columns of an inserted row, which an update leaves as they are.
     """
     row = _insert(connection, table, {**key, **values, **(new or {})})
-    connection.execute(row.on_conflict_do_update(index_elements=list(key), set_=dict(values)))
+    if values:
+        connection.execute(row.on_conflict_do_update(index_elements=list(key), set_=dict(values)))
+    else:
+        connection.execute(row.on_conflict_do_nothing(index_elements=list(key)))
 
 
 def add_to_counter(connection: Connection, name: str, by: int = 1) -> None:

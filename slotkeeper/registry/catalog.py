@@ -117,7 +117,7 @@ class Catalog:
         model: str,
         server: str,
         url: str,
-        slots: int,
+        slots: int | None,
         now_ms: int,
         attributes: Mapping[str, str | float] | None = None,
         weight: float | None = None,
@@ -127,9 +127,9 @@ class Catalog:
     ) -> Server:
         """Add or change a server that serves `model` at `url`.  The model is created if it is new.
 
-        attributes, weight: of the server; None keeps the present ones.  of_model: attributes of the server for this
-        model alone, stored as `<model>:<name>`; others are kept.  overrides: how the server is called for this model,
-        as given; description: what that makes, as JSON; None keeps the present ones.
+        slots, attributes, weight: of the server; None keeps the present ones, and a new server has one slot.  of_model:
+        attributes of the server for this model alone, stored as `<model>:<name>`; others are kept.  overrides: how the
+        server is called for this model, as given; description: what that makes, as JSON; None keeps the present ones.
 
         Raises Conflict if server and model are in different fleets that cannot be merged; ValueError for an attribute
         that is neither text nor a finite number, or a weight that is not above 0 and at most 1000.
@@ -143,7 +143,8 @@ class Catalog:
             if model_attributes or attributes is not None:
                 values["attributes"] = _merge_attributes(tx, server, attributes, model_attributes)
             _ensure_model(tx, model, fleet, now_ms)
-            upsert(tx.connection, servers, {"name": server}, values, {"fleet": fleet, "created_ms": now_ms})
+            if_new = {"fleet": fleet, "created_ms": now_ms} | ({"slots": 1} if slots is None else {})
+            upsert(tx.connection, servers, {"name": server}, values, if_new)
             endpoint: dict[str, Any] = {"url": url}
             if overrides is not None:
                 endpoint["overrides"] = _overrides_text(tx, overrides, description, now_ms)
@@ -383,9 +384,11 @@ def _state_values(state: str, reason: str, by: str, now_ms: int | None) -> dict[
     }
 
 
-def _server_values(slots: int, attributes: Mapping[str, str | float] | None, weight: float | None) -> dict[str, Any]:
+def _server_values(
+    slots: int | None, attributes: Mapping[str, str | float] | None, weight: float | None
+) -> dict[str, Any]:
     """Return the columns that a registration sets.  Raises ValueError."""
-    values: dict[str, Any] = {"slots": slots}
+    values: dict[str, Any] = {} if slots is None else {"slots": slots}
     if attributes is not None:
         values["attributes"] = _attributes_text(attributes)
     if weight is not None:

@@ -1,6 +1,7 @@
 """Servers, models, the dead letter queue and the ledger, by the door."""
 
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -116,6 +117,23 @@ def test_a_server_cannot_take_over_a_model_that_has_its_own(api: Api) -> None:
 def test_an_unknown_server_is_not_found(api: Api, act: str) -> None:
     body = {"json": {"state": "paused"}} if act == "patch" else {}
     assert getattr(api.client, act)("/admin/servers/nobody", **body).status_code == 404
+
+
+def test_one_server_is_shown_as_the_list_shows_it(api: Api) -> None:
+    for name in ("gpu1", "rack2/gpu"):
+        api.register(server=name)
+    for listed in api.client.get("/admin/servers").json["servers"]:
+        shown = api.client.get(f"/admin/servers/{quote(listed['server'])}").json
+        assert shown == listed
+    assert api.client.get("/admin/servers/nobody").status_code == 404
+
+
+def test_a_server_that_is_registered_again_without_slots_keeps_them(api: Api) -> None:
+    body = {"model": "zimg", "server": "gpu1", "endpoint": "http://gpu1:9001/generate"}
+    assert api.client.post("/admin/register", json=body).json["slots"] == 1
+    assert api.client.post("/admin/register", json=body | {"slots": 8}).json["slots"] == 8
+    assert api.client.post("/admin/register", json=body).json["slots"] == 8
+    assert api.client.post("/admin/register", json=body | {"weight": 2}).json["slots"] == 8
 
 
 @pytest.mark.parametrize("body", [{}, {"state": "broken"}, {"state": None}, {"state": "paused", "slots": 2}])

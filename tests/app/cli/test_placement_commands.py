@@ -215,26 +215,25 @@ def test_each_kind_can_be_stopped_and_resumed(api: HTTPServer, kind: str, word: 
 
 
 def test_a_server_is_registered_with_what_it_declares(api: HTTPServer) -> None:
-    seen = answers(api, "POST", "/admin/register", {})
+    seen = answers(api, "POST", "/admin/register", {"slots": 1})
     words = ["zimg", "gpu1", "http://gpu1/x", "--attribute", "gpu=A100", "--attribute", "memory=80", "--weight", "2"]
     assert run("servers", "register", *words, "--model-version", "2.1").exit_code == 0
     sent = seen[0].get_json()
     assert (sent["attributes"], sent["weight"], sent["model_version"]) == ({"gpu": "A100", "memory": 80}, 2, "2.1")
     assert "runtime" not in sent
     run("servers", "register", *words[:3])
-    assert seen[1].get_json() == {"model": "zimg", "server": "gpu1", "endpoint": "http://gpu1/x", "slots": 1}
+    assert seen[1].get_json() == {"model": "zimg", "server": "gpu1", "endpoint": "http://gpu1/x"}
     assert run("servers", "register", *words[:3], "--weight", "0").exit_code == 2
 
 
 def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
-    answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": STANDING}], "fleets": []})
+    answers(api, "GET", "/admin/servers/gpu/1", SERVER | {"status": STANDING})
     done = run("servers", "show", "gpu/1")
     facts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
     assert facts["reason"].strip() == "new driver"
     assert facts["attributes"].strip() == "gpu=A100 labels=fast,testnet"
     row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["zimg"])
     assert row == ["zimg", "http://gpu1/x", "0.500", "0.000", "-0.250", "0.000", "0.000", "0.625"]
-    assert run("servers", "show", "nobody").stderr.startswith("Error: There is no server 'nobody'")
 
 
 def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +280,7 @@ def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
 
 def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": None}], "fleets": None})
+    answers(api, "GET", "/admin/servers/gpu/1", SERVER | {"status": None})
     assert "Redis does not answer" in run("servers", "show", "gpu/1").stdout
     assert "gpu=A100 labels=fast,testnet" in run("servers", "list").stdout
 

@@ -24,9 +24,9 @@ _SUMMARIES = {
 def doctor(as_json: bool) -> None:
     """Check every part of this installation.
 
-    Checks settings, database, disk, Redis, broker, inference servers, workers, maintenance, logs, secret and port from
-    this host, and says how to repair each fault.  All checks run at once, and each ends after ten seconds, so the
-    command works when parts are down.  Exit status 1: a check failed.
+    Checks settings, database, state folder, disk, Redis, broker, inference servers, workers, maintenance, logs, secret
+    and port from this host, and says how to repair each fault.  All checks run at once, and each ends after ten
+    seconds, so the command works when parts are down.  Exit status 1: a check failed.
     """
     from app.cli import doctor_checks
     from slotkeeper import logs

@@ -124,9 +124,36 @@ def _run_check(part: str, check: Check) -> list[Finding]:
     try:
         found.extend(check())
     except Exception as error:
-        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        found.append(Finding(part, "fail", message, "See that it runs and that the settings hold its address."))
+        found.append(_finding_of(part, error))
     return found
+
+
+def _finding_of(part: str, error: Exception) -> Finding:
+    """Return the finding of a check that has failed; what other parts cause is left to the checks of those."""
+    from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import RedisError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from routing.config import RoutingSettings
+    from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError
+    from tasks.config import TaskSettings
+
+    if isinstance(error, DatabaseUnavailable | SQLAlchemyError) and part != "database":
+        return Finding(part, "warn", "Not checked: that needs the database, which cannot be used.")
+    if isinstance(error, RedisError) and part not in ("redis", "broker"):
+        return Finding(part, "warn", "Not checked: that needs Redis, which does not answer.")
+    is_embedded = part in ("redis", "broker") and not RoutingSettings().redis_url
+    if part == "broker" and is_embedded and not TaskSettings().broker_url:
+        return Finding(part, "warn", "Not checked: the broker is the same Redis.")
+    text = error.detail if isinstance(error, SlotkeeperError) else f"{type(error).__name__}: {error}"
+    message = " ".join(text.split())[:300]
+    if isinstance(error, RedisConnectionError) and is_embedded:
+        remedy = "Slotkeeper does not run here: start it with `slotkeeper up`, or set SLOTKEEPER_REDIS_URL."
+    elif "SLOTKEEPER_" in message:  # It says what to do.
+        remedy = ""
+    else:
+        remedy = "See that it runs and that the settings hold its address."
+    return Finding(part, "fail", message, remedy)
 
 
 def all_checks() -> dict[str, Check]:
@@ -134,6 +161,7 @@ def all_checks() -> dict[str, Check]:
     return {
         "settings": settings,
         "database": database,
+        "folder": folder,
         "disk": disk,
         "clocks": clocks,
         "redis": redis,
@@ -221,7 +249,7 @@ def database() -> Iterator[Finding]:
 
     job_store = open_database()
     if (problem := check(job_store.url)) is not None:
-        yield Finding("database", "fail", problem, "Run `slotkeeper migrate` with the newest release.")
+        yield Finding("database", "fail", problem)  # It says what to do.
         return
 
     try:
@@ -249,6 +277,30 @@ def _measure_fastest_s(act: Callable[[], object]) -> float:
         if best <= _SLOW_S:
             break
     return best
+
+
+def folder() -> Iterator[Finding]:
+    """Check that the state folder exists, is private, and can be written to."""
+    from routing.config import RoutingSettings
+    from slotkeeper.config import StorageSettings
+    from slotkeeper.state_folder import is_private_folder
+    from tasks.config import TaskSettings
+
+    storage = StorageSettings()
+    home = storage.home.absolute()
+    if storage.database_url and RoutingSettings().redis_url and TaskSettings().secret:
+        yield Finding("folder", "ok", "No state folder is needed: database, Redis and secret are elsewhere.")
+    elif not home.is_dir():
+        remedy = "Set SLOTKEEPER_HOME to the state folder of this installation; for a new one run `slotkeeper migrate`."
+        yield Finding("folder", "fail", f"There is no state folder {home}.", remedy)
+    elif not os.access(home, os.W_OK | os.X_OK):
+        remedy = "Run Slotkeeper as the user who owns it, or give it to this user with chown."
+        yield Finding("folder", "fail", f"This user cannot write to the state folder {home}.", remedy)
+    elif not is_private_folder(home):
+        remedy = f"Slotkeeper keeps secrets there: chmod 700 {home}, and let its user own it."
+        yield Finding("folder", "fail", f"Others than this user can enter the state folder {home}.", remedy)
+    else:
+        yield Finding("folder", "ok", f"The state folder {home} is private, and can be written to.")
 
 
 def disk() -> Iterator[Finding]:
@@ -524,10 +576,18 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
 
 
 def port() -> Iterator[Finding]:
-    """Check that a process listens at the API's address."""
-    from app.config import AppSettings
+    """Check that a process listens at the API's address, unless the API runs on other hosts."""
+    from redis.exceptions import RedisError
 
-    api = AppSettings()
+    from app.config import AppSettings
+    from tasks.services import processes
+
+    api, hosts = AppSettings(), set[str]()
+    with suppress(RedisError):
+        hosts = {process.host for process in processes().read_all() if process.role == "web"}
+    if hosts and socket.gethostname() not in hosts:
+        yield Finding("port", "ok", f"The API runs on {', '.join(sorted(hosts))}.")
+        return
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(api.host, api.host)
     try:
         with socket.create_connection((host, api.port), 2):

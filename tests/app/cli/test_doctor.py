@@ -1,5 +1,6 @@
 """The doctor looks at every part at once, waits for none too long, and says what to do."""
 
+import base64
 import json
 import socket
 import subprocess
@@ -87,8 +88,45 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
     assert (done.exit_code, found["level"]) == (1, "fail")
     by_part = {it["part"]: it for it in found["findings"]}
     assert by_part.keys() == doctor_checks.all_checks().keys()
-    for part in ("database", "redis", "workers", "maintenance"):
+    for part in ("database", "redis"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
+    for part in ("workers", "maintenance", "servers"):  # One fault has one remedy.
+        assert by_part[part]["level"] == "warn" and by_part[part]["said"].startswith("Not checked: "), part
+
+
+def test_a_state_folder_that_is_missing_open_or_not_needed_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("SLOTKEEPER_HOME", str(home))
+    for name in ("DATABASE_URL", "REDIS_URL", "SECRET"):
+        monkeypatch.delenv(f"SLOTKEEPER_{name}", raising=False)
+    (missing,) = _findings_of("folder")
+    assert missing.level == "fail" and "slotkeeper migrate" in missing.remedy
+    home.mkdir(mode=0o755)
+    (is_open,) = _findings_of("folder")
+    assert is_open.level == "fail" and f"chmod 700 {home}" in is_open.remedy
+    home.chmod(0o700)
+    assert [found.level for found in _findings_of("folder")] == ["ok"]
+    home.rmdir()
+    for name, value in {
+        "DATABASE_URL": "postgresql://db/slotkeeper",
+        "REDIS_URL": "redis://redis:6379/0",
+        "SECRET": base64.b64encode(bytes(32)).decode(),
+    }.items():
+        monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
+    (elsewhere,) = _findings_of("folder")
+    assert elsewhere.level == "ok" and "No state folder is needed" in elsewhere.message
+
+
+def test_on_a_host_without_the_api_its_port_is_not_missed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_PORT", str(free_port()))
+    assert [found.level for found in _findings_of("port")] == ["warn"]
+    services.processes().report("web-1", {"role": "web", "host": "api-host", "pid": 1})
+    (found,) = _findings_of("port")
+    assert (found.level, found.message) == ("ok", "The API runs on api-host.")
+    services.processes().report("web-2", {"role": "web", "host": socket.gethostname(), "pid": 2})
+    assert [found.level for found in _findings_of("port")] == ["warn"]
 
 
 def test_a_clock_that_was_set_is_reported_for_a_day(api: Api) -> None:
@@ -106,7 +144,7 @@ def test_a_record_of_another_schema_is_told(api: Api) -> None:
     with api.database.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
     (found,) = _findings_of("database")
-    assert (found.level, "migrate" in found.remedy) == ("fail", True)
+    assert (found.level, "migrate" in found.message, found.remedy) == ("fail", True, "")
 
 
 def test_that_nobody_works_is_told(api: Api) -> None:

@@ -3,6 +3,8 @@
 "use strict";
 
 const LEAST_MS = 1000, MOST_MS = 15000;
+// While [data-ticks] is on the screen, it shows times that pass although nothing happens.
+const pause = () => document.querySelector("[data-ticks]") ? LEAST_MS : MOST_MS;
 const regions = () => document.querySelectorAll("[data-live][id]");
 let due = null, asking = false, asked = 0;
 
@@ -26,7 +28,7 @@ async function look() {
     // It does not answer now; the next look is due all the same.
   }
   asking = false;
-  later(MOST_MS);
+  later(pause());
 }
 
 function put(fresh) {
@@ -70,7 +72,7 @@ if (address && regions().length) {
   stream.onerror = () => { pulse.hidden = true; };
   document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
   addEventListener("pagehide", () => stream.close());
-  later(MOST_MS);
+  later(pause());
 }
 
 // A box with all others of its table.

@@ -371,11 +371,19 @@ def test_the_overview_follows_what_happens(operator: Page, installation: Install
     expect(operator.locator(f'a.slot[href="/page/jobs/{job}"]')).to_be_visible(timeout=10_000)
 
 
+def test_the_time_of_a_run_passes_on_its_page_while_nothing_happens(operator: Page, installation: Installation) -> None:
+    job = installation.submit("zimg", seconds=8)
+    operator.goto(f"/page/jobs/{job}")
+    expect(operator.locator(".story")).to_contain_text(re.compile(r"it ran for [234]\.\d s"), timeout=10_000)
+    expect(operator.locator(".story")).to_contain_text(re.compile(r"it ran for [567]\.\d s"), timeout=10_000)
+    installation.call("POST", f"/queue/jobs/{job}/cancel")
+
+
 def test_a_server_is_drained_with_a_reason_and_resumed(operator: Page, installation: Installation) -> None:
     operator.goto("/page/servers/flaky-api1")
     operator.get_by_label("Reason").fill("new driver")
     operator.get_by_role("button", name="Drain").click()
-    expect(operator.locator(".acts")).to_contain_text("draining by root: new driver")
+    expect(operator.locator(".acts")).to_contain_text("draining by tenant 'root': new driver")
     operator.get_by_role("button", name="Resume").click()
     expect(operator.locator(".acts")).not_to_contain_text("draining")
 

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-from pydantic import ValidationError
 
 from routing.config import RoutingSettings
 from routing.queue.leases import Lease, Renewal
 from routing.queue.queues import new_lease_prefix
+from slotkeeper.errors import InvalidSetting
 
 
 def test_the_defaults_stand_in_the_right_relation():
@@ -38,7 +38,7 @@ def test_the_defaults_stand_in_the_right_relation():
 )
 def test_a_setting_out_of_its_bounds_is_refused_by_name(monkeypatch, name, value):
     monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
-    with pytest.raises(ValidationError, match=f"(?i){name}"):
+    with pytest.raises(InvalidSetting, match=f"(?i){name}"):
         RoutingSettings()
 
 
@@ -49,14 +49,14 @@ def test_one_lost_renewal_must_be_survived(monkeypatch, lease_ms, renew_ms, fits
     if fits:
         assert RoutingSettings().renew_every_ms == renew_ms
     else:
-        with pytest.raises(ValidationError, match="under half of SLOTKEEPER_LEASE_MS"):
+        with pytest.raises(InvalidSetting, match="under half of SLOTKEEPER_LEASE_MS"):
             RoutingSettings()
 
 
 def test_a_prefix_cannot_break_the_hash_tag():
     """Redis Cluster takes the first pair of braces in a key for its tag."""
     for prefix in ("a{", "}", "{}"):
-        with pytest.raises(ValidationError):
+        with pytest.raises(InvalidSetting):
             RoutingSettings(redis_prefix=prefix)
 
 
